@@ -1,0 +1,1 @@
+"""The device: enrol, download, personalise, use, report."""

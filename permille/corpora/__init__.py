@@ -1,0 +1,1 @@
+"""Reading the texts that sensitivity is measured on."""

@@ -1,0 +1,1 @@
+"""Model families and the loading of base models."""

@@ -1,0 +1,1 @@
+"""Packages: manifest, content-addressed layers, reader, writer, signatures. No torch, no network."""

@@ -1,0 +1,1 @@
+"""The REST contract, shared by service and agent."""

@@ -1,0 +1,1 @@
+"""Fisher scores, masks, and the evidence behind them."""

@@ -1,0 +1,1 @@
+"""Tables, queries, blob stores and job leases. Never on a device."""

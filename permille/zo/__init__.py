@@ -1,0 +1,1 @@
+"""Directions, estimators, lattice state, step log and replay. numpy only."""

@@ -1,0 +1,1 @@
+"""Workers: they load, call the library and save."""
