@@ -1,0 +1,106 @@
+"""What an engine must do: the seam between everything that trains or talks and the code that multiplies matrices.
+
+An engine holds one package on one device. It is handed sparse values, never seeds, directions or optimizers, and it
+returns numbers as they come out of the forward pass: a loss that is not finite is returned, not repaired.
+
+Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order), Q directions,
+B sequences, T positions.
+
+Every implementation passes `tests/unit/engines/conformance.py`.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Protocol, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.zo.estimators import Batch, LossEngine
+
+__all__ = ["Batch", "Engine", "EngineInfo", "LossEngine"]
+
+
+class EngineInfo(TypedDict):
+    """What a run reports about the engine that computed it; a resumed run has the same bits only where this is equal."""
+
+    name: str
+    version: str
+    compute_dtype: str
+    threads: int
+    device: str
+
+
+class Engine(LossEngine, Protocol):
+    """A loaded package: losses, exact directional derivatives, and text for local use.
+
+    Calls from several threads are safe and are served one at a time.
+    """
+
+    @property
+    def k(self) -> int:
+        """Number of masked weights of the package."""
+        ...
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Mean loss over the batch's target tokens, one for each variant of the sparse values.
+
+        Args:
+            values_VK: float32 [v, k], v >= 1.
+            batch: see `Batch`; right padded.
+
+        Returns:
+            float32 [v]; not finite where the forward pass was not.
+
+        Raises:
+            InputError: a shape, dtype or token id is not what the package needs; no target.
+        """
+        ...
+
+    def directional_derivatives(
+        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
+    ) -> NDArray[np.float64]:
+        """Exact `grad f(values) . z_i` for each direction, `f` being the mean loss that `losses` returns.
+
+        Args:
+            values_K: float32 [k].
+            directions_QK: float32 or an integer type, [q, k], used as they are (the caller divides by sigma).
+
+        Returns:
+            float64 [q], in the units of the directions.
+
+        Raises:
+            InputError: as `losses`.
+        """
+        ...
+
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Negative log-likelihood of each target token, float32 [number of targets], in row-major order of the batch."""
+        ...
+
+    def generate(
+        self,
+        values_K: NDArray[np.float32],
+        prompt_ids: NDArray[np.int64],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> Iterator[int]:
+        """Yield new token ids one by one; ends before a stop id, or at the limit, or at the model's last position.
+
+        Args:
+            prompt_ids: int64 [T], T >= 1.
+            temperature: 0 takes the most likely token; else logits are divided by it.
+            top_p: the smallest set of most likely tokens whose probability reaches it is sampled from; in (0, 1].
+            seed: the same arguments on the same machine and build give the same tokens.
+
+        Raises:
+            InputError: an argument is outside its range; raised by the call, not by the first `next`.
+        """
+        ...
+
+    def info(self) -> EngineInfo:
+        """Name, version, compute dtype, threads and device."""
+        ...
