@@ -1,0 +1,208 @@
+"""What families.py says of a config, against the state dict that transformers builds from the same config."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from permille.errors import InputError
+from permille.models.families import (
+    Family,
+    canonical_name,
+    expected_tensors,
+    family_of,
+    is_tied,
+    layer_of,
+    scoped_tensors,
+)
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+_OPT: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 16}),
+    ("mistral", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"head_dim": 8, "attention_bias": True}),
+    ("gemma", {"head_dim": 8}),
+    ("gemma2", {"head_dim": 8, "attention_bias": True}),
+    ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": False}),
+    ("gpt_neox", {}),
+    ("gpt_neox", {"attention_bias": False, "tie_word_embeddings": True}),
+    ("opt", _OPT),
+    ("opt", _OPT | {"word_embed_proj_dim": 16}),
+    ("opt", _OPT | {"do_layer_norm_before": False, "tie_word_embeddings": False}),
+    ("opt", _OPT | {"enable_bias": False}),
+    ("opt", _OPT | {"layer_norm_elementwise_affine": False}),
+    ("opt", _OPT | {"_remove_final_layer_norm": True}),
+]
+
+
+def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    base = {} if family == "opt" else _SMALL
+    if family == "gpt_neox":
+        base = {key: value for key, value in base.items() if key != "num_key_value_heads"}
+    config = transformers.AutoConfig.for_model(family, **(base | changes))
+    loaded: dict[str, Any] = config.to_dict()
+    return loaded
+
+
+def model_of(config: dict[str, Any]) -> torch.nn.Module:
+    with torch.device("meta"):
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config)
+        )
+    return model
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_expected_tensors_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
+    config = config_of(family, changes)
+    state = {name: tuple(tensor.shape) for name, tensor in model_of(config).state_dict().items()}
+    if is_tied(config):
+        state.pop("lm_head.weight")
+    assert expected_tensors(config) == state
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_scope_is_every_linear_layer_of_the_blocks_and_nothing_else(
+    family: str, changes: dict[str, Any]
+) -> None:
+    config = config_of(family, changes)
+    linear = {
+        f"{name}.weight": tuple(module.weight.shape)
+        for name, module in model_of(config).named_modules()
+        if isinstance(module, torch.nn.Linear) and ".layers." in name
+    }
+    scoped = scoped_tensors(config)
+    assert dict(scoped) == linear
+    layers = [layer_of(name) for name, _ in scoped]
+    assert layers == sorted(layer for layer in layers if layer is not None)
+
+
+def test_every_family_has_a_case() -> None:
+    assert {family for family, _ in CASES} == set(Family)
+
+
+def test_order_within_a_block_is_the_familys_order() -> None:
+    names = [name.split(".")[4] for name, _ in scoped_tensors(config_of("llama", {}), "layers:0")]
+    assert names == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("scope", "layers"),
+    [("all", {0, 1, 2}), ("layers:1-", {1, 2}), ("layers:0-1", {0, 1}), ("layers:2", {2})],
+)
+def test_scope_selects_a_range_of_layers(scope: str, layers: set[int]) -> None:
+    assert {layer_of(name) for name, _ in scoped_tensors(config_of("llama", {}), scope)} == layers
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        "",
+        "layers",
+        "layers:",
+        "layers:-2",
+        "layers:3-",
+        "layers:0-3",
+        "layers:2-1",
+        "layers:a",
+        "mlp",
+        "layers:٣",
+    ],
+)
+def test_scope_of_another_form_is_refused(scope: str) -> None:
+    with pytest.raises(InputError, match="expected scope"):
+        scoped_tensors(config_of("llama", {}), scope)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mamba", "gemma3", "", None, 7])
+def test_unknown_family_is_refused_with_the_list(model_type: Any) -> None:
+    with pytest.raises(
+        InputError, match="llama, mistral, qwen2, qwen3, opt, gemma, gemma2, gemma3_text, gpt_neox"
+    ):
+        family_of({"model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mixtral", "num_local_experts": 8},
+        {"model_type": "qwen2_moe"},
+        {"model_type": "llama", "num_experts": 4},
+    ],
+)
+def test_mixture_of_experts_is_refused_by_name(config: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="mixture of experts"):
+        family_of(config)
+
+
+def test_quantized_model_is_refused_by_its_method() -> None:
+    with pytest.raises(InputError, match=r"already quantized .gptq."):
+        family_of({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}})
+
+
+def test_config_with_code_of_its_own_is_refused() -> None:
+    with pytest.raises(InputError, match="auto_map"):
+        family_of({"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", None),
+        ("hidden_size", "32"),
+        ("hidden_size", 32.0),
+        ("hidden_size", True),
+        ("vocab_size", 0),
+        ("vocab_size", 1 << 40),
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 5),
+        ("num_key_value_heads", 3),
+        ("tie_word_embeddings", "yes"),
+    ],
+)
+def test_a_config_number_out_of_its_type_or_range_is_refused(key: str, value: Any) -> None:
+    config = config_of("llama", {"head_dim": None}) | {"head_dim": None, key: value}
+    with pytest.raises(InputError, match="expected"):
+        expected_tensors(config)
+
+
+def test_silence_about_key_value_heads_is_refused_where_the_default_is_another_number() -> None:
+    config = config_of("mistral", {})
+    del config["num_key_value_heads"]
+    with pytest.raises(InputError, match="num_key_value_heads"):
+        expected_tensors(config)
+
+
+def test_old_checkpoint_names_are_mapped_and_buffers_dropped() -> None:
+    neox, opt, tied = config_of("gpt_neox", {}), config_of("opt", _OPT), config_of("gemma", {"head_dim": 8})
+    assert canonical_name(neox, "embed_out.weight") == "lm_head.weight"
+    assert canonical_name(neox, "gpt_neox.layers.0.attention.bias") is None
+    assert canonical_name(neox, "gpt_neox.layers.0.attention.rotary_emb.inv_freq") is None
+    assert (
+        canonical_name(neox, "gpt_neox.layers.0.attention.dense.bias")
+        == "gpt_neox.layers.0.attention.dense.bias"
+    )
+    assert canonical_name(opt, "decoder.layers.0.fc1.weight") == "model.decoder.layers.0.fc1.weight"
+    assert canonical_name(tied, "lm_head.weight") is None
+    assert canonical_name(neox, "lm_head.weight") == "lm_head.weight"
