@@ -1,1 +1,1 @@
-"""The REST contract, shared by service and agent."""
+"""The REST contract, shared by service and agent: one module a domain, pydantic models only."""

@@ -1,0 +1,139 @@
+"""Devices: invitations, enrolment, tokens, and what an operator sees of them."""
+
+from enum import StrEnum
+from typing import Annotated, Final
+
+from pydantic import Field, StringConstraints
+
+from permille.schemas.fields import TEXT_PATTERN, Closed, Id, Name, Positive, Timestamp
+
+TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
+
+PublicKey = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9_-]{43}$"),
+    Field(
+        description="Ed25519 public key: base64url without padding of its 32 bytes.",
+        examples=["11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"],
+    ),
+]
+Signature = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9_-]{86}$"),
+    Field(description="Ed25519 signature: base64url without padding of its 64 bytes.", examples=["A" * 86]),
+]
+InvitationCode = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9_-]{22}$"),
+    Field(description="128 random bits, base64url without padding.", examples=["q83vASNFZ4mrze8BI0VniQ"]),
+]
+Nonce = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{22,86}$"), Field(examples=["q83vASNFZ4mrze8BI0VniQ"])
+]
+DeviceName = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=100, pattern=TEXT_PATTERN),
+    Field(examples=["kitchen-laptop"]),
+]
+AgentVersion = Annotated[
+    str, StringConstraints(pattern=r"^[0-9]{1,5}\.[0-9]{1,5}\.[0-9]{1,5}$"), Field(examples=["0.1.0"])
+]
+
+
+def token_message(device_id: str, nonce: str) -> bytes:
+    """What a device signs to get a token: context, device id, NUL, nonce."""
+    return TOKEN_CONTEXT + device_id.encode("ascii") + b"\0" + nonce.encode("ascii")
+
+
+class DeviceState(StrEnum):
+    """What a device may do: an active one everything of a device, the others nothing."""
+
+    ACTIVE = "active"
+    REVOKED = "revoked"
+    UNENROLLED = "unenrolled"
+
+
+class InvitationCreate(Closed):
+    """An invitation for one device to follow one release."""
+
+    release: Name = Field(examples=["tiny-llama"])
+    alias: Name = Field(default="stable", examples=["stable"])
+
+
+class Invitation(Closed):
+    """A one-time invitation; the code is shown once, here."""
+
+    invitation: InvitationCode
+    release: Name
+    alias: Name
+    expires_at: Timestamp
+
+
+class EnrolmentCreate(Closed):
+    """What a device sends to enrol itself."""
+
+    invitation: InvitationCode
+    public_key: PublicKey
+    name: DeviceName
+    agent_version: AgentVersion
+
+
+class SigningKey(Closed):
+    """A public key that signs releases; the device pins it."""
+
+    key_id: str = Field(examples=["sha256:" + "0123456789abcdef" * 4])
+    public_key: PublicKey
+
+
+class Enrolment(Closed):
+    """What a device keeps: who it is, what it follows, which keys it trusts."""
+
+    device_id: Id
+    tenant_id: Id
+    release: Name
+    alias: Name
+    signing_keys: list[SigningKey]
+    server_time: Timestamp
+
+
+class NonceCreate(Closed):
+    """Which device asks for a nonce."""
+
+    device_id: Id
+
+
+class DeviceNonce(Closed):
+    """A nonce to sign once, within its time."""
+
+    nonce: Nonce
+    expires_at: Timestamp
+
+
+class DeviceTokenCreate(Closed):
+    """A signed nonce: Ed25519 over `token_message(device_id, nonce)`."""
+
+    device_id: Id
+    nonce: Nonce
+    signature: Signature
+
+
+class DeviceToken(Closed):
+    """A bearer token for one hour."""
+
+    access_token: str
+    token_type: str = Field(default="Bearer", examples=["Bearer"])
+    expires_in: Positive = Field(description="seconds", examples=[3600])
+
+
+class Device(Closed):
+    """One device, as it and its operators see it."""
+
+    id: Id
+    tenant_id: Id
+    name: str
+    state: DeviceState
+    release: Name
+    alias: Name
+    agent_version: str
+    enrolled_at: Timestamp
+    last_seen_at: Timestamp | None

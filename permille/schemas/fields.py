@@ -1,0 +1,82 @@
+"""The small types that every part of the REST contract is made of.
+
+Integers are bounded (databases hold 64 bits), texts carry no control characters, floats are finite, and no model
+accepts a field that it does not know. Numbers are strict: `"5"` is not 5.
+"""
+
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
+
+Item = TypeVar("Item")
+
+MAX_INT64 = 2**63 - 1
+
+# Written out for a validator and a document alike: anchored, one line, no look-around.
+DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+ID_PATTERN = r"^[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}$"
+TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]+$"
+
+Digest = Annotated[
+    str, StringConstraints(pattern=DIGEST_PATTERN), Field(examples=["sha256:" + "0123456789abcdef" * 4])
+]
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN), Field(examples=["tiny-llama"])]
+Id = Annotated[str, StringConstraints(pattern=ID_PATTERN), Field(examples=["job_01jd3kq8z7m4n5p6r7s8t9v0wx"])]
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INT64)]
+Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INT64)]
+Seed = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1, examples=[0])]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Density = Annotated[
+    float,
+    Field(
+        strict=True,
+        ge=1e-6,
+        le=0.5,
+        allow_inf_nan=False,
+        examples=[0.001],
+        description="Share of the weights that is selected: 0.001 selects one weight in a thousand.",
+    ),
+]
+Timestamp = AwareDatetime
+
+
+class Closed(BaseModel):
+    """A record that refuses unknown fields and does not change once made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="null")
+
+
+class Page(Closed, Generic[Item]):
+    """One page of a list, newest first. `next_cursor` is opaque; null on the last page."""
+
+    items: list[Item]
+    next_cursor: str | None = None
+
+
+class Health(Closed):
+    """That the service answers, and which version it is."""
+
+    status: str = Field(examples=["ok"])
+    version: str = Field(examples=["0.1.0"])
+
+
+__all__ = [
+    "DIGEST_PATTERN",
+    "ID_PATTERN",
+    "MAX_INT64",
+    "NAME_PATTERN",
+    "TEXT_PATTERN",
+    "Closed",
+    "Count",
+    "Density",
+    "Digest",
+    "Finite",
+    "Health",
+    "Id",
+    "Name",
+    "Page",
+    "Positive",
+    "Seed",
+    "Timestamp",
+]

@@ -1,0 +1,73 @@
+"""Long work: its state, its progress, and the events that it leaves."""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from permille.schemas.fields import Closed, Count, Id, Timestamp
+
+
+class JobKind(StrEnum):
+    """What a job makes."""
+
+    MASK = "mask"
+    QUANTIZATION = "quantization"
+    PACKAGE = "package"
+    BUILD = "build"
+    REPLAY = "replay"
+
+
+class JobState(StrEnum):
+    """Where a job is. `failed`, `cancelled` and `dead` may be retried; `succeeded` is final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    DEAD = "dead"
+
+
+class JobProgress(Closed):
+    """How far a running job is. `seconds_left` is an estimate, null while there is none."""
+
+    fraction: Annotated[float, Field(ge=0, le=1)]
+    stage: str = Field(examples=["fisher"])
+    seconds_left: Annotated[float, Field(ge=0)] | None
+
+
+class JobError(Closed):
+    """Why a job failed, and whether a retry may help."""
+
+    type: str = Field(examples=["InputError"])
+    message: str
+    retryable: bool
+
+
+class Job(Closed):
+    """One job. `result` is the path of what it made, once it succeeded."""
+
+    id: Id
+    kind: JobKind
+    state: JobState
+    parent_id: Id | None
+    children: list[Id]
+    attempt: Count
+    progress: JobProgress
+    error: JobError | None
+    result: str | None = Field(examples=["/v1/masks/mask_01jd3kq8z7m4n5p6r7s8t9v0wx"])
+    cancel_requested: bool
+    created_at: Timestamp
+    started_at: Timestamp | None
+    finished_at: Timestamp | None
+
+
+class JobEvent(Closed):
+    """One event of a job. `id` grows by the job and is the SSE event id."""
+
+    id: Count
+    job_id: Id
+    kind: str = Field(examples=["progress"])
+    data: dict[str, Any]
+    created_at: Timestamp

@@ -1,0 +1,92 @@
+"""Masks: which weights are sensitive, and the evidence for it."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from permille.schemas.fields import Closed, Count, Density, Digest, Finite, Id, Seed, Timestamp
+
+
+class MaskMethod(StrEnum):
+    """How weights are scored."""
+
+    FISHER = "fisher"
+    MAGNITUDE = "magnitude"
+    RANDOM = "random"
+
+
+class Scope(StrEnum):
+    """Which linear layers of the decoder blocks take part."""
+
+    ALL = "all"
+    ATTENTION = "attention"
+    MLP = "mlp"
+
+
+class Allocation(StrEnum):
+    """How the budget is spread: the same density in every tensor, or the largest scores of all."""
+
+    TENSOR = "tensor"
+    GLOBAL = "global"
+
+
+Sequences = Annotated[int, Field(strict=True, ge=1, le=100_000, examples=[100])]
+SequenceLength = Annotated[int, Field(strict=True, ge=8, le=32_768, examples=[512])]
+
+
+class MaskOptions(Closed):
+    """How a mask is chosen."""
+
+    method: MaskMethod = MaskMethod.FISHER
+    density: Density = 0.001
+    sequences: Sequences = 100
+    length: SequenceLength = 512
+    seed: Seed = 0
+    scope: Scope = Scope.ALL
+    allocation: Allocation = Allocation.TENSOR
+
+
+class MaskCreate(MaskOptions):
+    """Choose the sensitive weights of a model. `fisher` needs a corpus."""
+
+    model_id: Id
+    corpus_id: Id | None = None
+
+
+class TensorCount(Closed):
+    """What a mask selects of one tensor."""
+
+    name: str
+    shape: list[Count]
+    count: Count
+    coverage: Finite | None = Field(default=None, description="share of the tensor's score that is selected")
+
+
+class CoveragePoint(Closed):
+    """Share of the whole score that the best `fraction` of the weights holds."""
+
+    fraction: Finite
+    coverage: Finite
+
+
+class MaskReport(Closed):
+    """The evidence behind a mask: the coverage curve and the table by tensor."""
+
+    mask_id: Id
+    k: Count
+    curve: list[CoveragePoint]
+    tensors: list[TensorCount]
+
+
+class Mask(Closed):
+    """A chosen mask."""
+
+    id: Id
+    model_id: Id
+    corpus_id: Id | None
+    job_id: Id
+    options: MaskOptions
+    k: Count
+    digest: Digest
+    created_at: Timestamp

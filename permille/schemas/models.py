@@ -1,0 +1,66 @@
+"""Base models: a folder under the configured root, or a hub repository pinned to a commit."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from permille.schemas.fields import Closed, Count, Id, Name, Timestamp
+
+RelativePath = Annotated[
+    str,
+    StringConstraints(
+        min_length=1,
+        max_length=400,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]*(/[A-Za-z0-9_][A-Za-z0-9_.@+-]*)*$",
+    ),
+    Field(description="path below the configured root, with `/` between parts", examples=["stories260K"]),
+]
+
+
+class FolderModel(Closed):
+    """A folder below the service's model root, in the form that `transformers` saves."""
+
+    kind: Literal["folder"]
+    path: RelativePath
+
+
+class HubModel(Closed):
+    """A hub repository at one commit. The worker downloads it; nothing in it is ever executed."""
+
+    kind: Literal["hub"]
+    repository: Annotated[
+        str,
+        StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"),
+        Field(examples=["TinyLlama/TinyLlama-1.1B-Chat-v1.0"]),
+    ]
+    commit: Annotated[
+        str,
+        StringConstraints(pattern=r"^[0-9a-f]{40}$"),
+        Field(
+            description="full commit, so that the model cannot change",
+            examples=["0123456789abcdef" * 2 + "01234567"],
+        ),
+    ]
+
+
+ModelSource = Annotated[FolderModel | HubModel, Field(discriminator="kind")]
+
+
+class ModelCreate(Closed):
+    """Register a base model."""
+
+    name: Name
+    source: ModelSource
+
+
+class Model(Closed):
+    """A registered base model. Family and sizes are null for a hub model that no worker has read yet."""
+
+    id: Id
+    name: Name
+    source: ModelSource
+    family: str | None = Field(examples=["llama"])
+    parameters: Count | None
+    scoped_parameters: Count | None = Field(description="weights of the decoder blocks' linear layers")
+    size_bytes: Count | None
+    created_at: Timestamp

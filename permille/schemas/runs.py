@@ -1,0 +1,147 @@
+"""Runs: what a device reports of one personalisation. Numbers and closed sets: no text of a user fits in."""
+
+from enum import StrEnum
+from typing import Annotated, Final
+
+from pydantic import Field, StringConstraints
+
+from permille.schemas.devices import AgentVersion
+from permille.schemas.fields import Closed, Count, Digest, Finite, Id, Name, Timestamp
+from permille.schemas.releases import Version
+
+LOG_MEDIA_TYPE: Final = "application/vnd.permille.log"
+MAX_LOG_BYTES: Final = 64 * 1024 * 1024
+
+RunId = Annotated[
+    str,
+    StringConstraints(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"),
+    Field(description="uuid made by the device", examples=["5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"]),
+]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class Outcome(StrEnum):
+    """How a run ended."""
+
+    ADOPTED = "adopted"
+    KEPT_BASE = "kept_base"
+    REFUSED_DATA = "refused_data"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+class Estimator(StrEnum):
+    """Which estimate of the gradient the steps used."""
+
+    SPSA = "spsa"
+    FORWARD = "forward"
+
+
+class EngineName(StrEnum):
+    """Which engine computed the losses."""
+
+    TORCH = "torch"
+
+
+class OperatingSystem(StrEnum):
+    """The device's operating system."""
+
+    LINUX = "linux"
+    DARWIN = "darwin"
+    WINDOWS = "windows"
+    OTHER = "other"
+
+
+class Machine(StrEnum):
+    """The device's processor family."""
+
+    X86_64 = "x86_64"
+    AARCH64 = "aarch64"
+    ARMV7 = "armv7"
+    RISCV64 = "riscv64"
+    OTHER = "other"
+
+
+class Accelerator(StrEnum):
+    """What computed the forward passes."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    MPS = "mps"
+    OTHER = "other"
+
+
+class RunMetrics(Closed):
+    """The metrics of a run. Unknown fields are refused; losses are null where none was measured."""
+
+    package_digest: Digest
+    release: Name
+    version: Version
+    outcome: Outcome
+    steps: Count
+    rejected_steps: Count
+    queries: Count
+    estimator: Estimator
+    seconds: Seconds
+    tokens_trained: Count
+    train_tokens: Count
+    select_tokens: Count
+    test_tokens: Count
+    loss_base: Finite | None
+    loss_personal: Finite | None
+    improvement_low: Finite | None
+    improvement_high: Finite | None
+    learning_rate: Rate
+    epsilon: Rate
+    step_unit_exponent: Annotated[int, Field(strict=True, ge=-1074, le=1023)]
+    k: Count
+    peak_rss_bytes: Count
+    log_bytes: Count
+    state_digest: Digest | None = Field(description="only with a shared log; null otherwise")
+    agent_version: AgentVersion
+    engine: EngineName
+    operating_system: OperatingSystem
+    machine: Machine
+    accelerator: Accelerator
+
+
+class RunCreate(Closed):
+    """One run; the same id with the same metrics may be sent again."""
+
+    run_id: RunId
+    metrics: RunMetrics
+
+
+class LogState(StrEnum):
+    """What the service knows of an uploaded log."""
+
+    PENDING = "pending"
+    VERIFIED = "verified"
+    REFUSED = "refused"
+
+
+class RunLog(Closed):
+    """An uploaded log: personal data of its device, replayed once and deleted on request."""
+
+    state: LogState
+    log_digest: Digest
+    state_digest: Digest | None
+    reason: str | None
+    size_bytes: Count
+
+
+class Run(Closed):
+    """One run, as its device and the operators of its tenant see it."""
+
+    run_id: RunId
+    device_id: Id
+    created_at: Timestamp
+    metrics: RunMetrics
+    log: RunLog | None
+
+
+class LogAccepted(Closed):
+    """The job that replays an uploaded log."""
+
+    job_id: Id
