@@ -1,6 +1,6 @@
 """The small types that every part of the REST contract is made of.
 
-Integers are bounded (databases hold 64 bits), texts carry no control characters, floats are finite, and no model
+Integers are bounded (databases hold 64 bits), texts carry no control characters, floats are finite, no model
 accepts a field that it does not know. Numbers are strict: `"5"` is not 5.
 """
 
