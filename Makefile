@@ -1,0 +1,76 @@
+# `make demo` and `make test` do all the set-up themselves. Everything runs in .venv; nothing is written outside it,
+# the tool caches and the folders named in .gitignore.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# PyTorch's default wheels for Linux carry CUDA (several GB). Set this to the address of PyTorch's CPU wheels (its
+# installation page names it) for a small install; where pip already finds a CPU wheel nothing is needed.
+PERMILLE_TORCH_INDEX ?=
+TORCH_INDEX := $(if $(PERMILLE_TORCH_INDEX),--index-url $(PERMILLE_TORCH_INDEX))
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+export PYTHONUNBUFFERED = 1
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help venv demo test lint types check-imports pytest system-packages fuzz kill-agent schemathesis bench-replay bench-engine bench-personalise bench-quantization example-model clean
+
+help:  ## List the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+venv: $(VENV)/.installed  ## Make the virtual environment (CPU torch, all extras)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "permille needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (some minutes the first time)"
+	@$(PIP) install --constraint constraints.txt pip hatchling editables
+	@$(PIP) install --constraint constraints.txt $(TORCH_INDEX) torch
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed  ## The whole product once: service, package, device, training, replay (minutes)
+	@$(BIN)/python -m examples.demo
+
+test: $(VENV)/.installed system-packages lint types check-imports pytest  ## Lint, types, import contracts and all tests
+
+system-packages:
+	@bash scripts/system-packages.sh
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+check-imports: $(VENV)/.installed
+	$(BIN)/lint-imports
+
+pytest: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+fuzz: $(VENV)/.installed  ## Fuzz the package reader for ten minutes
+	$(BIN)/python -m benchmarks.fuzz_reader --minutes 10
+
+kill-agent: $(VENV)/.installed  ## Kill a training agent at 50 random moments and compare its bits
+	$(BIN)/python -m benchmarks.kill_agent --kills 50
+
+bench-replay: $(VENV)/.installed  ## Replay of 20,000 steps of 1.1M values
+	$(BIN)/python -m benchmarks.replay
+
+bench-engine: $(VENV)/.installed  ## Step time of the engine beside transformers and bitsandbytes
+	$(BIN)/python -m benchmarks.engine
+
+bench-personalise: $(VENV)/.installed  ## Held-out loss of several users, three seeds (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m benchmarks.personalise
+
+bench-quantization: $(VENV)/.installed  ## Perplexity by scheme and by knowledge of the mask (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m benchmarks.quantization_quality
+
+example-model: $(VENV)/.installed  ## Train the example model again from its sources (Debian with apt-get)
+	$(BIN)/python -m examples.make_example_model --out examples/model --work build/example-model
+
+clean:  ## Remove the environment and all caches
+	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .import_linter_cache .hypothesis
