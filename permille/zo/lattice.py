@@ -1,0 +1,108 @@
+"""The trained state: one integer per masked weight, on a lattice whose unit is a power of two (FORMAT 7).
+
+`w = fp32(float64(w_base) + 2**e * s)`. Updates are `s += c * z` with integer `c` and `z`, so they are exact and associative:
+they may be applied, split, merged and undone in any order. Nothing here saturates; what would leave the range is refused.
+
+Shapes: K = masked weights of all tensors.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+
+STATE_LIMIT = 1 << 53
+"""Bound on sum |c| * max |z| of a log, and so on |s|: below it float64(s) is exact."""
+
+MAX_COEFFICIENT = (1 << 31) - 1
+MIN_STEP_UNIT_EXPONENT = -149
+MAX_STEP_UNIT_EXPONENT = 64
+
+_STATE_DOMAIN = b"permille-state-1\0"
+_COEFFICIENT_RMS = 1024
+
+
+def values(
+    w_base_K: NDArray[np.float32], s_K: NDArray[np.int64], step_unit_exponent: int
+) -> NDArray[np.float32]:
+    """Weights of a state: `fp32(float64(w_base) + 2**e * s)`, float32 [k] (FORMAT 7.2)."""
+    return _exact(w_base_K, s_K, step_unit_exponent).astype(np.float32)
+
+
+def perturbed(
+    w_base_K: NDArray[np.float32],
+    s_K: NDArray[np.int64],
+    step_unit_exponent: int,
+    z_K: NDArray[np.int8],
+    scale: float,
+) -> NDArray[np.float32]:
+    """Weights moved by `scale * z`, `scale = +-epsilon / sigma`, rounded to float32 once at the end; float32 [k].
+
+    Computed from the state each time, so nothing is restored and nothing drifts.
+    """
+    moved_K = _exact(w_base_K, s_K, step_unit_exponent)
+    moved_K += scale * z_K.astype(np.float64)
+    return moved_K.astype(np.float32)
+
+
+def coefficient(
+    *, learning_rate: float, projected_grad: float, queries: int, sigma: float, step_unit_exponent: int
+) -> int:
+    """The integer that multiplies `z`: `c = rint(-lr * projected_grad / (q * sigma * 2**e))`, half to even, in float64.
+
+    Raises:
+        InputError: the quotient is not finite.
+    """
+    unit = math.ldexp(1.0, step_unit_exponent)
+    quotient = -learning_rate * projected_grad / (queries * sigma * unit)
+    if not math.isfinite(quotient):
+        raise InputError(
+            f"expected a finite coefficient, got {quotient} from projected_grad {projected_grad}"
+        )
+    return round(quotient)
+
+
+def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int) -> int:
+    """Exponent of the power of two nearest `lr * g_rms / (1024 q)`: coefficients then have an rms of about 1024.
+
+    Raises:
+        InputError: the product is not a positive finite number, or its exponent is outside the format's range.
+    """
+    unit = learning_rate * g_rms / (_COEFFICIENT_RMS * queries)
+    if not (math.isfinite(unit) and unit > 0):
+        raise InputError(
+            f"expected a positive finite step unit, got {unit} from lr {learning_rate}, g_rms {g_rms}"
+        )
+    return check_step_unit_exponent(round(math.log2(unit)))
+
+
+def check_step_unit_exponent(exponent: int) -> int:
+    """Return `exponent`, or raise InputError where it is outside FORMAT 7.1."""
+    if not MIN_STEP_UNIT_EXPONENT <= exponent <= MAX_STEP_UNIT_EXPONENT:
+        raise InputError(
+            f"expected a step unit exponent from {MIN_STEP_UNIT_EXPONENT} to {MAX_STEP_UNIT_EXPONENT}, got {exponent}"
+        )
+    return exponent
+
+
+def state_digest(s_K: NDArray[np.int64], *, mask_digest: str, step_unit_exponent: int) -> str:
+    """Name of a state: sha256 over domain, mask digest, exponent and the integers (FORMAT 10)."""
+    digest = hashlib.sha256(_STATE_DOMAIN)
+    digest.update(mask_digest.encode("ascii") + b"\0")
+    digest.update(step_unit_exponent.to_bytes(4, "little", signed=True))
+    digest.update(np.ascontiguousarray(s_K, dtype="<i8").data)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _exact(
+    w_base_K: NDArray[np.float32], s_K: NDArray[np.int64], step_unit_exponent: int
+) -> NDArray[np.float64]:
+    if w_base_K.shape != s_K.shape:
+        raise InputError(f"expected a state of shape {w_base_K.shape}, got {s_K.shape}")
+    exact_K: NDArray[np.float64] = s_K.astype(np.float64)
+    exact_K *= math.ldexp(1.0, step_unit_exponent)
+    exact_K += w_base_K
+    return exact_K

@@ -1,0 +1,214 @@
+"""The canonical log: the compact form for upload and backup, one byte string for one sequence of steps (FORMAT 9).
+
+Losses are not in it. Reading enforces every limit before it allocates, and refuses overlong integers, wrong checksums and
+trailing bytes, so `encode(decode(data)) == data`.
+
+Shapes: T = steps, Q = queries, V = integers of one block.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import PackageError
+from permille.zo.directions import Distribution, largest
+from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
+from permille.zo.records import (
+    MAX_HEADER_BYTES,
+    MAX_K,
+    EstimatorKind,
+    LogHeader,
+    StepFlag,
+    StepRecord,
+    check_record,
+    check_weight,
+    weight_of,
+)
+from permille.zo.schedule import Schedule
+from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
+
+__all__ = [
+    "CanonicalLog",
+    "Distribution",
+    "EstimatorKind",
+    "LogHeader",
+    "Schedule",
+    "StepFlag",
+    "StepRecord",
+    "decode_canonical",
+    "encode_canonical",
+]
+
+MAGIC = b"PMLLOG1\n"
+BLOCK_STEPS = 1024
+
+_U32 = struct.Struct("<I")
+_KNOWN_FLAGS = int(StepFlag.CLIPPED | StepFlag.REJECTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanonicalLog:
+    """A decoded log: `coefficients_TQ` int64 and `flags_T` uint8, step numbers 0 to T - 1."""
+
+    header: LogHeader
+    coefficients_TQ: NDArray[np.int64]
+    flags_T: NDArray[np.uint8]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, rejected ones included."""
+        return len(self.coefficients_TQ)
+
+
+def encode_canonical(header: LogHeader, records: Iterable[StepRecord]) -> bytes:
+    """The canonical bytes of a header and its records, steps 0 upwards without a gap.
+
+    Raises:
+        InputError: a record does not continue the log, or the log leaves the lattice's range.
+    """
+    rows: list[tuple[int, ...]] = []
+    flags: list[int] = []
+    weight = 0
+    for step, record in enumerate(records):
+        check_record(record, header, expected_step=step)
+        weight += weight_of(record, header)
+        rows.append(record.coefficients)
+        flags.append(int(record.flags))
+    check_weight(weight)
+    coefficients_TQ = np.array(rows, dtype=np.int64).reshape(len(rows), header.queries)
+    return _encode(header, coefficients_TQ, np.array(flags, dtype=np.uint8))
+
+
+def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int = MAX_K) -> CanonicalLog:
+    """Read a canonical log that nobody vouches for.
+
+    Raises:
+        PackageError: `log-limit`, `log-header`, `log-truncated`, `log-corrupt` or `log-content` (FORMAT 9.3).
+    """
+    if len(data) > max_bytes:
+        raise PackageError("log-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
+    reader = _Reader(data)
+    if reader.take(len(MAGIC)) != MAGIC:
+        raise PackageError("log-header", f"expected the magic {MAGIC!r}, got {data[: len(MAGIC)]!r}")
+    header_size = reader.u32()
+    if header_size > MAX_HEADER_BYTES:
+        raise PackageError(
+            "log-limit", f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {header_size}"
+        )
+    header_bytes = reader.take(header_size)
+    steps = reader.u32()
+    reader.checksum()
+    header = LogHeader.from_bytes(header_bytes)
+    _check_limits(header, steps, max_steps=max_steps, max_k=max_k, left=reader.left)
+    coefficients_TQ = np.empty((steps, header.queries), dtype=np.int64)
+    flags_T = np.zeros(steps, dtype=np.uint8)
+    for first in range(0, steps, BLOCK_STEPS):
+        block = slice(first, min(first + BLOCK_STEPS, steps))
+        payload = reader.take(reader.u32())
+        reader.checksum()
+        _decode_block(payload, coefficients_TQ[block], flags_T[block])
+    if reader.left:
+        raise PackageError("log-content", f"expected the end of the log, got {reader.left} more bytes")
+    if int(np.abs(coefficients_TQ).sum(dtype=np.float64)) * largest(header.distribution) > STATE_LIMIT:
+        raise PackageError("log-limit", "expected sum |c| * max |z| within 2**53, got more")
+    return CanonicalLog(header=header, coefficients_TQ=coefficients_TQ, flags_T=flags_T)
+
+
+class _Reader:
+    """A cursor that never reads past the end, and the running checksum of what it passed."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._position = 0
+        self._summed = 0
+        self._crc = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._position
+
+    def take(self, size: int) -> bytes:
+        if size > self.left:
+            raise PackageError("log-truncated", f"expected {size} bytes at {self._position}, got {self.left}")
+        self._position += size
+        return self._data[self._position - size : self._position]
+
+    def u32(self) -> int:
+        number: int = _U32.unpack(self.take(4))[0]
+        return number
+
+    def checksum(self) -> None:
+        """Compare the next word with the checksum of all bytes since the last one, chained to it."""
+        self._crc = zlib.crc32(self._data[self._summed : self._position], self._crc)
+        stored = self.u32()
+        if stored != self._crc:
+            raise PackageError(
+                "log-corrupt", f"expected checksum {self._crc:08x}, got {stored:08x} at {self._position}"
+            )
+        self._summed = self._position
+
+
+def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, left: int) -> None:
+    if steps > min(max_steps, header.total_steps):
+        raise PackageError(
+            "log-limit", f"expected at most {min(max_steps, header.total_steps)} steps, got {steps}"
+        )
+    if header.k > max_k:
+        raise PackageError("log-limit", f"expected at most {max_k} masked weights, got {header.k}")
+    # FORMAT 9.2: each coefficient takes at least one byte, so what follows is never larger than 8 times the upload
+    if steps * header.queries > left:
+        raise PackageError(
+            "log-truncated", f"expected {steps * header.queries} coefficients, got {left} bytes"
+        )
+
+
+def _encode(header: LogHeader, coefficients_TQ: NDArray[np.int64], flags_T: NDArray[np.uint8]) -> bytes:
+    header_bytes = header.to_bytes()
+    head = MAGIC + _U32.pack(len(header_bytes)) + header_bytes + _U32.pack(len(coefficients_TQ))
+    crc = zlib.crc32(head)
+    parts = [head, _U32.pack(crc)]
+    for payload in _payloads(coefficients_TQ, flags_T):
+        sized = _U32.pack(len(payload)) + payload
+        crc = zlib.crc32(sized, crc)
+        parts += [sized, _U32.pack(crc)]
+    return b"".join(parts)
+
+
+def _payloads(coefficients_TQ: NDArray[np.int64], flags_T: NDArray[np.uint8]) -> Iterator[bytes]:
+    for first in range(0, len(coefficients_TQ), BLOCK_STEPS):
+        block = slice(first, first + BLOCK_STEPS)
+        flagged = np.flatnonzero(flags_T[block])
+        pairs = np.stack([flagged, flags_T[block][flagged]], axis=1).reshape(-1)
+        numbers = np.concatenate([[len(flagged)], pairs, zigzag(coefficients_TQ[block].reshape(-1))])
+        yield encode_varints(numbers.astype(np.uint64))
+
+
+def _decode_block(payload: bytes, out_TQ: NDArray[np.int64], out_flags_T: NDArray[np.uint8]) -> None:
+    numbers_V = decode_varints(payload)
+    flagged = int(numbers_V[0]) if len(numbers_V) else -1
+    if not 0 <= flagged <= len(out_flags_T) or len(numbers_V) != 1 + 2 * flagged + out_TQ.size:
+        raise PackageError(
+            "log-content", f"expected {out_TQ.size} coefficients and their flags, got {len(numbers_V)}"
+        )
+    pairs_F2 = numbers_V[1 : 1 + 2 * flagged].reshape(-1, 2).astype(np.int64)
+    steps_F, flags_F = pairs_F2[:, 0], pairs_F2[:, 1]
+    if flagged and (
+        np.any(np.diff(steps_F) <= 0)
+        or steps_F[-1] >= len(out_flags_T)
+        or flags_F.min() < 1
+        or flags_F.max() > _KNOWN_FLAGS
+    ):
+        raise PackageError(
+            "log-content", "expected flags 1 to 3 at increasing steps of the block, got others"
+        )
+    coefficients_V = unzigzag(numbers_V[1 + 2 * flagged :])
+    if np.any(np.abs(coefficients_V) > MAX_COEFFICIENT):
+        raise PackageError("log-limit", f"expected coefficients within {MAX_COEFFICIENT}, got larger ones")
+    out_TQ[...] = coefficients_V.reshape(out_TQ.shape)
+    out_flags_T[steps_F] = flags_F
+    if np.any(out_TQ[(out_flags_T & int(StepFlag.REJECTED)) != 0]):
+        raise PackageError("log-content", "expected zero coefficients in a rejected step, got others")
