@@ -1,0 +1,23 @@
+"""What the store refuses, beyond the errors of `permille.errors`.
+
+The API maps `NotFoundError` to 404 and `ConflictError` to 409. A row of another tenant does not exist: it is
+a `NotFoundError`, never a "forbidden".
+"""
+
+from permille.errors import InputError, PermilleError
+
+
+class NotFoundError(InputError):
+    """No such row for this tenant."""
+
+
+class ConflictError(InputError):
+    """The request contradicts a row that exists: an idempotency key with another payload, a version that does
+    not grow.
+    """
+
+
+class StaleClaimError(PermilleError):
+    """The claim is no longer the job's newest one (or the job has ended): whoever holds it must publish
+    nothing.
+    """

@@ -1,0 +1,115 @@
+"""Job rows from the inside: lock, insert, move, tell. Only `jobs`, `claims` and `builds` use this module.
+
+A parent is always locked before its child, so that two transactions never wait for each other (PostgreSQL).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.store.database import now
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import ENDED, EventKind, Job, JobEvent, JobState
+
+DEFAULT_MAX_ATTEMPTS = 3
+
+
+def insert(
+    session: Session,
+    *,
+    tenant_id: str,
+    kind: str,
+    payload: Mapping[str, Any],
+    idempotency_key: str | None = None,
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+    parent_id: str | None = None,
+) -> Job:
+    """Add a queued job and its first event."""
+    at = now(session)
+    job = Job(
+        id=new_id(Prefix.JOB),
+        tenant_id=tenant_id,
+        kind=str(kind),
+        state=JobState.QUEUED.value,
+        payload=dict(payload),
+        idempotency_key=idempotency_key,
+        max_attempts=max_attempts,
+        parent_id=parent_id,
+        attempt=0,
+        fence=0,
+        event_seq=0,
+        progress=0.0,
+        available_at=at,
+        created_at=at,
+        updated_at=at,
+    )
+    session.add(job)
+    session.flush()
+    tell(session, job, EventKind.STATE, {"state": JobState.QUEUED.value})
+    return job
+
+
+def lock(session: Session, job_id: str) -> Job | None:
+    """Read a job for change, its parent locked first. None when there is no such job."""
+    parent_id = session.scalar(select(Job.parent_id).where(Job.id == job_id))
+    if parent_id is not None:
+        lock_one(session, parent_id)
+    return lock_one(session, job_id)
+
+
+def lock_one(session: Session, job_id: str) -> Job | None:
+    """Read one row for change, as it is now."""
+    query = select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
+    return session.scalar(query)
+
+
+def children(session: Session, job_id: str) -> Sequence[Job]:
+    """All child jobs, oldest first, locked (the parent must be locked already)."""
+    query = select(Job).where(Job.parent_id == job_id).order_by(Job.id).with_for_update()
+    return session.scalars(query.execution_options(populate_existing=True)).all()
+
+
+def has_ended(job: Job) -> bool:
+    """Whether the job will never change again without a retry."""
+    return job.state in ENDED
+
+
+def move(session: Session, job: Job, state: JobState, **details: Any) -> None:
+    """Change a locked job's state and tell it. The lease goes in every state but `running`."""
+    at = now(session)
+    job.state = state.value
+    job.updated_at = at
+    job.ended_at = at if state in ENDED else None
+    if state is not JobState.RUNNING:
+        job.worker = None
+        job.lease_expires_at = None
+        job.eta_at = None
+    if state is JobState.SUCCEEDED:
+        job.progress = 1.0
+    tell(session, job, EventKind.STATE, {"state": state.value, **details})
+
+
+def tell(session: Session, job: Job, kind: EventKind, data: Mapping[str, Any]) -> None:
+    """Add an event to a locked (or fresh) job."""
+    job.event_seq += 1
+    at = now(session)
+    session.add(
+        JobEvent(
+            tenant_id=job.tenant_id, job_id=job.id, seq=job.event_seq, kind=kind.value, data=dict(data), at=at
+        )
+    )
+    session.flush()
+
+
+def requeue(session: Session, job: Job) -> None:
+    """Queue a locked job that has ended, its attempts counted anew. The fence keeps growing."""
+    job.attempt = 0
+    job.cancel_requested_at = None
+    job.error = None
+    job.progress = 0.0
+    job.message = None
+    job.available_at = now(session)
+    job.dispatched_at = None
+    move(session, job, JobState.QUEUED)

@@ -1,0 +1,11 @@
+"""Run by Alembic: hands it the connection and transaction of `permille.store.schema.migrate`."""
+
+from alembic import context
+
+from permille.store.tables import Base
+
+context.configure(
+    connection=context.config.attributes["connection"], target_metadata=Base.metadata, render_as_batch=True
+)
+with context.begin_transaction():
+    context.run_migrations()
