@@ -1,4 +1,4 @@
-"""The model families we know: linear layers in scope and all tensors of a checkpoint, from `config.json` alone.
+"""The model families we know: linear layers in scope, all tensors of a checkpoint; from `config.json` alone.
 
 Tensor names are those of the state dict of transformers 5; `canonical_name` maps older checkpoints to them.
 A config is foreign input here: every number is checked before it becomes a shape. No torch, no file access.

@@ -1,6 +1,7 @@
 """What a quantized weight is: codes, scales and how they are laid out. Arrays only, no arithmetic.
 
-Shapes: N = out features, K = in features, G = groups of a row (`ceil(K / group_size)`), B = flat blocks (`ceil(N*K / group_size)`).
+Shapes: N = out features, K = in features, G = groups of a row (`ceil(K / group_size)`), B = flat blocks
+(`ceil(N*K / group_size)`).
 """
 
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ class QuantizedTensor:
         scheme: which code book.
         shape: (N, K) of the weight that was quantized.
         group_size: weights that share a scale: NF4 counts along the flat row-major matrix, INT4 along a row.
-        packed: [ceil(N*K / 2)] uint8, two codes a byte in flat row-major order, the first in the high nibble; of an odd number of
-            codes the last low nibble is 0.
+        packed: [ceil(N*K / 2)] uint8, two codes a byte in flat row-major order, the first in the high nibble;
+            of an odd number of codes the last low nibble is 0.
         scales: float32, finite and not negative: NF4 absmax [B], INT4 scale [N, G].
     """
 

@@ -1,0 +1,109 @@
+"""NF4: 16 quantiles of a normal distribution, one absmax for each flat block of 64 weights (QLoRA, 3).
+
+Codes and absmax are bit for bit those of bitsandbytes' reference (`functional.quantize_4bit`, no double
+quantization), so that its own loaders open them. Two deviations that no decoder can see: an all-zero tail block
+has absmax 0 where the reference stores 1e-38, and the nibble after an odd number of codes is 0, not 7.
+
+# Legend: N, K = rows and columns of the weight; B = ceil(N * K / 64) flat blocks.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.quantization.source import CHUNK_WEIGHTS, check_finite, check_quantized, check_weight, pack
+from permille.quantization.types import QuantizedTensor, Scheme
+
+BLOCK_SIZE = 64
+
+# The table of bitsandbytes, which differs in the last digits from what its own formula gives today.
+NF4_CODES: NDArray[np.float32] = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    dtype=np.float32,
+)
+# float32 arithmetic, as in the reference: a weight exactly between two codes takes the lower one.
+_BOUNDS: NDArray[np.float32] = (NF4_CODES[:-1] + NF4_CODES[1:]) / np.float32(2)
+_SMALLEST_ABSMAX = np.float32(1e-38)
+# byte -> the two values it stands for, before the scale.
+_PAIRS: NDArray[np.float32] = np.stack(
+    [NF4_CODES[np.arange(256) >> 4], NF4_CODES[np.arange(256) & 15]], axis=1
+)
+
+
+def quantize(
+    w_NK: NDArray[np.float32], *, keep: NDArray[np.bool_] | None = None, name: str = "weight"
+) -> QuantizedTensor:
+    """code = nearest of NF4_CODES to w / absmax(block), the lower one of two equally near; all in float32.
+
+    `keep` [N, K] marks masked weights: they do not count for absmax, and their own code saturates.
+
+    Raises:
+        InputError: NaN or infinity, or shapes that disagree.
+    """
+    check_weight(w_NK, keep, name)
+    w = w_NK.reshape(-1)
+    kept = None if keep is None else keep.reshape(-1)
+    packed = np.empty((w.size + 1) // 2, np.uint8)
+    absmax_B = np.empty(-(-w.size // BLOCK_SIZE), np.float32)
+    for start in range(0, w.size, CHUNK_WEIGHTS):
+        stop = min(start + CHUNK_WEIGHTS, w.size)
+        check_finite(w[start:stop], start, name)
+        absmax = _absmax(w[start:stop], None if kept is None else kept[start:stop])
+        codes = _codes(w[start:stop], absmax, is_last=stop == w.size)
+        packed[start // 2 : (stop + 1) // 2] = pack(codes)
+        absmax_B[start // BLOCK_SIZE : start // BLOCK_SIZE + absmax.size] = absmax
+    rows, columns = w_NK.shape
+    return QuantizedTensor(
+        scheme=Scheme.NF4, shape=(rows, columns), group_size=BLOCK_SIZE, packed=packed, scales=absmax_B
+    )
+
+
+def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
+    """NF4_CODES[code] * absmax, one float32 product a weight: [N, K]."""
+    check_quantized(quantized)
+    size = quantized.shape[0] * quantized.shape[1]
+    w = np.empty(size, np.float32)
+    for start in range(0, size, CHUNK_WEIGHTS):
+        stop = min(start + CHUNK_WEIGHTS, size)
+        values = _PAIRS[quantized.packed[start // 2 : (stop + 1) // 2]].reshape(-1)[: stop - start]
+        absmax = quantized.scales[start // BLOCK_SIZE : -(-stop // BLOCK_SIZE)]
+        np.multiply(values, np.repeat(absmax, BLOCK_SIZE)[: stop - start], out=w[start:stop])
+    return w.reshape(quantized.shape)
+
+
+def _absmax(w: NDArray[np.float32], kept: NDArray[np.bool_] | None) -> NDArray[np.float32]:
+    starts = np.arange(0, w.size, BLOCK_SIZE)
+    magnitude = np.abs(w)
+    every: NDArray[np.float32] = np.maximum.reduceat(magnitude, starts)
+    if kept is None:
+        return every
+    magnitude[kept] = 0
+    unmasked: NDArray[np.float32] = np.maximum.reduceat(magnitude, starts)
+    return np.where(np.logical_and.reduceat(kept, starts), every, unmasked)
+
+
+def _codes(w: NDArray[np.float32], absmax: NDArray[np.float32], *, is_last: bool) -> NDArray[np.uint8]:
+    divisor = np.maximum(absmax, _SMALLEST_ABSMAX)
+    with np.errstate(over="ignore"):  # A masked outlier over a tiny absmax: infinity saturates as it should.
+        scaled = w * np.repeat(np.float32(1) / divisor, BLOCK_SIZE)[: w.size]
+    tail = w.size % BLOCK_SIZE
+    if is_last and tail:  # The reference divides here, and multiplies by the reciprocal in whole blocks.
+        scaled[-tail:] = w[-tail:] / divisor[-1]
+    np.clip(scaled, -1, 1, out=scaled)
+    return np.searchsorted(_BOUNDS, scaled, side="left").astype(np.uint8)

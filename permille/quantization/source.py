@@ -1,0 +1,59 @@
+"""The rules on what goes into a scheme and comes out of a file, shared by all schemes."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.quantization.types import QuantizedTensor, packed_size, scales_shape
+
+# Weights handled at once: bounds the temporaries at some tens of MB whatever the matrix.
+CHUNK_WEIGHTS = 1 << 20
+
+
+def check_weight(w_NK: NDArray[np.float32], keep: NDArray[np.bool_] | None, name: str) -> None:
+    """Shapes and types; values are checked chunk by chunk with `check_finite`.
+
+    Raises:
+        InputError: not a float32 matrix, or a keep of another shape or type.
+    """
+    if w_NK.ndim != 2 or w_NK.dtype != np.float32 or w_NK.size == 0:
+        raise InputError(f"{name}: expected a float32 matrix, got {w_NK.dtype} of shape {w_NK.shape}")
+    if keep is not None and (keep.shape != w_NK.shape or keep.dtype != np.bool_):
+        raise InputError(f"{name}: expected keep bool {w_NK.shape}, got {keep.dtype} {keep.shape}")
+
+
+def check_finite(chunk: NDArray[np.float32], first: int, name: str) -> None:
+    """`first`: flat index of the chunk's first weight, for the message.
+
+    Raises:
+        InputError: NaN or infinity.
+    """
+    finite = np.isfinite(chunk)
+    if not finite.all():
+        at = int(np.argmin(finite.reshape(-1)))
+        value = chunk.reshape(-1)[at]
+        raise InputError(f"{name}: expected finite weights, got {value} at flat index {first + at}")
+
+
+def check_quantized(quantized: QuantizedTensor) -> None:
+    """Sizes of packed codes and scales against the shape.
+
+    Raises:
+        InputError: any of them disagrees.
+    """
+    packed, scales = quantized.packed, quantized.scales
+    expected = scales_shape(quantized.scheme, quantized.shape, quantized.group_size)
+    if packed.dtype != np.uint8 or packed.shape != (packed_size(quantized.shape),):
+        raise InputError(
+            f"expected {packed_size(quantized.shape)} packed bytes, got {packed.dtype} {packed.shape}"
+        )
+    if scales.dtype != np.float32 or scales.shape != expected:
+        raise InputError(f"expected float32 scales {expected}, got {scales.dtype} {scales.shape}")
+
+
+def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two codes a byte, the first in the high nibble; of an odd number the last low nibble is 0."""
+    if codes.size % 2:
+        codes = np.append(codes, np.uint8(0))
+    high: NDArray[np.uint8] = codes[0::2] << np.uint8(4)
+    return high | codes[1::2]

@@ -1,0 +1,200 @@
+"""NF4 against bitsandbytes bit for bit, int4 against its formula, and the promises that both make."""
+
+import dataclasses
+
+import bitsandbytes.functional
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.quantization import QuantizedTensor, Scheme, dequantize, nf4, quantize, source
+
+BOTH = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128)]
+
+
+def weight(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32) * np.float32(0.02)
+
+
+def codes_of(quantized: QuantizedTensor) -> NDArray[np.uint8]:
+    packed = quantized.packed
+    codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)
+    return codes[: quantized.shape[0] * quantized.shape[1]]
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (48, 64), (7, 33), (1, 1), (3, 65), (129, 31), (1, 64)])
+def test_nf4_equals_bitsandbytes_bit_for_bit(shape: tuple[int, int]) -> None:
+    w_NK = weight(*shape)
+    ours = quantize(w_NK, Scheme.NF4, 64)
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        torch.from_numpy(w_NK), blocksize=64, quant_type="nf4", compress_statistics=False
+    )
+    padded = packed.numpy().reshape(-1).copy()
+    if w_NK.size % 2:  # The unused nibble is 0 here, the code of a zero there.
+        padded[-1] &= 0xF0
+    assert ours.packed.tobytes() == padded.tobytes()
+    assert ours.scales.tobytes() == state.absmax.numpy().tobytes()
+    theirs = bitsandbytes.functional.dequantize_4bit(packed, state).numpy()
+    assert dequantize(ours).tobytes() == theirs.tobytes()
+
+
+def test_nf4_equals_bitsandbytes_on_zeros_denormals_and_ties() -> None:
+    between = (nf4.NF4_CODES[:-1] + nf4.NF4_CODES[1:]) / np.float32(2)
+    ties = np.zeros(64, np.float32)
+    ties[:15], ties[15] = between, 1
+    w_NK = np.stack([np.zeros(64, np.float32), np.full(64, 1e-41, np.float32), ties, -ties * 3])
+    ours = quantize(w_NK, Scheme.NF4, 64)
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        torch.from_numpy(w_NK), blocksize=64, quant_type="nf4", compress_statistics=False
+    )
+    assert ours.packed.tobytes() == packed.numpy().tobytes()
+    assert ours.scales.tobytes() == state.absmax.numpy().tobytes()
+
+
+def test_nf4_codes_are_those_of_bitsandbytes() -> None:
+    table = bitsandbytes.functional.get_4bit_type("nf4", device="cpu").numpy()
+    assert nf4.NF4_CODES.tobytes() == table.tobytes()
+
+
+@pytest.mark.parametrize(("columns", "group_size"), [(64, 32), (70, 32), (31, 32), (200, 128), (7, 128)])
+def test_int4_follows_its_formula_in_every_group(columns: int, group_size: int) -> None:
+    w_NK = weight(5, columns)
+    quantized = quantize(w_NK, Scheme.INT4, group_size)
+    assert quantized.scales.shape == (5, -(-columns // group_size))
+    decoded_NK, codes_NK = dequantize(quantized), codes_of(quantized).reshape(5, columns)
+    for row in range(5):
+        for group in range(quantized.scales.shape[1]):
+            part = slice(group * group_size, (group + 1) * group_size)
+            scale = np.float32(np.abs(w_NK[row, part]).max() / np.float32(7))
+            assert quantized.scales[row, group] == scale
+            expected = np.clip(np.rint(w_NK[row, part] / scale), -8, 7)
+            assert (codes_NK[row, part] == expected + 8).all()
+            assert (decoded_NK[row, part] == (expected * scale).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+def test_unmasked_error_stays_within_half_a_step(scheme: Scheme, group_size: int) -> None:
+    w_NK = weight(16, 256)
+    error = np.abs(dequantize(quantize(w_NK, scheme, group_size)) - w_NK).max()
+    # The widest gap of NF4 is 0.3038 of absmax, of int4 1/7.
+    assert error <= np.abs(w_NK).max() * (0.1520 if scheme is Scheme.NF4 else 0.0715)
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+def test_masked_outliers_do_not_count_for_the_scale(scheme: Scheme, group_size: int) -> None:
+    w_NK = weight(4, 256)
+    keep = np.zeros(w_NK.shape, bool)
+    keep[:, 3::64] = True
+    outliers = w_NK.copy()
+    outliers[keep] = 5
+    without = w_NK.copy()
+    without[keep] = 0
+    aware, plain = quantize(outliers, scheme, group_size, keep), quantize(without, scheme, group_size)
+    assert aware.scales.tobytes() == plain.scales.tobytes()
+    assert (dequantize(aware)[~keep] == dequantize(plain)[~keep]).all()
+    unaware = dequantize(quantize(outliers, scheme, group_size))
+    assert np.abs(dequantize(aware) - outliers)[~keep].sum() < np.abs(unaware - outliers)[~keep].sum() / 4
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+def test_masked_weights_saturate_at_the_groups_range(scheme: Scheme, group_size: int) -> None:
+    w_NK = weight(2, 128)
+    w_NK[0, 0], w_NK[1, 0] = 9, -9
+    keep = np.abs(w_NK) > 1
+    quantized = quantize(w_NK, scheme, group_size, keep)
+    codes_NK = codes_of(quantized).reshape(w_NK.shape)
+    assert (codes_NK[0, 0], codes_NK[1, 0]) == (15, 0)
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+def test_an_all_masked_group_is_quantized_as_if_none_were(scheme: Scheme, group_size: int) -> None:
+    w_NK = weight(2, 256)
+    keep = np.zeros(w_NK.shape, bool)
+    keep[0, :128] = True
+    aware, unaware = quantize(w_NK, scheme, group_size, keep), quantize(w_NK, scheme, group_size)
+    assert aware.packed.tobytes() == unaware.packed.tobytes()
+    assert aware.scales.tobytes() == unaware.scales.tobytes()
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+@pytest.mark.parametrize("columns", [128, 129])
+def test_a_zero_group_has_scale_zero_and_decodes_to_zeros(
+    scheme: Scheme, group_size: int, columns: int
+) -> None:
+    w_NK = np.zeros((3, columns), np.float32)
+    w_NK[0, 5] = 1
+    quantized = quantize(w_NK, scheme, group_size)
+    assert quantized.scales.reshape(-1)[-1] == 0
+    assert (dequantize(quantized) == w_NK).all()
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+def test_a_group_with_nothing_but_masked_weights_and_zeros_decodes_to_zeros(
+    scheme: Scheme, group_size: int
+) -> None:
+    w_NK = np.zeros((1, 128), np.float32)
+    w_NK[0, 7] = 3e38
+    quantized = quantize(w_NK, scheme, group_size, w_NK > 0)
+    assert (quantized.scales == 0).all()
+    assert (dequantize(quantized) == 0).all()
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_non_finite_weights_are_refused_with_the_name_and_place(
+    scheme: Scheme, group_size: int, value: float
+) -> None:
+    w_NK = weight(4, 64)
+    w_NK[2, 3] = value
+    with pytest.raises(InputError, match=r"blocks\.0\.q: expected finite weights.*index 131"):
+        quantize(w_NK, scheme, group_size, name="blocks.0.q")
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+@pytest.mark.parametrize("shape", [(9, 77), (5, 320), (301, 3)])
+def test_chunks_do_not_change_a_bit(
+    scheme: Scheme, group_size: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w_NK = weight(*shape)
+    keep = np.random.default_rng(1).random(shape) < 0.1
+    whole = quantize(w_NK, scheme, group_size, keep)
+    decoded = dequantize(whole)
+    for module in ("nf4", "int4"):
+        monkeypatch.setattr(f"permille.quantization.{module}.CHUNK_WEIGHTS", 128)
+    chunked = quantize(w_NK, scheme, group_size, keep)
+    assert chunked.packed.tobytes() == whole.packed.tobytes()
+    assert chunked.scales.tobytes() == whole.scales.tobytes()
+    assert dequantize(chunked).tobytes() == decoded.tobytes()
+
+
+def test_odd_number_of_codes_leaves_the_last_low_nibble_zero_for_int4() -> None:
+    quantized = quantize(weight(1, 33), Scheme.INT4, 32)
+    assert quantized.packed.size == 17
+    assert quantized.packed[-1] & 15 == 0
+
+
+def test_wrong_inputs_are_refused() -> None:
+    w_NK = weight(2, 64)
+    with pytest.raises(InputError, match="group size 64 for nf4, got 32"):
+        quantize(w_NK, Scheme.NF4, 32)
+    with pytest.raises(InputError, match="32 or 128 for int4, got 64"):
+        quantize(w_NK, Scheme.INT4, 64)
+    with pytest.raises(InputError, match="expected a float32 matrix, got float64"):
+        quantize(w_NK.astype(np.float64), Scheme.NF4, 64)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="expected keep bool"):
+        quantize(w_NK, Scheme.INT4, 32, np.zeros((2, 63), bool))
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+def test_dequantize_refuses_sizes_that_the_shape_does_not_ask_for(scheme: Scheme, group_size: int) -> None:
+    good = quantize(weight(2, 128), scheme, group_size)
+    with pytest.raises(InputError, match="expected 128 packed bytes"):
+        dequantize(dataclasses.replace(good, packed=good.packed[1:]))
+    with pytest.raises(InputError, match="expected float32 scales"):
+        dequantize(dataclasses.replace(good, scales=good.scales[1:]))
+
+
+def test_source_chunk_is_whole_blocks_of_every_scheme() -> None:
+    assert source.CHUNK_WEIGHTS % nf4.BLOCK_SIZE == 0
