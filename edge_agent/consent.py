@@ -1,7 +1,7 @@
 """Whether training logs may leave the device: the user's choice, made on this device, off until then.
 
-Nothing that a server sends is ever written here. A log together with its package is the personalised model, so sharing
-one is sharing personal data.
+Nothing that a server sends is ever written here. A log together with its package is the personalised model,
+so sharing one is sharing personal data.
 """
 
 from datetime import datetime

@@ -15,7 +15,8 @@
     reports/            reports that wait for the server, and receipts of those that were sent
     agent.lock          the one lock of all writers (`lock.py`)
 
-Rules: every folder is 0700 and every file 0600, except the blobs, which are nobody's secret. Files are replaced atomically.
+Rules: every folder is 0700 and every file 0600, except the blobs, which are nobody's secret. Files are
+replaced atomically.
 """
 
 import json

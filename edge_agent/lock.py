@@ -1,7 +1,8 @@
-"""The one lock of the agent: whoever writes into the home folder holds it, so that `run` and `train` never both write.
+"""The one lock of the agent: whoever writes into the home folder holds it, so `run` and `train` never clash.
 
-The operating system releases it when the holder dies, however it dies. A note beside it says who holds it; the note is
-for the message only, never for the decision. Within one process the lock may be taken again (a command that calls another).
+The operating system releases it when the holder dies, however it dies. A note beside it says who holds it;
+the note is for the message only, never for the decision. Within one process the lock may be taken again (a
+command that calls another).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The user's data, by reference: the agent remembers where the files are and never copies them into its home."""
+"""The user's data, by reference: the agent remembers where files are and never copies them to its home."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

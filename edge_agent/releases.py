@@ -1,7 +1,7 @@
 """Which releases this device has accepted and which package is installed.
 
-Per release name: the highest version ever accepted (never lowered, not even when its download fails) and the package
-that is installed. Reading needs no network; `pull.py` writes.
+Per release name: the highest version ever accepted (never lowered, not even when its download fails) and the
+package that is installed. Reading needs no network; `pull.py` writes.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,6 +1,7 @@
 """The settings of one agent process: made once in `main`, validated, passed down.
 
-What belongs to the user (policy, consent, data references) or to the enrolment is in the home folder, not here.
+What belongs to the user (policy, consent, data references) or to the enrolment is in the home folder, not
+here.
 """
 
 import os

@@ -1,0 +1,306 @@
+"""One HTTP connection to the service: what is sent, what is retried, and which error a refusal becomes.
+
+Rules:
+- https only, except to this machine itself. The only headers that identify anything are the bearer token and
+  `User-Agent: permille-agent/<version>`. Proxies, `.netrc` and certificate variables of the environment are
+  not read.
+- Redirects are not followed. Bodies are read up to a limit, never decompressed.
+- What may succeed later (no connection, a timeout, 408, 425, 429, 5xx) is tried again with exponential
+backoff and full
+  jitter, or after what `Retry-After` says; everything else is raised at once. Every call of the contract is
+  idempotent.
+
+Which calls there are is in `api.py`.
+"""
+
+import ipaddress
+import json
+import random
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from permille import __version__
+from permille.errors import InputError, OperatorError, RetryableError
+
+JSON_LIMIT_BYTES = 1 << 20
+TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+ATTEMPTS = 5
+BACKOFF_FIRST_S = 0.5
+WAIT_LIMIT_S = 60.0
+LATER_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+Body = bytes | Mapping[str, Any] | None
+
+
+class ServiceUnavailableError(RetryableError):
+    """The service cannot be reached or asks to come back later.
+
+    Attributes:
+        retry_after_s: what the service asked for, None where it said nothing.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestRefusedError(InputError):
+    """The service understood the request and refuses it.
+
+    Attributes:
+        status: HTTP status.
+        problem: slug of the problem's type URI, or "" where the answer has none.
+    """
+
+    def __init__(self, message: str, *, status: int, problem: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.problem = problem
+
+
+class AccessRefusedError(OperatorError):
+    """The service does not accept this device: revoked, unenrolled, or never enrolled."""
+
+
+def check_server(server: str) -> str:
+    """The server's base URL without a trailing slash.
+
+    Raises:
+        InputError: no http(s) URL, credentials or a query in it, or http to another machine.
+    """
+    parts = urlsplit(server.strip())
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InputError(f"expected a server like https://models.example.org, got {server!r}")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise InputError("expected a server without user, password, query and fragment")
+    if parts.scheme == "http" and not _is_loopback(parts.hostname):
+        raise InputError(f"expected https for {parts.hostname}: http is for this machine itself only")
+    return server.strip().rstrip("/")
+
+
+class Connection:
+    """Requests to one server. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        ca_file: Path | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        rng: random.Random | None = None,
+        attempts: int = ATTEMPTS,
+    ) -> None:
+        self.server = check_server(server)
+        self._sleep = sleep
+        self._rng = rng or random.Random()  # noqa: S311 - spreads retries, guards nothing
+        self._attempts = attempts
+        self._http = httpx.Client(
+            base_url=self.server,
+            timeout=TIMEOUT,
+            trust_env=False,
+            follow_redirects=False,
+            verify=_tls_context(ca_file),
+            headers={"user-agent": f"permille-agent/{__version__}", "accept-encoding": "identity"},
+        )
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._http.close()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Body = None,
+        headers: Mapping[str, str] | None = None,
+        limit_bytes: int = JSON_LIMIT_BYTES,
+    ) -> bytes:
+        """Send a request, again where that may help, and read the answer.
+
+        Raises:
+            ServiceUnavailableError: all attempts failed, or the service asks for a longer pause.
+            AccessRefusedError: 401 or 403.
+            RequestRefusedError: any other refusal.
+            OperatorError: a certificate that does not hold, or an answer longer than `limit_bytes`.
+        """
+        return self.retry(lambda: self._call_once(method, path, body, headers or {}, limit_bytes))
+
+    def retry(self, attempt: Callable[[], bytes]) -> bytes:
+        """Call `attempt` until it succeeds or waiting is pointless."""
+        number = 0
+        while True:
+            try:
+                return attempt()
+            except ServiceUnavailableError as exc:
+                wait_s = self.wait_before_retry(number, exc)
+                if wait_s is None:
+                    raise
+            self._sleep(wait_s)
+            number += 1
+
+    def wait_before_retry(self, number: int, error: ServiceUnavailableError) -> float | None:
+        """Seconds to wait after attempt `number` (from 0) failed by `error`; None where to give up."""
+        if number + 1 >= self._attempts:
+            return None
+        if error.retry_after_s is not None:
+            if error.retry_after_s > WAIT_LIMIT_S:
+                return None
+            return error.retry_after_s + self._rng.uniform(0.0, 1.0)
+        return self._rng.uniform(0.0, min(WAIT_LIMIT_S, BACKOFF_FIRST_S * 2.0**number))
+
+    def pause(self, seconds: float) -> None:
+        """Wait, by the clock that this connection was given."""
+        self._sleep(seconds)
+
+    @contextmanager
+    def stream(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
+        """One GET whose body is read piece by piece; not retried here.
+
+        Raises:
+            As `call`, also while the body is read.
+        """
+        with _network_errors(self.server), self._http.stream("GET", path, headers=dict(headers)) as response:
+            if response.status_code not in (200, 206):
+                _refuse(response, _read_limited(response, JSON_LIMIT_BYTES, best_effort=True))
+            yield response
+
+    def _call_once(
+        self, method: str, path: str, body: Body, headers: Mapping[str, str], limit_bytes: int
+    ) -> bytes:
+        content, sent = _encode(body, headers)
+        request = self._http.build_request(method, path, content=content, headers=sent)
+        with _network_errors(self.server):
+            response = self._http.send(request, stream=True)
+            try:
+                data = _read_limited(response, limit_bytes, best_effort=response.status_code >= 300)
+            finally:
+                response.close()
+        if response.status_code >= 300:
+            _refuse(response, data)
+        return data
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in an answer.
+
+    Raises:
+        ServiceUnavailableError: something else, such as the page of a hotel's network.
+    """
+    try:
+        document = json.loads(data)
+    except ValueError as exc:
+        raise ServiceUnavailableError(f"expected JSON from the service, got {data[:40]!r}") from exc
+    if not isinstance(document, dict):
+        raise ServiceUnavailableError(
+            f"expected a JSON object from the service, got {type(document).__name__}"
+        )
+    return document
+
+
+def _encode(body: Body, headers: Mapping[str, str]) -> tuple[bytes | None, dict[str, str]]:
+    if body is None or isinstance(body, bytes):
+        return body, dict(headers)
+    content = json.dumps(body, allow_nan=False).encode()
+    return content, {"content-type": "application/json", **headers}
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
+    if ca_file is None:
+        return httpx.create_ssl_context(trust_env=False)
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as exc:
+        raise InputError(f"expected certificates (PEM) in {ca_file}: {exc}") from exc
+
+
+@contextmanager
+def _network_errors(server: str) -> Iterator[None]:
+    try:
+        yield
+    except httpx.TransportError as exc:
+        if _is_certificate_error(exc):
+            message = f"expected a certificate that this device trusts at {server}: {exc}"
+            raise OperatorError(f"{message}; a private authority is named by `enroll --ca-file`") from exc
+        raise ServiceUnavailableError(
+            f"expected an answer from {server}: {str(exc) or type(exc).__name__}"
+        ) from exc
+
+
+def _is_certificate_error(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _read_limited(response: httpx.Response, limit_bytes: int, *, best_effort: bool) -> bytes:
+    data = bytearray()
+    for chunk in response.iter_raw():
+        data += chunk
+        if len(data) > limit_bytes:
+            if best_effort:
+                break
+            raise OperatorError(f"expected at most {limit_bytes} bytes from the service, got more")
+    return bytes(data[:limit_bytes])
+
+
+def _refuse(response: httpx.Response, data: bytes) -> None:
+    status = response.status_code
+    problem, detail = _read_problem(data)
+    message = f"{response.request.method} {response.request.url.path}: {status} {detail}".rstrip()
+    if status in LATER_STATUSES:
+        raise ServiceUnavailableError(
+            message, retry_after_s=_retry_after(response.headers.get("retry-after"))
+        )
+    if status in (401, 403):
+        raise AccessRefusedError(message)
+    if status in (421, 507) or status < 400:
+        raise OperatorError(message)
+    raise RequestRefusedError(message, status=status, problem=problem)
+
+
+def _read_problem(data: bytes) -> tuple[str, str]:
+    try:
+        document = json.loads(data)
+        return str(document["type"]).rsplit("/", 1)[-1], str(document["detail"])[:500]
+    except (ValueError, TypeError, KeyError):
+        return "", ""
+
+
+def _retry_after(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return None
