@@ -1,7 +1,7 @@
-"""Directions `z`: integer vectors that are a function of (seed, step, query, tensor id, rank in the mask) alone.
+"""Directions `z`: integer vectors, a function of (seed, step, query, tensor id, rank in the mask) alone.
 
-Nothing else enters: not chunking, thread count, device, library version or iteration order (FORMAT 6, golden vectors in
-`tests/golden/directions.json`). A native kernel may repeat this module if it is held to the same vectors.
+Nothing else enters: not chunking, thread count, device, library version or iteration order (FORMAT 6; golden
+vectors in `tests/golden/directions.json`). A native kernel may repeat this module if it is held to them.
 
 Shapes: K = masked weights of all tensors, concatenated in tensor order; N = masked weights of one slice.
 """
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from permille.zo.philox import BLOCK_BITS, WORDS, Words, philox4x32_10
 
 GENERATOR = "philox4x32-10"
 GENERATOR_VERSION = 1
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 _WORD_LIMIT = 1 << 32
 _SEED_LIMIT = 1 << 64
@@ -113,8 +116,8 @@ class BlockLayout:
         self.block_B.flags.writeable = False
         self.tensor_B.flags.writeable = False
 
-    def without_padding(self, padded_P: NDArray[np.generic], bits: int) -> NDArray[np.generic]:
-        """Drop what the last block of each tensor holds beyond the tensor's count: [B * 128 / bits] -> [k]."""
+    def without_padding(self, padded_P: NDArray[Scalar], bits: int) -> NDArray[Scalar]:
+        """Drop what each tensor's last block holds beyond its count: [B * 128 / bits] -> [k]."""
         per_block = BLOCK_BITS // bits
         return np.concatenate(
             [padded_P[:0]]
@@ -132,7 +135,7 @@ def block_layout(counts: tuple[int, ...], bits: int) -> BlockLayout:
 
 
 def _decode(words: tuple[Words, Words, Words, Words], bits: int) -> NDArray[np.int8]:
-    """Generator words [B] x 4 -> centred coefficients int8 [B * 128 / bits]. FORMAT 6: least significant bit first."""
+    """Generator words [B] x 4 -> centred coefficients int8 [B * 128 / bits], lowest bit first (FORMAT 6)."""
     packed = np.empty((len(words[0]), WORDS), dtype="<u4")
     for index, word in enumerate(words):
         packed[:, index] = word

@@ -1,7 +1,7 @@
 """One step of zeroth-order descent: perturb, ask the engine for losses, round to integers (FORMAT 7).
 
-`take_step` is pure and makes the record; `apply_record` is the one place where a record changes a state. Estimators know
-nothing of models, engines nothing of optimizers.
+`take_step` is pure and makes the record; `apply_record` is the one place where a record changes a state.
+Estimators know nothing of models, engines nothing of optimizers.
 
 Shapes: K = masked weights, V = variants of the values, Q = queries, B = sequences, T = tokens of a sequence.
 """
@@ -27,7 +27,8 @@ class Batch:
     Attributes:
         input_ids_BT: int64 token ids.
         attention_BT: bool, False at padding.
-        target_BT: bool; `target[b, t]` counts the prediction OF token t from the tokens before it, so column 0 is False.
+        target_BT: bool; `target[b, t]` counts the prediction OF token t from the tokens before it, so
+            column 0 is False.
     """
 
     input_ids_BT: NDArray[np.int64]
@@ -70,7 +71,7 @@ def take_step(
         clip: bound on |projected_grad|, or None. What is clipped is flagged, and logged as applied.
 
     Returns:
-        The record. A non-finite loss or scalar, or a coefficient beyond the format, gives a REJECTED record of zeros.
+        The record. A non-finite loss or scalar, or a coefficient beyond the format, gives zeros, REJECTED.
     """
     if header.estimator is EstimatorKind.SPSA:
         loss, projected_grad_Q = spsa(engine, batch, header, w_base_K, s_K, step)
@@ -89,8 +90,8 @@ def spsa(
 ) -> tuple[float, NDArray[np.float64]]:
     """Two-sided finite differences along q directions, all 2q variants in one call of the engine.
 
-    `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w - epsilon*z_i/sigma)) / (2*epsilon)` (Spall 1992; P-RGE's inner
-    and outer loop). Variants are ordered +z_0, -z_0, +z_1, -z_1, ...
+    `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w - epsilon*z_i/sigma)) / (2*epsilon)` (Spall 1992;
+    P-RGE's inner and outer loop). Variants are ordered +z_0, -z_0, +z_1, -z_1, ...
 
     Returns:
         Mean of the 2q losses, and the q scalars in float64.

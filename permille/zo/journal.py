@@ -1,8 +1,8 @@
 """The journal: the device's append-only log, one framed and checksummed record a step (FORMAT 8).
 
-A record is durable when `append` returns (or after `fsync_every` of them). Opening recovers: what a crash left of an
-unfinished record is cut off, so the journal holds exactly the whole records. Damage before a whole record is no crash and is
-refused. One writer at a time, by a lock on the file that dies with its process.
+A record is durable when `append` returns (or after `fsync_every` of them). Opening recovers: what a crash
+left of an unfinished record is cut off, so the journal holds exactly the whole records. Damage before a whole
+record is no crash and is refused. One writer at a time, by a lock on the file that dies with its process.
 """
 
 import fcntl

@@ -1,7 +1,8 @@
 """The trained state: one integer per masked weight, on a lattice whose unit is a power of two (FORMAT 7).
 
-`w = fp32(float64(w_base) + 2**e * s)`. Updates are `s += c * z` with integer `c` and `z`, so they are exact and associative:
-they may be applied, split, merged and undone in any order. Nothing here saturates; what would leave the range is refused.
+`w = fp32(float64(w_base) + 2**e * s)`. Updates are `s += c * z` with integer `c` and `z`, so they are exact
+and associative: they may be applied, split, merged and undone in any order. Nothing here saturates; what would
+leave the range is refused.
 
 Shapes: K = masked weights of all tensors.
 """
@@ -39,7 +40,7 @@ def perturbed(
     z_K: NDArray[np.int8],
     scale: float,
 ) -> NDArray[np.float32]:
-    """Weights moved by `scale * z`, `scale = +-epsilon / sigma`, rounded to float32 once at the end; float32 [k].
+    """Weights moved by `scale * z`, `scale = +-epsilon / sigma`, rounded to float32 once; float32 [k].
 
     Computed from the state each time, so nothing is restored and nothing drifts.
     """
@@ -51,7 +52,9 @@ def perturbed(
 def coefficient(
     *, learning_rate: float, projected_grad: float, queries: int, sigma: float, step_unit_exponent: int
 ) -> int:
-    """The integer that multiplies `z`: `c = rint(-lr * projected_grad / (q * sigma * 2**e))`, half to even, in float64.
+    """The integer that multiplies `z`: `c = rint(-lr * projected_grad / (q * sigma * 2**e))`.
+
+    In float64, half to even.
 
     Raises:
         InputError: the quotient is not finite.
@@ -66,10 +69,10 @@ def coefficient(
 
 
 def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int) -> int:
-    """Exponent of the power of two nearest `lr * g_rms / (1024 q)`: coefficients then have an rms of about 1024.
+    """Exponent of the power of two nearest `lr * g_rms / (1024 q)`, for coefficients of some 1024 (rms).
 
     Raises:
-        InputError: the product is not a positive finite number, or its exponent is outside the format's range.
+        InputError: the unit is not a positive finite number, or outside the format's range.
     """
     unit = learning_rate * g_rms / (_COEFFICIENT_RMS * queries)
     if not (math.isfinite(unit) and unit > 0):
@@ -83,7 +86,8 @@ def check_step_unit_exponent(exponent: int) -> int:
     """Return `exponent`, or raise InputError where it is outside FORMAT 7.1."""
     if not MIN_STEP_UNIT_EXPONENT <= exponent <= MAX_STEP_UNIT_EXPONENT:
         raise InputError(
-            f"expected a step unit exponent from {MIN_STEP_UNIT_EXPONENT} to {MAX_STEP_UNIT_EXPONENT}, got {exponent}"
+            f"expected a step unit exponent from {MIN_STEP_UNIT_EXPONENT} to {MAX_STEP_UNIT_EXPONENT}, "
+            f"got {exponent}"
         )
     return exponent
 

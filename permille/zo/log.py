@@ -1,7 +1,7 @@
-"""The canonical log: the compact form for upload and backup, one byte string for one sequence of steps (FORMAT 9).
+"""The canonical log: the compact form for upload and backup (FORMAT 9).
 
-Losses are not in it. Reading enforces every limit before it allocates, and refuses overlong integers, wrong checksums and
-trailing bytes, so `encode(decode(data)) == data`.
+One byte string for one sequence of steps; losses are not in it. Reading enforces every limit before it
+allocates, and refuses overlong integers, wrong checksums and trailing bytes, so `encode(decode(data)) == data`.
 
 Shapes: T = steps, Q = queries, V = integers of one block.
 """
@@ -159,7 +159,7 @@ def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, 
         )
     if header.k > max_k:
         raise PackageError("log-limit", f"expected at most {max_k} masked weights, got {header.k}")
-    # FORMAT 9.2: each coefficient takes at least one byte, so what follows is never larger than 8 times the upload
+    # FORMAT 9.2: a coefficient takes at least one byte, so the array stays below 8 times the upload
     if steps * header.queries > left:
         raise PackageError(
             "log-truncated", f"expected {steps * header.queries} coefficients, got {left} bytes"

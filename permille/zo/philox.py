@@ -1,7 +1,7 @@
 """Philox4x32-10, the counter-based generator behind every direction.
 
-Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011). Held to the Random123 known-answer
-vectors. NumPy's own Philox is 4x64 and makes another stream, so it is of no use here.
+Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011). Held to the Random123
+known-answer vectors. NumPy's own Philox is 4x64 and makes another stream, so it is of no use here.
 
 Words are kept in uint64 arrays whose values stay below 2**32, because the products need 64 bits.
 """

@@ -1,6 +1,7 @@
 """Replay: from a log's integers to the state, exactly, on every machine and in every order.
 
-`s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so any split of the steps or of the weights gives the same bits.
+`s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so any split of the steps or of the weights gives
+the same bits.
 
 Shapes: T = steps, Q = queries, K = masked weights.
 """

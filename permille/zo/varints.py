@@ -1,4 +1,4 @@
-"""Variable-length integers: 7 bits a byte, low bits first, the top bit says that more follow; signed ones as zigzag.
+"""Variable-length integers: 7 bits a byte, low bits first, the top bit for "more"; signed ones as zigzag.
 
 At most 5 bytes and the shortest form only, so that a number has one byte string (FORMAT 9.2).
 """
