@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from permille.schemas.fields import Closed, Count, Density, Digest, Finite, Id, Seed, Timestamp
 
@@ -16,12 +16,14 @@ class MaskMethod(StrEnum):
     RANDOM = "random"
 
 
-class Scope(StrEnum):
-    """Which linear layers of the decoder blocks take part."""
-
-    ALL = "all"
-    ATTENTION = "attention"
-    MLP = "mlp"
+Scope = Annotated[
+    str,
+    StringConstraints(pattern=r"^(all|layers:[0-9]{1,5}(-([0-9]{1,5})?)?)$"),
+    Field(
+        description='which decoder blocks: "all", or counted from 0 "layers:4-7", "layers:4-", "layers:4"',
+        examples=["all"],
+    ),
+]
 
 
 class Allocation(StrEnum):
@@ -43,7 +45,7 @@ class MaskOptions(Closed):
     sequences: Sequences = 100
     length: SequenceLength = 512
     seed: Seed = 0
-    scope: Scope = Scope.ALL
+    scope: Scope = "all"
     allocation: Allocation = Allocation.TENSOR
 
 

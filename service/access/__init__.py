@@ -1,0 +1,1 @@
+"""Access: tenants, operator tokens, and who may do what."""

@@ -1,0 +1,1 @@
+"""Builds: mask, quantization and package in one request."""

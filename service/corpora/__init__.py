@@ -1,0 +1,1 @@
+"""Corpora: registered and listed."""

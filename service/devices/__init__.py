@@ -1,0 +1,1 @@
+"""Devices: invited, enrolled, given tokens, revoked."""

@@ -1,0 +1,1 @@
+"""Jobs: state, events, cancel, retry."""

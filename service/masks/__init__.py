@@ -1,0 +1,1 @@
+"""Masks: asked for, listed, and the evidence behind them."""

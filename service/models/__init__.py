@@ -1,0 +1,1 @@
+"""Base models: registered, inspected, listed."""

@@ -1,0 +1,1 @@
+"""Packages: made, listed, and served blob by blob."""

@@ -1,0 +1,1 @@
+"""Preflights: whether the machine can hold a piece of work, with figures."""

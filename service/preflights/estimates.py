@@ -1,0 +1,104 @@
+"""What a job will need: memory, disk and time, from the model's config alone. No torch, no file is read.
+
+The figures are upper estimates of the worker's methods (weights in float32, one sequence at a time, one
+tensor's gradient, checkpointed activations). They are meant to refuse the hopeless before hours are spent,
+not to predict.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from permille.models.families import Config, expected_tensors, scoped_tensors
+from permille.schemas.masks import MaskMethod, MaskOptions
+from permille.schemas.quantizations import QuantizationOptions
+
+FLOAT_BYTES = 4
+PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
+# Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
+FISHER_FLOPS = 8
+FORWARD_FLOPS = 2
+SECONDS_A_WEIGHT = 60e-9  # reading, coding and writing one weight on one core
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Counts of weights, and the widths that decide activations."""
+
+    parameters: int
+    scoped: int
+    largest: int  # weights of the largest scoped tensor
+    layers: int
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a job needs at most."""
+
+    memory_bytes: int
+    disk_bytes: int
+    seconds: float
+
+    def then(self, other: "Needs") -> "Needs":
+        """This job and after it another: the larger memory, the sum of the rest."""
+        return Needs(
+            memory_bytes=max(self.memory_bytes, other.memory_bytes),
+            disk_bytes=self.disk_bytes + other.disk_bytes,
+            seconds=self.seconds + other.seconds,
+        )
+
+
+def sizes_of(config: Config, scope: str = "all") -> Sizes:
+    """Count a model's weights from its config. Raises InputError for a family or scope that is not known."""
+    shapes = expected_tensors(config)
+    scoped = scoped_tensors(config, scope)
+    counts = [prod(shape) for _, shape in scoped]
+    embedding = max(shapes.values(), key=prod)
+    return Sizes(
+        parameters=sum(prod(shape) for shape in shapes.values()),
+        scoped=sum(counts),
+        largest=max(counts),
+        layers=len({name.split("layers.", 1)[-1].split(".", 1)[0] for name, _ in scoped}),
+        hidden=embedding[-1],
+        vocabulary=embedding[0],
+    )
+
+
+def mask_needs(sizes: Sizes, options: MaskOptions, *, memory_bytes: int | None, flops_per_s: float) -> Needs:
+    """What choosing a mask needs. Scores that do not fit into `memory_bytes` are spilled to the disk."""
+    scores = sizes.scoped * FLOAT_BYTES
+    mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES + scores
+    if options.method is not MaskMethod.FISHER:
+        memory = PROCESS_BYTES + 4 * sizes.largest * FLOAT_BYTES
+        return Needs(memory_bytes=memory, disk_bytes=mask_disk, seconds=sizes.scoped * SECONDS_A_WEIGHT)
+    activations = options.length * (sizes.layers + 16) * sizes.hidden + 3 * options.length * sizes.vocabulary
+    memory = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
+    if memory_bytes is None or memory + scores <= memory_bytes:
+        memory += scores
+    work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS
+    seconds = work / flops_per_s + sizes.scoped * SECONDS_A_WEIGHT
+    return Needs(memory_bytes=memory, disk_bytes=mask_disk + scores, seconds=seconds)
+
+
+def quantization_needs(
+    sizes: Sizes, options: QuantizationOptions, *, evaluated: bool, flops_per_s: float
+) -> Needs:
+    """What quantizing needs; measuring perplexity holds the whole model in float32 and runs it twice."""
+    codes = sizes.scoped // 2 + sizes.scoped // options.group_size * FLOAT_BYTES
+    plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
+    memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
+    seconds = sizes.scoped * SECONDS_A_WEIGHT
+    if evaluated:
+        memory = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest) * FLOAT_BYTES
+        seconds += 2 * FORWARD_FLOPS * float(options.evaluation_tokens) * sizes.parameters / flops_per_s
+    return Needs(memory_bytes=memory, disk_bytes=codes + plain, seconds=seconds)
+
+
+def package_needs(sizes: Sizes) -> Needs:
+    """What packing needs: the layers exist already; the mask's values and the files are added."""
+    return Needs(
+        memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
+        disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
+        seconds=sizes.scoped * SECONDS_A_WEIGHT,
+    )

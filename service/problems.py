@@ -1,0 +1,207 @@
+"""Errors as RFC 9457 problem details: one exception, one response, one place that maps every other
+exception to it.
+
+Details say what was expected and what came; they never hold what a client sent as a secret, nor a
+traceback.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.routing import Match
+
+from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
+from permille.schemas.problems import MEDIA_TYPE, STATUS, TITLE, FieldError, Figure, Problem, ProblemType
+from permille.store.errors import ConflictError, NotFoundError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 5
+_TYPE_OF_STATUS = {
+    400: ProblemType.BAD_REQUEST,
+    401: ProblemType.UNAUTHENTICATED,
+    403: ProblemType.FORBIDDEN,
+    404: ProblemType.NOT_FOUND,
+    405: ProblemType.METHOD_NOT_ALLOWED,
+    413: ProblemType.TOO_LARGE,
+    415: ProblemType.UNSUPPORTED_MEDIA_TYPE,
+}
+_HEADERS_OF_STATUS = {
+    401: {"WWW-Authenticate": ("string", "the scheme to authenticate with")},
+    405: {"Allow": ("string", "the methods that this path offers")},
+    416: {"Content-Range": ("string", "the size of the content")},
+    429: {"Retry-After": ("integer", "seconds to wait")},
+    503: {"Retry-After": ("integer", "seconds to wait")},
+}
+
+
+class ApiError(HTTPException):
+    """An answer that is a problem. Raise it anywhere below an endpoint."""
+
+    def __init__(
+        self,
+        problem: ProblemType,
+        detail: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        errors: Sequence[FieldError] | None = None,
+        figures: Sequence[Figure] | None = None,
+    ) -> None:
+        super().__init__(STATUS[problem], detail, headers=dict(headers) if headers else None)
+        self.problem = problem
+        self.message = detail
+        self.errors = errors
+        self.figures = figures
+
+
+def problem_response(
+    path: str,
+    problem: ProblemType,
+    detail: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    errors: Sequence[FieldError] | None = None,
+    figures: Sequence[Figure] | None = None,
+) -> Response:
+    """The response of one problem."""
+    status = STATUS[problem]
+    body = Problem(
+        type=problem.uri,
+        title=TITLE[problem],
+        status=status,
+        detail=detail,
+        instance=path,
+        errors=list(errors) if errors else None,
+        figures=list(figures) if figures else None,
+    )
+    all_headers = {"Cache-Control": "no-store", **(headers or {})}
+    if status == HTTPStatus.UNAUTHORIZED:
+        all_headers.setdefault("WWW-Authenticate", "Bearer")
+    if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
+        all_headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    content = body.model_dump_json(exclude_none=True).encode()
+    return Response(content, status_code=status, media_type=MEDIA_TYPE, headers=all_headers)
+
+
+def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may answer with these problems."""
+    by_status: dict[int, list[ProblemType]] = {}
+    for problem in problems:
+        by_status.setdefault(STATUS[problem], []).append(problem)
+    return {status: _documented_status(status, found) for status, found in sorted(by_status.items())}
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the app with a problem."""
+    app.add_exception_handler(StarletteHTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(PermilleError, _on_permille_error)
+    app.add_exception_handler(OperationalError, _on_database_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_http_exception(request: Request, exc: Exception) -> Response:
+    path = request.url.path
+    if isinstance(exc, ApiError):
+        return problem_response(
+            path, exc.problem, exc.message, headers=exc.headers, errors=exc.errors, figures=exc.figures
+        )
+    status = getattr(exc, "status_code", 500)
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = ", ".join(_allowed_methods(request))
+        detail = f"expected one of {allowed}, got {request.method}"
+        return problem_response(path, ProblemType.METHOD_NOT_ALLOWED, detail, headers={"Allow": allowed})
+    if status == HTTPStatus.NOT_FOUND:
+        return problem_response(path, ProblemType.NOT_FOUND, "there is no such path")
+    problem = _TYPE_OF_STATUS.get(status, ProblemType.INTERNAL)
+    return problem_response(path, problem, str(getattr(exc, "detail", TITLE[problem])))
+
+
+async def _on_validation_error(request: Request, exc: Exception) -> Response:
+    found = exc.errors() if isinstance(exc, RequestValidationError) else []
+    errors = [
+        FieldError(
+            location=".".join(str(part) for part in error["loc"])[:200], message=str(error["msg"])[:500]
+        )
+        for error in found[:20]
+    ]
+    detail = "; ".join(f"{error.location}: {error.message}" for error in errors[:3])
+    return problem_response(request.url.path, ProblemType.INVALID, detail, errors=errors)
+
+
+async def _on_permille_error(request: Request, exc: Exception) -> Response:
+    return problem_response(request.url.path, problem_of(exc), str(exc))
+
+
+async def _on_database_error(request: Request, exc: Exception) -> Response:
+    logger.error("database: %s", exc)
+    return problem_response(request.url.path, ProblemType.UNAVAILABLE, "the database did not answer in time")
+
+
+async def _on_bug(request: Request, exc: Exception) -> Response:
+    logger.error("unhandled error on %s %s", request.method, request.url.path, exc_info=exc)
+    return problem_response(
+        request.url.path, ProblemType.INTERNAL, "an unexpected error; the log has the details"
+    )
+
+
+def problem_of(exc: Exception) -> ProblemType:
+    """Which problem an error of the library is."""
+    kinds: tuple[tuple[type[Exception], ProblemType], ...] = (
+        (NotFoundError, ProblemType.NOT_FOUND),
+        (ConflictError, ProblemType.CONFLICT),
+        (PackageError, ProblemType.PACKAGE_REFUSED),
+        (InputError, ProblemType.INVALID),
+        (RetryableError, ProblemType.UNAVAILABLE),
+        (OperatorError, ProblemType.UNAVAILABLE),
+    )
+    return next((problem for kind, problem in kinds if isinstance(exc, kind)), ProblemType.INTERNAL)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """All methods of all routes of this path: the router itself only knows the first route that matches."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)
+
+
+def _documented_status(status: int, problems: list[ProblemType]) -> dict[str, Any]:
+    examples = {
+        problem.value: {
+            "value": {
+                "type": problem.uri,
+                "title": TITLE[problem],
+                "status": status,
+                "detail": TITLE[problem],
+                "instance": "/v1/masks",
+            }
+        }
+        for problem in problems
+    }
+    documented: dict[str, Any] = {
+        "description": "; ".join(TITLE[problem] for problem in problems),
+        "content": {
+            MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": examples},
+        },
+    }
+    headers = _HEADERS_OF_STATUS.get(status)
+    if headers:
+        documented["headers"] = {
+            name: {"description": text, "schema": {"type": kind}} for name, (kind, text) in headers.items()
+        }
+    return documented
+
+
+def operation_id(route: APIRoute) -> str:
+    """The stable operation id of a route: the name of its function."""
+    return route.name

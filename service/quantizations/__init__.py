@@ -1,0 +1,1 @@
+"""Quantizations: asked for, listed, and what they cost."""

@@ -1,0 +1,1 @@
+"""Releases: signed, aliased, withdrawn."""

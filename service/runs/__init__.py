@@ -1,0 +1,1 @@
+"""Runs: what devices report, and the logs that they share."""
