@@ -1,0 +1,348 @@
+"""The user's text: read from files and folders, checked row by row, and freed of duplicates.
+
+Accepted are `.txt` (UTF-8) and `.jsonl`, whose rows are objects with `text`, with `prompt` and `completion`, or with chat
+`messages`; a row may name a `group`, and rows of one group never come apart. A row that is neither is counted and left
+out, never guessed at. Folders are read recursively in the order of their names; hidden files and links are passed over.
+
+What a document is decides what a fair test is: documents, not pieces of them, are divided between the splits
+(`splits.py`). A user with one long file would have one document, so where there are fewer than `FEW_DOCUMENTS`, plain
+text is cut at paragraph ends into contiguous sections that count as documents.
+
+Nothing here knows a tokenizer: the same text gives the same documents under every package.
+"""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError
+
+MAX_TOTAL_BYTES = 256 << 20
+MAX_ROW_BYTES = 4 << 20
+MAX_EXAMPLES = 20
+FEW_DOCUMENTS = 40
+SECTION_CHARACTERS = 1000
+# A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
+REPEATED_PARAGRAPH_CHARACTERS = 64
+ROLES = ("system", "user", "assistant")
+SUFFIXES = (".txt", ".jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """Text of which every token counts in the loss."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and what should follow it; only the completion counts in the loss."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Chat messages as (role, content); only the assistant's turns count in the loss."""
+
+    messages: tuple[tuple[str, str], ...]
+
+
+Content = PlainText | Completion | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document. `group` is the sha256 of what decides its split."""
+
+    group: str
+    content: Content
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What was read and what was left out, with the first reasons by file and line."""
+
+    files: int = 0
+    ignored_files: int = 0
+    rows: int = 0
+    bad_rows: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+    duplicates: int = 0
+    repeated_paragraphs: int = 0
+    documents: int = 0
+
+    def bad(self, place: str, reason: str) -> None:
+        """Count a row that was left out."""
+        self.bad_rows[reason] += 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(f"{place}: {reason}")
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts, without any of the user's text."""
+        return {
+            "files": self.files,
+            "ignored_files": self.ignored_files,
+            "rows": self.rows,
+            "bad_rows": dict(sorted(self.bad_rows.items())),
+            "duplicates": self.duplicates,
+            "repeated_paragraphs": self.repeated_paragraphs,
+            "documents": self.documents,
+        }
+
+
+def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
+    """All documents of the files and folders in `paths`, without duplicates, in the order of reading.
+
+    Raises:
+        InputError: a path does not exist or is of an unknown kind; more than 256 MiB; no document at all.
+    """
+    report = DataReport()
+    files = list(_files(paths, report))
+    _check_size(files)
+    rows: list[tuple[str | None, Content]] = []
+    for path in files:
+        report.files += 1
+        rows.extend(_read_text(path, report) if path.suffix.lower() == ".txt" else _read_jsonl(path, report))
+    documents = _documents(_without_duplicates(rows, report), report)
+    if not documents:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in report.bad_rows.items())
+        raise InputError(
+            f"expected text in {', '.join(map(str, paths))}, got none in {report.files} files"
+            f"{f' ({reasons})' if reasons else ''}"
+        )
+    report.documents = len(documents)
+    return documents, report
+
+
+def normalised(text: str) -> str:
+    """`text` without differences of case, width and white space: equal results are duplicates."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def characters(content: Content) -> str:
+    """Everything that a document says, as one string (not what a model is shown)."""
+    match content:
+        case PlainText(text):
+            return text
+        case Completion(prompt, completion):
+            return f"{prompt}\n\n{completion}"
+        case Conversation(messages):
+            return "\n\n".join(f"{role}: {text}" for role, text in messages)
+
+
+def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
+    if not paths:
+        raise InputError("expected at least one file or folder with text, got none")
+    seen: set[Path] = set()
+    for path in paths:
+        if path.is_dir():
+            found = [p for p in sorted(path.rglob("*")) if _visible(p, path)]
+        elif path.is_file():
+            if path.suffix.lower() not in SUFFIXES:
+                raise InputError(f"expected a file that ends in {' or '.join(SUFFIXES)}, got {path}")
+            found = [path]
+        else:
+            raise InputError(f"expected a file or folder at {path}, found none")
+        for file in found:
+            if file.suffix.lower() not in SUFFIXES:
+                report.ignored_files += 1
+            elif (resolved := file.resolve()) not in seen:
+                seen.add(resolved)
+                yield file
+
+
+def _visible(path: Path, root: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    return not any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _check_size(files: Iterable[Path]) -> None:
+    total = sum(path.stat().st_size for path in files)
+    if total > MAX_TOTAL_BYTES:
+        raise InputError(f"expected at most {MAX_TOTAL_BYTES} bytes of text, got {total}: name fewer files")
+
+
+def _read_text(path: Path, report: DataReport) -> Iterator[tuple[str | None, Content]]:
+    report.rows += 1
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        report.bad(str(path), "not UTF-8")
+        return
+    text = text.replace("\r\n", "\n").replace("\x00", "")
+    if text.strip():
+        yield None, PlainText(text.strip("\n"))
+    else:
+        report.bad(str(path), "empty")
+
+
+def _read_jsonl(path: Path, report: DataReport) -> Iterator[tuple[str | None, Content]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            report.rows += 1
+            if len(line) > MAX_ROW_BYTES:
+                report.bad(f"{path}:{number}", f"longer than {MAX_ROW_BYTES} bytes")
+                continue
+            try:
+                yield _row(json.loads(line.decode("utf-8-sig")))
+            except UnicodeDecodeError:
+                report.bad(f"{path}:{number}", "not UTF-8")
+            except (json.JSONDecodeError, RecursionError):
+                report.bad(f"{path}:{number}", "not JSON")
+            except InputError as exc:
+                report.bad(f"{path}:{number}", str(exc))
+
+
+def _row(row: object) -> tuple[str | None, Content]:
+    """The content of one parsed row. The messages carry no text of the user: they end up in a report."""
+    if not isinstance(row, dict):
+        raise InputError("not a JSON object")
+    group = row.get("group")
+    if group is not None and not isinstance(group, str):
+        raise InputError("`group` is not a string")
+    kinds = [name for name in ("text", "messages", "completion") if name in row]
+    if len(kinds) != 1:
+        raise InputError("not exactly one of `text`, `messages`, `completion`")
+    match kinds[0]:
+        case "text":
+            return group, PlainText(_string(row, "text"))
+        case "completion":
+            prompt = row.get("prompt")
+            if not isinstance(prompt, str):
+                raise InputError("`prompt` is not a string")
+            return group, Completion(_encodable(prompt), _string(row, "completion"))
+    return group, Conversation(_messages(row["messages"]))
+
+
+def _string(row: dict[str, Any], name: str) -> str:
+    value = row[name]
+    if not isinstance(value, str):
+        raise InputError(f"`{name}` is not a string")
+    if not value.strip():
+        raise InputError(f"`{name}` is empty")
+    return _encodable(value)
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InputError("a lone surrogate") from exc
+    return text
+
+
+def _messages(messages: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise InputError("`messages` is not a list with at least one message")
+    turns = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise InputError("a message is not an object with a `content` string")
+        if message.get("role") not in ROLES:
+            raise InputError(f"a message's role is not one of {', '.join(ROLES)}")
+        turns.append((str(message["role"]), _encodable(message["content"])))
+    if not any(role == "assistant" and content.strip() for role, content in turns):
+        raise InputError("no assistant message")
+    return tuple(turns)
+
+
+def _without_duplicates(
+    rows: Iterable[tuple[str | None, Content]], report: DataReport
+) -> list[tuple[str | None, Content]]:
+    seen: set[bytes] = set()
+    paragraphs: set[bytes] = set()
+    kept: list[tuple[str | None, Content]] = []
+    for group, content in rows:
+        key = _key(characters(content))
+        if key in seen:
+            report.duplicates += 1
+            continue
+        seen.add(key)
+        if isinstance(content, PlainText):
+            content = PlainText(_new_paragraphs(content.text, paragraphs, report))
+            if not content.text.strip():
+                report.duplicates += 1
+                continue
+        kept.append((group, content))
+    return kept
+
+
+def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
+    """`text` without the long paragraphs that an earlier text, or this one, already had."""
+    kept = []
+    for paragraph in _paragraphs(text):
+        plain = normalised(paragraph)
+        if len(plain) >= REPEATED_PARAGRAPH_CHARACTERS:
+            key = _key(plain)
+            if key in seen:
+                report.repeated_paragraphs += 1
+                continue
+            seen.add(key)
+        kept.append(paragraph)
+    return "".join(kept).strip("\n")
+
+
+def _documents(rows: list[tuple[str | None, Content]], report: DataReport) -> list[Document]:
+    groups = {group if group is not None else number for number, (group, _) in enumerate(rows)}
+    cut = len(groups) < FEW_DOCUMENTS
+    documents = []
+    for group, content in rows:
+        if cut and group is None and isinstance(content, PlainText):
+            documents += [Document(_group(None, PlainText(s)), PlainText(s)) for s in sections(content.text)]
+        else:
+            documents.append(Document(_group(group, content), content))
+    return documents
+
+
+def _group(group: str | None, content: Content) -> str:
+    key = f"content\0{characters(content)}" if group is None else f"group\0{group}"
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def sections(text: str) -> list[str]:
+    """`text` in contiguous sections of whole paragraphs (long ones: lines, then words), about 1,000 characters each."""
+    result: list[str] = []
+    current = ""
+    for piece in _pieces(text):
+        if current and len(current) + len(piece) > SECTION_CHARACTERS:
+            result.append(current)
+            current = ""
+        current += piece
+    if current.strip():
+        result.append(current)
+    trimmed = [section.strip("\n") for section in result]
+    return [section for section in trimmed if section.strip()]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for paragraph in _paragraphs(text):
+        for line in (
+            [paragraph] if len(paragraph) <= SECTION_CHARACTERS else paragraph.splitlines(keepends=True)
+        ):
+            if len(line) <= SECTION_CHARACTERS:
+                yield line
+            else:
+                yield from re.findall(
+                    rf"(?s).{{1,{SECTION_CHARACTERS}}}(?:\s+|$)|.{{1,{SECTION_CHARACTERS}}}", line
+                )
+
+
+def _paragraphs(text: str) -> list[str]:
+    """The paragraphs of `text`, each with the blank lines that follow it: joined, they are `text` again."""
+    return re.findall(r"(?s).+?(?:\n[ \t]*\n\s*|\Z)", text)
+
+
+def _key(text: str) -> bytes:
+    return hashlib.sha256(normalised(text).encode()).digest()

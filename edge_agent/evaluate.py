@@ -1,0 +1,137 @@
+"""Losses by document, and whether one model is better than another on the same documents.
+
+Decisions rest on a paired bootstrap (Efron and Tibshirani 1993, chapter 13) over documents: tokens of one document are
+not independent, documents nearly are, and pairing removes what the two models share. Losses are sums of nats per
+document, so two packages with different tokenizers are compared on the same text in nats (or bits) per byte.
+
+Shapes: D documents, N targets, K masked weights.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_agent.rows import Row, evaluation_batches
+from permille.engines.interface import Engine
+from permille.errors import InputError
+
+EVALUATION_TOKENS = 2048
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentLosses:
+    """Of each document: the sum of its targets' losses in nats, its targets, and the bytes they stand for."""
+
+    nats_D: NDArray[np.float64]
+    tokens_D: NDArray[np.int64]
+    bytes_D: NDArray[np.int64]
+
+    @property
+    def per_token(self) -> float:
+        """Mean loss of a token, in nats."""
+        return float(self.nats_D.sum() / self.tokens_D.sum())
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Mean loss of a byte, in bits: comparable between tokenizers."""
+        return float(self.nats_D.sum() / math.log(2) / self.bytes_D.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How much lower the second model's loss is, per unit of weight, with its 95% interval.
+
+    Attributes:
+        improvement: loss of the first minus loss of the second; positive where the second is better.
+        low: lower end of the two-sided 95% interval of the bootstrap.
+        high: upper end.
+        standard_error: standard deviation of the resampled improvements.
+    """
+
+    improvement: float
+    low: float
+    high: float
+    standard_error: float
+
+    @property
+    def better(self) -> bool:
+        """Whether even the lower end is an improvement. Not finite is not better."""
+        return math.isfinite(self.improvement) and self.low > 0.0
+
+
+def document_losses(
+    engine: Engine, values_K: NDArray[np.float32], rows: Sequence[Row], documents: int
+) -> DocumentLosses:
+    """Losses of `documents` documents, summed in float64 over their rows."""
+    nats_D = np.zeros(documents, dtype=np.float64)
+    tokens_D = np.zeros(documents, dtype=np.int64)
+    bytes_D = np.zeros(documents, dtype=np.int64)
+    for part in evaluation_batches(rows, tokens=EVALUATION_TOKENS):
+        losses_N = engine.token_losses(values_K, part.batch).astype(np.float64)
+        if losses_N.shape != part.document_N.shape:
+            raise InputError(f"expected {len(part.document_N)} token losses, got shape {losses_N.shape}")
+        np.add.at(nats_D, part.document_N, losses_N)
+        np.add.at(tokens_D, part.document_N, 1)
+        np.add.at(bytes_D, part.document_N, part.bytes_N)
+    return DocumentLosses(nats_D, tokens_D, bytes_D)
+
+
+def mean_loss(engine: Engine, values_K: NDArray[np.float32], rows: Sequence[Row]) -> float:
+    """Mean loss of a target token over all rows; not finite where the forward pass was not."""
+    total = 0.0
+    tokens = 0
+    for part in evaluation_batches(rows, tokens=EVALUATION_TOKENS):
+        losses_N = engine.token_losses(values_K, part.batch)
+        total += float(losses_N.sum(dtype=np.float64))
+        tokens += len(losses_N)
+    return total / tokens
+
+
+def paired_bootstrap(
+    first_D: NDArray[np.float64],
+    second_D: NDArray[np.float64],
+    weight_D: NDArray[np.int64],
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+) -> Comparison:
+    """Compare two models by their loss sums over the same documents.
+
+    `improvement = sum_D (first - second) / sum_D weight`, and the same for each resample of D documents with
+    replacement; the interval is the resamples' 2.5% and 97.5% quantiles.
+
+    Args:
+        first_D: nats of each document under the first model.
+        second_D: nats of each document under the second model.
+        weight_D: tokens or bytes of each document.
+        seed: of the resampling (PCG64): the same arguments give the same bits with one numpy version.
+        resamples: how many.
+
+    Raises:
+        InputError: fewer than two documents, or lengths that differ.
+    """
+    if not len(first_D) == len(second_D) == len(weight_D) >= 2:
+        raise InputError(
+            f"expected the losses of the same two or more documents, got {len(first_D)}, {len(second_D)}, {len(weight_D)}"
+        )
+    difference_D = first_D - second_D
+    improvement = float(difference_D.sum() / weight_D.sum())
+    if not math.isfinite(improvement):
+        return Comparison(improvement=-math.inf, low=-math.inf, high=math.inf, standard_error=math.inf)
+    rng = np.random.Generator(np.random.PCG64(seed))
+    count = len(difference_D)
+    resampled = np.empty(resamples, dtype=np.float64)
+    block = max(1, 1_000_000 // count)
+    for start in range(0, resamples, block):
+        stop = min(start + block, resamples)
+        chosen_RD = rng.integers(0, count, size=(stop - start, count))
+        resampled[start:stop] = difference_D[chosen_RD].sum(axis=1) / np.maximum(weight_D[chosen_RD].sum(axis=1), 1)
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Comparison(
+        improvement=improvement, low=float(low), high=float(high), standard_error=float(resampled.std(ddof=1))
+    )
