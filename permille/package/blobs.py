@@ -1,0 +1,225 @@
+"""Content-addressed blobs in a folder: `<root>/sha256/<first 2 hex>/<64 hex>` (FORMAT 2).
+
+A blob appears whole or not at all: bytes go to a temporary file under `<root>/incoming`, are hashed on the
+way, fsynced, made read-only and renamed. A killed writer leaves a temporary file that `sweep` removes. Paths
+are made from digests alone; nothing here ever joins a name that came from outside.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from permille.errors import PackageError
+from permille.files import fsync_folder
+
+CHUNK_BYTES = 1 << 20
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
+
+
+def is_digest(text: object) -> bool:
+    """Whether `text` is a digest: "sha256:" and 64 lower-case hex digits."""
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The digest of these bytes."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    """The digest of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class BlobWriter:
+    """One blob under way. Nothing is visible before `commit`."""
+
+    def __init__(self, folder: "BlobFolder", file: BinaryIO, temporary: Path) -> None:
+        self._folder = folder
+        self._file = file
+        self._temporary = temporary
+        self._hash = hashlib.sha256()
+        self.size_bytes = 0
+        self.digest: str | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append bytes.
+
+        Raises:
+            OSError: as the file system reports it (disk full): the blob will not exist.
+        """
+        self._file.write(data)
+        self._hash.update(data)
+        self.size_bytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def commit(self, expected: str | None = None) -> str:
+        """Make the blob durable and visible; returns its digest.
+
+        Raises:
+            PackageError: `blob-digest` when `expected` is another digest; the blob then does not exist.
+        """
+        digest = "sha256:" + self._hash.hexdigest()
+        if expected is not None and digest != expected:
+            raise PackageError("blob-digest", f"expected {expected}, got {digest}")
+        self._file.flush()
+        os.fchmod(self._file.fileno(), 0o444)
+        os.fsync(self._file.fileno())
+        self._folder._install(self._temporary, digest)
+        self.digest = digest
+        return digest
+
+
+class BlobFolder:
+    """Blobs below `root`. Safe for several processes: equal names hold equal bytes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, digest: str) -> Path:
+        """Where this blob is or would be.
+
+        Raises:
+            PackageError: `digest-malformed`.
+        """
+        if not is_digest(digest):
+            raise PackageError("digest-malformed", f"expected sha256: and 64 hex digits, got {digest!r:.100}")
+        hexadecimal = digest.removeprefix("sha256:")
+        return self.root / "sha256" / hexadecimal[:2] / hexadecimal
+
+    def has(self, digest: str) -> bool:
+        """Whether the blob is here (its bytes are not read)."""
+        return self.path(digest).is_file()
+
+    def size(self, digest: str) -> int:
+        """Bytes of the blob.
+
+        Raises:
+            PackageError: `blob-missing`.
+        """
+        try:
+            return self.path(digest).stat().st_size
+        except FileNotFoundError as exc:
+            raise _missing(digest) from exc
+
+    def open(self, digest: str) -> BinaryIO:
+        """The blob's bytes, for reading.
+
+        Raises:
+            PackageError: `blob-missing`.
+        """
+        try:
+            return self.path(digest).open("rb")
+        except FileNotFoundError as exc:
+            raise _missing(digest) from exc
+
+    def read(self, digest: str, *, limit: int) -> bytes:
+        """All bytes of a small blob, hashed before they are returned.
+
+        Raises:
+            PackageError: `blob-missing`, `blob-size` (more than `limit`) or `blob-digest`.
+        """
+        with self.open(digest) as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise PackageError("blob-size", f"expected at most {limit} bytes of {digest}, got more")
+        if digest_of(data) != digest:
+            raise PackageError("blob-digest", f"expected {digest}, got {digest_of(data)}")
+        return data
+
+    def check(self, digest: str) -> None:
+        """Hash the stored bytes.
+
+        Raises:
+            PackageError: `blob-missing` or `blob-digest`.
+        """
+        if not self.has(digest):
+            raise _missing(digest)
+        found = digest_of_file(self.path(digest))
+        if found != digest:
+            raise PackageError("blob-digest", f"expected {digest}, got {found}")
+
+    @contextmanager
+    def writer(self) -> Iterator[BlobWriter]:
+        """A blob written in pieces; leaving without `commit` leaves nothing."""
+        incoming = self.incoming()
+        descriptor, name = tempfile.mkstemp(dir=incoming, suffix=".tmp")
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield BlobWriter(self, file, temporary)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def put_bytes(self, data: bytes, *, expected: str | None = None) -> str:
+        """Store these bytes; returns their digest."""
+        with self.writer() as writer:
+            writer.write(data)
+            return writer.commit(expected)
+
+    def put_file(self, path: Path, *, expected: str | None = None) -> str:
+        """Store a copy of a file; returns its digest."""
+        with path.open("rb") as source, self.writer() as writer:
+            while chunk := source.read(CHUNK_BYTES):
+                writer.write(chunk)
+            return writer.commit(expected)
+
+    def adopt_file(self, path: Path, expected: str) -> str:
+        """Move a finished download into the folder without a second copy (same file system).
+
+        Raises:
+            PackageError: `blob-digest`; the file then stays where it is.
+        """
+        found = digest_of_file(path)
+        if found != expected:
+            raise PackageError("blob-digest", f"expected {expected}, got {found}")
+        with path.open("rb") as file:
+            os.fchmod(file.fileno(), 0o444)
+            os.fsync(file.fileno())
+        self._install(path, expected)
+        return expected
+
+    def delete(self, digest: str) -> None:
+        """Remove the blob; not being there is fine."""
+        self.path(digest).unlink(missing_ok=True)
+
+    def iterate(self) -> Iterator[str]:
+        """Digests of all blobs, sorted."""
+        for folder in sorted((self.root / "sha256").glob("[0-9a-f][0-9a-f]")):
+            for path in sorted(folder.iterdir()):
+                if is_digest(f"sha256:{path.name}"):
+                    yield f"sha256:{path.name}"
+
+    def sweep(self, *, before_s: float) -> int:
+        """Remove what killed writers left: temporary files last written before the Unix time `before_s`."""
+        removed = 0
+        for path in (self.root / "incoming").glob("*.tmp"):
+            try:
+                if path.stat().st_mtime < before_s:
+                    path.unlink()
+                    removed += 1
+            except FileNotFoundError:
+                continue
+        return removed
+
+    def incoming(self) -> Path:
+        """Where temporary files of this folder live: same file system, made when first needed."""
+        incoming = self.root / "incoming"
+        incoming.mkdir(parents=True, exist_ok=True)
+        return incoming
+
+    def _install(self, temporary: Path, digest: str) -> None:
+        target = self.path(digest)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.replace(target)
+        fsync_folder(target.parent)
+
+
+def _missing(digest: str) -> PackageError:
+    return PackageError("blob-missing", f"expected a blob {digest}, got none")

@@ -1,0 +1,93 @@
+"""Canonical JSON (FORMAT 1.3): one value has exactly one sequence of bytes, so that its digest is its name.
+
+Keys sorted by code point, no spaces, UTF-8 unescaped, integers within 64 bits, and no floats: a number that
+is not an integer is written as a string by whoever defines the field.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, TypeAlias
+
+from permille.errors import PackageError
+
+JSON: TypeAlias = "str | int | bool | Sequence[JSON] | Mapping[str, JSON] | None"
+
+MAX_DEPTH = 32
+_INT_LIMIT = 2**63
+
+
+def canonical_json(value: JSON) -> bytes:
+    """The only bytes that stand for `value`.
+
+    Raises:
+        TypeError: a float or anything else that JSON does not hold.
+        ValueError: an integer outside of 64 bits, a lone surrogate, or nesting deeper than `MAX_DEPTH`.
+    """
+    _check(value, 0)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return text.encode("utf-8")
+
+
+def parse_canonical(data: bytes | memoryview, limit: int) -> JSON:
+    """Parse bytes that `canonical_json` could have written, and no others.
+
+    Args:
+        data: at most `limit` bytes.
+
+    Raises:
+        PackageError: `json-size`, `json-malformed` or `json-not-canonical`.
+    """
+    if len(data) > limit:
+        raise PackageError("json-size", f"expected at most {limit} bytes, got {len(data)}")
+    raw = bytes(data)
+    try:
+        value: JSON = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_float=_refuse_number,
+            parse_constant=_refuse_number,
+        )
+    except (ValueError, RecursionError) as exc:
+        raise PackageError(
+            "json-malformed", f"expected JSON without floats and repeated keys: {exc}"
+        ) from exc
+    try:
+        expected = canonical_json(value)
+    except (TypeError, ValueError) as exc:
+        raise PackageError("json-malformed", str(exc)) from exc
+    if expected != raw:
+        raise PackageError("json-not-canonical", "expected sorted keys, no spaces and no escapes")
+    return value
+
+
+def _unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"{len(pairs) - len(found)} repeated keys in one object")
+    return found
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"expected an integer, got {text[:40]}")
+
+
+def _check(value: JSON, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"expected nesting of at most {MAX_DEPTH}")
+    if value is None or isinstance(value, str | bool):
+        return
+    if isinstance(value, int):
+        if not -_INT_LIMIT <= value < _INT_LIMIT:
+            raise ValueError(f"expected a signed 64-bit integer, got one of {value.bit_length()} bits")
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"expected string keys, got {type(key).__name__}")
+            _check(item, depth + 1)
+        return
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check(item, depth + 1)
+        return
+    raise TypeError(f"expected null, boolean, integer, string, list or object, got {type(value).__name__}")

@@ -1,0 +1,121 @@
+"""The small files of a package that libraries act upon: what they may say (FORMAT 3.3).
+
+A `config.json` can name code to import, kernels to fetch and files to open. So keys are on an allow-list, and
+nothing that is not a plain setting passes, on the machine that writes the package and on the one that reads
+it.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from permille.errors import InputError, PackageError
+from permille.models.families import Family, family_of
+
+MAX_CONFIG_BYTES = 1 << 20
+_MAX_DEPTH = 4
+
+_SHARED = """
+architectures bos_token_id dtype eos_token_id hidden_size initializer_range is_decoder is_encoder_decoder
+max_position_embeddings model_type num_attention_heads num_hidden_layers pad_token_id sep_token_id
+tie_word_embeddings torch_dtype transformers_version use_cache vocab_size attention_bias attention_dropout
+attn_logit_softcapping bos_token_ids cache_implementation final_logit_softcapping head_dim hidden_act
+hidden_activation intermediate_size layer_types max_window_layers mlp_bias num_key_value_heads
+partial_rotary_factor pretraining_tp query_pre_attn_scalar rms_norm_eps rope_local_base_freq rope_parameters
+rope_scaling rope_theta sliding_window sliding_window_pattern use_bidirectional_attention use_sliding_window
+activation_dropout activation_function do_layer_norm_before dropout enable_bias ffn_dim init_std
+layer_norm_elementwise_affine layerdrop prefix word_embed_proj_dim _remove_final_layer_norm classifier_dropout
+hidden_dropout layer_norm_eps rotary_emb_base rotary_pct use_parallel_residual
+"""
+CONFIG_KEYS = frozenset(_SHARED.split())
+
+
+def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without the keys that no package carries: bookkeeping of hubs, and everything unknown.
+
+    Raises:
+        InputError: what is left is no config of a family we know.
+    """
+    family_of(config)
+    cleaned = {key: config[key] for key in sorted(config) if key in CONFIG_KEYS}
+    family_of(cleaned)
+    return cleaned
+
+
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """`config.json` of a cleaned config: sorted, so that equal configs have equal bytes."""
+    return (json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n").encode("utf-8")
+
+
+def parse_config(data: bytes) -> dict[str, Any]:
+    """Parse and check a `config.json`.
+
+    Raises:
+        PackageError: `config-malformed`, `config-key` or `config-family`.
+    """
+    config = _object(data)
+    unknown = sorted(config.keys() - CONFIG_KEYS)
+    if unknown:
+        raise PackageError("config-key", f"expected keys of the allow-list, got {unknown!r:.200}")
+    try:
+        family_of(config)
+    except InputError as exc:
+        raise PackageError("config-family", str(exc)) from exc
+    return config
+
+
+def check_config_family(config: Mapping[str, Any], family: str) -> Family:
+    """The config's family, which must be the manifest's.
+
+    Raises:
+        PackageError: `config-family`.
+    """
+    found = family_of(config)
+    if found != family:
+        raise PackageError("config-family", f"expected family {family!r:.60}, got {found}")
+    return found
+
+
+def check_file(path: str, data: bytes) -> None:
+    """Refuse a file's content that could make a library run or fetch something.
+
+    Raises:
+        PackageError: `config-malformed`, `config-key` or `config-family`.
+    """
+    if path == "config.json":
+        parse_config(data)
+    elif path in ("generation_config.json", "tokenizer_config.json"):
+        _refuse_code(_object(data), path)
+
+
+def _refuse_code(config: Mapping[str, Any], path: str) -> None:
+    forbidden = sorted(
+        {"auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"} & config.keys()
+    )
+    if forbidden:
+        raise PackageError("config-key", f"expected no code in {path}, got {forbidden}")
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_CONFIG_BYTES * 8:
+        raise PackageError(
+            "config-malformed", f"expected at most {MAX_CONFIG_BYTES * 8} bytes, got {len(data)}"
+        )
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+    except (ValueError, RecursionError) as exc:
+        raise PackageError("config-malformed", f"expected a JSON object: {exc!s:.200}") from exc
+    if not isinstance(value, dict):
+        raise PackageError("config-malformed", f"expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("expected every key once")
+    return found
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"expected finite numbers, got {text}")

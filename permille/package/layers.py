@@ -1,0 +1,146 @@
+"""Writers of the layers (FORMAT 4): tensor by tensor, so that a model never has to fit into memory.
+
+The same tensors in the same order give the same bytes. Reading is in `reader`; names that both need are here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.package.blobs import BlobFolder
+from permille.package.config_files import check_file
+from permille.package.manifest import FILE_NAMES, GROUP_SIZES, MEDIA_TYPES, Layer, Role
+from permille.package.safetensors_io import FLOATS, RawTensor, SafetensorsWriter, compact_json
+from permille.quantization import QuantizedTensor, Scheme
+from permille.quantization.nf4 import NF4_CODES
+
+ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
+SCALES = ".scales"
+
+
+def write_dense(blobs: BlobFolder, tensors: Iterable[tuple[str, QuantizedTensor]], scheme: Scheme) -> Layer:
+    """The quantized weights (FORMAT 4.2). NF4 is bitsandbytes' own serialization.
+
+    Raises:
+        InputError: a tensor of another scheme or group size, or twice the same name.
+        OSError: as the file system reports it; no blob is left.
+    """
+    with SafetensorsWriter(blobs) as writer:
+        for name, quantized in tensors:
+            if quantized.scheme is not scheme or quantized.group_size not in GROUP_SIZES[scheme]:
+                got = f"{quantized.scheme} of {quantized.group_size}"
+                raise InputError(f"expected {scheme} in groups of {GROUP_SIZES[scheme]}, got {name!r}: {got}")
+            _add_quantized(writer, name, quantized)
+        return _layer(Role.DENSE, writer.finish())
+
+
+def write_plain(blobs: BlobFolder, tensors: Iterable[RawTensor]) -> Layer:
+    """Everything that is not quantized, bit for bit in the model's own dtype (FORMAT 4.3)."""
+    with SafetensorsWriter(blobs) as writer:
+        for tensor in tensors:
+            _check_float(tensor)
+            writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.data)
+        return _layer(Role.PLAIN, writer.finish())
+
+
+def write_mask(blobs: BlobFolder, mask: Mapping[str, NDArray[np.uint32]], order: Sequence[str]) -> Layer:
+    """Flat indices of the masked weights (FORMAT 4.4).
+
+    Args:
+        mask: strictly increasing indices by tensor name; a name of `order` that is missing has none.
+        order: all quantized tensors, in tensor_id order.
+
+    Raises:
+        InputError: a name that is not in `order`, or indices that do not increase.
+    """
+    unknown = sorted(mask.keys() - set(order))
+    if unknown:
+        raise InputError(f"expected masks of quantized tensors only, got {unknown[:3]}")
+    with SafetensorsWriter(blobs) as writer:
+        for name in order:
+            indices = np.asarray(mask.get(name, np.empty(0, np.uint32)))
+            if indices.dtype != np.uint32 or indices.ndim != 1 or not _increases(indices):
+                raise InputError(f"expected strictly increasing uint32 indices of {name!r}")
+            writer.add(name, "U32", indices.shape, indices)
+        return _layer(Role.MASK, writer.finish())
+
+
+def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence[str]) -> Layer:
+    """The masked weights' values, bit for bit in the model's own dtype, one 1-D tensor a weight (FORMAT 4.5).
+
+    Args:
+        values: one for each name of `order`, in that order; empty where nothing is masked.
+
+    Raises:
+        InputError: other names, another order, or not one dimension.
+    """
+    names = iter(order)
+    with SafetensorsWriter(blobs) as writer:
+        for tensor in values:
+            _check_float(tensor)
+            expected = next(names, None)
+            if tensor.name != expected or len(tensor.shape) != 1:
+                raise InputError(f"expected 1-D values of {expected!r}, got {tensor.name!r} {tensor.shape}")
+            writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.data)
+        missing = next(names, None)
+        if missing is not None:
+            raise InputError(f"expected values of {missing!r}, got no more")
+        return _layer(Role.VALUES, writer.finish())
+
+
+def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
+    """A tokenizer's or a config's file, under a name of the allow-list (FORMAT 3.3).
+
+    Raises:
+        InputError: the name or the content is none that a reader would take.
+    """
+    if path not in FILE_NAMES:
+        raise InputError(f"expected one of {sorted(FILE_NAMES)}, got {path!r}")
+    check_file(path, data)
+    return _layer(Role.FILE, (blobs.put_bytes(data), len(data)), path)
+
+
+def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
+    """The sparse values of one weight, in the weight's own dtype."""
+    _check_float(weight)
+    items = weight.data.view("<u4" if weight.dtype == "F32" else "<u2")[indices]
+    data = np.ascontiguousarray(items).view(np.uint8)
+    return RawTensor(name=weight.name, dtype=weight.dtype, shape=indices.shape, data=data)
+
+
+def quant_state(shape: tuple[int, int], group_size: int) -> bytes:
+    """What bitsandbytes packs beside an NF4 weight. dtype float32: dequantizing loses nothing (ADR 0023)."""
+    return compact_json(
+        {"quant_type": "nf4", "blocksize": group_size, "dtype": "float32", "shape": list(shape)}
+    )
+
+
+def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTensor) -> None:
+    scales = np.asarray(quantized.scales, "<f4")
+    if quantized.scheme is Scheme.INT4:
+        writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
+        writer.add(name + SCALES, "F32", scales.shape, scales)
+        return
+    state = np.frombuffer(quant_state(quantized.shape, quantized.group_size), np.uint8)
+    writer.add(name, "U8", (quantized.packed.size, 1), quantized.packed)
+    writer.add(name + ABSMAX, "F32", scales.shape, scales)
+    writer.add(name + QUANT_MAP, "F32", NF4_CODES.shape, NF4_CODES)
+    writer.add(name + QUANT_STATE, "U8", state.shape, state)
+
+
+def _layer(role: Role, blob: tuple[str, int], path: str | None = None) -> Layer:
+    digest, size = blob
+    return Layer(role=role, media_type=MEDIA_TYPES[role], digest=digest, size_bytes=size, path=path)
+
+
+def _check_float(tensor: RawTensor) -> None:
+    if tensor.dtype not in FLOATS:
+        raise InputError(f"expected {tensor.name!r} as one of {sorted(FLOATS)}, got {tensor.dtype}")
+    if not tensor.all_finite():
+        raise InputError(f"expected finite numbers in {tensor.name!r}, got NaN or infinity")
+
+
+def _increases(indices: NDArray[np.uint32]) -> bool:
+    return bool(np.all(indices[1:] > indices[:-1]))

@@ -1,0 +1,263 @@
+"""Our own strict reader and streaming writer of the safetensors format (FORMAT 4.1).
+
+Any safetensors library reads what is written here. The reader takes less than they do: the header must be the
+canonical bytes, tensors must fill the file without holes, dtypes come from a short list. It maps the file, so
+that a tensor costs memory when it is touched. It checks structure; what the numbers mean is the layer's
+affair.
+"""
+
+import json
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError, PackageError
+from permille.package.blobs import CHUNK_BYTES, BlobFolder
+from permille.package.canonical import JSON, canonical_json, parse_canonical
+from permille.package.manifest import MAX_HEADER_BYTES, MAX_LAYER_BYTES
+
+ITEM_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "U32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
+FLOATS = frozenset({"F32", "F16", "BF16"})
+_METADATA: JSON = {"format": "pt"}
+_MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RawTensor:
+    """A tensor as bytes: bf16 has no numpy dtype, and nothing is converted that need not be.
+
+    Attributes:
+        data: uint8, 1-D, little-endian, C order; read-only and mapped when it came from a package.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def float32(self) -> NDArray[np.float32]:
+        """The numbers as float32, exactly, in the tensor's shape. BF16, F16 and F32 only."""
+        if self.dtype == "F32":
+            return self.data.view("<f4").astype(np.float32, copy=False).reshape(self.shape)
+        if self.dtype == "F16":
+            return self.data.view("<f2").astype(np.float32).reshape(self.shape)
+        if self.dtype == "BF16":
+            high = self.data.view("<u2").astype(np.uint32) << np.uint32(16)
+            return high.view(np.float32).reshape(self.shape)
+        raise InputError(f"expected a tensor of BF16, F16 or F32, got {self.dtype}")
+
+    def all_finite(self) -> bool:
+        """Whether no element is infinite or NaN; looks at exponents only and copies nothing big."""
+        if self.dtype not in FLOATS:
+            return True
+        exponent = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[self.dtype]
+        bits = self.data.view("<u4" if self.dtype == "F32" else "<u2")
+        step = CHUNK_BYTES
+        return all(
+            not np.any((bits[at : at + step] & exponent) == exponent) for at in range(0, bits.size, step)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor's entry in the header: `begin` and `end` count from the first data byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """A mapped file whose structure was checked. Tensors are views: keep this object while they live."""
+
+    def __init__(self, path: Path, *, dtypes: Iterable[str] = ITEM_BYTES) -> None:
+        """Map and check.
+
+        Args:
+            dtypes: those allowed here.
+
+        Raises:
+            PackageError: a rule of FORMAT 4.1 is broken; the code says which.
+            OSError: the file cannot be opened.
+        """
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = _read_header(file, size)
+            self._start = 8 + len(header)
+            self.specs = _parse_header(header, frozenset(dtypes), size - self._start)
+            self._map = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors, in the order of their bytes."""
+        return tuple(self.specs)
+
+    def tensor(self, name: str) -> RawTensor:
+        """A view of one tensor (KeyError for a name that is not in `specs`)."""
+        spec = self.specs[name]
+        data = self._map[self._start + spec.begin : self._start + spec.end]
+        return RawTensor(name=name, dtype=spec.dtype, shape=spec.shape, data=data)
+
+
+def _read_header(file: BinaryIO, size: int) -> bytes:
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise PackageError("header-size", f"expected 8 bytes of header length, got {len(prefix)}")
+    length = int.from_bytes(prefix, "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8) or length % 8:
+        raise PackageError(
+            "header-size",
+            f"expected a multiple of 8 bytes within {MAX_HEADER_BYTES} and the file, got {length}",
+        )
+    return file.read(length)
+
+
+def _parse_header(header: bytes, dtypes: frozenset[str], data_bytes: int) -> dict[str, TensorSpec]:
+    text = header.rstrip(b" ")
+    if len(header) - len(text) >= 8:
+        raise PackageError("header-size", f"expected at most 7 spaces, got {len(header) - len(text)}")
+    entries = parse_canonical(text, MAX_HEADER_BYTES)
+    if not isinstance(entries, dict) or entries.pop("__metadata__", None) != _METADATA:
+        raise PackageError("header-schema", 'expected an object with __metadata__ {"format":"pt"}')
+    specs = {name: _spec(name, entry, dtypes) for name, entry in entries.items()}
+    ordered = dict(sorted(specs.items(), key=_position))
+    _check_offsets(ordered, data_bytes)
+    return ordered
+
+
+def _position(item: tuple[str, TensorSpec]) -> tuple[int, int, int, str]:
+    # Empty tensors share their begin with the next: by width, then name, like the writer.
+    name, spec = item
+    return spec.begin, spec.end, -ITEM_BYTES[spec.dtype], name
+
+
+def _spec(name: str, entry: JSON, dtypes: frozenset[str]) -> TensorSpec:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise PackageError("header-schema", f"expected dtype, shape and data_offsets of {name!r:.100}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in dtypes:
+        raise PackageError("header-dtype", f"expected one of {sorted(dtypes)}, got {dtype!r:.40}")
+    if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _is_sizes(offsets) or len(offsets) != 2:
+        raise PackageError("header-schema", f"expected sizes in shape and data_offsets of {name!r:.100}")
+    # FORMAT 4.1: the product is checked, never computed modulo anything. Python integers do not wrap.
+    size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if size_bytes > MAX_LAYER_BYTES:
+        raise PackageError("header-overflow", f"expected at most {MAX_LAYER_BYTES} bytes, got {size_bytes}")
+    if offsets[1] - offsets[0] != size_bytes:
+        got = offsets[1] - offsets[0]
+        raise PackageError("header-offsets", f"expected {size_bytes} bytes of {name!r:.100}, got {got}")
+    return TensorSpec(dtype=dtype, shape=tuple(shape), begin=offsets[0], end=offsets[1])
+
+
+def _is_sizes(value: JSON) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_offsets(specs: Mapping[str, TensorSpec], data_bytes: int) -> None:
+    position = 0
+    widest = max(ITEM_BYTES.values())
+    for name, spec in specs.items():
+        if spec.begin != position:
+            raise PackageError("header-offsets", f"expected {name!r:.100} at {position}, got {spec.begin}")
+        # FORMAT 4.1: wide items first, so that every tensor is aligned to its item.
+        if ITEM_BYTES[spec.dtype] > widest:
+            raise PackageError("header-offsets", f"expected wider items before narrower, got {name!r:.100}")
+        widest, position = ITEM_BYTES[spec.dtype], spec.end
+    if position != data_bytes:
+        raise PackageError("layer-file-size", f"expected {position} bytes of tensors, got {data_bytes}")
+
+
+class SafetensorsWriter:
+    """Writes one layer tensor by tensor; holds none of them. `finish` assembles the blob.
+
+    Bytes wait in one unnamed temporary file per item size, because wide items come first in the layer and the
+    header before them all. Twice the layer's size of disk is needed until `finish` returns.
+    """
+
+    def __init__(self, blobs: BlobFolder) -> None:
+        self._blobs = blobs
+        self._spools: dict[int, BinaryIO] = {}
+        self._entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: NDArray[np.generic]) -> None:
+        """Append one tensor.
+
+        Args:
+            data: C-contiguous, little-endian; as many bytes as dtype and shape say.
+
+        Raises:
+            InputError: the name came before, the dtype is unknown or the bytes do not fit the shape.
+            OSError: as the file system reports it.
+        """
+        if name in self._entries or name == "__metadata__":
+            raise InputError(f"expected every tensor once, got {name!r} again")
+        if dtype not in ITEM_BYTES:
+            raise InputError(f"expected dtype of {name!r} to be one of {sorted(ITEM_BYTES)}, got {dtype!r}")
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        width = ITEM_BYTES[dtype]
+        if flat.size != math.prod(shape) * width:
+            raise InputError(f"expected {math.prod(shape) * width} bytes of {name!r}, got {flat.size}")
+        if width not in self._spools:
+            self._spools[width] = tempfile.TemporaryFile(dir=self._blobs.incoming())  # noqa: SIM115
+        self._spools[width].write(flat.data)
+        self._entries[name] = (dtype, shape, flat.size)
+
+    def finish(self) -> tuple[str, int]:
+        """Write the blob; returns its digest and its size in bytes."""
+        header = self._header()
+        with self._blobs.writer() as writer:
+            writer.write(len(header).to_bytes(8, "little"))
+            writer.write(header)
+            for width in sorted(self._spools, reverse=True):
+                spool = self._spools[width]
+                spool.seek(0)
+                while chunk := spool.read(CHUNK_BYTES):
+                    writer.write(chunk)
+            digest = writer.commit()
+            size = writer.size_bytes
+        self.close()
+        return digest, size
+
+    def close(self) -> None:
+        """Give the temporary files back."""
+        for spool in self._spools.values():
+            spool.close()
+        self._spools.clear()
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _header(self) -> bytes:
+        entries: dict[str, JSON] = {"__metadata__": _METADATA}
+        position = 0
+        for width in sorted(self._spools, reverse=True):
+            for name, (dtype, shape, size) in self._entries.items():
+                if ITEM_BYTES[dtype] == width:
+                    entries[name] = {
+                        "dtype": dtype,
+                        "shape": shape,
+                        "data_offsets": [position, position + size],
+                    }
+                    position += size
+        header = canonical_json(entries)
+        header += b" " * (-len(header) % 8)
+        if len(header) > MAX_HEADER_BYTES:
+            raise InputError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(header)}")
+        return header
+
+
+def compact_json(value: object) -> bytes:
+    """JSON as bitsandbytes writes it into a tensor: `json.dumps` with its default spaces."""
+    return json.dumps(value).encode("utf-8")

@@ -1,0 +1,83 @@
+"""The last step of making a package, and a view of it for other software.
+
+`write_manifest` stores the manifest after its layers are there. `link_transformers_folder` lays out an NF4
+package as a folder that unmodified transformers with bitsandbytes opens: the dense layer, without the
+overlay.
+"""
+
+import json
+from pathlib import Path
+
+from permille.errors import InputError
+from permille.files import write_atomic
+from permille.package.blobs import BlobFolder
+from permille.package.manifest import Manifest, Role
+from permille.package.reader import Package
+from permille.quantization import Scheme
+
+_SHARDS = {Role.DENSE: "model-00001-of-00002.safetensors", Role.PLAIN: "model-00002-of-00002.safetensors"}
+
+
+def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
+    """Store the manifest; returns the package's digest.
+
+    Raises:
+        PackageError: `blob-missing`, or the package would not open.
+    """
+    Package(blobs, manifest)
+    return blobs.put_bytes(manifest.to_bytes())
+
+
+def link_transformers_folder(package: Package, folder: Path) -> None:
+    """Lay out an NF4 package for `AutoModelForCausalLM.from_pretrained`: links, an index and a config.
+
+    Only files that this function makes are replaced. Masked weights have their dense value: the overlay is
+    ours.
+
+    Raises:
+        InputError: the package is not NF4.
+    """
+    if package.manifest.scheme.name is not Scheme.NF4:
+        raise InputError(f"expected an nf4 package, got {package.manifest.scheme.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for role, name in _SHARDS.items():
+        _link(package.blobs.path(package.manifest.layer(role).digest), folder / name)
+    for path, layer in package.manifest.files().items():
+        if path != "config.json":
+            _link(package.blobs.path(layer.digest), folder / path)
+    _write_json(folder / "model.safetensors.index.json", _index(package))
+    _write_json(
+        folder / "config.json", package.config | {"quantization_config": _quantization_config(package)}
+    )
+
+
+def _index(package: Package) -> dict[str, object]:
+    weights = {name: _SHARDS[role] for role in (Role.DENSE, Role.PLAIN) for name in package.layer_names(role)}
+    total = sum(package.manifest.layer(role).size_bytes for role in _SHARDS)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+
+
+def _quantization_config(package: Package) -> dict[str, object]:
+    matrices = [name for name in package.plain_names if len(package.plain_shape(name)) == 2]
+    skipped = {name.removesuffix(".weight") for name in matrices} | {"lm_head"}
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": "float32",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_use_double_quant": False,
+        "llm_int8_skip_modules": sorted(skipped),
+    }
+
+
+def _link(target: Path, link: Path) -> None:
+    temporary = link.with_name(f".{link.name}.link")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.resolve())
+    temporary.replace(link)
+
+
+def _write_json(path: Path, value: dict[str, object]) -> None:
+    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode("utf-8"))
