@@ -405,3 +405,15 @@ class Run(_Owned, Base):
     log_deleted_at: Mapped[datetime | None]
     state_digest: Mapped[str | None]  # of the server's replay
     deleted_at: Mapped[datetime | None]
+
+
+class IdempotentAnswer(Base):
+    """The answer to a request that carried an idempotency key and made something other than a job."""
+
+    __tablename__ = "idempotent_answers"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    request_digest: Mapped[str]
+    status: Mapped[int]
+    sealed: Mapped[bytes] = mapped_column(LargeBinary)  # encrypted by the API: an answer may hold a new secret
+    created_at: Mapped[datetime] = mapped_column(index=True)
