@@ -151,7 +151,10 @@ def cancelled(session: Session, held: Claim) -> None:
 
 
 def release(session: Session, held: Claim) -> None:
-    """Give the job back unharmed (the worker shuts down): the attempt does not count. Raises StaleClaimError."""
+    """Give the job back unharmed (the worker shuts down): the attempt does not count.
+
+    Raises StaleClaimError.
+    """
     job = _held(session, held)
     job.attempt -= 1
     job.available_at = now(session)

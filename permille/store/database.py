@@ -45,7 +45,10 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """One consistent view. What it returns stays readable after the block; changes to it are not written."""
+        """One consistent view.
+
+        What it returns stays readable after the block; changes to it are not written.
+        """
         with self._session(self._engine) as session:
             yield session
 

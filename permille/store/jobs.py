@@ -91,7 +91,10 @@ def list_jobs(
 def events_after(
     session: Session, *, tenant_id: str, job_id: str, seq: int = 0, limit: int = MAX_EVENTS
 ) -> Sequence[JobEvent]:
-    """The events with a number above `seq` (a stream's `Last-Event-ID`), oldest first. Raises NotFoundError."""
+    """The events with a number above `seq` (a stream's `Last-Event-ID`), oldest first.
+
+    Raises NotFoundError.
+    """
     get(session, tenant_id=tenant_id, job_id=job_id)
     query = select(JobEvent).where(
         JobEvent.tenant_id == tenant_id, JobEvent.job_id == job_id, JobEvent.seq > seq

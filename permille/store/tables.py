@@ -31,7 +31,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 class Instant(TypeDecorator[datetime]):
-    """An aware UTC `datetime`, kept as integer microseconds: the same order and arithmetic in every database."""
+    """An aware UTC `datetime`, kept as integer microseconds: the same order in every database."""
 
     impl = BigInteger
     cache_ok = True
@@ -225,7 +225,7 @@ class Job(_Owned, Base):
 
 
 class JobEvent(Base):
-    """One line of a job's story. `seq` counts 1, 2, 3 ... within the job (the `Last-Event-ID` of its stream)."""
+    """One line of a job's story. `seq` counts 1, 2, 3 ... within the job: its stream's `Last-Event-ID`."""
 
     __tablename__ = "job_events"
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
@@ -415,5 +415,7 @@ class IdempotentAnswer(Base):
     key: Mapped[str] = mapped_column(primary_key=True)
     request_digest: Mapped[str]
     status: Mapped[int]
-    sealed: Mapped[bytes] = mapped_column(LargeBinary)  # encrypted by the API: an answer may hold a new secret
+    sealed: Mapped[bytes] = mapped_column(
+        LargeBinary
+    )  # encrypted by the API: an answer may hold a new secret
     created_at: Mapped[datetime] = mapped_column(index=True)

@@ -1,0 +1,259 @@
+"""Invitations, devices, their nonces and access tokens.
+
+An invitation enrols one device: it is used by compare-and-set. Sending the same key again is idempotent, with
+the used code or with a new one. A revoked or unenrolled device has no valid token from that moment on.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import CursorResult, select, update
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError
+from permille.store.database import now
+from permille.store.errors import NotFoundError
+from permille.store.ids import Prefix, new_id
+from permille.store.paging import Page, fetch_page
+from permille.store.secrets import hash_secret, new_code, new_device_token
+from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
+
+INVITATION_LIFE = timedelta(hours=24)
+NONCE_LIFE = timedelta(minutes=5)
+TOKEN_LIFE = timedelta(hours=1)
+_TOUCH_EVERY = timedelta(minutes=1)
+
+
+class InvitationError(InputError):
+    """The code is unknown, used by another key, expired or revoked: which one is not told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolment:
+    """An enrolled device, and whether this call made it."""
+
+    device: Device
+    created: bool
+
+
+def invite(
+    session: Session,
+    *,
+    tenant_id: str,
+    release: str,
+    alias: str,
+    note: str | None = None,
+    life: timedelta = INVITATION_LIFE,
+) -> tuple[Invitation, str]:
+    """Add an invitation; return the row and the code, which is not stored."""
+    code = new_code()
+    at = now(session)
+    invitation = Invitation(
+        id=new_id(Prefix.INVITATION),
+        tenant_id=tenant_id,
+        code_hash=hash_secret(code),
+        release=release,
+        alias=alias,
+        note=note,
+        expires_at=at + life,
+        created_at=at,
+    )
+    session.add(invitation)
+    session.flush()
+    return invitation, code
+
+
+def list_invitations(
+    session: Session, *, tenant_id: str, limit: int = 50, cursor: str | None = None
+) -> Page[Invitation]:
+    """List invitations, newest first."""
+    query = select(Invitation).where(Invitation.tenant_id == tenant_id)
+    return fetch_page(session, query, Invitation.id, limit=limit, cursor=cursor)
+
+
+def revoke_invitation(session: Session, *, tenant_id: str, invitation_id: str) -> None:
+    """Make an invitation useless. Idempotent. Raises NotFoundError."""
+    query = select(Invitation).where(Invitation.tenant_id == tenant_id, Invitation.id == invitation_id)
+    invitation = session.scalar(query)
+    if invitation is None:
+        raise NotFoundError(f"no invitation {invitation_id!r}")
+    invitation.revoked_at = invitation.revoked_at or now(session)
+
+
+def enrol(session: Session, *, code: str, public_key: str, name: str, agent_version: str) -> Enrolment:
+    """Use an invitation: make a device, or return the one that has this key.
+
+    Raises:
+        InvitationError: the code is no good, or the key belongs to a revoked device.
+    """
+    at = now(session)
+    invitation = session.scalar(select(Invitation).where(Invitation.code_hash == hash_secret(code)))
+    if invitation is None or invitation.revoked_at is not None:
+        raise _bad_invitation()
+    device = session.scalar(
+        select(Device).where(Device.tenant_id == invitation.tenant_id, Device.public_key == public_key)
+    )
+    if device is not None and device.revoked_at is not None:
+        raise _bad_invitation()
+    if invitation.used_at is not None:
+        if device is None or invitation.device_id != device.id or device.unenrolled_at is not None:
+            raise _bad_invitation()
+        return Enrolment(device=device, created=False)
+    created = device is None or device.unenrolled_at is not None
+    if device is None:
+        device = Device(
+            id=new_id(Prefix.DEVICE),
+            tenant_id=invitation.tenant_id,
+            public_key=public_key,
+            created_at=at,
+        )
+        session.add(device)
+    device.name, device.agent_version = name, agent_version
+    device.release, device.alias = invitation.release, invitation.alias
+    device.unenrolled_at = None
+    session.flush()
+    _use(session, invitation, device, at)
+    return Enrolment(device=device, created=created)
+
+
+def get(session: Session, *, tenant_id: str, device_id: str) -> Device:
+    """Read one device. Raises NotFoundError."""
+    device = session.scalar(select(Device).where(Device.tenant_id == tenant_id, Device.id == device_id))
+    if device is None:
+        raise NotFoundError(f"no device {device_id!r}")
+    return device
+
+
+def list_devices(
+    session: Session, *, tenant_id: str, limit: int = 50, cursor: str | None = None
+) -> Page[Device]:
+    """List devices, newest first, revoked and unenrolled ones included."""
+    query = select(Device).where(Device.tenant_id == tenant_id)
+    return fetch_page(session, query, Device.id, limit=limit, cursor=cursor)
+
+
+def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
+    """Shut a device out for good, with effect on its next request. Idempotent. Raises NotFoundError."""
+    device = get(session, tenant_id=tenant_id, device_id=device_id)
+    device.revoked_at = device.revoked_at or now(session)
+    return device
+
+
+def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
+    """The device leaves by its own wish; a new invitation lets it come back. Raises NotFoundError."""
+    device = get(session, tenant_id=tenant_id, device_id=device_id)
+    device.unenrolled_at = device.unenrolled_at or now(session)
+    return device
+
+
+def touch(session: Session, *, device_id: str) -> None:
+    """Note that a device was seen, at most once a minute."""
+    device = session.get(Device, device_id)
+    at = now(session)
+    if device is not None and (device.last_seen_at is None or at - device.last_seen_at > _TOUCH_EVERY):
+        device.last_seen_at = at
+
+
+def create_nonce(session: Session, *, device_id: str) -> tuple[str, datetime]:
+    """Make a nonce for a device to sign; return it and when it expires.
+
+    Raises:
+        NotFoundError: no such device, or one that is revoked or unenrolled.
+    """
+    device = _active(session, device_id)
+    if device is None:
+        raise NotFoundError(f"no device {device_id!r}")
+    nonce, at = new_code(), now(session)
+    session.add(
+        DeviceNonce(
+            nonce_hash=hash_secret(nonce),
+            tenant_id=device.tenant_id,
+            device_id=device.id,
+            expires_at=at + NONCE_LIFE,
+            created_at=at,
+        )
+    )
+    session.flush()
+    return nonce, at + NONCE_LIFE
+
+
+def use_nonce(session: Session, *, device_id: str, nonce: str) -> Device | None:
+    """Use up a nonce; return the device whose key must have signed it.
+
+    None when the nonce is unknown, another device's, used or expired, or the device may not come in.
+    """
+    at = now(session)
+    used = session.execute(
+        update(DeviceNonce)
+        .where(
+            DeviceNonce.nonce_hash == hash_secret(nonce),
+            DeviceNonce.device_id == device_id,
+            DeviceNonce.used_at.is_(None),
+            DeviceNonce.expires_at > at,
+        )
+        .values(used_at=at)
+    )
+    return _active(session, device_id) if _changed_one(used) else None
+
+
+def issue_token(session: Session, *, device: Device) -> tuple[str, datetime]:
+    """Make an access token for a device that has proved its key; return the secret and when it expires."""
+    secret, at = new_device_token(), now(session)
+    session.add(
+        DeviceToken(
+            token_hash=hash_secret(secret),
+            tenant_id=device.tenant_id,
+            device_id=device.id,
+            expires_at=at + TOKEN_LIFE,
+            created_at=at,
+        )
+    )
+    session.flush()
+    return secret, at + TOKEN_LIFE
+
+
+def authenticate_device(session: Session, secret: str) -> Device | None:
+    """The device of this access token; None when the token is no good or the device revoked or gone."""
+    query = select(DeviceToken).where(
+        DeviceToken.token_hash == hash_secret(secret), DeviceToken.expires_at > now(session)
+    )
+    token = session.scalar(query)
+    return None if token is None else _active(session, token.device_id)
+
+
+def purge_expired(session: Session) -> None:
+    """Remove nonces and access tokens that expired."""
+    at = now(session)
+    for table in (DeviceNonce, DeviceToken):
+        for row in session.scalars(select(table).where(table.expires_at < at).limit(1000)):
+            session.delete(row)
+
+
+def _active(session: Session, device_id: str) -> Device | None:
+    query = select(Device).where(
+        Device.id == device_id, Device.revoked_at.is_(None), Device.unenrolled_at.is_(None)
+    )
+    return session.scalar(query)
+
+
+def _use(session: Session, invitation: Invitation, device: Device, at: datetime) -> None:
+    used = session.execute(
+        update(Invitation)
+        .where(
+            Invitation.id == invitation.id,
+            Invitation.used_at.is_(None),
+            Invitation.revoked_at.is_(None),
+            Invitation.expires_at > at,
+        )
+        .values(used_at=at, device_id=device.id)
+    )
+    if not _changed_one(used):
+        raise _bad_invitation()
+
+
+def _changed_one(result: object) -> bool:
+    return isinstance(result, CursorResult) and result.rowcount == 1
+
+
+def _bad_invitation() -> InvitationError:
+    return InvitationError("expected an unused, valid invitation, got one that is unknown, used or expired")

@@ -1,0 +1,86 @@
+"""Telling workers that a job is there, after its row is committed.
+
+The row is the truth, the message a hint: it carries the job's id, and one that is lost is sent again by the
+sweeper. So `send` never fails a request. Without a broker nothing is sent: local workers look into the
+database. Celery is imported only where a broker is configured.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+TASK_NAME = "permille.run_job"
+QUEUE = "permille"
+SEND_TIMEOUT_S = 3.0
+
+_log = logging.getLogger(__name__)
+
+
+class Dispatcher(Protocol):
+    """Carries job ids to workers."""
+
+    def send(self, job_id: str) -> bool:
+        """Send one id; whether the broker took it."""
+
+
+class PollDispatcher:
+    """No broker: local workers find the row by themselves."""
+
+    def send(self, job_id: str) -> bool:
+        """Do nothing: the committed row is all that a local worker needs."""
+        return bool(job_id)
+
+
+class CeleryDispatcher:
+    """Sends ids over a Celery broker."""
+
+    def __init__(self, broker_url: str) -> None:
+        self._app = celery_app(broker_url)
+
+    def send(self, job_id: str) -> bool:
+        """Send one id; False, with a log line, when the broker cannot be reached."""
+        from kombu.exceptions import OperationalError
+
+        try:
+            self._app.send_task(TASK_NAME, args=[job_id], queue=QUEUE, ignore_result=True, retry=False)
+        except (OperationalError, OSError) as exc:
+            _log.warning("broker did not take job %s, the sweeper will send it again: %s", job_id, exc)
+            return False
+        return True
+
+
+def open_dispatcher(broker_url: str | None) -> Dispatcher:
+    """The dispatcher for these settings."""
+    return PollDispatcher() if broker_url is None else CeleryDispatcher(broker_url)
+
+
+def dispatch(dispatcher: Dispatcher, job_ids: Iterable[str]) -> None:
+    """Send ids of jobs whose transaction is committed."""
+    for job_id in job_ids:
+        dispatcher.send(job_id)
+
+
+def celery_app(broker_url: str) -> Any:
+    """A Celery app by our rules: JSON, no result backend, one message at a time, acknowledged early."""
+    from celery import Celery
+
+    app = Celery("permille", broker=broker_url, set_as_current=False)
+    app.conf.update(
+        accept_content=["json"],
+        task_serializer="json",
+        result_backend=None,
+        task_ignore_result=True,
+        task_acks_late=False,
+        task_default_queue=QUEUE,
+        worker_prefetch_multiplier=1,
+        worker_enable_remote_control=False,
+        worker_send_task_events=False,
+        broker_connection_retry_on_startup=True,
+        broker_connection_timeout=SEND_TIMEOUT_S,
+        broker_transport_options={
+            "socket_timeout": SEND_TIMEOUT_S,
+            "socket_connect_timeout": SEND_TIMEOUT_S,
+            "max_retries": 0,
+        },
+    )
+    return app

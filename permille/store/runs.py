@@ -1,0 +1,130 @@
+"""Runs that devices report, and the logs that some share.
+
+A log is personal data: it hangs on one run of one device, is replayed once, and is deleted with its blob on
+request. A blob that another run still refers to (the same bytes) stays.
+"""
+
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.store import jobs
+from permille.store.database import now
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.paging import Page, fetch_page
+from permille.store.tables import Job, JobKind, LogState, Run
+
+
+def report(
+    session: Session, *, tenant_id: str, device_id: str, run_id: str, metrics: dict[str, Any]
+) -> tuple[Run, bool]:
+    """Store a run; return it and whether this call made it. The same report again changes nothing.
+
+    Raises:
+        ConflictError: the id was used with other metrics or by another device.
+    """
+    run = session.get(Run, (tenant_id, run_id))
+    if run is not None:
+        if run.device_id != device_id or run.metrics != metrics:
+            raise ConflictError(f"run {run_id!r} was reported before with other content")
+        return run, False
+    run = Run(
+        tenant_id=tenant_id, run_id=run_id, device_id=device_id, metrics=metrics, created_at=now(session)
+    )
+    session.add(run)
+    session.flush()
+    return run, True
+
+
+def get(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> Run:
+    """Read one run, of this device only when one is named. Raises NotFoundError."""
+    run = session.get(Run, (tenant_id, run_id))
+    if run is None or run.deleted_at is not None or (device_id is not None and run.device_id != device_id):
+        raise NotFoundError(f"no run {run_id!r}")
+    return run
+
+
+def list_runs(
+    session: Session,
+    *,
+    tenant_id: str,
+    device_id: str | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+) -> Page[Run]:
+    """List runs (ordered by their ids, which devices made)."""
+    query = select(Run).where(Run.tenant_id == tenant_id, Run.deleted_at.is_(None))
+    if device_id is not None:
+        query = query.where(Run.device_id == device_id)
+    return fetch_page(session, query, Run.run_id, limit=limit, cursor=cursor)
+
+
+def attach_log(
+    session: Session, *, tenant_id: str, device_id: str, run_id: str, log_digest: str, size_bytes: int
+) -> tuple[Run, Job]:
+    """Store that a log has come (its blob is in the blob store) and queue its replay.
+
+    The same log again: the same job.
+
+    Raises:
+        NotFoundError: no such run of this device.
+        ConflictError: the run has another log already (delete it first).
+    """
+    run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
+    if run.log_state is not None:
+        if run.log_digest != log_digest or run.log_job_id is None:
+            raise ConflictError(
+                f"run {run_id!r} has another log: expected {run.log_digest}, got {log_digest}"
+            )
+        return run, jobs.get(session, tenant_id=tenant_id, job_id=run.log_job_id)
+    job = jobs.submit(session, tenant_id=tenant_id, kind=JobKind.REPLAY, payload={"run_id": run_id})
+    run.log_state = LogState.PENDING.value
+    run.log_digest, run.log_size_bytes, run.log_job_id = log_digest, size_bytes, job.id
+    run.log_sent_at, run.log_deleted_at = now(session), None
+    run.log_reason = run.state_digest = None
+    session.flush()
+    return run, job
+
+
+def finish_log(
+    session: Session,
+    *,
+    tenant_id: str,
+    run_id: str,
+    log_digest: str,
+    state: LogState,
+    reason: str | None = None,
+    state_digest: str | None = None,
+) -> None:
+    """Store what the replay found; nothing when the log was deleted or replaced meanwhile."""
+    run = session.get(Run, (tenant_id, run_id), with_for_update=True)
+    if run is None or run.log_digest != log_digest:
+        return
+    run.log_state, run.log_reason, run.state_digest = state.value, reason, state_digest
+
+
+def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
+    """Forget a run's log; return the digest of the blob that the caller must delete now, if any.
+
+    Idempotent. Raises NotFoundError.
+    """
+    run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
+    digest = run.log_digest
+    if digest is None:
+        return None
+    if run.log_job_id is not None:
+        jobs.request_cancel(session, tenant_id=tenant_id, job_id=run.log_job_id)
+    run.log_state = run.log_digest = run.log_size_bytes = run.log_reason = run.state_digest = None
+    run.log_deleted_at = now(session)
+    session.flush()
+    others = select(Run.run_id).where(Run.log_digest == digest).limit(1)
+    return None if session.scalar(others) is not None else digest
+
+
+def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
+    """Forget a run and its log; return the blob to delete, as `delete_log` does. Raises NotFoundError."""
+    digest = delete_log(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
+    run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
+    run.metrics, run.deleted_at = {}, now(session)
+    return digest
