@@ -1,9 +1,10 @@
 """Train the example model of this project from scratch, from text that may be redistributed.
 
-Sources, taken from two Debian packages by name: the King James Bible (`bible-kjv-text`, public domain) and the English
-Debian Administrator's Handbook (`debian-handbook`, CC BY-SA 3.0 or GPL 2+, (C) Raphael Hertzog and Roland Mas). Writes into
-`--out`: a Hugging Face folder (Llama, about one million parameters), the C4-like corpus of the demo (passages of the same
-texts that training did not see), and `recipe.json` (sizes, seed, versions, losses). Every number there is measured here.
+Sources, taken from two Debian packages: the King James Bible (`bible-kjv-text`, public domain) and the
+English Debian Administrator's Handbook (`debian-handbook`, CC BY-SA 3.0 or GPL 2+, (C) Raphael Hertzog and
+Roland Mas). Writes into `--out`: a Hugging Face folder (Llama, about one million parameters), beside it the
+corpus of the demo (passages of the same texts that training did not see), and `recipe.json` (sizes, seed,
+versions, losses). Every number there is measured here.
 
 Needs Debian with `apt-get` and the extras `torch` and `agent`; about half an hour on two cores. The result is
 committed, so nobody has to run this to use the project.
@@ -79,7 +80,9 @@ def handbook_sections(root: Path) -> Iterator[str]:
 def split(texts: list[str], seed: int) -> tuple[list[str], list[str]]:
     """(training texts, held-out texts): one text in twelve is held out, by its own hash and the seed."""
     held = [int(hashlib.sha256(f"{seed}:{t[:200]}".encode()).hexdigest(), 16) % 12 == 0 for t in texts]
-    return [t for t, h in zip(texts, held, strict=True) if not h], [t for t, h in zip(texts, held, strict=True) if h]
+    return [t for t, h in zip(texts, held, strict=True) if not h], [
+        t for t, h in zip(texts, held, strict=True) if h
+    ]
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
@@ -106,19 +109,31 @@ def held_out_loss(model: LlamaForCausalLM, stream: np.ndarray) -> float:
     windows = torch.from_numpy(stream[: len(stream) // CONTEXT * CONTEXT].reshape(-1, CONTEXT))
     model.eval()
     with torch.inference_mode():
-        losses = [model(input_ids=w, labels=w).loss.item() * len(w) for w in windows.split(16)]
+        batches = [windows[i : i + 16] for i in range(0, len(windows), 16)]
+        losses = [float(model(input_ids=batch, labels=batch).loss) * len(batch) for batch in batches]
     model.train()
     return sum(losses) / len(windows)
 
 
-def train(args: argparse.Namespace, streams: list[np.ndarray], weights: list[float], held: np.ndarray) -> LlamaForCausalLM:
+def train(
+    args: argparse.Namespace, streams: list[np.ndarray], weights: list[float], held: np.ndarray
+) -> LlamaForCausalLM:
     """AdamW with warm-up and cosine decay over windows drawn at random; the state is saved for resumption."""
     torch.manual_seed(args.seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1,
-        pad_token_id=2, rms_norm_eps=1e-6,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        rms_norm_eps=1e-6,
+    )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     rng = np.random.default_rng(args.seed)
@@ -137,7 +152,9 @@ def train(args: argparse.Namespace, streams: list[np.ndarray], weights: list[flo
         if step < first:
             continue  # the draws of finished steps are repeated, so a resumed run sees the same batches
         warm = min(1.0, (step + 1) / 100)
-        optimizer.param_groups[0]["lr"] = args.lr * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        optimizer.param_groups[0]["lr"] = (
+            args.lr * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        )
         batch = torch.from_numpy(np.stack(rows))
         loss = model(input_ids=batch, labels=batch).loss
         optimizer.zero_grad(set_to_none=True)
@@ -145,7 +162,10 @@ def train(args: argparse.Namespace, streams: list[np.ndarray], weights: list[flo
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 250 == 0 or step + 1 == args.steps:
-            print(f"step {step + 1} loss {loss.item():.3f} held-out {held_out_loss(model, held[:65536]):.3f}", flush=True)
+            print(
+                f"step {step + 1} loss {loss.item():.3f} held-out {held_out_loss(model, held[:65536]):.3f}",
+                flush=True,
+            )
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
             torch.save(state, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").replace(checkpoint)
@@ -153,7 +173,9 @@ def train(args: argparse.Namespace, streams: list[np.ndarray], weights: list[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="downloads and checkpoints")
     parser.add_argument("--steps", type=int, default=4000)
@@ -163,14 +185,22 @@ def main() -> None:
     args = parser.parse_args()
     args.work = args.work.resolve()
     root = fetch(args.work)
-    sources = {"king-james-bible": list(bible_chapters(root)), "debian-handbook": list(handbook_sections(root))}
+    sources = {
+        "king-james-bible": list(bible_chapters(root)),
+        "debian-handbook": list(handbook_sections(root)),
+    }
     parts = {name: split(texts, args.seed) for name, texts in sources.items()}
     training = [text for kept, _ in parts.values() for text in kept]
     held_texts = [text for _, held in parts.values() for text in held]
     tokenizer = train_tokenizer(training)
     streams = [token_stream(tokenizer, kept) for kept, _ in parts.values()]
     held = token_stream(tokenizer, held_texts)
-    print({name: len(stream) for name, stream in zip(parts, streams, strict=True)}, "held-out", len(held), flush=True)
+    print(
+        {name: len(stream) for name, stream in zip(parts, streams, strict=True)},
+        "held-out",
+        len(held),
+        flush=True,
+    )
     model = train(args, streams, [0.65, 0.35], held)
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -190,10 +220,18 @@ def main() -> None:
         "training_text_bytes": {n: sum(len(t.encode()) for t in kept) for n, (kept, _) in parts.items()},
         "held_out_tokens": len(held),
         "held_out_loss_nats_per_token": round(loss_f16, 4),
-        "steps": args.steps, "batch": args.batch, "context": CONTEXT, "learning_rate": args.lr, "seed": args.seed,
+        "steps": args.steps,
+        "batch": args.batch,
+        "context": CONTEXT,
+        "learning_rate": args.lr,
+        "seed": args.seed,
         "debian_packages": sorted(p.name for p in args.work.glob("*.deb")),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
-    }  # fmt: skip
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
     (args.out / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
     print(json.dumps(recipe, indent=2))
 

@@ -1,0 +1,25 @@
+# One image for the API and the workers; the device agent is installed from the wheel on the device itself.
+#   docker build -t permille .
+#   docker build --build-arg TORCH_INDEX=<address of PyTorch's wheels for your accelerator> -t permille .
+FROM python:3.12-slim AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY permille permille
+COPY service service
+COPY workers workers
+COPY edge_agent edge_agent
+ARG TORCH_INDEX=
+RUN python -m venv /opt/permille \
+ && /opt/permille/bin/pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
+ && /opt/permille/bin/pip install --no-cache-dir -c constraints.txt '.[service,workers,celery,postgres]'
+
+FROM python:3.12-slim
+RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/permille permille
+COPY --from=build /opt/permille /opt/permille
+ENV PATH=/opt/permille/bin:$PATH PYTHONUNBUFFERED=1
+USER permille
+WORKDIR /var/lib/permille
+VOLUME /var/lib/permille
+EXPOSE 8440
+ENTRYPOINT ["permille"]
+CMD ["up", "--data-dir", "/var/lib/permille"]

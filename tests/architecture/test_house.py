@@ -1,0 +1,101 @@
+"""The house rules that a tool can hold: import contracts that bite, light extras, one version number."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import permille
+
+ROOT = Path(permille.__file__).resolve().parents[1]
+ROOMS = ("permille", "service", "workers", "edge_agent")
+
+
+def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run([program, "--no-cache"], cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's rooms and its pyproject, in a folder where violations may be planted."""
+    folder = tmp_path_factory.mktemp("house")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__", "static"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("service/planted.py", "import workers", "programs never import each other"),
+        ("permille/zo/planted.py", "import edge_agent", "the library knows no program"),
+        ("edge_agent/planted.py", "import permille.store", "only service and workers reach the store"),
+        ("edge_agent/planted.py", "import sqlalchemy", "only service and workers reach the store"),
+        ("service/planted.py", "import torch", "the API process needs no torch"),
+        ("service/planted.py", "import permille.sensitivity.fisher", "the API process needs no torch"),
+        ("permille/zo/planted.py", "import pydantic", "zo and package stay light"),
+        ("edge_agent/planted.py", "import torch", "the agent reaches torch only through an engine"),
+    ],
+)
+def test_a_planted_violation_breaks_its_contract(copy: Path, file: str, line: str, contract: str) -> None:
+    planted = copy / file
+    planted.write_text(f"{line}\n")
+    try:
+        result = _lint_imports(copy)
+    finally:
+        planted.unlink()
+    assert result.returncode != 0, result.stdout
+    assert f"{contract} BROKEN" in " ".join(result.stdout.split())
+
+
+def test_the_unchanged_house_keeps_its_contracts(copy: Path) -> None:
+    result = _lint_imports(copy)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_device_installs_no_server_library() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    device = [*project["dependencies"], *extras["agent"], *extras["torch"]]
+    names = {re.split(r"[<>=\[ ]", requirement)[0].lower() for requirement in device}
+    assert names.isdisjoint(
+        {"fastapi", "celery", "redis", "sqlalchemy", "alembic", "uvicorn", "bitsandbytes", "datasets"}
+    )
+    assert not any(requirement.startswith("permille[") for requirement in device)
+
+
+def test_there_is_one_version_number() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dynamic"] == ["version"]
+    assert f"## {permille.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    written = [
+        path.relative_to(ROOT)
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.py")
+        if re.search(r"^__version__\s*=", path.read_text(encoding="utf-8"), flags=re.M)
+    ]
+    assert written == [Path("permille/__init__.py")]
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("permille.zo.replay", {"torch", "pydantic", "sqlalchemy", "httpx"}),
+        ("permille.package.reader", {"torch", "pydantic", "sqlalchemy", "httpx"}),
+        ("edge_agent.cli", {"torch", "transformers", "fastapi", "sqlalchemy", "celery"}),
+        ("service.app", {"torch", "transformers", "bitsandbytes", "datasets"}),
+    ],
+)
+def test_importing_a_room_loads_nothing_that_it_may_not(module: str, forbidden: set[str]) -> None:
+    code = f"import sys, {module}; print('\\n'.join(m for m in sys.modules if '.' not in m))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "numpy" in loaded or "pydantic" in loaded or "typer" in loaded
+    assert forbidden.isdisjoint(loaded)
