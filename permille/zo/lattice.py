@@ -1,8 +1,8 @@
 """The trained state: one integer per masked weight, on a lattice whose unit is a power of two (FORMAT 7).
 
 `w = fp32(float64(w_base) + 2**e * s)`. Updates are `s += c * z` with integer `c` and `z`, so they are exact
-and associative: they may be applied, split, merged and undone in any order. Nothing here saturates; what would
-leave the range is refused.
+and associative: they may be applied, split, merged and undone in any order. Nothing here saturates; what
+would leave the range is refused.
 
 Shapes: K = masked weights of all tensors.
 """

@@ -1,7 +1,8 @@
 """The canonical log: the compact form for upload and backup (FORMAT 9).
 
 One byte string for one sequence of steps; losses are not in it. Reading enforces every limit before it
-allocates, and refuses overlong integers, wrong checksums and trailing bytes, so `encode(decode(data)) == data`.
+allocates, and refuses overlong integers, wrong checksums and trailing bytes, so
+`encode(decode(data)) == data`.
 
 Shapes: T = steps, Q = queries, V = integers of one block.
 """

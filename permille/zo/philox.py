@@ -37,7 +37,14 @@ def philox4x32_10(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words,
     """
     words = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
     x0, x1, x2, x3 = (np.array(word, dtype=np.uint64, order="C") for word in words)
-    p0, p1 = np.empty_like(x0), np.empty_like(x0)
+    encrypt((x0, x1, x2, x3), (np.empty_like(x0), np.empty_like(x0)), seed)
+    return x0, x1, x2, x3
+
+
+def encrypt(words: tuple[Words, Words, Words, Words], scratch: tuple[Words, Words], seed: int) -> None:
+    """The ten rounds, in place: `words` are counters before and output after; `scratch` has their shape."""
+    x0, x1, x2, x3 = words
+    p0, p1 = scratch
     key_0, key_1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(_ROUNDS):
         np.multiply(x0, _MULTIPLIER_0, out=p0)
@@ -52,4 +59,3 @@ def philox4x32_10(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words,
         np.bitwise_and(p0, _LOW, out=x3)
         key_0 = (key_0 + _WEYL_0) & 0xFFFFFFFF
         key_1 = (key_1 + _WEYL_1) & 0xFFFFFFFF
-    return x0, x1, x2, x3

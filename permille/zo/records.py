@@ -1,8 +1,8 @@
 """The header and the step records that both forms of the log share (FORMAT 8.1).
 
-The header says everything that replay needs besides the package. It is written as canonical JSON: sorted keys,
-no spaces, real numbers as C99 hexadecimal strings, the seed as 16 hexadecimal digits. A header has exactly one
-byte form.
+The header says everything that replay needs besides the package. It is written as canonical JSON: sorted
+keys, no spaces, real numbers as C99 hexadecimal strings, the seed as 16 hexadecimal digits. A header has
+exactly one byte form.
 """
 
 import hashlib

@@ -1,47 +1,97 @@
 """Replay: from a log's integers to the state, exactly, on every machine and in every order.
 
 `s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so any split of the steps or of the weights gives
-the same bits.
+the same bits. `z` of n bits is `sum of bits - n/2` (for one bit: twice that), so sums of bits suffice.
 
-Shapes: T = steps, Q = queries, K = masked weights.
+Shapes: T = steps, Q = queries, K = masked weights, D = directions whose coefficient is not 0,
+B = generator blocks, P = values with the padding of each tensor's last block.
 """
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.zo.directions import direction, largest
+from permille.zo.bit_sums import bit_sums
+from permille.zo.directions import bits_per_value, block_layout, largest
 from permille.zo.journal import Journal
 from permille.zo.lattice import STATE_LIMIT
-from permille.zo.records import LogHeader
+from permille.zo.philox import BLOCK_BITS
+from permille.zo.records import MAX_STEPS, LogHeader
+
+_SPAN_BLOCKS = 4096
 
 
-def replay(header: LogHeader, coefficients_TQ: NDArray[np.int64], *, start: int = 0) -> NDArray[np.int64]:
-    """State that steps `start`, `start + 1`, ... of a log add up to, int64 [k].
+def replay(
+    header: LogHeader,
+    coefficients_TQ: NDArray[np.int64],
+    *,
+    start: int = 0,
+    block: int = _SPAN_BLOCKS,
+    threads: int = 1,
+) -> NDArray[np.int64]:
+    """State that steps `start`, `start + 1`, ... of a log add up to, int64 [k] (FORMAT 7.5).
+
+    States of parts of a log add up to the state of the whole, whatever the parts and their order.
+
+    Args:
+        block: generator blocks (of 128 bits) that are summed together; bounds the memory, not the result.
+        threads: spans of blocks summed at the same time.
 
     Raises:
         InputError: the coefficients are not [T, queries] or could leave the exact range (FORMAT 7.3).
     """
-    if coefficients_TQ.ndim != 2 or coefficients_TQ.shape[1] != header.queries:
-        raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
-    weight = sum(abs(int(c)) for c in coefficients_TQ.reshape(-1)) * largest(header.distribution)
-    if weight > STATE_LIMIT:
-        raise InputError(f"expected sum |c| * max |z| within 2**53, got {weight}")
-    s_K = np.zeros(header.k, dtype=np.int64)
-    for row, coefficients_Q in enumerate(coefficients_TQ.tolist()):
-        for query, c in enumerate(coefficients_Q):
-            z_K = direction(
-                seed=header.seed,
-                step=start + row,
-                query=query,
-                counts=header.counts,
-                distribution=header.distribution,
-            )
-            s_K += c * z_K.astype(np.int64)
-    return s_K
+    _check(header, coefficients_TQ, start)
+    step_D, query_D = np.nonzero(coefficients_TQ)
+    bits = bits_per_value(header.distribution)
+    layout = block_layout(header.counts, bits)
+    per_block = BLOCK_BITS // bits
+    padded_P = np.empty(len(layout.block_B) * per_block, dtype=np.int64)
+
+    def fill(span: slice) -> None:
+        sums = bit_sums(
+            seed=header.seed,
+            block_B=layout.block_B[span],
+            tensor_B=layout.tensor_B[span],
+            steps=(step_D + start).tolist(),
+            queries=query_D.tolist(),
+            coefficients=coefficients_TQ[step_D, query_D],
+        )
+        padded_P[span.start * per_block : span.stop * per_block] = sums.reshape(-1, bits).sum(axis=1)
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        list(pool.map(fill, _spans(len(layout.block_B), block, threads)))
+    total = int(coefficients_TQ.sum())
+    if bits == 1:
+        padded_P *= 2
+        padded_P -= total
+    else:
+        padded_P -= bits // 2 * total
+    return layout.without_padding(padded_P, bits)
 
 
-def replay_journal(journal: Journal) -> NDArray[np.int64]:
+def replay_journal(journal: Journal, *, threads: int = 1) -> NDArray[np.int64]:
     """State after the journal's last record, int64 [k]."""
     rows = [record.coefficients for record in journal.records()]
-    return replay(journal.header, np.array(rows, dtype=np.int64).reshape(len(rows), journal.header.queries))
+    coefficients_TQ = np.array(rows, dtype=np.int64).reshape(len(rows), journal.header.queries)
+    return replay(journal.header, coefficients_TQ, threads=threads)
+
+
+def _spans(blocks: int, block: int, threads: int) -> list[slice]:
+    """Spans of equal size, at most `block` each, as many as keep all threads busy to the end."""
+    number = -(-blocks // (block * threads)) * threads
+    edges = [blocks * index // number for index in range(number + 1)]
+    return [slice(first, last) for first, last in pairwise(edges) if first < last]
+
+
+def _check(header: LogHeader, coefficients_TQ: NDArray[np.int64], start: int) -> None:
+    if coefficients_TQ.ndim != 2 or coefficients_TQ.shape[1] != header.queries:
+        raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
+    if not 0 <= start <= MAX_STEPS - len(coefficients_TQ):
+        raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
+    # In float64 first: an int64 sum of hostile coefficients may wrap
+    weight = float(np.abs(coefficients_TQ.astype(np.float64)).sum()) * largest(header.distribution)
+    if weight > STATE_LIMIT:
+        raise InputError(f"expected sum |c| * max |z| within 2**53, got {weight:.0f}")
