@@ -37,15 +37,26 @@ def installed_release(home: Home) -> InstalledRelease | None:
         raise OperatorError(f"expected name, version and manifest_digest in {home.releases}: {exc}") from exc
 
 
-def last_version(home: Home, name: str) -> int:
-    """The highest version of release `name` that was ever accepted; 0 before the first."""
-    return int(_read(home).get("last_versions", {}).get(name, {}).get("version", 0))
+def last_version(home: Home, name: str) -> int | None:
+    """The highest version of release `name` that was ever accepted; None before the first."""
+    version = _read(home).get("last_versions", {}).get(name, {}).get("version")
+    return None if version is None else int(version)
 
 
 def last_digest(home: Home, name: str) -> str | None:
     """The manifest digest of the highest version that was accepted."""
     digest = _read(home).get("last_versions", {}).get(name, {}).get("manifest_digest")
     return None if digest is None else str(digest)
+
+
+def accepted_digests(home: Home) -> tuple[str, ...]:
+    """Manifest digests of the highest accepted version of each release; their download may be under way."""
+    return tuple(str(entry["manifest_digest"]) for entry in _read(home).get("last_versions", {}).values())
+
+
+def forget_versions(home: Home) -> None:
+    """Forget which versions were accepted: they belong to the signing keys of an enrolment that ended."""
+    write_state(home.releases, {**_read(home), "last_versions": {}})
 
 
 def record_accepted(home: Home, name: str, version: int, manifest_digest: str) -> None:
