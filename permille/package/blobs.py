@@ -216,7 +216,9 @@ class BlobFolder:
 
     def _install(self, temporary: Path, digest: str) -> None:
         target = self.path(digest)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fsync_folder(target.parent.parent)
         temporary.replace(target)
         fsync_folder(target.parent)
 

@@ -1,4 +1,4 @@
-"""Canonical JSON (FORMAT 1.3): one value has exactly one sequence of bytes, so that its digest is its name.
+"""Canonical JSON (FORMAT 1): one value has exactly one sequence of bytes, so that its digest is its name.
 
 Keys sorted by code point, no spaces, UTF-8 unescaped, integers within 64 bits, and no floats: a number that
 is not an integer is written as a string by whoever defines the field.

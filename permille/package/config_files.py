@@ -6,14 +6,16 @@ it.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from permille.errors import InputError, PackageError
-from permille.models.families import Family, family_of
+from permille.models.families import Family, expected_tensors, family_of
 
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 8 << 20  # chat templates and added tokens live in tokenizer_config.json
 _MAX_DEPTH = 4
+_MAX_TEXT = 200
 
 _SHARED = """
 architectures bos_token_id dtype eos_token_id hidden_size initializer_range is_decoder is_encoder_decoder
@@ -38,7 +40,7 @@ def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family_of(config)
     cleaned = {key: config[key] for key in sorted(config) if key in CONFIG_KEYS}
-    family_of(cleaned)
+    expected_tensors(cleaned)
     return cleaned
 
 
@@ -51,16 +53,17 @@ def parse_config(data: bytes) -> dict[str, Any]:
     """Parse and check a `config.json`.
 
     Raises:
-        PackageError: `config-malformed`, `config-key` or `config-family`.
+        PackageError: `config-malformed`, `config-key` or `config-model`.
     """
     config = _object(data)
+    _check_settings(config, 0)
     unknown = sorted(config.keys() - CONFIG_KEYS)
     if unknown:
         raise PackageError("config-key", f"expected keys of the allow-list, got {unknown!r:.200}")
     try:
-        family_of(config)
+        expected_tensors(config)
     except InputError as exc:
-        raise PackageError("config-family", str(exc)) from exc
+        raise PackageError("config-model", str(exc)) from exc
     return config
 
 
@@ -68,11 +71,11 @@ def check_config_family(config: Mapping[str, Any], family: str) -> Family:
     """The config's family, which must be the manifest's.
 
     Raises:
-        PackageError: `config-family`.
+        PackageError: `config-model`.
     """
     found = family_of(config)
     if found != family:
-        raise PackageError("config-family", f"expected family {family!r:.60}, got {found}")
+        raise PackageError("config-model", f"expected family {family!r:.60}, got {found}")
     return found
 
 
@@ -80,12 +83,23 @@ def check_file(path: str, data: bytes) -> None:
     """Refuse a file's content that could make a library run or fetch something.
 
     Raises:
-        PackageError: `config-malformed`, `config-key` or `config-family`.
+        PackageError: `config-malformed`, `config-key` or `config-model`.
     """
     if path == "config.json":
         parse_config(data)
     elif path in ("generation_config.json", "tokenizer_config.json"):
         _refuse_code(_object(data), path)
+
+
+def _check_settings(value: object, depth: int) -> None:
+    """Settings are short texts, numbers and shallow collections of them."""
+    if depth > _MAX_DEPTH or (isinstance(value, str) and len(value) > _MAX_TEXT):
+        raise PackageError(
+            "config-malformed", f"expected {_MAX_DEPTH} levels of texts to {_MAX_TEXT} letters"
+        )
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        _check_settings(item, depth + 1)
 
 
 def _refuse_code(config: Mapping[str, Any], path: str) -> None:
@@ -97,12 +111,12 @@ def _refuse_code(config: Mapping[str, Any], path: str) -> None:
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    if len(data) > MAX_CONFIG_BYTES * 8:
-        raise PackageError(
-            "config-malformed", f"expected at most {MAX_CONFIG_BYTES * 8} bytes, got {len(data)}"
-        )
+    if len(data) > MAX_CONFIG_BYTES:
+        raise PackageError("config-malformed", f"expected at most {MAX_CONFIG_BYTES} bytes, got {len(data)}")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite
+        )
     except (ValueError, RecursionError) as exc:
         raise PackageError("config-malformed", f"expected a JSON object: {exc!s:.200}") from exc
     if not isinstance(value, dict):
@@ -115,6 +129,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("expected every key once")
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
 
 
 def _refuse(text: str) -> NoReturn:

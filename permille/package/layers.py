@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import check_file
-from permille.package.manifest import FILE_NAMES, GROUP_SIZES, MEDIA_TYPES, Layer, Role
+from permille.package.limits import FILE_NAMES, GROUP_SIZES, MEDIA_TYPES, Role
+from permille.package.manifest import Layer
 from permille.package.safetensors_io import FLOATS, RawTensor, SafetensorsWriter, compact_json
 from permille.quantization import QuantizedTensor, Scheme
 from permille.quantization.nf4 import NF4_CODES

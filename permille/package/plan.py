@@ -1,11 +1,12 @@
-"""What a download will cost, decided before the first byte of it (FORMAT 5.1)."""
+"""What a download will cost, decided before the first byte of it (FORMAT 3.5)."""
 
 from collections.abc import Container
 from dataclasses import dataclass
 
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import digest_of
-from permille.package.manifest import MAX_MANIFEST_BYTES, Layer, Manifest
+from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.package.manifest import Layer, Manifest
 
 # Room for the file system's own needs, partial files and the state of a run.
 RESERVE_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""Opening a package: nothing is returned that was not checked (FORMAT 5).
+"""Opening a package: nothing is returned that was not checked (FORMAT 4.6).
 
 `Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, mask,
 values), and holds the structure of all four layers against the manifest and the config. The two big layers
@@ -15,16 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import PackageError
-from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import check_config_family, check_file, parse_config
-from permille.package.layers import ABSMAX, QUANT_MAP, QUANT_STATE, SCALES, quant_state
-from permille.package.manifest import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Layer, Manifest, Role
+from permille.package.layers import ABSMAX, SCALES
+from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
+from permille.package.manifest import Layer, Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.safetensors_io import FLOATS, RawTensor, SafetensorsFile
+from permille.package.structure import check_code_book, check_indices, check_scales, check_shapes
 from permille.quantization import QuantizedTensor, Scheme
-from permille.quantization.nf4 import NF4_CODES
-from permille.quantization.types import packed_size, scales_shape
 
 __all__ = ["DownloadPlan", "LayerReport", "Package", "VerifyReport", "check_plan", "verify_package"]
 
@@ -81,16 +80,16 @@ class Package:
             role: SafetensorsFile(blobs.path(manifest.layer(role).digest), dtypes=dtypes)
             for role, dtypes in _DTYPES.items()
         }
-        _check_shapes(manifest, self.config, self._layers)
+        check_shapes(manifest, self.config, self._layers)
         for tensor in manifest.tensors:
-            _check_indices(tensor.name, self._indices(tensor.name), tensor.shape[0] * tensor.shape[1])
+            check_indices(tensor.name, self._indices(tensor.name), tensor.shape[0] * tensor.shape[1])
 
     @classmethod
     def open(cls, blobs: BlobFolder, digest: str) -> "Package":
         """Open the package of this digest.
 
         Raises:
-            PackageError: a rule of FORMAT 2 to 5 is broken; the code says which.
+            PackageError: a rule of FORMAT 2 to 4 is broken; the code says which.
         """
         return cls(blobs, Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES)))
 
@@ -138,10 +137,10 @@ class Package:
         scheme, group_size = self.manifest.scheme.name, self.manifest.scheme.group_size
         dense = self._layers[Role.DENSE]
         if scheme is Scheme.NF4:
-            _check_code_book(dense, name, shape, group_size)
+            check_code_book(dense, name, shape, group_size)
         packed = dense.tensor(name).data
         scales = dense.tensor(name + (ABSMAX if scheme is Scheme.NF4 else SCALES)).float32()
-        _check_scales(name, scales)
+        check_scales(name, scales)
         if shape[0] * shape[1] % 2 and packed[-1] & 0x0F:
             raise PackageError("dense-padding", f"expected a last low nibble of 0 in {name}, got another")
         return QuantizedTensor(
@@ -191,14 +190,16 @@ class Package:
             PackageError: the first rule that is broken.
         """
         if deep:
-            for layer in self.manifest.layers:
-                self.blobs.check(layer.digest)
-            for tensor in self.manifest.tensors:
-                self.quantized(tensor.name)
-            for name in self.plain_names:
-                self.plain(name)
+            _check_digests(self.blobs, self.manifest)
+            self._check_numbers()
         self.values()
         return _report(self, deep=deep)
+
+    def _check_numbers(self) -> None:
+        for tensor in self.manifest.tensors:
+            self.quantized(tensor.name)
+        for name in self.plain_names:
+            self.plain(name)
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, int]]:
@@ -218,11 +219,13 @@ def verify_package(blobs: BlobFolder, digest: str, deep: bool = True) -> VerifyR
         PackageError: the first rule that is broken; the code says which.
     """
     manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
-    if deep:
-        for layer in manifest.layers:
-            _check_size(blobs, layer)
-            blobs.check(layer.digest)
-    return Package.open(blobs, digest).verify(deep=deep)
+    if not deep:
+        return Package(blobs, manifest).verify(deep=False)
+    _check_digests(blobs, manifest)
+    package = Package(blobs, manifest)
+    package._check_numbers()
+    package.values()
+    return _report(package, deep=True)
 
 
 def _report(package: Package, *, deep: bool) -> VerifyReport:
@@ -242,85 +245,13 @@ def _report(package: Package, *, deep: bool) -> VerifyReport:
     )
 
 
-# --- rules -----------------------------------------------------------------------------------------------
+def _check_digests(blobs: BlobFolder, manifest: Manifest) -> None:
+    for layer in manifest.layers:
+        _check_size(blobs, layer)
+        blobs.check(layer.digest)
 
 
 def _check_size(blobs: BlobFolder, layer: Layer) -> None:
     size = blobs.size(layer.digest)
     if size != layer.size_bytes:
         raise PackageError("blob-size", f"expected {layer.size_bytes} bytes of {layer.digest}, got {size}")
-
-
-def _check_shapes(
-    manifest: Manifest, config: Mapping[str, Any], layers: Mapping[Role, SafetensorsFile]
-) -> None:
-    """FORMAT 5.3: names and shapes are those that the config asks for, no more and no fewer."""
-    scoped = tuple((tensor.name, tensor.shape) for tensor in manifest.tensors)
-    if scoped != scoped_tensors(config):
-        raise PackageError(
-            "tensor-shape", "expected manifest.tensors to be the config's linear layers, in order"
-        )
-    quantized = dict(scoped)
-    plain: dict[str, tuple[int, ...]] = {
-        name: shape for name, shape in expected_tensors(config).items() if name not in quantized
-    }
-    counts: dict[str, tuple[int, ...]] = {tensor.name: (tensor.count,) for tensor in manifest.tensors}
-    expected: dict[Role, Mapping[str, tuple[int, ...]]] = {
-        Role.DENSE: _dense_shapes(manifest),
-        Role.PLAIN: plain,
-        Role.MASK: counts,
-        Role.VALUES: counts,
-    }
-    for role, shapes in expected.items():
-        _check_layer_shapes(role, layers[role], shapes)
-
-
-def _dense_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    scheme, group_size = manifest.scheme.name, manifest.scheme.group_size
-    shapes: dict[str, tuple[int, ...]] = {}
-    for tensor in manifest.tensors:
-        packed, scales = packed_size(tensor.shape), scales_shape(scheme, tensor.shape, group_size)
-        if scheme is Scheme.INT4:
-            shapes |= {tensor.name: (packed,), tensor.name + SCALES: scales}
-            continue
-        state = (len(quant_state(tensor.shape, group_size)),)
-        shapes |= {tensor.name: (packed, 1), tensor.name + ABSMAX: scales}
-        shapes |= {tensor.name + QUANT_MAP: (16,), tensor.name + QUANT_STATE: state}
-    return shapes
-
-
-def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if layer.specs.keys() != shapes.keys():
-        other = sorted(layer.specs.keys() ^ shapes.keys())
-        raise PackageError(
-            "tensor-names", f"expected the config's tensors in {role}, differs in {other!r:.200}"
-        )
-    for name, shape in shapes.items():
-        if layer.specs[name].shape != shape:
-            got = layer.specs[name].shape
-            raise PackageError("tensor-shape", f"expected {shape} of {name} in {role}, got {got}")
-        wanted = "F32" if name.endswith((ABSMAX, QUANT_MAP, SCALES)) else "U8"
-        if role is Role.DENSE and layer.specs[name].dtype != wanted:
-            raise PackageError("header-dtype", f"expected {wanted} of {name}, got {layer.specs[name].dtype}")
-
-
-def _check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
-    if np.any(indices[1:] <= indices[:-1]):
-        raise PackageError("mask-order", f"expected strictly increasing indices of {name}")
-    if indices.size and int(indices[-1]) >= weights:
-        raise PackageError(
-            "mask-range", f"expected indices of {name} below {weights}, got {int(indices[-1])}"
-        )
-
-
-def _check_scales(name: str, scales: NDArray[np.float32]) -> None:
-    # NaN fails the comparison too.
-    if not np.all((scales >= 0) & (scales < np.inf)):
-        raise PackageError("dense-scales", f"expected finite scales of {name} from 0, got others")
-
-
-def _check_code_book(dense: SafetensorsFile, name: str, shape: tuple[int, int], group_size: int) -> None:
-    state = dense.tensor(name + QUANT_STATE).data.tobytes()
-    code_book = dense.tensor(name + QUANT_MAP).data.tobytes()
-    if state != quant_state(shape, group_size) or code_book != NF4_CODES.astype("<f4").tobytes():
-        raise PackageError("dense-code-book", f"expected NF4's table and state of {shape} beside {name}")

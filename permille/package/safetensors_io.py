@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError, PackageError
 from permille.package.blobs import CHUNK_BYTES, BlobFolder
 from permille.package.canonical import JSON, canonical_json, parse_canonical
-from permille.package.manifest import MAX_HEADER_BYTES, MAX_LAYER_BYTES
+from permille.package.limits import MAX_HEADER_BYTES, MAX_LAYER_BYTES
 
 ITEM_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "U32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
 FLOATS = frozenset({"F32", "F16", "BF16"})

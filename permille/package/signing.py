@@ -1,4 +1,4 @@
-"""Signed releases (FORMAT 5.4): which package a name means, since when, until when, said by whom.
+"""Signed releases (FORMAT 5): which package a name means, since when, until when, said by whom.
 
 Ed25519 over a context and canonical JSON. The reader pins keys; what is unsigned, foreign, expired, older
 than what was seen before, or another package under a version that was seen, is refused. The clock is an

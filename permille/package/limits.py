@@ -1,0 +1,52 @@
+"""The closed sets and the limits of the package format: roles, media types, file names, sizes (FORMAT 3)."""
+
+from enum import StrEnum
+
+from permille.quantization.types import Scheme
+
+FORMAT = "permille-package"
+VERSION = 1
+MEDIA_TYPE = "application/vnd.permille.manifest+json"
+MAX_MANIFEST_BYTES = 4 << 20
+MAX_HEADER_BYTES = 8 << 20
+MAX_FILE_BYTES = 64 << 20
+MAX_LAYER_BYTES = 1 << 42
+MAX_TENSORS = 1 << 16
+MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.3: indices are uint32
+GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
+
+# FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.
+FILE_NAMES = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "vocab.json",
+        "merges.txt",
+        "added_tokens.json",
+        "LICENSE",
+    }
+)
+
+
+class Role(StrEnum):
+    """What a layer holds."""
+
+    DENSE = "dense"
+    PLAIN = "plain"
+    MASK = "mask"
+    VALUES = "values"
+    FILE = "file"
+
+
+MEDIA_TYPES = {
+    Role.DENSE: "application/vnd.permille.dense+safetensors",
+    Role.PLAIN: "application/vnd.permille.plain+safetensors",
+    Role.MASK: "application/vnd.permille.mask+safetensors",
+    Role.VALUES: "application/vnd.permille.values+safetensors",
+    Role.FILE: "application/vnd.permille.file",
+}
