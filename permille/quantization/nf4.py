@@ -1,7 +1,7 @@
 """NF4: 16 quantiles of a normal distribution, one absmax for each flat block of 64 weights (QLoRA, 3).
 
-Codes and absmax are bit for bit those of bitsandbytes' reference (`functional.quantize_4bit`, no double
-quantization), so that its own loaders open them. Two deviations that no decoder can see: an all-zero tail block
+Codes and absmax are bit for bit those of bitsandbytes' reference (`functional.quantize_4bit`, no
+double quantization): its own loaders open them. Two deviations that no decoder sees: an all-zero tail block
 has absmax 0 where the reference stores 1e-38, and the nibble after an odd number of codes is 0, not 7.
 
 # Legend: N, K = rows and columns of the weight; B = ceil(N * K / 64) flat blocks.

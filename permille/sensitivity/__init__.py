@@ -1,1 +1,5 @@
-"""Fisher scores, masks, and the evidence behind them."""
+"""Fisher scores, masks, and the evidence behind them.
+
+`masks`, `scores` and `coverage` need numpy only; `fisher` needs torch, `plots` matplotlib: import the
+module you use.
+"""

@@ -1,0 +1,203 @@
+"""Masks: which weights of each tensor are trained. A function of the scores and the seed alone.
+
+Per tensor, the `count(density, numel)` largest scores; ties go to the lowest index. NaN has no rank and is
+refused. Scores are looked at through their bits, in two counting passes of 16 bits each: the threshold is
+exact, the result does not depend on a sorting algorithm, and beside the scores (which may be a mapped file)
+memory stays at some MB.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.zo.philox import philox4x32_10
+
+Mask = dict[str, NDArray[np.uint32]]
+
+_CHUNK = 1 << 20
+_LARGEST_TENSOR = 1 << 32
+# Directions count steps and queries from 0 in these words of the counter, so a mask's stream is never one
+# of theirs.
+_MASK_STREAM = (0xFFFFFFFF, 0xFFFFFFFF)
+
+
+class MaskMethod(StrEnum):
+    """What makes a weight worth training."""
+
+    FISHER = "fisher"  # the largest scores: the diagonal of the empirical Fisher
+    MAGNITUDE = "magnitude"  # the largest absolute weights, the paper's "weight outliers"
+    RANDOM = "random"  # drawn from the seed
+
+
+class Allocation(StrEnum):
+    """How the budget is spread over the tensors."""
+
+    TENSOR = "tensor"  # the same density in every tensor
+    GLOBAL = "global"  # the largest scores of all tensors together; a tensor may get none
+
+
+def count(density: float | str | Decimal, numel: int) -> int:
+    """round(density * numel), halves up, in decimal arithmetic, and at least 1.
+
+    A float stands for its shortest decimal form: 0.001 is exactly one in a thousand.
+
+    Raises:
+        InputError: a density outside (0, 1].
+    """
+    exact = Decimal(str(density))
+    if not exact.is_finite() or not 0 < exact <= 1:
+        raise InputError(f"expected a density above 0 and at most 1, got {density}")
+    return max(1, int((exact * numel).to_integral_value(rounding=ROUND_HALF_UP)))
+
+
+def select_mask(
+    tensors: Mapping[str, NDArray[np.float32]],
+    method: MaskMethod,
+    density: float | str | Decimal,
+    seed: int = 0,
+    allocation: Allocation = Allocation.TENSOR,
+) -> Mask:
+    """Indices of the selected weights, by tensor, in the order of `tensors`.
+
+    Args:
+        tensors: [N, K] float32 by name, in tensor_id order: scores for `fisher`, weights for `magnitude`
+            and `random` (of which `random` uses the shapes only). Read tensor by tensor, so a lazy mapping
+            will do.
+        seed: 0 to 2**64 - 1; used by `random` only.
+
+    Returns:
+        Flat row-major indices uint32, strictly increasing.
+
+    Raises:
+        InputError: NaN, infinite or negative scores; a density outside (0, 1]; `random` with global
+        allocation.
+    """
+    if method is MaskMethod.RANDOM:
+        if allocation is Allocation.GLOBAL:
+            raise InputError("expected allocation tensor for a random mask: every weight is equally likely")
+        return {
+            name: _random_indices(_checked_size(name, tensors[name]), density, seed, tensor_id)
+            for tensor_id, name in enumerate(tensors)
+        }
+    if allocation is Allocation.GLOBAL:
+        return _select(tensors, list(tensors), method, density)
+    mask: Mask = {}
+    for name in tensors:
+        mask |= _select(tensors, [name], method, density)
+    return mask
+
+
+def _select(
+    tensors: Mapping[str, NDArray[np.float32]],
+    names: Sequence[str],
+    method: MaskMethod,
+    density: float | str | Decimal,
+) -> Mask:
+    """The largest of all `names` together; of those equal to the threshold, the first by tensor, then by
+    index."""
+    wanted = count(density, sum(_checked_size(name, tensors[name]) for name in names))
+    threshold, ties = _threshold(tensors, names, method, wanted)
+    mask: Mask = {}
+    for name in names:
+        found: list[NDArray[np.int64]] = []
+        for start, rank in _ranks(name, tensors[name], method):
+            above = np.flatnonzero(rank > threshold)
+            equal = np.flatnonzero(rank == threshold)[:ties]
+            ties -= equal.size
+            found.append(start + np.union1d(above, equal))
+        mask[name] = np.concatenate(found).astype(np.uint32)
+    return mask
+
+
+def _threshold(
+    tensors: Mapping[str, NDArray[np.float32]], names: Sequence[str], method: MaskMethod, wanted: int
+) -> tuple[int, int]:
+    """Rank of the `wanted`-th largest, and how many weights of exactly that rank are wanted."""
+    high = np.zeros(1 << 16, np.int64)
+    for name in names:
+        for _, rank in _ranks(name, tensors[name], method):
+            high += np.bincount(rank >> np.uint32(16), minlength=high.size)
+    top, wanted = _bin_of(high, wanted)
+    low = np.zeros(1 << 16, np.int64)
+    for name in names:
+        for _, rank in _ranks(name, tensors[name], method):
+            within = rank[rank >> np.uint32(16) == top]
+            low += np.bincount(within & np.uint32(0xFFFF), minlength=low.size)
+    bottom, wanted = _bin_of(low, wanted)
+    return top << 16 | bottom, wanted
+
+
+def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
+    """The bin that holds the `wanted`-th largest, and how many of that bin are wanted."""
+    at_least = np.cumsum(histogram[::-1])
+    position = int(np.searchsorted(at_least, wanted))
+    above = int(at_least[position - 1]) if position else 0
+    return histogram.size - 1 - position, wanted - above
+
+
+def _ranks(
+    name: str, tensor: NDArray[np.float32], method: MaskMethod
+) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+    """Chunks (first index, rank): the bits of a non-negative float32, which order as the numbers do."""
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.size, _CHUNK):
+        chunk = np.array(flat[start : start + _CHUNK], dtype=np.float32)
+        if method is MaskMethod.MAGNITUDE:
+            np.abs(chunk, out=chunk)
+        if not (np.isfinite(chunk) & (chunk >= 0)).all():
+            raise InputError(f"{name}: expected finite scores of at least 0, got {_first_bad(chunk)}")
+        yield start, (chunk + np.float32(0)).view(np.uint32)  # + 0 turns -0 into 0
+
+
+def _first_bad(chunk: NDArray[np.float32]) -> float:
+    return float(chunk[np.argmin(np.isfinite(chunk) & (chunk >= 0))])
+
+
+def _checked_size(name: str, tensor: NDArray[np.float32]) -> int:
+    if not 0 < tensor.size <= _LARGEST_TENSOR:
+        raise InputError(f"{name}: expected 1 to 2**32 weights, got {tensor.size}")
+    return tensor.size
+
+
+def _random_indices(
+    numel: int, density: float | str | Decimal, seed: int, tensor_id: int
+) -> NDArray[np.uint32]:
+    """`count` distinct indices, each set equally likely: the first distinct draws of the tensor's stream.
+
+    Above half of the tensor the draws say what to leave out, so the work is a few draws for each index.
+    """
+    if not 0 <= seed < 1 << 64:
+        raise InputError(f"expected a seed from 0 to 2**64 - 1, got {seed}")
+    wanted = count(density, numel)
+    drawn = min(wanted, numel - wanted)
+    chosen = _first_distinct(numel, drawn, seed, tensor_id)
+    if wanted == drawn:
+        return np.sort(chosen).astype(np.uint32)
+    left = np.ones(numel, bool)
+    left[chosen] = False
+    return np.flatnonzero(left).astype(np.uint32)
+
+
+def _first_distinct(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArray[np.uint64]:
+    draws = np.empty(0, np.uint64)
+    block = 0
+    while True:
+        _, first = np.unique(draws, return_index=True)
+        if first.size >= wanted:
+            return draws[np.sort(first)[:wanted]]
+        blocks = max(16, wanted - first.size)
+        draws = np.concatenate([draws, _draws(numel, block, blocks, seed, tensor_id)])
+        block += blocks
+
+
+def _draws(numel: int, block: int, blocks: int, seed: int, tensor_id: int) -> NDArray[np.uint64]:
+    """Two indices a Philox block: floor(u * numel / 2**64) of a 64-bit u, without a 128-bit product."""
+    counter = np.arange(block, block + blocks, dtype=np.uint64)
+    words = np.stack(philox4x32_10((counter, tensor_id, *_MASK_STREAM), seed), axis=1).reshape(-1, 2)
+    size, half = np.uint64(numel), np.uint64(32)
+    # words < 2**32 and numel <= 2**32: neither product nor sum reaches 2**64.
+    return (words[:, 1] * size + (words[:, 0] * size >> half)) >> half

@@ -1,0 +1,125 @@
+"""Scores: one float32 a weight in scope, in one flat array that is memory or a mapped file; and their file.
+
+The file is safetensors with float32 tensors [N, K] in tensor_id order (FORMAT 4.1), so any safetensors
+library reads it. Scores are the input of every mask: with the same file, every machine selects the same
+weights.
+"""
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.files import fsync_folder
+from permille.package.blobs import BlobFolder
+from permille.package.canonical import JSON, canonical_json
+from permille.package.safetensors_io import SafetensorsFile
+
+Shapes = Sequence[tuple[str, tuple[int, int]]]
+
+_CHUNK = 1 << 22
+
+
+class Scores(Mapping[str, NDArray[np.float32]]):
+    """Scores [N, K] by tensor name, in tensor_id order: views of `flat`."""
+
+    def __init__(self, shapes: Shapes, flat: NDArray[np.float32]) -> None:
+        """
+        Raises:
+            InputError: `flat` is not float32 of the size that the shapes add up to.
+        """
+        self.shapes = tuple(shapes)
+        self.flat = flat
+        size = sum(math.prod(shape) for _, shape in self.shapes)
+        if flat.shape != (size,) or flat.dtype != np.float32:
+            raise InputError(f"expected {size} float32 scores, got {flat.dtype} {flat.shape}")
+        self._views: dict[str, NDArray[np.float32]] = {}
+        start = 0
+        for name, shape in self.shapes:
+            self._views[name] = flat[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+def zero_scores(shapes: Shapes, *, spill_dir: Path | None = None, in_memory_bytes: int = 4 << 30) -> Scores:
+    """Scores of 0: in memory, or in an unnamed mapped file of `spill_dir` if larger than `in_memory_bytes`.
+
+    The file has no name: it goes away with the array, also if the process is killed.
+    """
+    size = sum(math.prod(shape) for _, shape in shapes)
+    if spill_dir is None or size * 4 <= in_memory_bytes:
+        return Scores(shapes, np.zeros(size, np.float32))
+    spill_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=spill_dir) as file:
+        file.truncate(size * 4)
+        return Scores(shapes, np.memmap(file, dtype=np.float32, mode="r+", shape=(size,)))
+
+
+def save_scores(path: Path, scores: Scores) -> None:
+    """Write the file: temporary in the same folder, fsync, rename. `path` is whole or as it was before."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(_file_parts(scores))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def put_scores(blobs: BlobFolder, scores: Scores) -> str:
+    """Store the same bytes as a blob; returns its digest."""
+    with blobs.writer() as writer:
+        for part in _file_parts(scores):
+            writer.write(part)
+        digest: str = writer.commit()
+    return digest
+
+
+def load_scores(path: Path) -> Scores:
+    """Scores mapped from a file: read-only, and in memory only as far as they are touched.
+
+    Raises:
+        PackageError: the file breaks a rule of FORMAT 4.1.
+        InputError: it holds anything but matrices.
+    """
+    file = SafetensorsFile(path, dtypes=["F32"])
+    shapes: list[tuple[str, tuple[int, int]]] = []
+    for name, spec in file.specs.items():
+        if len(spec.shape) != 2 or 0 in spec.shape:
+            raise InputError(f"{name}: expected a matrix of scores, got shape {spec.shape}")
+        shapes.append((name, (spec.shape[0], spec.shape[1])))
+    size = sum(math.prod(shape) for _, shape in shapes)
+    start = path.stat().st_size - size * 4
+    return Scores(shapes, np.memmap(path, dtype="<f4", mode="r", offset=start, shape=(size,)))
+
+
+def _file_parts(scores: Scores) -> Iterator[bytes]:
+    entries: dict[str, JSON] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in scores.shapes:
+        end = position + math.prod(shape) * 4
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    header = canonical_json(entries)
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for start in range(0, scores.flat.size, _CHUNK):
+        yield scores.flat[start : start + _CHUNK].astype("<f4", copy=False).tobytes()
