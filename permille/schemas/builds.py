@@ -2,19 +2,19 @@
 
 from permille.schemas.fields import Closed, Digest, Id, Timestamp
 from permille.schemas.jobs import JobState
-from permille.schemas.masks import MaskOptions
-from permille.schemas.quantizations import QuantizationOptions
+from permille.schemas.masks import MaskRequest
+from permille.schemas.quantizations import Nf4, QuantizationOptions, SchemeName
 
 
 class BuildCreate(Closed):
-    """Make a package of a model in one go."""
+    """Make a package of a model in one go. `mask_aware` leaves the mask's weights out of the groups'
+    scales."""
 
     model_id: Id
-    corpus_id: Id | None = None
-    evaluation_corpus_id: Id | None = None
-    mask: MaskOptions = MaskOptions()
-    quantization: QuantizationOptions = QuantizationOptions()
+    mask: MaskRequest
+    quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     mask_aware: bool = True
+    evaluation_corpus_id: Id | None = None
 
 
 class Build(Closed):

@@ -11,7 +11,7 @@ TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
 
 PublicKey = Annotated[
     str,
-    StringConstraints(pattern=r"^[A-Za-z0-9_-]{43}$"),
+    StringConstraints(pattern=r"^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$"),
     Field(
         description="Ed25519 public key: base64url without padding of its 32 bytes.",
         examples=["11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"],
@@ -19,12 +19,12 @@ PublicKey = Annotated[
 ]
 Signature = Annotated[
     str,
-    StringConstraints(pattern=r"^[A-Za-z0-9_-]{86}$"),
+    StringConstraints(pattern=r"^[A-Za-z0-9_-]{85}[AQgw]$"),
     Field(description="Ed25519 signature: base64url without padding of its 64 bytes.", examples=["A" * 86]),
 ]
 InvitationCode = Annotated[
     str,
-    StringConstraints(pattern=r"^[A-Za-z0-9_-]{22}$"),
+    StringConstraints(pattern=r"^[A-Za-z0-9_-]{21}[AQgw]$"),
     Field(description="128 random bits, base64url without padding.", examples=["q83vASNFZ4mrze8BI0VniQ"]),
 ]
 Nonce = Annotated[

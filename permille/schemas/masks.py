@@ -1,7 +1,7 @@
 """Masks: which weights are sensitive, and the evidence for it."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -37,23 +37,56 @@ Sequences = Annotated[int, Field(strict=True, ge=1, le=100_000, examples=[100])]
 SequenceLength = Annotated[int, Field(strict=True, ge=8, le=32_768, examples=[512])]
 
 
-class MaskOptions(Closed):
-    """How a mask is chosen."""
-
-    method: MaskMethod = MaskMethod.FISHER
+class _AnyMask(Closed):
     density: Density = 0.001
-    sequences: Sequences = 100
-    length: SequenceLength = 512
     seed: Seed = 0
     scope: Scope = "all"
     allocation: Allocation = Allocation.TENSOR
 
 
-class MaskCreate(MaskOptions):
-    """Choose the sensitive weights of a model. `fisher` needs a corpus."""
+class FisherMask(_AnyMask):
+    """The weights with the largest squared gradients on a corpus."""
+
+    method: Literal[MaskMethod.FISHER]
+    corpus_id: Id
+    sequences: Sequences = 100
+    length: SequenceLength = 512
+
+
+class WeightMask(_AnyMask):
+    """The largest weights, or a random choice: no corpus is read."""
+
+    method: Literal[MaskMethod.MAGNITUDE, MaskMethod.RANDOM]
+
+
+MaskRequest = Annotated[FisherMask | WeightMask, Field(discriminator="method")]
+
+
+class FisherMaskCreate(FisherMask):
+    """Choose the weights of a model that are sensitive on a corpus."""
 
     model_id: Id
-    corpus_id: Id | None = None
+
+
+class WeightMaskCreate(WeightMask):
+    """Choose the largest weights of a model, or random ones."""
+
+    model_id: Id
+
+
+MaskCreate = Annotated[FisherMaskCreate | WeightMaskCreate, Field(discriminator="method")]
+
+
+class MaskOptions(Closed):
+    """How a mask was chosen. Sequences and their length are null where no corpus was read."""
+
+    method: MaskMethod
+    density: Density
+    sequences: Sequences | None = None
+    length: SequenceLength | None = None
+    seed: Seed
+    scope: Scope
+    allocation: Allocation
 
 
 class TensorCount(Closed):

@@ -59,7 +59,7 @@ STATUS: Final[dict[ProblemType, int]] = {
     ProblemType.RANGE_NOT_SATISFIABLE: 416,
     ProblemType.MISDIRECTED: 421,
     ProblemType.INVALID: 422,
-    ProblemType.PREFLIGHT_REFUSED: 422,
+    ProblemType.PREFLIGHT_REFUSED: 409,
     ProblemType.PACKAGE_REFUSED: 422,
     ProblemType.TOO_MANY_REQUESTS: 429,
     ProblemType.INTERNAL: 500,

@@ -1,7 +1,7 @@
 """Quantizations: the dense layer of a package, and what it costs."""
 
-from enum import IntEnum, StrEnum
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,31 +15,35 @@ class SchemeName(StrEnum):
     INT4 = "int4"
 
 
-class GroupSize(IntEnum):
-    """Weights that share a scale: 64 for nf4; 32 or 128 for int4."""
-
-    G32 = 32
-    G64 = 64
-    G128 = 128
-
-
 EvaluationTokens = Annotated[int, Field(strict=True, ge=256, le=10_000_000, examples=[8192])]
 
 
-class QuantizationOptions(Closed):
-    """How the dense weights are coded. nf4 has groups of 64, int4 of 32 or 128."""
+class Nf4(Closed):
+    """NormalFloat codes in flat blocks of 64."""
 
-    scheme: SchemeName = SchemeName.NF4
-    group_size: Annotated[int, Field(strict=True, ge=32, le=128, examples=[64])] = 64
+    scheme: Literal[SchemeName.NF4]
+    group_size: Literal[64] = 64
     evaluation_tokens: EvaluationTokens = 8192
 
 
-class QuantizationCreate(QuantizationOptions):
+class Int4(Closed):
+    """Symmetric integers in groups along a row."""
+
+    scheme: Literal[SchemeName.INT4]
+    group_size: Literal[32, 128] = 128
+    evaluation_tokens: EvaluationTokens = 8192
+
+
+QuantizationOptions = Annotated[Nf4 | Int4, Field(discriminator="scheme")]
+
+
+class QuantizationCreate(Closed):
     """Quantize a model. A mask's weights stay out of the groups' scales; a corpus adds perplexity."""
 
     model_id: Id
     mask_id: Id | None = None
     evaluation_corpus_id: Id | None = None
+    options: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
 
 
 class TensorError(Closed):

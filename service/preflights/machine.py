@@ -1,4 +1,5 @@
-"""What this machine has: free memory (the control group's limit included), free disk, and an assumed speed."""
+"""What this machine has: free memory (the control group's limit included), free disk, and an assumed
+speed."""
 
 import os
 import shutil
