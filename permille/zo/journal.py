@@ -7,56 +7,28 @@ record is no crash and is refused. One writer at a time, by a lock on the file t
 
 import fcntl
 import os
-import struct
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
-from permille.errors import InputError, OperatorError, PackageError, RetryableError
+from permille.errors import InputError, OperatorError, RetryableError
 from permille.files import write_atomic
-from permille.zo.records import (
-    MAX_HEADER_BYTES,
-    MAX_QUERIES,
-    LogHeader,
-    StepFlag,
-    StepRecord,
-    check_record,
-    check_weight,
-    weight_of,
-)
-from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
-
-MAGIC = b"PMLJNL1\n"
-
-_HEAD = struct.Struct("<8sI")
-_SIZE = struct.Struct("<H")
-_FIXED = struct.Struct("<IBd")
-_CRC = struct.Struct("<I")
-_MAX_PAYLOAD = _FIXED.size + MAX_QUERIES * MAX_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalContents:
-    """What a journal file holds: its header, its whole records, and where the last one ends."""
-
-    header: LogHeader
-    records: tuple[StepRecord, ...]
-    end: int
-    torn_bytes: int
+from permille.zo.frames import JournalContents, encode_frame, encode_header, frame_seed, parse_journal
+from permille.zo.records import LogHeader, StepRecord, check_record, check_weight, weight_of
 
 
 def read_journal(path: Path) -> JournalContents:
-    """Read a journal without locking or changing it; a torn tail is counted, not returned.
+    """Read a journal without locking or changing it, its torn tail counted but left out.
 
     Raises:
-        PackageError: `journal-header` (no whole header) or `journal-corrupt` (damage before a whole record).
+        InputError: there is no such file.
+        PackageError: `journal-header` or `journal-corrupt`.
     """
-    return _parse(path.read_bytes(), path)
+    try:
+        return parse_journal(path.read_bytes(), path)
+    except FileNotFoundError as exc:
+        raise InputError(f"expected a journal at {path}, got no file") from exc
 
 
 class Journal:
@@ -70,7 +42,7 @@ class Journal:
         self._records = list(contents.records)
         self._end = contents.end
         self._weight = sum(weight_of(record, self.header) for record in self._records)
-        self._seed = zlib.crc32(self.header.to_bytes())
+        self._seed = frame_seed(self.header)
         self._fsync_every = fsync_every
         self._unsynced = 0
         self._broken = False
@@ -84,12 +56,7 @@ class Journal:
         """
         if path.exists():
             raise InputError(f"expected no file at {path}, got one: a journal is never overwritten")
-        header_bytes = header.to_bytes()
-        write_atomic(
-            path,
-            _HEAD.pack(MAGIC, len(header_bytes)) + header_bytes + _CRC.pack(zlib.crc32(header_bytes)),
-            mode=0o600,
-        )
+        write_atomic(path, encode_header(header), mode=0o600)
         return cls.open(path, fsync_every=fsync_every)
 
     @classmethod
@@ -97,13 +64,17 @@ class Journal:
         """Open for appending, after cutting a torn tail (`torn_bytes` says how much).
 
         Raises:
+            InputError: there is no such file.
             RetryableError: another process writes this journal.
             PackageError: `journal-header` or `journal-corrupt`.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            raise InputError(f"expected a journal at {path}, got no file") from exc
         try:
             _lock(descriptor, path)
-            contents = _parse(path.read_bytes(), path)
+            contents = parse_journal(_read_all(descriptor), path)
             if contents.torn_bytes:
                 os.ftruncate(descriptor, contents.end)
                 os.fsync(descriptor)
@@ -135,7 +106,7 @@ class Journal:
         check_record(record, self.header, expected_step=self.next_step)
         weight = self._weight + weight_of(record, self.header)
         check_weight(weight)
-        frame = _frame(record, self._seed)
+        frame = encode_frame(record, self._seed)
         try:
             _write_all(self._descriptor, frame, self._end)
             self._unsynced += 1
@@ -181,74 +152,12 @@ def _lock(descriptor: int, path: Path) -> None:
         raise RetryableError(f"expected to be the only writer of {path}, got another one") from exc
 
 
+def _read_all(descriptor: int) -> bytes:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return file.read()
+
+
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _frame(record: StepRecord, seed: int) -> bytes:
-    coefficients = np.array(record.coefficients, dtype=np.int64)
-    payload = _FIXED.pack(record.step, int(record.flags), record.loss) + encode_varints(zigzag(coefficients))
-    sized = _SIZE.pack(len(payload)) + payload
-    return sized + _CRC.pack(zlib.crc32(sized, seed))
-
-
-def _parse(data: bytes, path: Path) -> JournalContents:
-    header, position = _parse_header(data, path)
-    seed = zlib.crc32(header.to_bytes())
-    records: list[StepRecord] = []
-    while True:
-        found = _parse_frame(data, position, header, seed, len(records))
-        if found is None:
-            break
-        record, position = found
-        records.append(record)
-    if any(
-        _parse_frame(data, offset, header, seed, None) is not None
-        for offset in range(position + 1, len(data))
-    ):
-        raise PackageError(
-            "journal-corrupt",
-            f"expected record {len(records)} at byte {position} of {path}, got damage before others",
-        )
-    return JournalContents(
-        header=header, records=tuple(records), end=position, torn_bytes=len(data) - position
-    )
-
-
-def _parse_header(data: bytes, path: Path) -> tuple[LogHeader, int]:
-    torn = PackageError("journal-header", f"expected a whole journal header in {path}, got {len(data)} bytes")
-    if len(data) < _HEAD.size:
-        raise torn
-    magic, size = _HEAD.unpack_from(data)
-    if magic != MAGIC or size > MAX_HEADER_BYTES:
-        raise PackageError("journal-header", f"expected the magic {MAGIC!r} in {path}, got {magic!r}")
-    end = _HEAD.size + size
-    if len(data) < end + _CRC.size:
-        raise torn
-    header_bytes = data[_HEAD.size : end]
-    if _CRC.unpack_from(data, end)[0] != zlib.crc32(header_bytes):
-        raise PackageError("journal-header", f"expected the checksum of the header of {path}, got another")
-    return LogHeader.from_bytes(header_bytes), end + _CRC.size
-
-
-def _parse_frame(
-    data: bytes, position: int, header: LogHeader, seed: int, step: int | None
-) -> tuple[StepRecord, int] | None:
-    """The whole record at `position` and where it ends, or None; with `step` None any step number will do."""
-    if position + _SIZE.size > len(data):
-        return None
-    (size,) = _SIZE.unpack_from(data, position)
-    end = position + _SIZE.size + size
-    if not _FIXED.size < size <= _MAX_PAYLOAD or end + _CRC.size > len(data):
-        return None
-    if _CRC.unpack_from(data, end)[0] != zlib.crc32(data[position:end], seed):
-        return None
-    number, flags, loss = _FIXED.unpack_from(data, position + _SIZE.size)
-    coefficients = unzigzag(decode_varints(data[position + _SIZE.size + _FIXED.size : end]))
-    record = StepRecord(
-        step=number, coefficients=tuple(coefficients.tolist()), loss=loss, flags=StepFlag(flags)
-    )
-    check_record(record, header, expected_step=number if step is None else step)
-    return record, end + _CRC.size

@@ -19,6 +19,7 @@ from permille.errors import PackageError
 from permille.zo.directions import Distribution, largest
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
 from permille.zo.records import (
+    KNOWN_FLAGS,
     MAX_HEADER_BYTES,
     MAX_K,
     EstimatorKind,
@@ -48,7 +49,6 @@ MAGIC = b"PMLLOG1\n"
 BLOCK_STEPS = 1024
 
 _U32 = struct.Struct("<I")
-_KNOWN_FLAGS = int(StepFlag.CLIPPED | StepFlag.REJECTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ def _decode_block(payload: bytes, out_TQ: NDArray[np.int64], out_flags_T: NDArra
         np.any(np.diff(steps_F) <= 0)
         or steps_F[-1] >= len(out_flags_T)
         or flags_F.min() < 1
-        or flags_F.max() > _KNOWN_FLAGS
+        or flags_F.max() > KNOWN_FLAGS
     ):
         raise PackageError(
             "log-content", "expected flags 1 to 3 at increasing steps of the block, got others"

@@ -44,6 +44,9 @@ class StepFlag(IntFlag):
     REJECTED = 2
 
 
+KNOWN_FLAGS = int(StepFlag.CLIPPED | StepFlag.REJECTED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogHeader:
     """What a log is bound to and how its integers become weights.
@@ -193,7 +196,7 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
         raise InputError(f"expected {header.queries} coefficients, got {len(record.coefficients)}")
     if any(abs(c) > MAX_COEFFICIENT for c in record.coefficients):
         raise InputError(f"expected coefficients within {MAX_COEFFICIENT}, got {record.coefficients}")
-    if record.flags & ~(StepFlag.CLIPPED | StepFlag.REJECTED):
+    if not 0 <= int(record.flags) <= KNOWN_FLAGS:
         raise InputError(f"expected flags of FORMAT 8.2, got {int(record.flags)}")
     if StepFlag.REJECTED in record.flags and any(record.coefficients):
         raise InputError(f"expected zero coefficients in a rejected step, got {record.coefficients}")
