@@ -13,6 +13,7 @@ from permille.package.limits import (
     GROUP_SIZES,
     MAX_FILE_BYTES,
     MAX_HEADER_BYTES,
+    MAX_K,
     MAX_LAYER_BYTES,
     MAX_TENSORS,
     MAX_WEIGHTS_OF_A_TENSOR,
@@ -73,8 +74,10 @@ def _check_tensors(manifest: "Manifest") -> None:
                 "manifest-counts", f"expected at most {rows * columns} masked weights, got {tensor.count}"
             )
     total = sum(manifest.counts)
-    if total != manifest.mask.k or total < 1:
-        raise PackageError("manifest-counts", f"expected k = {manifest.mask.k} >= 1, got counts of {total}")
+    if total != manifest.mask.k or not 1 <= total <= MAX_K:
+        raise PackageError(
+            "manifest-counts", f"expected k = {manifest.mask.k} from 1 to {MAX_K}, got counts of {total}"
+        )
 
 
 def _check_layer(layer: "Layer") -> None:

@@ -1,4 +1,4 @@
-"""What a package's layers must look like, by its manifest and its config (FORMAT 4). Arrays in, refusals out."""
+"""What the layers of a package must be, by its manifest and its config (FORMAT 4): arrays in, refusals out."""
 
 from collections.abc import Mapping
 from typing import Any
