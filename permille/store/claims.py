@@ -6,11 +6,12 @@ checked by every later call, so that a worker that lost its lease can publish no
 the caller in the transaction that calls `complete`; their blobs are in the blob store before it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import or_, select
+from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from permille.store import builds, job_rows
@@ -78,6 +79,26 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
         attempt=job.attempt,
         max_attempts=job.max_attempts,
     )
+
+
+def check(session: Session, held: Claim) -> None:
+    """Lock the job for this transaction.
+
+    Raises StaleClaimError when another attempt has begun or it has ended.
+    """
+    _held(session, held)
+
+
+def is_cancel_requested(session: Session, held: Claim) -> bool:
+    """Whether the attempt should stop. Reads only.
+
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended.
+    """
+    job = session.get(Job, held.job_id)
+    if job is None or job.fence != held.fence or job.state != JobState.RUNNING:
+        raise _stale(held, job)
+    return job.cancel_requested_at is not None
 
 
 def renew(session: Session, held: Claim, *, lease_s: float) -> datetime | None:
@@ -208,6 +229,11 @@ def take_undispatched(session: Session, *, resend_after_s: float, limit: int = 1
     return [job.id for job in jobs]
 
 
+def mark_undispatched(session: Session, job_ids: Sequence[str]) -> None:
+    """Take back what `take_undispatched` noted: the broker did not take these."""
+    session.execute(update(Job).where(Job.id.in_(job_ids)).values(dispatched_at=None))
+
+
 def backoff_s(attempt: int) -> float:
     """How long to wait after the given attempt failed: 2, 4, 8 ... 300 seconds."""
     return min(BACKOFF_FIRST_S * 2.0 ** (attempt - 1), BACKOFF_LONGEST_S)
@@ -216,9 +242,13 @@ def backoff_s(attempt: int) -> float:
 def _held(session: Session, held: Claim) -> Job:
     job = job_rows.lock(session, held.job_id)
     if job is None or job.fence != held.fence or job.state != JobState.RUNNING:
-        found = "no such job" if job is None else f"fence {job.fence}, {job.state}"
-        raise StaleClaimError(f"expected {held.job_id} to be running with fence {held.fence}, got {found}")
+        raise _stale(held, job)
     return job
+
+
+def _stale(held: Claim, job: Job | None) -> StaleClaimError:
+    found = "no such job" if job is None else f"fence {job.fence}, {job.state}"
+    return StaleClaimError(f"expected {held.job_id} to be running with fence {held.fence}, got {found}")
 
 
 def _expired(at: datetime) -> Any:

@@ -36,6 +36,14 @@ class CeleryDispatcher:
 
     def __init__(self, broker_url: str) -> None:
         self._app = celery_app(broker_url)
+        self._app.conf.update(
+            broker_connection_timeout=SEND_TIMEOUT_S,
+            broker_transport_options={
+                "socket_timeout": SEND_TIMEOUT_S,
+                "socket_connect_timeout": SEND_TIMEOUT_S,
+                "max_retries": 0,
+            },
+        )
 
     def send(self, job_id: str) -> bool:
         """Send one id; False, with a log line, when the broker cannot be reached."""
@@ -76,11 +84,6 @@ def celery_app(broker_url: str) -> Any:
         worker_enable_remote_control=False,
         worker_send_task_events=False,
         broker_connection_retry_on_startup=True,
-        broker_connection_timeout=SEND_TIMEOUT_S,
-        broker_transport_options={
-            "socket_timeout": SEND_TIMEOUT_S,
-            "socket_connect_timeout": SEND_TIMEOUT_S,
-            "max_retries": 0,
-        },
+        broker_transport_options={"socket_keepalive": True, "health_check_interval": 10},
     )
     return app

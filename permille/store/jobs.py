@@ -160,3 +160,9 @@ def _same_request(earlier: Job, kind: str, payload: Mapping[str, Any]) -> Job:
             f"idempotency key {earlier.idempotency_key!r} was used for another request ({earlier.id})"
         )
     return earlier
+
+
+def is_open(session: Session, *, job_id: str) -> bool:
+    """Whether there is such a job, of any tenant, and it has not ended: for workers' own housekeeping."""
+    job = session.get(Job, job_id)
+    return job is not None and not job_rows.has_ended(job)

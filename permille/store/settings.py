@@ -17,7 +17,7 @@ class StoreSettings(BaseSettings):
         blob_root: folder of the blob store.
         model_root: folder below which models may be registered.
         corpus_root: folder below which corpora may be registered.
-        work_root: scratch folder of jobs: checkpoints, spilled scores, downloads. May be erased while no job runs.
+        work_root: scratch folder of jobs: checkpoints, spilled scores. May be erased while no job runs.
         broker_url: `redis://...` to carry jobs by Celery; None: local workers look into the database.
     """
 

@@ -1,0 +1,65 @@
+"""`python -m workers`: a worker process. With a broker in the settings a Celery worker, else a local one.
+
+Settings come from the environment (PERMILLE_DATABASE_URL, PERMILLE_BLOB_ROOT ...). SIGTERM drains: no new
+jobs, running ones get `PERMILLE_DRAIN_S` seconds, then they go back to the queue. A second SIGTERM does not
+wait.
+"""
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from types import FrameType
+
+from permille.store.database import Database
+from permille.store.schema import migrate
+from workers.local import LocalWorker
+from workers.settings import WorkerSettings
+from workers.supervisor import CHILD_COMMAND, Shutdown
+
+
+def run_worker(settings: WorkerSettings, *, child_command: Sequence[str] = CHILD_COMMAND) -> None:
+    """Work until SIGTERM or SIGINT. The schema is brought up to date first."""
+    url = settings.database_url.get_secret_value()
+    migrate(url)
+    db = Database(url)
+    shutdown = Shutdown()
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    try:
+        if settings.broker_url is None:
+            _on_signals(shutdown, settings.drain_s)
+            LocalWorker(
+                db=db, settings=settings, shutdown=shutdown, name=name, child_command=child_command
+            ).run()
+        else:
+            from workers.celery_app import run_celery_worker
+
+            run_celery_worker(
+                settings.broker_url.get_secret_value(),
+                db=db,
+                settings=settings,
+                shutdown=shutdown,
+                name=f"permille@{name}",
+                child_command=child_command,
+            )
+    finally:
+        db.close()
+
+
+def _on_signals(shutdown: Shutdown, drain_s: float) -> None:
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        shutdown.ask(drain_s)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def main() -> None:
+    """Entry of the worker process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run_worker(WorkerSettings.model_validate({}))
+
+
+if __name__ == "__main__":
+    main()

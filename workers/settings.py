@@ -1,0 +1,29 @@
+"""The settings of a worker process."""
+
+from pydantic import Field
+
+from permille.store.settings import StoreSettings
+
+
+class WorkerSettings(StoreSettings):
+    """What a worker needs beyond the store.
+
+    Attributes:
+        lease_s: a job whose worker is silent for so long is given to another.
+        poll_s: how often a local worker looks for queued jobs, and any worker for a cancel.
+        sweep_s: how often to look for expired leases, builds to move on and messages to send again.
+        resend_after_s: a queued job is sent to the broker again after this time.
+        cancel_grace_s: a job that was asked to stop is killed after this time.
+        drain_s: after SIGTERM, running jobs may take so long; then they are given back to the queue.
+        concurrency: jobs at a time.
+        threads: compute threads of each job; None: the library's default.
+    """
+
+    lease_s: float = Field(default=30.0, gt=0)
+    poll_s: float = Field(default=0.5, gt=0)
+    sweep_s: float = Field(default=2.0, gt=0)
+    resend_after_s: float = Field(default=60.0, gt=0)
+    cancel_grace_s: float = Field(default=10.0, ge=0)
+    drain_s: float = Field(default=20.0, ge=0)
+    concurrency: int = Field(default=1, ge=1, le=64)
+    threads: int | None = Field(default=None, ge=1)
