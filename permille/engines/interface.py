@@ -1,10 +1,11 @@
-"""What an engine must do: the seam between everything that trains or talks and the code that multiplies matrices.
+"""What an engine must do: the seam between what trains or talks and the code that multiplies matrices.
 
-An engine holds one package on one device. It is handed sparse values, never seeds, directions or optimizers, and it
-returns numbers as they come out of the forward pass: a loss that is not finite is returned, not repaired.
+An engine holds one package on one device. It is handed sparse values, never seeds, directions or
+optimizers, and it returns numbers as they come out of the forward pass: a loss that is not finite is
+returned, not repaired.
 
-Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order), Q directions,
-B sequences, T positions.
+Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order),
+Q directions, B sequences, T positions.
 
 Every implementation passes `tests/unit/engines/conformance.py`.
 """
@@ -21,7 +22,7 @@ __all__ = ["Batch", "Engine", "EngineInfo", "LossEngine"]
 
 
 class EngineInfo(TypedDict):
-    """What a run reports about the engine that computed it; a resumed run has the same bits only where this is equal."""
+    """What a run reports about its engine; a resumed run has the same bits only where this is equal."""
 
     name: str
     version: str
@@ -74,7 +75,7 @@ class Engine(LossEngine, Protocol):
         ...
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Negative log-likelihood of each target token, float32 [number of targets], in row-major order of the batch."""
+        """Loss of each target token, float32 [targets], row-major in the batch; their mean is the loss."""
         ...
 
     def generate(
@@ -88,13 +89,14 @@ class Engine(LossEngine, Protocol):
         seed: int = 0,
         stop_ids: Collection[int] = (),
     ) -> Iterator[int]:
-        """Yield new token ids one by one; ends before a stop id, or at the limit, or at the model's last position.
+        """Yield new token ids one by one, up to a stop id, the limit or the model's last position.
 
         Args:
             prompt_ids: int64 [T], T >= 1.
             temperature: 0 takes the most likely token; else logits are divided by it.
-            top_p: the smallest set of most likely tokens whose probability reaches it is sampled from; in (0, 1].
+            top_p: the smallest set of most likely tokens whose probability reaches it is sampled; (0, 1].
             seed: the same arguments on the same machine and build give the same tokens.
+            stop_ids: they end the text and are not yielded.
 
         Raises:
             InputError: an argument is outside its range; raised by the call, not by the first `next`.

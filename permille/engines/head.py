@@ -1,0 +1,92 @@
+"""The output head: losses of target tokens in float32, block by block of the vocabulary.
+
+    loss(h, target) = logsumexp(W h) - (W h)[target]
+
+Logits exist for target positions only, and for one block of the vocabulary and some rows at a time. The
+head's weight stays in the dtype in which it is stored and is widened one block at a time, so that a bf16
+head costs no float32 copy and its logits are still float32: a loss rounded to bf16 would drown the
+difference of two perturbed losses.
+
+# Legend: R rows (target positions), H hidden size, D vocabulary, B a block of it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_BLOCK_TOKENS = 4096
+_BLOCK_ROWS = 1024
+
+
+class OutputHead:
+    """Logits, losses and their gradients with respect to hidden states."""
+
+    def __init__(self, weight_DH: Tensor, softcap: float | None) -> None:
+        """`softcap` c: logits are `c * tanh(logits / c)` (Gemma 2); None: as they are."""
+        self._weight_DH = weight_DH
+        self._softcap = softcap
+
+    def losses(self, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
+        """Negative log-likelihood of each target, [R], float32 (float64 for float64 hidden states)."""
+        return torch.cat([self._losses(*rows)[0] for rows in _row_blocks(hidden_RH, target_R)])
+
+    def gradients(self, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
+        """`d loss / d hidden`, [R, H]: `softmax(logits) W - W[target]`, through the soft cap if any."""
+        return torch.cat([self._gradients(*rows) for rows in _row_blocks(hidden_RH, target_R)])
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """[R, D] float32: for the few rows of a generation."""
+        wide_RH = _wide(hidden_RH)
+        return torch.cat([self._capped(wide_RH @ w_BH.T)[0] for _, w_BH in self._blocks(wide_RH)], dim=1)
+
+    def _losses(self, hidden_RH: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss [R], logsumexp [R])."""
+        normalizer_R = hidden_RH.new_full((len(hidden_RH),), -torch.inf)
+        chosen_R = torch.zeros_like(normalizer_R)
+        for first, w_BH in self._blocks(hidden_RH):
+            logit_RB, _ = self._capped(hidden_RH @ w_BH.T)
+            normalizer_R = torch.logaddexp(normalizer_R, torch.logsumexp(logit_RB, dim=1))
+            row, inside = _inside(target_R, first, len(w_BH))
+            chosen_R[row] = logit_RB[row, inside]
+        return normalizer_R - chosen_R, normalizer_R
+
+    def _gradients(self, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
+        _, normalizer_R = self._losses(hidden_RH, target_R)
+        gradient_RH = torch.zeros_like(hidden_RH)
+        for first, w_BH in self._blocks(hidden_RH):
+            logit_RB, slope_RB = self._capped(hidden_RH @ w_BH.T)
+            error_RB = torch.exp(logit_RB - normalizer_R[:, None])
+            row, inside = _inside(target_R, first, len(w_BH))
+            error_RB[row, inside] -= 1
+            if slope_RB is not None:
+                error_RB *= slope_RB
+            gradient_RH += error_RB @ w_BH
+        return gradient_RH
+
+    def _blocks(self, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, len(self._weight_DH), _BLOCK_TOKENS):
+            yield first, self._weight_DH[first : first + _BLOCK_TOKENS].to(like.dtype)
+
+    def _capped(self, logit_RB: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(logits, their derivative with respect to those before the cap)."""
+        if self._softcap is None:
+            return logit_RB, None
+        tanh_RB = torch.tanh(logit_RB / self._softcap)
+        return self._softcap * tanh_RB, 1 - tanh_RB.square()
+
+
+def _row_blocks(hidden_RH: Tensor, target_R: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for first in range(0, len(target_R), _BLOCK_ROWS):
+        rows = slice(first, first + _BLOCK_ROWS)
+        yield _wide(hidden_RH[rows]), target_R[rows]
+
+
+def _wide(hidden_RH: Tensor) -> Tensor:
+    return hidden_RH.to(torch.promote_types(hidden_RH.dtype, torch.float32))
+
+
+def _inside(target_R: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Rows whose target lies in the block, and its index there."""
+    row = torch.nonzero((target_R >= first) & (target_R < first + count)).flatten()
+    return row, target_R[row] - first

@@ -1,0 +1,129 @@
+"""Checking what an engine is handed, and cutting a batch to what the forward pass needs. numpy only.
+
+An index outside the vocabulary would read foreign memory or kill the process, so everything is settled here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.zo.estimators import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What the model can take. `positions` is None for a model whose config names no limit."""
+
+    k: int
+    vocabulary: int
+    positions: int | None
+
+
+def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
+    """
+    Raises:
+        InputError: not float32 [v, k], or v = 0. Values need not be finite: then the losses are not.
+    """
+    if values_VK.dtype != np.float32 or values_VK.ndim != 2 or values_VK.shape[1] != limits.k:
+        raise InputError(
+            f"expected values float32 [variants, {limits.k}], got {values_VK.dtype} {list(values_VK.shape)}"
+        )
+    if len(values_VK) == 0:
+        raise InputError("expected at least one variant of the values, got none")
+
+
+def check_directions(directions_QK: NDArray[np.generic], limits: ModelLimits) -> NDArray[np.float32]:
+    """The directions as float32.
+
+    Raises:
+        InputError: not [q, k] with q of at least 1, or neither integer nor float32 nor float64.
+    """
+    if directions_QK.ndim != 2 or directions_QK.shape[1] != limits.k or len(directions_QK) == 0:
+        raise InputError(f"expected directions [q, {limits.k}], got {list(directions_QK.shape)}")
+    if directions_QK.dtype.kind != "i" and directions_QK.dtype not in (np.float32, np.float64):
+        raise InputError(
+            f"expected directions of integers, float32 or float64, got dtype {directions_QK.dtype}"
+        )
+    return directions_QK.astype(np.float32)
+
+
+def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
+    """
+    Raises:
+        InputError: not int64 [T], empty, an id outside the vocabulary, or no room for one more token.
+    """
+    if prompt_ids.dtype != np.int64 or prompt_ids.ndim != 1 or len(prompt_ids) == 0:
+        raise InputError(
+            f"expected prompt_ids int64 [tokens], got {prompt_ids.dtype} {list(prompt_ids.shape)}"
+        )
+    _check_ids(prompt_ids, limits)
+    if limits.positions is not None and len(prompt_ids) >= limits.positions:
+        raise InputError(
+            f"expected a prompt of less than {limits.positions} tokens (the model's positions), "
+            f"got {len(prompt_ids)}"
+        )
+
+
+def check_batch(batch: Batch, limits: ModelLimits) -> Batch:
+    """The batch without the columns that are padding in every row: they change no loss.
+
+    Raises:
+        InputError: shapes or dtypes that disagree, ids outside the vocabulary, padding that is not on the
+            right, an empty row, a target at position 0 or in the padding, no target at all, or more positions
+            than the model has.
+    """
+    _check_layout(batch)
+    length_B = batch.attention_BT.sum(axis=1)
+    if (batch.attention_BT != (np.arange(batch.attention_BT.shape[1]) < length_B[:, None])).any():
+        raise InputError("expected attention to be true from the left, then false (right padding)")
+    if length_B.min() == 0:
+        raise InputError(f"expected a token in each sequence, got none in row {int(length_B.argmin())}")
+    if not batch.target_BT.any():
+        raise InputError("expected at least one target token, got none")
+    if batch.target_BT[:, 0].any() or (batch.target_BT & ~batch.attention_BT).any():
+        raise InputError("expected targets after position 0 and outside the padding")
+    columns = int(length_B.max())
+    if limits.positions is not None and columns > limits.positions:
+        raise InputError(f"expected at most {limits.positions} tokens a sequence, got {columns}")
+    # What stands in the padding is never looked at, but it is looked up.
+    ids_BT = np.where(batch.attention_BT, batch.input_ids_BT, 0)[:, :columns]
+    _check_ids(ids_BT, limits)
+    return Batch(
+        input_ids_BT=ids_BT,
+        attention_BT=batch.attention_BT[:, :columns],
+        target_BT=batch.target_BT[:, :columns],
+    )
+
+
+def row_parts(batch: Batch, rows: int) -> Iterator[Batch]:
+    """The batch in parts of at most `rows` sequences, those without a target left out."""
+    for start in range(0, len(batch.input_ids_BT), rows):
+        part = slice(start, start + rows)
+        if batch.target_BT[part].any():
+            yield Batch(
+                input_ids_BT=batch.input_ids_BT[part],
+                attention_BT=batch.attention_BT[part],
+                target_BT=batch.target_BT[part],
+            )
+
+
+def _check_layout(batch: Batch) -> None:
+    ids_BT = batch.input_ids_BT
+    if ids_BT.dtype != np.int64 or ids_BT.ndim != 2 or ids_BT.size == 0:
+        raise InputError(
+            f"expected input_ids int64 [sequences, tokens], got {ids_BT.dtype} {list(ids_BT.shape)}"
+        )
+    for name, array in (("attention", batch.attention_BT), ("target", batch.target_BT)):
+        if array.dtype != np.bool_ or array.shape != ids_BT.shape:
+            raise InputError(
+                f"expected {name} bool {list(ids_BT.shape)}, got {array.dtype} {list(array.shape)}"
+            )
+
+
+def _check_ids(ids: NDArray[np.int64], limits: ModelLimits) -> None:
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= limits.vocabulary:
+        raise InputError(f"expected token ids from 0 to {limits.vocabulary - 1}, got {lowest} to {highest}")

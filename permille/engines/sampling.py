@@ -1,0 +1,57 @@
+"""Choosing the next token: the most likely, or one sampled from the head of the distribution. numpy only."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; `temperature` 0 takes the most likely one and ignores the rest.
+
+    Raises:
+        InputError: an argument outside its range.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    stop_ids: Collection[int]
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InputError(f"expected max_new_tokens of at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"expected a temperature of 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"expected top_p above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.seed < 1 << 64:
+            raise InputError(f"expected a seed from 0 to 2**64 - 1, got {self.seed}")
+
+
+def next_token(logit_D: NDArray[np.float32], sampling: Sampling, rng: np.random.Generator) -> int:
+    """The next token id; of equally likely ones the lowest.
+
+    Raises:
+        InputError: the logits are not finite, so the sparse values cannot be used.
+    """
+    if not np.isfinite(logit_D).all():
+        raise InputError("expected finite logits, got NaN or infinity: these sparse values break the model")
+    if sampling.temperature == 0:
+        return int(np.argmax(logit_D))
+    return _sampled(logit_D.astype(np.float64) / sampling.temperature, sampling.top_p, rng)
+
+
+def _sampled(logit_D: NDArray[np.float64], top_p: float, rng: np.random.Generator) -> int:
+    """Inverse of the cumulative distribution, from the most likely token down, cut where it reaches top_p."""
+    order_D = np.argsort(-logit_D, kind="stable")
+    weight_D = np.exp(logit_D[order_D] - logit_D[order_D[0]])
+    cumulative_D = np.cumsum(weight_D / weight_D.sum())
+    kept = min(int(np.searchsorted(cumulative_D, top_p)) + 1, len(cumulative_D))
+    drawn = rng.random() * cumulative_D[kept - 1]
+    return int(order_D[min(int(np.searchsorted(cumulative_D[:kept], drawn, side="right")), kept - 1)])

@@ -1,0 +1,181 @@
+"""Tiny random models of each family, as packages and as what they must compute: dense weights with the
+values set.
+
+The reference is unmodified transformers in float32 with `permille.quantization.dequantize` and the overlay
+written into the weights: another path than the engine's in everything but the formulas.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from permille.models.families import expected_tensors, scoped_tensors
+from permille.package.blobs import BlobFolder
+from permille.package.config_files import clean_config, config_bytes
+from permille.package.layers import (
+    masked_values,
+    write_dense,
+    write_file,
+    write_mask,
+    write_plain,
+    write_values,
+)
+from permille.package.manifest import (
+    Manifest,
+    MaskInfo,
+    ModelInfo,
+    Quantization,
+    TensorInfo,
+    sort_layers,
+)
+from permille.package.reader import Package
+from permille.package.safetensors_io import RawTensor
+from permille.package.writer import write_manifest
+from permille.quantization import Scheme, default_group_size, dequantize, quantize
+from permille.zo.estimators import Batch
+
+VOCABULARY = 96
+POSITIONS = 64
+_SHARED = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+_LLAMA = {"intermediate_size": 44, "num_key_value_heads": 2}
+
+# What is special in each: grouped heads, windows, biases, norms of q and k, scaled embeddings, soft caps,
+# parallel blocks, learned positions and a projected embedding. 44 columns make short tail groups and blocks
+# across rows.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA | {"tie_word_embeddings": True, "attention_bias": True},
+    "mistral": _LLAMA | {"sliding_window": 5},
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA | {"head_dim": 16},
+    "gemma": _LLAMA | {"head_dim": 16},
+    "gemma2": _LLAMA | {"head_dim": 16, "final_logit_softcapping": 2.0, "sliding_window": 5},
+    "gemma3_text": _LLAMA | {"head_dim": 16, "sliding_window": 5},
+    "opt": {"ffn_dim": 44, "word_embed_proj_dim": 16},
+    "gpt_neox": {"intermediate_size": 44, "tie_word_embeddings": False},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiny:
+    """A package and the float32 model that it stands for."""
+
+    package: Package
+    reference: Any
+
+
+def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model whose norms and biases are not all ones and zeros, as a bug there would not show."""
+    config = AutoConfig.for_model(family, **_SHARED, **CONFIGS[family], max_position_embeddings=POSITIONS)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.12))
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def write_package(
+    blobs: BlobFolder, model: Any, scheme: Scheme, *, density: float = 0.05, seed: int = 0
+) -> Package:
+    """A package of the model with a random mask."""
+    rng = np.random.default_rng(seed)
+    config = clean_config(model.config.to_dict())
+    state = {name: _raw(name, tensor) for name, tensor in model.state_dict().items()}
+    scoped = dict(scoped_tensors(config))
+    group_size = default_group_size(scheme)
+    mask = {
+        name: np.flatnonzero(rng.random(rows * columns) < density).astype(np.uint32)
+        for name, (rows, columns) in scoped.items()
+    }
+    file = write_file(blobs, "config.json", config_bytes(config))
+    dense = [(name, quantize(state[name].float32(), scheme, group_size)) for name in scoped]
+    layers = [
+        write_dense(blobs, dense, scheme),
+        write_plain(blobs, [state[name] for name in expected_tensors(config) if name not in scoped]),
+        write_mask(blobs, mask, list(scoped)),
+        write_values(blobs, [masked_values(state[name], mask[name]) for name in scoped], list(scoped)),
+        file,
+    ]
+    manifest = Manifest(
+        model=ModelInfo(family=config["model_type"], config=file.digest),
+        scheme=Quantization(name=scheme, group_size=group_size, mask_aware=False),
+        mask=MaskInfo(
+            method="random", density=str(density), scope="all", k=sum(len(found) for found in mask.values())
+        ),
+        tensors=tuple(
+            TensorInfo(name=name, shape=shape, count=len(mask[name])) for name, shape in scoped.items()
+        ),
+        layers=sort_layers(layers),
+    )
+    return Package.open(blobs, write_manifest(blobs, manifest))
+
+
+def tiny_package(folder: Path, family: str, scheme: Scheme = Scheme.NF4, **options: Any) -> Tiny:
+    """A package in `folder` and its reference with the package's own values."""
+    model = tiny_model(family, dtype=options.pop("dtype", torch.float32))
+    package = write_package(BlobFolder(folder), model, scheme, **options)
+    return Tiny(package=package, reference=reference_model(package, model))
+
+
+def reference_model(package: Package, model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """`model` in `dtype` with dequantized weights and the package's values; changed in place."""
+    model = model.to(dtype)
+    for info in package.manifest.tensors:
+        weight = torch.from_numpy(dequantize(package.quantized(info.name))).to(dtype)
+        model.get_parameter(info.name).data.copy_(weight)
+    set_values(package, model, package.values())
+    return model
+
+
+def set_values(package: Package, model: Any, values_K: NDArray[np.float32]) -> None:
+    """Write sparse values into the reference's weights."""
+    parts = np.split(values_K, np.cumsum(package.counts)[:-1])
+    for info, part in zip(package.manifest.tensors, parts, strict=True):
+        weight = model.get_parameter(info.name)
+        weight.data.view(-1)[torch.from_numpy(package.mask(info.name).astype(np.int64))] = torch.from_numpy(
+            part
+        ).to(weight.dtype)
+
+
+def reference_token_losses(model: Any, batch: Batch) -> torch.Tensor:
+    """Losses of the targets: each sequence alone, without padding, logits as transformers makes them."""
+    losses = []
+    for ids, attention, target in zip(batch.input_ids_BT, batch.attention_BT, batch.target_BT, strict=True):
+        length = int(attention.sum())
+        tokens = torch.from_numpy(ids[:length])
+        log_prob = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)
+        places = torch.from_numpy(np.flatnonzero(target[:length]))
+        losses.append(-log_prob[places - 1, tokens[places]])
+    return torch.cat(losses)
+
+
+def tiny_batch(*, seed: int = 0, lengths: tuple[int, ...] = (12, 7, 9)) -> Batch:
+    """Random tokens, right padded; about two thirds of them are targets."""
+    rng = np.random.default_rng(seed)
+    shape = (len(lengths), max(lengths))
+    attention_BT = np.arange(shape[1]) < np.array(lengths)[:, None]
+    target_BT = attention_BT & (rng.random(shape) < 0.67)
+    target_BT[:, 0] = False
+    target_BT[:, 1] = attention_BT[:, 1]
+    return Batch(
+        input_ids_BT=rng.integers(0, VOCABULARY, shape), attention_BT=attention_BT, target_BT=target_BT
+    )
+
+
+def variants(package: Package, count: int, *, scale: float = 0.02, seed: int = 1) -> NDArray[np.float32]:
+    """The package's values and `count - 1` perturbed ones."""
+    base_K = package.values()
+    noise_VK = np.random.default_rng(seed).standard_normal((count, len(base_K))).astype(np.float32)
+    noise_VK[0] = 0
+    return base_K + np.float32(scale) * noise_VK
+
+
+def _raw(name: str, tensor: torch.Tensor) -> RawTensor:
+    dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[tensor.dtype]
+    data = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+    return RawTensor(name=name, dtype=dtype, shape=tuple(tensor.shape), data=data)
