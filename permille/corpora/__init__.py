@@ -1,1 +1,1 @@
-"""Reading the texts that sensitivity is measured on."""
+"""Text from files and streams, and fixed-length token sequences made from it."""

@@ -1,0 +1,84 @@
+"""Token sequences of one length from a corpus: a function of its texts, the tokenizer and the seed.
+
+How, so that anyone can repeat it:
+
+1. Each text is tokenized alone, special tokens as the model's tokenizer adds them; texts are joined in
+their order. 2. The joined stream is cut into windows of exactly `length` tokens, from its start, without
+gaps or overlap. The rest
+   at the end is left out: no padding, no special case.
+3. Of the first `POOL * n` windows (or of all, in a smaller corpus), window `w` has the key of 64 bits that
+   Philox4x32-10 makes of (w, seed). The n smallest keys win, the lower window first of equal ones.
+4. The winners are given in the order of the stream.
+
+So a corpus is read as far as `POOL * n` windows and no further, and only n windows are held. A reader that
+wants sequences that were not used here asks for another `skip`.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.zo.philox import philox4x32_10
+
+POOL = 8
+# As in the mask's stream, these words are never a step and query of a direction; the last bit tells them
+# apart.
+_SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer; `permille.models.loading.FileTokenizer` is one."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text."""
+        ...
+
+
+def token_sequences(
+    tokenizer: Tokenizer, texts: Iterable[str], n: int, length: int, seed: int, *, skip: int = 0
+) -> NDArray[np.int64]:
+    """`n` sequences of exactly `length` tokens: [n, length] int64.
+
+    Args:
+        skip: windows of the stream to pass over first, so that two calls can share no token.
+
+    Raises:
+        InputError: the corpus holds fewer than `skip + n` windows (the message says how many), a number is
+        out of range.
+    """
+    if n < 1 or length < 2 or skip < 0 or not 0 <= seed < 1 << 64:
+        raise InputError(
+            f"expected n >= 1, length >= 2, skip >= 0 and a 64-bit seed, got {n}, {length}, {skip} and {seed}"
+        )
+    windows = itertools.islice(_windows(tokenizer, texts, length), skip, skip + POOL * n)
+    best: list[tuple[int, int, NDArray[np.int64]]] = []  # a heap whose top is the worst of the n best
+    for index, tokens in enumerate(windows):
+        item = (-_key(index, seed), -index, tokens)
+        if len(best) < n:
+            heapq.heappush(best, item)
+        elif item[:2] > best[0][:2]:
+            heapq.heapreplace(best, item)
+    if len(best) < n:
+        raise InputError(
+            f"expected {n} sequences of {length} tokens after {skip} passed over, got a corpus of {len(best)}"
+        )
+    return np.stack([tokens for _, _, tokens in sorted(best, key=lambda item: -item[1])])
+
+
+def _windows(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> Iterator[NDArray[np.int64]]:
+    rest = np.empty(0, np.int64)
+    for text in texts:
+        joined = np.concatenate([rest, np.asarray(tokenizer.encode(text), np.int64)])
+        whole = joined.size // length * length
+        yield from joined[:whole].reshape(-1, length)
+        rest = joined[whole:]
+
+
+def _key(window: int, seed: int) -> int:
+    low, high, _, _ = philox4x32_10((window & 0xFFFFFFFF, window >> 32, *_SEQUENCE_STREAM), seed)
+    return int(high) << 32 | int(low)

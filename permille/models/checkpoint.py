@@ -1,0 +1,253 @@
+"""A published model's folder, read without torch: config, tensors by their headers, content digest.
+
+Foreign input throughout: names are bare file names of an allow-list, no symbolic link leads out of the
+folder, weights come from safetensors only (`.bin` and `.pt` are pickles and never opened), every size is
+checked before use, and the tensors must be exactly those that the config asks for. Data is mapped, never
+copied whole.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.models.families import Family, canonical_name, expected_tensors, family_of, scoped_tensors
+from permille.package.blobs import digest_of, digest_of_file
+from permille.package.canonical import canonical_json
+from permille.package.safetensors_io import RawTensor
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# What a model folder may hold that we read, copy or download; nothing in it is code.
+TEXT_FILES = (
+    CONFIG_FILE,
+    INDEX_FILE,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "LICENSE",
+)
+
+_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_LARGEST_HEADER = 64 << 20
+_LARGEST_JSON = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+class Checkpoint:
+    """One model folder, checked; tensors by their canonical names, in the order of `expected_tensors`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read config and headers.
+
+        Raises:
+            InputError: a file is missing, foreign, malformed or leads out of the folder; the family is not
+            known; tensors are
+                missing, unknown or of another shape than the config says.
+        """
+        self.folder = folder
+        self.config: dict[str, Any] = _read_json(folder, CONFIG_FILE)
+        self.family: Family = family_of(self.config)
+        self._maps: dict[str, NDArray[np.uint8]] = {}
+        found = self._headers()
+        expected = expected_tensors(self.config)
+        _compare({name: entry.shape for name, entry in found.items()}, expected)
+        self._entries = {name: found[name] for name in expected}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors."""
+        return tuple(self._entries)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, a tied head counted once."""
+        return sum(math.prod(entry.shape) for entry in self._entries.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.size for entry in self._entries.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor (KeyError for a name that is not in `names`)."""
+        return self._entries[name].shape
+
+    def raw(self, name: str) -> RawTensor:
+        """A tensor in the model's own dtype, a view of the mapped file."""
+        entry = self._entries[name]
+        data = self._map(entry.file)[entry.begin : entry.begin + entry.size]
+        return RawTensor(name=name, dtype=entry.dtype, shape=entry.shape, data=data)
+
+    def float32(self, name: str) -> NDArray[np.float32]:
+        """A tensor as float32, exactly."""
+        return self.raw(name).float32()
+
+    def weights(self, scope: str = "all") -> "ScopedWeights":
+        """The linear layers in scope as float32, read one at a time on access."""
+        return ScopedWeights(self, tuple(name for name, _ in scoped_tensors(self.config, scope)))
+
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that make the model, sorted: weights, configs, tokenizer."""
+        weights = {entry.file for entry in self._entries.values()}
+        return tuple(sorted(weights | {name for name in TEXT_FILES if (self.folder / name).exists()}))
+
+    def digest(self) -> str:
+        """Digest of names and contents of `files()`: the same folder has the same digest on every machine."""
+        contents = {name: digest_of_file(inside(self.folder, name)) for name in self.files()}
+        return digest_of(b"permille-model-1\0" + canonical_json(contents))
+
+    def _headers(self) -> dict[str, _Entry]:
+        found: dict[str, _Entry] = {}
+        for file in _weight_files(self.folder):
+            for stored, entry in _read_header(self.folder, file).items():
+                name = canonical_name(self.config, stored)
+                if name is None:
+                    continue
+                if name in found:
+                    raise InputError(f"expected every tensor once, got {name} again in {file}")
+                found[name] = entry
+        return found
+
+    def _map(self, file: str) -> NDArray[np.uint8]:
+        if file not in self._maps:
+            self._maps[file] = np.memmap(inside(self.folder, file), np.uint8, mode="r")
+        return self._maps[file]
+
+
+class ScopedWeights(Mapping[str, NDArray[np.float32]]):
+    """Weights [N, K] by name in tensor_id order; each access reads the tensor anew."""
+
+    def __init__(self, checkpoint: Checkpoint, names: tuple[str, ...]) -> None:
+        self._checkpoint = checkpoint
+        self._names = names
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        return self._checkpoint.float32(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The real path of a file directly in `folder`.
+
+    Raises:
+        InputError: not a bare file name, no such regular file, or a symbolic link that leads out of the
+        folder.
+    """
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise InputError(f"expected a bare file name, got {name!r:.200}")
+    real_folder, path = folder.resolve(), (folder / name).resolve()
+    if not path.is_relative_to(real_folder):
+        raise InputError(f"expected {name} inside {folder.name}, got a link that leads out of it")
+    if not path.is_file():
+        raise InputError(f"expected a file {name} in {folder.name}, got none")
+    return path
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = inside(folder, name)
+    if path.stat().st_size > _LARGEST_JSON:
+        raise InputError(f"expected {name} of at most {_LARGEST_JSON} bytes, got {path.stat().st_size}")
+    return _parse_object(path.read_bytes(), name)
+
+
+def _parse_object(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise InputError(f"expected JSON in {what}: {exc}") from exc
+    if not isinstance(value, dict):
+        raise InputError(f"expected an object in {what}, got {type(value).__name__}")
+    return value
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if (folder / INDEX_FILE).exists():
+        mapped = _read_json(folder, INDEX_FILE).get("weight_map")
+        files = list(mapped.values()) if isinstance(mapped, dict) else []
+        if not files or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
+            raise InputError(f"expected a weight_map of .safetensors files in {INDEX_FILE}")
+        return sorted(set(files))
+    if not (folder / WEIGHTS_FILE).exists():
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        raise InputError(
+            f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder.name}, got {', '.join(pickles) or 'neither'}"
+            + (": pickles are never opened, convert them to safetensors" if pickles else "")
+        )
+    return [WEIGHTS_FILE]
+
+
+def _read_header(folder: Path, file: str) -> dict[str, _Entry]:
+    path = inside(folder, file)
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+            raise InputError(f"{file}: expected a header within {_LARGEST_HEADER} bytes and the file")
+        header = _parse_object(stream.read(length), f"the header of {file}")
+    header.pop("__metadata__", None)
+    return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
+
+
+def _entry(file: str, name: str, value: object, start: int, file_size: int) -> _Entry:
+    value = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise InputError(f"{file}: expected shape and data_offsets of {name!r:.200}")
+    if not isinstance(dtype, str):
+        raise InputError(f"{file}: expected a dtype of {name!r:.200}")
+    begin, end = start + offsets[0], start + offsets[1]
+    # Buffers of other types (old causal masks) may be there; only a model tensor must be a float.
+    width = _DTYPE_BYTES.get(dtype)
+    if end > file_size or begin > end or (width and math.prod(shape) * width != end - begin):
+        raise InputError(
+            f"{file}: expected the bytes of {name!r:.200} inside the file and as many as its shape says"
+        )
+    return _Entry(file=file, dtype=dtype, shape=tuple(shape), begin=begin, size=end - begin)
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list) and len(value) <= 8 and all(type(item) is int and item >= 0 for item in value)
+    )
+
+
+def _compare(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    for what, names in (
+        ("missing", expected.keys() - found.keys()),
+        ("unknown", found.keys() - expected.keys()),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:3])
+            raise InputError(
+                f"expected the tensors that the config asks for, got {len(names)} {what}: {shown}"
+            )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise InputError(f"{name}: expected shape {shape} by the config, got {found[name]}")

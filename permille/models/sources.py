@@ -1,0 +1,105 @@
+"""Where a base model comes from: a folder below a root, or a hub repository at one commit. No torch.
+
+The hub is asked for files of an allow-list only, at a full commit, so that neither code nor a moved branch
+can come in.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from permille.errors import InputError, RetryableError
+from permille.models.checkpoint import TEXT_FILES
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderRef:
+    """`path` is relative to the root, with "/" between parts."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRef:
+    """`repository` is owner/name, `commit` 40 lower-case hex digits."""
+
+    repository: str
+    commit: str
+
+
+ModelRef = FolderRef | HubRef
+
+
+def resolve_model(ref: ModelRef, root: Path) -> Path:
+    """The model's folder on this machine; a hub model is downloaded below `root` first, or found there.
+
+    Raises:
+        InputError: the path leads out of the root or is no folder; the repository or commit has another
+        form, or the hub does
+            not know it.
+        RetryableError: the hub cannot be reached.
+        OSError: as the file system reports it.
+    """
+    if isinstance(ref, FolderRef):
+        return resolve_inside(root, ref.path, what="folder")
+    return _download(ref, root)
+
+
+def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
+    """The real path of `relative` below `root`; `what` is "folder" or "file".
+
+    Raises:
+        InputError: it leads out of the root (absolute, "..", a symbolic link), or is no such thing.
+    """
+    if "\0" in relative or relative.startswith("/"):
+        raise InputError(f"expected a path relative to the root, got {relative!r:.200}")
+    real_root = root.resolve()
+    path = (real_root / relative).resolve()
+    if not path.is_relative_to(real_root):
+        raise InputError(f"expected a path inside the root, got {relative!r:.200}, which leads out of it")
+    if not (path.is_dir() if what == "folder" else path.is_file()):
+        raise InputError(f"expected a {what} at {relative!r:.200} below the root, got none")
+    return path
+
+
+def _download(ref: HubRef, root: Path) -> Path:
+    if not _REPOSITORY.fullmatch(ref.repository) or ".." in ref.repository:
+        raise InputError(f"expected a repository as owner/name, got {ref.repository!r:.200}")
+    if not _COMMIT.fullmatch(ref.commit):
+        raise InputError(
+            f"expected a commit of 40 hex digits, so that it cannot change; got {ref.commit!r:.60}"
+        )
+    folder = root.resolve() / "hub" / ref.repository.replace("/", "--") / ref.commit
+    # Written last: a folder without it is a download that was cut off, and is continued.
+    finished = folder / ".complete"
+    if not finished.exists():
+        _fetch(ref, folder)
+        finished.touch()
+    return folder
+
+
+def _fetch(ref: HubRef, folder: Path) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        snapshot_download(
+            ref.repository,
+            revision=ref.commit,
+            local_dir=folder,
+            allow_patterns=[*TEXT_FILES, "*.safetensors"],
+        )
+    except RepositoryNotFoundError as exc:
+        raise InputError(f"expected a repository that the hub knows, got {ref.repository}") from exc
+    except HfHubHTTPError as exc:
+        status = exc.response.status_code
+        if status in (401, 403, 404):
+            raise InputError(
+                f"expected {ref.repository} at {ref.commit} to be readable, got {status}"
+            ) from exc
+        raise RetryableError(f"expected the hub to answer, got {status}") from exc
+    except LocalEntryNotFoundError as exc:
+        raise RetryableError(f"expected to reach the hub for {ref.repository}: {exc}") from exc
