@@ -1,6 +1,7 @@
 """`permille-agent`: the command line of the device. Importing it loads no torch and no network library."""
 
 import importlib
+import logging
 import pkgutil
 import sys
 from pathlib import Path
@@ -41,7 +42,11 @@ def _settings(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    context.obj = read_settings(home, log_level)
+    settings = read_settings(home, log_level)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    context.obj = settings
 
 
 def _register_commands() -> None:

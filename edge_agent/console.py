@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from edge_agent.home import Home, open_home
 from edge_agent.settings import AgentSettings
@@ -69,8 +70,14 @@ def show(
         return
     table = Table(show_header=False, box=None)
     for key, value in document.items():
-        table.add_row(key.replace("_", " "), str(value))
+        table.add_row(key.replace("_", " "), Text(_words(value)))
     console.print(table)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def show_error(error: PermilleError, *, as_json: bool) -> None:

@@ -32,6 +32,10 @@ class Hours:
     start: time
     end: time
 
+    def __str__(self) -> str:
+        """As it is written in the file."""
+        return "00:00-24:00" if self == ALWAYS else f"{self.start:%H:%M}-{self.end:%H:%M}"
+
     def contain(self, moment: time) -> bool:
         """Whether local time `moment` lies within."""
         if self.start < self.end:

@@ -6,11 +6,11 @@ against the disk -> blobs -> the package as a whole -> installed. Each step leav
 personalisation is never touched: it keeps its own package until training on the new one beats it.
 """
 
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from edge_agent.activation import referenced_packages
 from edge_agent.api import DeviceApi
 from edge_agent.client import RequestRefusedError
 from edge_agent.download import Download
@@ -31,8 +31,6 @@ from permille.package.manifest import MAX_MANIFEST_BYTES, Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.reader import Package
 from permille.package.signing import Release, signed_release_from_json, verify_release
-
-_DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 Progress = Callable[[int, int], None]
 
@@ -120,21 +118,11 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
 
 
 def packages_in_use(home: Home) -> set[str]:
-    """Digests that the installed release, the last accepted one and the active personalisation need.
-
-    The record of the active personalisation names packages or runs, whose definitions name their package;
-    every digest in these files counts, so this may hold more than packages, never fewer.
-    """
-    used = set(accepted_digests(home))
+    """Digests of the packages that are installed, being downloaded, active, or can be rolled back to."""
+    used = {*accepted_digests(home), *referenced_packages(home)}
     if (installed := installed_release(home)) is not None:
         used.add(installed.manifest_digest)
-    if not home.current.is_file():
-        return used
-    current = home.current.read_bytes()
-    definitions = [
-        path.read_bytes() for path in home.runs.glob("*/run.json") if path.parent.name.encode() in current
-    ]
-    return used | {match.decode() for text in (current, *definitions) for match in _DIGEST.findall(text)}
+    return used
 
 
 def _accept_release(home: Home, api: DeviceApi, enrolment: Enrolment, now_s: float) -> Release:
