@@ -1,10 +1,10 @@
 """Several devices' logs as one state: the weighted mean of their models, without building any of them.
 
-For plain descent from one package the mean of the personalised models is the package moved by every log's steps,
-scaled by the log's share (zeroth-order federated averaging; DeComFL's rule with shared seeds, FedSPZO's with own
-ones). `c * n_c / N` is no integer, so it is rounded once, on a unit `guard_bits` finer than the finest of the logs:
-`c' = rint(c * 2**(e_c - e) * n_c / N)`, half to even, in exact integer arithmetic. What is rounded is published, so the
-result replays exactly as a log does.
+For plain descent from one package the mean of the personalised models is the package moved by every log's
+steps, scaled by the log's share (zeroth-order federated averaging; DeComFL's rule with shared seeds,
+FedSPZO's with own ones). `c * n_c / N` is no integer, so it is rounded once, on a unit `guard_bits` finer than
+the finest of the logs: `c' = rint(c * 2**(e_c - e) * n_c / N)`, half to even, in exact integer arithmetic. What
+is rounded is published, so the result replays exactly as a log does.
 
 Not here: who may contribute, how stale a round may be, privacy. Logs of other packages or masks are refused.
 """
@@ -48,8 +48,8 @@ def aggregate(
 
     Raises:
         InputError: no contribution, a weight below 1, or a unit outside the format's range.
-        PackageError: `log-binding` (another package or mask), `log-duplicate` (the same run twice) or `log-limit`
-            (the sum leaves the exact range).
+        PackageError: `log-binding` (another package or mask), `log-duplicate` (the same run twice) or
+            `log-limit` (the sum leaves the exact range).
     """
     _check(contributions)
     exponent = check_step_unit_exponent(min(c.header.step_unit_exponent for c in contributions) - guard_bits)

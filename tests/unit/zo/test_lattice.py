@@ -1,0 +1,171 @@
+"""The lattice: one rounding, exact integers, and refusals instead of saturation."""
+
+import hashlib
+import math
+import struct
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from permille.errors import InputError
+from permille.zo.estimators import apply_record
+from permille.zo.lattice import (
+    STATE_LIMIT,
+    coefficient,
+    perturbed,
+    state_digest,
+    step_unit_exponent_for,
+    values,
+)
+from permille.zo.log import Distribution, StepRecord
+from tests.unit.zo import reference
+from tests.unit.zo.logs import make_header
+
+MASK = "sha256:" + "b" * 64
+
+floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-1e6, max_value=1e6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(w=floats32, s=st.integers(-STATE_LIMIT, STATE_LIMIT), exponent=st.integers(-60, -10))
+def test_values_round_once_to_float64_and_once_to_float32(w: float, s: int, exponent: int) -> None:
+    got = values(np.array([w], np.float32), np.array([s], np.int64), exponent)
+    assert got.dtype == np.float32
+    # A Fraction is exact and its float() is correctly rounded, so this is FORMAT 7.2 word by word
+    in_float64 = float(Fraction(w) + s * Fraction(2) ** exponent)
+    (expected,) = struct.unpack("<f", struct.pack("<f", in_float64))
+    assert float(got[0]) == expected
+
+
+def test_state_zero_gives_the_package_values_bit_for_bit() -> None:
+    w_K = np.array([0.1, -0.0, 1e-40, -3e38], dtype=np.float32)
+    got = values(w_K, np.zeros(4, np.int64), -20)
+    # Adding +0.0 in float64 turns -0.0 into 0.0; every other value keeps its bits
+    assert got.tolist() == w_K.tolist()
+    assert (got.view(np.uint32) == w_K.view(np.uint32)).tolist() == [True, False, True, True]
+
+
+def test_half_precision_would_swallow_the_update_that_the_lattice_keeps() -> None:
+    w_K = np.full(1, 0.02, dtype=np.float32)
+    s_K = np.zeros(1, dtype=np.int64)
+    for _ in range(1000):
+        s_K += 5
+    assert values(w_K, s_K, -20)[0] == np.float32(np.float64(w_K[0]) + 5000 * 2**-20)
+    assert np.float16(0.02) + np.float16(5 * 2.0**-20) == np.float16(0.02)
+
+
+def test_perturbation_leaves_no_trace_and_both_signs_are_mirrored() -> None:
+    w_K = np.array([1.0, -2.0, 0.5], dtype=np.float32)
+    s_K = np.array([3, -5, 7], dtype=np.int64)
+    z_K = np.array([1, -1, 1], dtype=np.int8)
+    before = s_K.copy()
+    plus = perturbed(w_K, s_K, -10, z_K, 0.25)
+    minus = perturbed(w_K, s_K, -10, z_K, -0.25)
+    assert plus.tolist() == [1.0 + 3 / 1024 + 0.25, -2.0 - 5 / 1024 - 0.25, 0.5 + 7 / 1024 + 0.25]
+    assert minus.tolist() == [1.0 + 3 / 1024 - 0.25, -2.0 - 5 / 1024 + 0.25, 0.5 + 7 / 1024 - 0.25]
+    assert np.array_equal(s_K, before)
+
+
+@pytest.mark.parametrize(
+    ("projected_grad", "expected"), [(0.5, 0), (1.5, -2), (2.5, -2), (-0.5, 0), (-3.5, 4), (0.0, 0)]
+)
+def test_coefficient_rounds_half_to_even(projected_grad: float, expected: int) -> None:
+    got = coefficient(
+        learning_rate=1.0, projected_grad=projected_grad, queries=1, sigma=1.0, step_unit_exponent=0
+    )
+    assert got == expected
+
+
+def test_coefficient_undoes_every_factor_of_its_formula() -> None:
+    got = coefficient(learning_rate=0.5, projected_grad=-8.0, queries=4, sigma=2.0, step_unit_exponent=-3)
+    assert got == 4
+
+
+@pytest.mark.parametrize("projected_grad", [math.nan, math.inf, -math.inf])
+def test_coefficient_refuses_what_is_not_finite(projected_grad: float) -> None:
+    with pytest.raises(InputError, match="finite"):
+        coefficient(
+            learning_rate=1.0, projected_grad=projected_grad, queries=1, sigma=1.0, step_unit_exponent=0
+        )
+
+
+def test_coefficient_refuses_a_quotient_that_overflows() -> None:
+    with pytest.raises(InputError, match="finite"):
+        coefficient(learning_rate=1e300, projected_grad=1e10, queries=1, sigma=1.0, step_unit_exponent=-100)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    learning_rate=st.floats(1e-9, 1e3),
+    g_rms=st.floats(1e-6, 1e3),
+    queries=st.integers(1, 64),
+)
+def test_step_unit_makes_coefficients_of_about_1024(learning_rate: float, g_rms: float, queries: int) -> None:
+    exponent = step_unit_exponent_for(learning_rate, g_rms, queries)
+    c = abs(
+        coefficient(
+            learning_rate=learning_rate,
+            projected_grad=g_rms,
+            queries=queries,
+            sigma=1.0,
+            step_unit_exponent=exponent,
+        )
+    )
+    assert 1024 / math.sqrt(2) - 1 <= c <= 1024 * math.sqrt(2) + 1
+
+
+@pytest.mark.parametrize(
+    ("learning_rate", "g_rms"), [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0), (1e-300, 1e-9)]
+)
+def test_step_unit_refuses_what_has_no_exponent(learning_rate: float, g_rms: float) -> None:
+    with pytest.raises(InputError, match="step unit"):
+        step_unit_exponent_for(learning_rate, g_rms, 1)
+
+
+def test_state_digest_is_the_hash_that_the_format_states() -> None:
+    integers = [0, -1, 2**40]
+    expected = hashlib.sha256(
+        b"permille-state-1\0" + MASK.encode() + b"\0" + struct.pack("<i", -20) + struct.pack("<3q", *integers)
+    ).hexdigest()
+    got = state_digest(np.array(integers, np.int64), mask_digest=MASK, step_unit_exponent=-20)
+    assert got == f"sha256:{expected}"
+
+
+def test_state_digest_tells_one_unit_of_one_weight() -> None:
+    s_K = np.arange(100, dtype=np.int64)
+    digest = state_digest(s_K, mask_digest=MASK, step_unit_exponent=-20)
+    s_K[57] += 1
+    assert state_digest(s_K, mask_digest=MASK, step_unit_exponent=-20) != digest
+    s_K[57] -= 1
+    assert state_digest(s_K, mask_digest=MASK, step_unit_exponent=-21) != digest
+    assert state_digest(s_K, mask_digest=MASK, step_unit_exponent=-20) == digest
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_apply_record_adds_the_references_integers(distribution: Distribution) -> None:
+    header = make_header(distribution=distribution, counts=(20, 3))
+    s_K = np.arange(23, dtype=np.int64)
+    apply_record(s_K, StepRecord(step=4, coefficients=(700, -9), loss=0.0), header)
+    moved = reference.state(header.seed, [[700, -9]], header.counts, distribution, start=4)
+    assert s_K.tolist() == [before + c for before, c in zip(range(23), moved, strict=True)]
+
+
+def test_a_step_out_of_the_exact_range_is_refused_and_changes_nothing() -> None:
+    header = make_header(queries=1, counts=(4,))
+    s_K = np.array([0, STATE_LIMIT - 10, 0, 0], dtype=np.int64)
+    before = s_K.copy()
+    with pytest.raises(InputError, match="2\\*\\*53"):
+        apply_record(s_K, StepRecord(step=0, coefficients=(11,), loss=0.0), header)
+    assert np.array_equal(s_K, before)
+    apply_record(s_K, StepRecord(step=0, coefficients=(10,), loss=0.0), header)
+
+
+def test_a_state_of_another_size_is_refused() -> None:
+    header = make_header(queries=1, counts=(4,))
+    with pytest.raises(InputError, match="expected a state of 4"):
+        apply_record(np.zeros(5, np.int64), StepRecord(step=0, coefficients=(1,), loss=0.0), header)
+    with pytest.raises(InputError, match="shape"):
+        values(np.zeros(4, np.float32), np.zeros(5, np.int64), -20)
