@@ -1,0 +1,75 @@
+"""A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too, where one is named."""
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from permille.store import access
+from permille.store.database import Database, make_engine
+from permille.store.schema import migrate
+
+POSTGRES_URL = os.environ.get("PERMILLE_TEST_POSTGRES")
+BACKENDS = ("sqlite", "postgresql") if POSTGRES_URL else ("sqlite",)
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.at = datetime(2030, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        """The time."""
+        return self.at
+
+    def forward(self, seconds: float) -> None:
+        """Move on."""
+        self.at += timedelta(seconds=seconds)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """The time of the database under test."""
+    return Clock()
+
+
+@pytest.fixture(params=BACKENDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/permille.db"
+    if POSTGRES_URL is None:
+        raise RuntimeError("expected PERMILLE_TEST_POSTGRES to name a database")
+    engine = make_engine(POSTGRES_URL)
+    with engine.begin() as connection:
+        connection.execute(text("DROP SCHEMA public CASCADE"))
+        connection.execute(text("CREATE SCHEMA public"))
+    engine.dispose()
+    return POSTGRES_URL
+
+
+@pytest.fixture
+def db(url: str, clock: Clock) -> Iterator[Database]:
+    """A migrated database that runs on `clock`."""
+    migrate(url)
+    database = Database(url, clock=clock)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def tenant_id(db: Database) -> str:
+    """A tenant."""
+    with db.write() as session:
+        return access.create_tenant(session, name="acme").id
+
+
+@pytest.fixture
+def other_tenant_id(db: Database) -> str:
+    """Another tenant."""
+    with db.write() as session:
+        return access.create_tenant(session, name="globex").id

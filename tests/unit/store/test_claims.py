@@ -1,0 +1,249 @@
+"""Claims, leases and fences: what must never be lost and never be published twice."""
+
+import subprocess
+import sys
+
+import pytest
+
+from permille.store import claims, jobs, results
+from permille.store.claims import Claim
+from permille.store.database import Database
+from permille.store.errors import StaleClaimError
+from permille.store.tables import Job, PackageRow
+from tests.unit.store.conftest import Clock
+from tests.unit.store.test_jobs import read, submit, take
+
+ERROR = {"type": "RetryableError", "message": "try again"}
+DIGEST = "sha256:" + "0" * 64
+
+
+def sweep(db: Database) -> claims.SweepReport:
+    return claims.sweep(db)
+
+
+def test_claim_counts_attempt_and_fence_and_takes_the_oldest(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    first = submit(db, tenant_id)
+    clock.forward(1)
+    submit(db, tenant_id)
+    claim = take(db)
+    assert (claim.job_id, claim.attempt, claim.fence) == (first.id, 1, 1)
+    row = read(db, first)
+    assert (row.state, row.worker) == ("running", "w")
+    assert row.lease_expires_at is not None
+    assert (row.lease_expires_at - clock.at).total_seconds() == 30
+
+
+def test_a_claimed_job_is_not_claimed_again(db: Database, tenant_id: str) -> None:
+    job = submit(db, tenant_id)
+    take(db)
+    with db.write() as session:
+        assert claims.claim(session, worker="x", lease_s=30) is None
+        assert claims.claim(session, worker="x", lease_s=30, job_id=job.id) is None
+
+
+_RACE = """
+import sys
+from permille.store import claims
+from permille.store.database import Database
+db = Database(sys.argv[1])
+won = 0
+while True:
+    with db.write() as session:
+        claim = claims.claim(session, worker=sys.argv[2], lease_s=60)
+    if claim is None:
+        break
+    won += 1
+print(won)
+"""
+
+
+def test_processes_that_race_share_the_jobs_without_overlap(url: str, db: Database, tenant_id: str) -> None:
+    made = [submit(db, tenant_id) for _ in range(12)]
+    command = [sys.executable, "-c", _RACE, url]
+    # The tests' clock stands in 2030, the database's own does not: make the jobs due by both.
+    with db.write() as session:
+        for job in made:
+            row = session.get(Job, job.id)
+            assert row is not None
+            row.available_at = row.available_at.replace(year=2020)
+    racers = [
+        subprocess.Popen([*command, f"racer-{index}"], stdout=subprocess.PIPE, text=True)
+        for index in range(3)
+    ]
+    won = [int(racer.communicate(timeout=60)[0]) for racer in racers]
+    assert sum(won) == 12
+    assert {read(db, job).fence for job in made} == {1}
+
+
+def test_renew_extends_the_lease(db: Database, tenant_id: str, clock: Clock) -> None:
+    job = submit(db, tenant_id)
+    claim = take(db)
+    clock.forward(20)
+    with db.write() as session:
+        assert claims.renew(session, claim, lease_s=30) is None
+    clock.forward(20)
+    assert sweep(db).requeued == 0
+    assert read(db, job).state == "running"
+
+
+def test_an_expired_lease_gives_the_job_to_another_attempt(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    job = submit(db, tenant_id)
+    stale = take(db, "first")
+    clock.forward(31)
+    assert sweep(db).requeued == 1
+    with db.write() as session:
+        assert claims.claim(session, worker="early", lease_s=30) is None  # the backoff
+    clock.forward(claims.backoff_s(1))
+    claim = take(db, "second")
+    assert (claim.attempt, claim.fence) == (2, stale.fence + 1)
+    assert "first" in str((read(db, job).error or {})["message"])
+
+
+@pytest.mark.parametrize(
+    "call", ["complete", "fail", "cancelled", "renew", "report", "release", "check", "message"]
+)
+def test_a_stale_claim_can_do_nothing(db: Database, tenant_id: str, clock: Clock, call: str) -> None:
+    job = submit(db, tenant_id)
+    stale = take(db)
+    clock.forward(31)
+    sweep(db)
+    clock.forward(10)
+    take(db)
+    before = read(db, job)
+    with pytest.raises(StaleClaimError, match="fence 2"), db.write() as session:
+        if call == "complete":
+            results.add_package(
+                session,
+                tenant_id=tenant_id,
+                job_id=job.id,
+                model_id=None,
+                mask_id=None,
+                quantization_id=None,
+                digest=DIGEST,
+                manifest=b"{}",
+                k=1,
+                layers=[],
+            )
+            claims.complete(session, stale, result_kind="package", result_id="pkg_1")
+        elif call == "fail":
+            claims.fail(session, stale, error=ERROR, retryable=True)
+        elif call == "cancelled":
+            claims.cancelled(session, stale)
+        elif call == "renew":
+            claims.renew(session, stale, lease_s=30)
+        elif call == "report":
+            claims.report_progress(session, stale, fraction=0.5)
+        elif call == "release":
+            claims.release(session, stale)
+        elif call == "check":
+            claims.check(session, stale)
+        else:
+            claims.add_message(session, stale, "hello")
+    after = read(db, job)
+    assert (after.state, after.fence, after.event_seq) == ("running", 2, before.event_seq)
+    with db.read() as session:
+        assert session.query(PackageRow).count() == 0
+
+
+def test_retryable_failures_wait_longer_and_at_last_die(db: Database, tenant_id: str, clock: Clock) -> None:
+    job = submit(db, tenant_id, max_attempts=3)
+    waits = []
+    for _ in range(3):
+        claim = take(db)
+        with db.write() as session:
+            claims.fail(session, claim, error=ERROR, retryable=True)
+        wait = (read(db, job).available_at - clock.at).total_seconds()
+        waits.append(wait)
+        clock.forward(max(wait, 0))
+    after = read(db, job)
+    assert waits[:2] == [2, 4]
+    assert after.state == "dead"
+    assert after.error == {**ERROR, "retryable": True, "attempts": 3}
+
+
+def test_a_worker_that_is_lost_too_often_leaves_a_dead_job_with_the_diagnosis(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    job = submit(db, tenant_id, max_attempts=1)
+    take(db, "unlucky")
+    clock.forward(31)
+    assert sweep(db).died == 1
+    after = read(db, job)
+    assert after.state == "dead"
+    assert after.error is not None
+    assert after.error["type"] == "WorkerLost"
+    assert "unlucky" in after.error["message"]
+
+
+def test_a_final_failure_is_not_tried_again(db: Database, tenant_id: str) -> None:
+    job = submit(db, tenant_id)
+    claim = take(db)
+    with db.write() as session:
+        claims.fail(session, claim, error={"type": "InputError", "message": "no such file"}, retryable=False)
+    after = read(db, job)
+    assert after.state == "failed"
+    assert after.error == {"type": "InputError", "message": "no such file", "retryable": False}
+
+
+def test_a_lost_attempt_that_was_to_be_cancelled_is_cancelled(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    job = submit(db, tenant_id)
+    take(db)
+    with db.write() as session:
+        jobs.request_cancel(session, tenant_id=tenant_id, job_id=job.id)
+    clock.forward(31)
+    assert sweep(db).cancelled == 1
+    assert read(db, job).state == "cancelled"
+
+
+def test_release_gives_the_attempt_back(db: Database, tenant_id: str) -> None:
+    submit(db, tenant_id)
+    first = take(db)
+    with db.write() as session:
+        claims.release(session, first)
+    second = take(db)
+    assert (second.attempt, second.fence) == (1, first.fence + 1)
+
+
+def test_progress_is_stored_with_its_estimate(db: Database, tenant_id: str, clock: Clock) -> None:
+    job = submit(db, tenant_id)
+    claim = take(db)
+    with db.write() as session:
+        stop = claims.report_progress(session, claim, fraction=0.25, message="fisher 1/4", eta_s=90)
+    row = read(db, job)
+    assert stop is False
+    assert (row.progress, row.message) == (0.25, "fisher 1/4")
+    assert row.eta_at is not None
+    assert (row.eta_at - clock.at).total_seconds() == 90
+
+
+def _undispatched(db: Database) -> list[str]:
+    with db.write() as session:
+        return claims.take_undispatched(session, resend_after_s=60)
+
+
+def test_messages_are_sent_once_and_again_when_lost(db: Database, tenant_id: str, clock: Clock) -> None:
+    job = submit(db, tenant_id)
+    assert _undispatched(db) == [job.id]
+    assert _undispatched(db) == []
+    clock.forward(61)
+    assert _undispatched(db) == [job.id]
+    with db.write() as session:
+        claims.mark_undispatched(session, [job.id])
+    assert _undispatched(db) == [job.id]
+
+
+def test_nothing_is_sent_for_running_or_waiting_jobs(db: Database, tenant_id: str, clock: Clock) -> None:
+    job = submit(db, tenant_id)
+    claim: Claim = take(db)
+    assert _undispatched(db) == []
+    with db.write() as session:
+        claims.fail(session, claim, error=ERROR, retryable=True)
+    assert _undispatched(db) == []
+    clock.forward(2)
+    assert _undispatched(db) == [job.id]

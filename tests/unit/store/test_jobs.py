@@ -1,0 +1,184 @@
+"""Submit, list, cancel, retry, events: what the API does with jobs."""
+
+import pytest
+
+from permille.errors import InputError
+from permille.store import claims, jobs
+from permille.store.claims import Claim
+from permille.store.database import Database
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.tables import Job
+from tests.unit.store.conftest import Clock
+
+PAYLOAD = {"model_id": "model_1", "density": 0.001}
+
+
+def submit(db: Database, tenant_id: str, *, key: str | None = None, max_attempts: int = 3) -> Job:
+    with db.write() as session:
+        return jobs.submit(
+            session,
+            tenant_id=tenant_id,
+            kind="mask",
+            payload=PAYLOAD,
+            idempotency_key=key,
+            max_attempts=max_attempts,
+        )
+
+
+def read(db: Database, job: Job) -> Job:
+    with db.read() as session:
+        return jobs.get(session, tenant_id=job.tenant_id, job_id=job.id)
+
+
+def take(db: Database, worker: str = "w") -> Claim:
+    with db.write() as session:
+        claim = claims.claim(session, worker=worker, lease_s=30)
+    assert claim is not None
+    return claim
+
+
+def test_same_key_and_payload_returns_the_same_job(db: Database, tenant_id: str) -> None:
+    assert submit(db, tenant_id, key="k").id == submit(db, tenant_id, key="k").id
+
+
+def test_same_key_with_another_payload_is_a_conflict(db: Database, tenant_id: str) -> None:
+    submit(db, tenant_id, key="k")
+    with pytest.raises(ConflictError, match="idempotency key 'k'"), db.write() as session:
+        jobs.submit(session, tenant_id=tenant_id, kind="mask", payload={}, idempotency_key="k")
+
+
+def test_same_key_with_another_kind_is_a_conflict(db: Database, tenant_id: str) -> None:
+    submit(db, tenant_id, key="k")
+    with pytest.raises(ConflictError), db.write() as session:
+        jobs.submit(session, tenant_id=tenant_id, kind="package", payload=PAYLOAD, idempotency_key="k")
+
+
+def test_tenants_do_not_share_keys(db: Database, tenant_id: str, other_tenant_id: str) -> None:
+    assert submit(db, tenant_id, key="k").id != submit(db, other_tenant_id, key="k").id
+
+
+def test_without_a_key_every_request_is_a_job(db: Database, tenant_id: str) -> None:
+    assert submit(db, tenant_id).id != submit(db, tenant_id).id
+
+
+@pytest.mark.parametrize("call", [jobs.get, jobs.request_cancel, jobs.retry, jobs.events_after])
+def test_another_tenants_job_does_not_exist(
+    db: Database, tenant_id: str, other_tenant_id: str, call: object
+) -> None:
+    job = submit(db, tenant_id)
+    assert callable(call)
+    with pytest.raises(NotFoundError), db.write() as session:
+        call(session, tenant_id=other_tenant_id, job_id=job.id)
+    assert read(db, job).state == "queued"
+
+
+def test_pages_hold_every_job_once_newest_first(db: Database, tenant_id: str, other_tenant_id: str) -> None:
+    made = [submit(db, tenant_id).id for _ in range(5)]
+    submit(db, other_tenant_id)
+    seen: list[str] = []
+    cursor: str | None = None
+    while True:
+        with db.read() as session:
+            page = jobs.list_jobs(session, tenant_id=tenant_id, limit=2, cursor=cursor)
+        assert len(page.items) <= 2
+        seen += [job.id for job in page.items]
+        submit(db, tenant_id)  # what comes meanwhile moves nothing
+        if (cursor := page.next_cursor) is None:
+            break
+    assert seen == sorted(made, reverse=True)
+
+
+def test_list_filters_by_state_and_kind(db: Database, tenant_id: str) -> None:
+    first = submit(db, tenant_id)
+    submit(db, tenant_id)
+    take(db)
+    with db.read() as session:
+        running = jobs.list_jobs(session, tenant_id=tenant_id, state="running").items
+        builds = jobs.list_jobs(session, tenant_id=tenant_id, kind="build").items
+    assert [job.id for job in running] == [first.id]
+    assert builds == ()
+
+
+@pytest.mark.parametrize(
+    ("limit", "cursor"), [(0, None), (201, None), (10, "%%%"), (10, "\u00e9"), (10, "_w")]
+)
+def test_bad_pages_are_refused(db: Database, tenant_id: str, limit: int, cursor: str | None) -> None:
+    with pytest.raises(InputError), db.read() as session:
+        jobs.list_jobs(session, tenant_id=tenant_id, limit=limit, cursor=cursor)
+
+
+def test_a_queued_job_is_cancelled_at_once(db: Database, tenant_id: str) -> None:
+    job = submit(db, tenant_id)
+    with db.write() as session:
+        assert jobs.request_cancel(session, tenant_id=tenant_id, job_id=job.id).state == "cancelled"
+    with db.write() as session:
+        assert claims.claim(session, worker="w", lease_s=30) is None
+
+
+def test_a_running_job_is_asked_to_stop(db: Database, tenant_id: str) -> None:
+    job = submit(db, tenant_id)
+    claim = take(db)
+    with db.write() as session:
+        assert jobs.request_cancel(session, tenant_id=tenant_id, job_id=job.id).state == "running"
+    with db.read() as session:
+        assert claims.is_cancel_requested(session, claim)
+    with db.write() as session:
+        claims.cancelled(session, claim)
+    assert read(db, job).state == "cancelled"
+
+
+def test_cancel_of_an_ended_job_changes_nothing(db: Database, tenant_id: str) -> None:
+    job = submit(db, tenant_id)
+    claim = take(db)
+    with db.write() as session:
+        claims.complete(session, claim, result_kind="mask", result_id="mask_1")
+    with db.write() as session:
+        jobs.request_cancel(session, tenant_id=tenant_id, job_id=job.id)
+    after = read(db, job)
+    assert (after.state, after.cancel_requested_at) == ("succeeded", None)
+
+
+def test_retry_counts_attempts_anew_and_keeps_the_fence_growing(db: Database, tenant_id: str) -> None:
+    job = submit(db, tenant_id, max_attempts=1)
+    claim = take(db)
+    with db.write() as session:
+        claims.fail(session, claim, error={"type": "T", "message": "m"}, retryable=True)
+    assert read(db, job).state == "dead"
+    with db.write() as session:
+        jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
+    again = take(db)
+    assert (again.attempt, again.fence) == (1, claim.fence + 1)
+
+
+def test_retry_of_a_job_that_runs_or_succeeded_is_a_conflict(db: Database, tenant_id: str) -> None:
+    job = submit(db, tenant_id)
+    with pytest.raises(ConflictError, match="queued"), db.write() as session:
+        jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
+    claim = take(db)
+    with db.write() as session:
+        claims.complete(session, claim, result_kind="mask", result_id="mask_1")
+    with pytest.raises(ConflictError, match="succeeded"), db.write() as session:
+        jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
+
+
+def test_events_are_numbered_without_gaps_and_resume_after_any(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    job = submit(db, tenant_id)
+    claim = take(db)
+    for step in range(3):
+        clock.forward(1)
+        with db.write() as session:
+            claims.report_progress(session, claim, fraction=step / 3, message=f"step {step}")
+    with db.write() as session:
+        claims.complete(session, claim, result_kind="mask", result_id="mask_1")
+    with db.read() as session:
+        every = jobs.events_after(session, tenant_id=tenant_id, job_id=job.id)
+        late = jobs.events_after(session, tenant_id=tenant_id, job_id=job.id, seq=4)
+    assert [event.seq for event in every] == [1, 2, 3, 4, 5, 6]
+    assert [event.data.get("state") for event in every if event.kind == "state"] == [
+        "queued",
+        "running",
+        "succeeded",
+    ]
+    assert [event.seq for event in late] == [5, 6]

@@ -1,0 +1,90 @@
+"""The migrations make exactly the tables; the connections keep our rules."""
+
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError, StatementError
+
+from permille.store import access
+from permille.store.database import Database, now
+from permille.store.schema import migrate
+from permille.store.tables import Base, Tenant
+
+
+def test_migrations_make_exactly_the_tables_of_the_model(db: Database) -> None:
+    with db.read() as session:
+        context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_migrate_twice_keeps_the_rows(url: str) -> None:
+    migrate(url)
+    db = Database(url)
+    with db.write() as session:
+        access.create_tenant(session, name="acme")
+    migrate(url)
+    with db.read() as session:
+        first = access.first_tenant(session)
+    db.close()
+    assert first is not None
+    assert first.name == "acme"
+
+
+def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
+    code = f"from permille.store.schema import migrate; migrate({url!r})"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+
+
+def test_foreign_keys_are_enforced(db: Database) -> None:
+    with pytest.raises(IntegrityError), db.write() as session:
+        access_row = {"id": "x", "kind": "file", "location": "a", "name": "n", "tenant_id": "nobody", "at": 0}
+        session.execute(
+            text(
+                "INSERT INTO corpora (id, kind, location, name, tenant_id, created_at)"
+                " VALUES (:id, :kind, :location, :name, :tenant_id, :at)"
+            ),
+            access_row,
+        )
+
+
+def test_a_failed_transaction_writes_nothing(db: Database) -> None:
+    with pytest.raises(RuntimeError), db.write() as session:
+        access.create_tenant(session, name="acme")
+        raise RuntimeError("stop")
+    with db.read() as session:
+        assert access.first_tenant(session) is None
+
+
+def test_naive_times_are_refused(db: Database) -> None:
+    with pytest.raises(StatementError, match="aware"), db.write() as session:
+        session.add(Tenant(id="t", name="n", created_at=datetime(2030, 1, 1)))
+        session.flush()
+
+
+def test_the_database_clock_tells_the_time(url: str) -> None:
+    migrate(url)
+    db = Database(url)
+    with db.read() as session:
+        told = now(session)
+    db.close()
+    assert abs(told - datetime.now(UTC)) < timedelta(minutes=1)
+
+
+def test_sqlite_keeps_a_write_ahead_log_and_full_sync(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    migrate(url)
+    db = Database(url)
+    with db.read() as session:
+        pragmas = {
+            name: session.execute(text(f"PRAGMA {name}")).scalar_one()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        }
+    db.close()
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 30_000}
