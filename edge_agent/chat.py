@@ -1,8 +1,8 @@
 """Chat messages to text by the package's template, and which characters of it the assistant said.
 
 The template is foreign code and is rendered in a child process with limits of time, memory and size
-(`chat_child.py`); a template that breaks them is an error of the package, never a hang. Packages without a template
-get `DEFAULT_TEMPLATE`.
+(`chat_child.py`); a template that breaks them is an error of the package, never a hang. Packages without a
+template get `DEFAULT_TEMPLATE`.
 """
 
 import json
@@ -91,8 +91,9 @@ class ChatTemplate:
     def render_with_targets(self, messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The text of a whole conversation and the character spans of the assistant's turns in it.
 
-        A turn starts where the prompt for it ends and goes on to where the conversation up to it ends, so that the end of
-        turn is learnt, too. Templates that rewrite earlier turns do not keep those prefixes: there, the turn is looked for.
+        A turn starts where the prompt for it ends and goes on to where the conversation up to it ends, so
+        that the end of turn is learnt, too. Templates that rewrite earlier turns do not keep those prefixes:
+        there, the turn is looked for.
 
         Raises:
             InputError: an assistant's turn does not appear in the rendered text.
@@ -145,7 +146,9 @@ class ChatTemplate:
             timeout_s += self._start_timeout_s
         child = self._child
         if child is None or child.stdin is None:
-            raise PackageError("chat-template-limit", "expected the child that renders templates to run, it ended")
+            raise PackageError(
+                "chat-template-limit", "expected the child that renders templates to run, it ended"
+            )
         try:
             child.stdin.write(request + "\n")
             child.stdin.flush()
@@ -157,7 +160,9 @@ class ChatTemplate:
             ) from exc
         if not answer:
             self.close()
-            raise PackageError("chat-template-limit", "expected rendered text, the child that renders templates ended")
+            raise PackageError(
+                "chat-template-limit", "expected rendered text, the child that renders templates ended"
+            )
         return answer
 
     def _start(self) -> None:

@@ -1,8 +1,10 @@
-"""The child process that renders chat templates: reads requests line by line, answers line by line, ends at end of input.
+"""The child process that renders chat templates: reads requests line by line, answers line by line, ends at
+end of input.
 
-A template comes with the package, so it is code of somebody else. It runs in jinja2's immutable sandbox, without files,
-network or imports, and in a process of its own, because a sandbox bounds what a template may touch but not how long it
-loops or how much it allocates: the parent gives a time limit, this process a memory limit.
+A template comes with the package, so it is code of somebody else. It runs in jinja2's immutable sandbox,
+without files, network or imports, and in a process of its own, because a sandbox bounds what a template may
+touch but not how long it loops or how much it allocates: the parent gives a time limit, this process a memory
+limit.
 """
 
 import json
@@ -19,7 +21,8 @@ MEMORY_BYTES = 1 << 30
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` renders its body: templates mark the assistant's turns with it."""
+    """`{% generation %}...{% endgeneration %}` renders its body: templates mark the assistant's turns with
+    it."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
 
@@ -77,7 +80,7 @@ def _raise(message: str) -> None:
 def _limit_memory() -> None:
     if sys.platform == "win32":
         return
-    import resource  # noqa: PLC0415 - not there on Windows
+    import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))

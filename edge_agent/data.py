@@ -1,12 +1,13 @@
 """The user's text: read from files and folders, checked row by row, and freed of duplicates.
 
-Accepted are `.txt` (UTF-8) and `.jsonl`, whose rows are objects with `text`, with `prompt` and `completion`, or with chat
-`messages`; a row may name a `group`, and rows of one group never come apart. A row that is neither is counted and left
-out, never guessed at. Folders are read recursively in the order of their names; hidden files and links are passed over.
+Accepted are `.txt` (UTF-8) and `.jsonl`, whose rows are objects with `text`, with `prompt` and `completion`,
+or with chat `messages`; a row may name a `group`, and rows of one group never come apart. A row that is
+neither is counted and left out, never guessed at. Folders are read recursively in the order of their names;
+hidden files and links are passed over.
 
 What a document is decides what a fair test is: documents, not pieces of them, are divided between the splits
-(`splits.py`). A user with one long file would have one document, so where there are fewer than `FEW_DOCUMENTS`, plain
-text is cut at paragraph ends into contiguous sections that count as documents.
+(`splits.py`). A user with one long file would have one document, so where there are fewer than
+`FEW_DOCUMENTS`, plain text is cut at paragraph ends into contiguous sections that count as documents.
 
 Nothing here knows a tokenizer: the same text gives the same documents under every package.
 """
@@ -112,7 +113,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     for path in files:
         report.files += 1
         rows.extend(_read_text(path, report) if path.suffix.lower() == ".txt" else _read_jsonl(path, report))
-    documents = _documents(_without_duplicates(rows, report), report)
+    documents = _documents(_without_duplicates(rows, report))
     if not documents:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in report.bad_rows.items())
         raise InputError(
@@ -294,7 +295,7 @@ def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
     return "".join(kept).strip("\n")
 
 
-def _documents(rows: list[tuple[str | None, Content]], report: DataReport) -> list[Document]:
+def _documents(rows: list[tuple[str | None, Content]]) -> list[Document]:
     groups = {group if group is not None else number for number, (group, _) in enumerate(rows)}
     cut = len(groups) < FEW_DOCUMENTS
     documents = []
@@ -312,7 +313,8 @@ def _group(group: str | None, content: Content) -> str:
 
 
 def sections(text: str) -> list[str]:
-    """`text` in contiguous sections of whole paragraphs (long ones: lines, then words), about 1,000 characters each."""
+    """`text` in contiguous sections of whole paragraphs (long ones: lines, then words), about 1,000
+    characters each."""
     result: list[str] = []
     current = ""
     for piece in _pieces(text):

@@ -1,8 +1,9 @@
 """Losses by document, and whether one model is better than another on the same documents.
 
-Decisions rest on a paired bootstrap (Efron and Tibshirani 1993, chapter 13) over documents: tokens of one document are
-not independent, documents nearly are, and pairing removes what the two models share. Losses are sums of nats per
-document, so two packages with different tokenizers are compared on the same text in nats (or bits) per byte.
+Decisions rest on a paired bootstrap (Efron and Tibshirani 1993, chapter 13) over documents: tokens of one
+document are not independent, documents nearly are, and pairing removes what the two models share. Losses are
+sums of nats per document, so two packages with different tokenizers are compared on the same text in nats (or
+bits) per byte.
 
 Shapes: D documents, N targets, K masked weights.
 """
@@ -117,7 +118,8 @@ def paired_bootstrap(
     """
     if not len(first_D) == len(second_D) == len(weight_D) >= 2:
         raise InputError(
-            f"expected the losses of the same two or more documents, got {len(first_D)}, {len(second_D)}, {len(weight_D)}"
+            "expected the losses of the same two or more documents, "
+            f"got {len(first_D)}, {len(second_D)} and {len(weight_D)}"
         )
     difference_D = first_D - second_D
     improvement = float(difference_D.sum() / weight_D.sum())
@@ -130,7 +132,9 @@ def paired_bootstrap(
     for start in range(0, resamples, block):
         stop = min(start + block, resamples)
         chosen_RD = rng.integers(0, count, size=(stop - start, count))
-        resampled[start:stop] = difference_D[chosen_RD].sum(axis=1) / np.maximum(weight_D[chosen_RD].sum(axis=1), 1)
+        resampled[start:stop] = difference_D[chosen_RD].sum(axis=1) / np.maximum(
+            weight_D[chosen_RD].sum(axis=1), 1
+        )
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Comparison(
         improvement=improvement, low=float(low), high=float(high), standard_error=float(resampled.std(ddof=1))

@@ -52,7 +52,9 @@ def prepare(
     order = sorted(range(len(known)), key=lambda i: (position(known[i].group, seed), i))
     chosen = {
         Split.TRAIN: [i for i in range(len(known)) if splits[i] is Split.TRAIN],
-        Split.SELECT: _first((i for i in reversed(order) if splits[i] is Split.SELECT), tokenized, MAX_SELECT_TOKENS),
+        Split.SELECT: _first(
+            (i for i in reversed(order) if splits[i] is Split.SELECT), tokenized, MAX_SELECT_TOKENS
+        ),
         Split.TEST: _first((i for i in order if splits[i] is Split.TEST), tokenized, MAX_TEST_TOKENS),
     }
     train = packed_rows([tokenized[i] for i in chosen[Split.TRAIN]], row_tokens)

@@ -1,10 +1,11 @@
 """Tokens in rows of T: what a training step reads and what an evaluation reads.
 
-Training rows hold several short documents one after the other, so that few positions are padding. Evaluation rows hold
-one document each, so that a document's loss depends on nothing else. No row begins with a target, and neither
-does a document inside a row: its first token would be predicted from a stranger's text.
+Training rows hold several short documents one after the other, so that few positions are padding. Evaluation
+rows hold one document each, so that a document's loss depends on nothing else. No row begins with a target,
+and neither does a document inside a row: its first token would be predicted from a stranger's text.
 
-The batch of a step is a pure function of (rows, seed, step), so a run that was killed reads what it would have read.
+The batch of a step is a pure function of (rows, seed, step), so a run that was killed reads what it would
+have read.
 Shapes: R rows, T tokens, B rows of a batch, N targets.
 """
 
@@ -51,7 +52,8 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> li
 
 
 def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
-    """The rows of `document_rows`, several short ones put together where they fit: best fit in decreasing length."""
+    """The rows of `document_rows`, several short ones put together where they fit: best fit in decreasing
+    length."""
     pieces = document_rows(documents, row_tokens)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
@@ -95,7 +97,9 @@ class TrainingBatches:
 
     def _epoch_order(self, epoch: int) -> list[int]:
         def key(row: int) -> bytes:
-            return hashlib.blake2b(f"permille-order-1\0{self._seed}\0{epoch}\0{row}".encode(), digest_size=16).digest()
+            return hashlib.blake2b(
+                f"permille-order-1\0{self._seed}\0{epoch}\0{row}".encode(), digest_size=16
+            ).digest()
 
         return sorted(range(len(self._rows)), key=key)
 

@@ -11,8 +11,9 @@
     state.i64           the chosen state, a cache of the journal's replay
     outcome.json        the end: what the user is told, and the metrics of the report
 
-Rules: a result is a function of the run's definition and of earlier results. So a run that is killed anywhere and started
-again computes what is missing and ends with the same bits; what was written is never computed again.
+Rules: a result is a function of the run's definition and of earlier results. So a run that is killed anywhere
+and started again computes what is missing and ends with the same bits; what was written is never computed
+again.
 """
 
 import hashlib
@@ -116,8 +117,8 @@ class RunFolder:
 def open_run(home: Home, definition: Mapping[str, Any]) -> RunFolder:
     """The folder of the run with this definition: the one that was begun, or a new one.
 
-    `definition` decides the results (package, data, seed, settings), so its digest is the folder's name: the same
-    command after a crash finds its run.
+    `definition` decides the results (package, data, seed, settings), so its digest is the folder's name: the
+    same command after a crash finds its run.
     """
     name = hashlib.sha256(canonical_json(definition)).hexdigest()[:24]
     run = RunFolder(home.runs / name)
@@ -151,5 +152,7 @@ def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
     runs = list_runs(home)
     deleted = [run for run in runs[: max(0, len(runs) - newest)] if run.name not in keep]
     for run in deleted:
-        shutil.rmtree(run.path)
+        run.path.rename(run.path.with_name(f".deleted-{run.name}"))
+    for path in home.runs.glob(".deleted-*"):
+        shutil.rmtree(path)
     return [run.name for run in deleted]

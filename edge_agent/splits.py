@@ -1,8 +1,9 @@
 """Which documents train, which select the state, and which are kept to judge the result at the end.
 
-A document's split is a function of its group and the seed alone: more text, another order or another package moves no
-document from one split to another. Only the shares widen, in fixed nested levels, where there is little text: the
-test part must hold `MIN_TEST_TOKENS` target tokens, or a difference between two models is luck.
+A document's split is a function of its group and the seed alone: more text, another order or another package
+moves no document from one split to another. Only the shares widen, in fixed nested levels, where there is
+little text: the test part must hold `MIN_TEST_TOKENS` target tokens, or a difference between two models is
+luck.
 """
 
 import hashlib
@@ -92,8 +93,9 @@ def _too_little(counts: dict[Split, SplitCount]) -> str:
     documents = sum(split.documents for split in counts.values())
     needed = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
     return (
-        f"expected at least {MIN_TEST_TOKENS} held-out tokens in {MIN_TEST_DOCUMENTS} or more documents to judge the result, "
-        f"{MIN_SELECT_TOKENS} to select the state and {MIN_TRAIN_TOKENS} to train (about {needed} tokens in all, some more "
-        f"because documents are not divided), got {counts[Split.TEST].tokens} tokens in {counts[Split.TEST].documents} "
-        f"documents, {counts[Split.SELECT].tokens} and {counts[Split.TRAIN].tokens} ({total} tokens in {documents} documents)"
+        f"expected at least {MIN_TEST_TOKENS} held-out tokens in {MIN_TEST_DOCUMENTS} or more documents to "
+        f"judge the result, {MIN_SELECT_TOKENS} to select the state and {MIN_TRAIN_TOKENS} to train (about "
+        f"{needed} tokens in all, some more because documents are not divided), got "
+        f"{counts[Split.TEST].tokens} tokens in {counts[Split.TEST].documents} documents, "
+        f"{counts[Split.SELECT].tokens} and {counts[Split.TRAIN].tokens} ({total} in {documents} documents)"
     )

@@ -1,7 +1,7 @@
 """Text to tokens and back, by the package's own `tokenizer.json`; transformers is not needed.
 
-Special tokens written in the user's text are text. Only what a chat template writes may be special, and a message
-that contains a special token is refused there.
+Special tokens written in the user's text are text. Only what a chat template writes may be special, and a
+message that contains a special token is refused there.
 """
 
 import json
@@ -27,7 +27,8 @@ class TokenizedDocument:
     Attributes:
         ids_T: int64, the token ids.
         target_T: bool, whether the loss counts the prediction of the token; never the first.
-        bytes_T: int64, how many bytes of the text the token stands for; their sum over targets makes bits per byte.
+        bytes_T: int64, how many bytes of the text the token stands for; their sum over targets makes bits per
+            byte.
     """
 
     ids_T: NDArray[np.int64]
@@ -57,7 +58,7 @@ class TextTokenizer:
             raise PackageError("tokenizer", "expected a tokenizer.json in the package, found none")
         try:
             self._tokenizer = Tokenizer.from_buffer(data)
-        except Exception as exc:  # noqa: BLE001 - the binding raises bare Exception for every malformed file
+        except Exception as exc:
             raise PackageError("tokenizer", f"expected a tokenizer.json that can be read: {exc}") from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -131,7 +132,8 @@ class TextTokenizer:
         Args:
             content: the document.
             template: of this package; used for conversations only.
-            row_tokens: a prompt is shortened from its start so that its completion fits into a row of so many tokens.
+            row_tokens: a prompt is shortened from its start so that its completion fits into a row of so many
+                tokens.
 
         Raises:
             InputError: a conversation contains a special token or does not survive its template.
@@ -204,7 +206,9 @@ def _document(encoding: Any, text: str, spans: Sequence[tuple[int, int]]) -> Tok
     # Several tokens of one character have the same offsets: its bytes are counted once.
     seen_T = np.concatenate([[0], np.maximum.accumulate(ends_T)[:-1]]) if len(ends_T) else ends_T
     bytes_before = np.concatenate([[0], np.cumsum([len(c.encode()) for c in text], dtype=np.int64)])
-    bytes_T = np.maximum(bytes_before[ends_T] - bytes_before[np.maximum(starts_T, np.minimum(seen_T, ends_T))], 0)
+    bytes_T = np.maximum(
+        bytes_before[ends_T] - bytes_before[np.maximum(starts_T, np.minimum(seen_T, ends_T))], 0
+    )
     return TokenizedDocument(ids_T, target_T, bytes_T)
 
 

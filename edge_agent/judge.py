@@ -1,0 +1,141 @@
+"""Whether the chosen state is adopted: judged once, on text that nothing has looked at.
+
+Adopted means better than the base and, where another personalised model is active, better than that one, each
+by the lower end of a 95% interval (`evaluate.py`). The active model may belong to another package with
+another
+tokenizer: it is judged under its own, on the same documents, in nats per document.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_agent.activation import Active
+from edge_agent.data import DataReport
+from edge_agent.evaluate import Comparison, DocumentLosses, document_losses, paired_bootstrap
+from edge_agent.prepare import tokenize
+from edge_agent.rows import document_rows
+from edge_agent.run_folder import Json, RunFolder
+from edge_agent.search import Setup, search_seed
+from edge_agent.tokens import TextTokenizer
+from edge_agent.trainer import Chosen
+from permille.engines.interface import Engine
+from permille.zo.lattice import state_digest, values
+
+# Opens the model that is active now: its engine, values and tokenizer.
+OpenModel = Callable[[], tuple[Engine, NDArray[np.float32], TextTokenizer]]
+
+
+def judge(setup: Setup, run: RunFolder, chosen: Chosen, incumbent: Active, open_incumbent: OpenModel) -> Json:
+    """The decision, durable before anything acts on it.
+
+    Args:
+        setup: of the run.
+        run: its folder.
+        chosen: the state that the run ended with.
+        incumbent: what is active now.
+        open_incumbent: opens it; called only where it is personalised.
+    """
+
+    def decide() -> Json:
+        base = _losses(run, "base", setup, setup.w_base_K)
+        exponent = chosen.header.step_unit_exponent
+        decision: Json = {
+            "attempt": chosen.attempt,
+            "step": chosen.step,
+            "steps": chosen.steps,
+            "stopped": chosen.stopped,
+            "state_digest": state_digest(
+                chosen.s_K, mask_digest=setup.mask_digest, step_unit_exponent=exponent
+            ),
+            "incumbent": asdict(incumbent),
+            "loss_base": base.per_token,
+            "bits_per_byte_base": base.bits_per_byte,
+        }
+        if chosen.step == 0:
+            return decision | {"adopted": False, "reason": _no_step(chosen.stopped)}
+        personal = _losses(run, "personal", setup, values(setup.w_base_K, chosen.s_K, exponent))
+        seed = search_seed(setup.options.seed, "bootstrap")
+        against_base = paired_bootstrap(base.nats_D, personal.nats_D, base.tokens_D, seed=seed)
+        decision |= {
+            "loss_personal": personal.per_token,
+            "bits_per_byte_personal": personal.bits_per_byte,
+            "against_base": asdict(against_base),
+        }
+        if not against_base.better:
+            return decision | {"adopted": False, "reason": "not surely better than the base on held-out text"}
+        if incumbent.run is None:
+            return decision | {"adopted": True, "reason": "better than the base on held-out text"}
+        against_active = _against_active(run, setup, personal, open_incumbent, seed)
+        reason = "better than the base and than the active model on held-out text"
+        if not against_active.better:
+            reason = "better than the base, but not surely better than the active model on held-out text"
+        return decision | {
+            "against_active": asdict(against_active),
+            "adopted": against_active.better,
+            "reason": reason,
+        }
+
+    return run.once("decision", decide)
+
+
+def _against_active(
+    run: RunFolder, setup: Setup, personal: DocumentLosses, open_incumbent: OpenModel, seed: int
+) -> Comparison:
+    known = run.once("losses-active", lambda: _active_losses(setup, open_incumbent))
+    active = _from_json(known)
+    both_D = active.tokens_D > 0
+    return paired_bootstrap(
+        active.nats_D[both_D], personal.nats_D[both_D], personal.bytes_D[both_D], seed=seed
+    )
+
+
+def _active_losses(setup: Setup, open_incumbent: OpenModel) -> Json:
+    engine, values_K, tokenizer = open_incumbent()
+    documents = setup.prepared.test_documents
+    row_tokens = setup.options.row_tokens
+    known, tokenized = tokenize(documents, tokenizer, DataReport(), row_tokens=row_tokens)
+    found = document_losses(engine, values_K, document_rows(tokenized, row_tokens), len(known))
+    places = {document.group: index for index, document in enumerate(known)}
+    all_D = DocumentLosses(
+        np.zeros(len(documents)), np.zeros(len(documents), np.int64), np.zeros(len(documents), np.int64)
+    )
+    for index, document in enumerate(documents):
+        if (place := places.get(document.group)) is not None:
+            all_D.nats_D[index] = found.nats_D[place]
+            all_D.tokens_D[index] = found.tokens_D[place]
+            all_D.bytes_D[index] = found.bytes_D[place]
+    return _to_json(all_D)
+
+
+def _losses(run: RunFolder, name: str, setup: Setup, values_K: NDArray[np.float32]) -> DocumentLosses:
+    documents = len(setup.prepared.test_documents)
+
+    def measure() -> Json:
+        return _to_json(document_losses(setup.engine, values_K, setup.prepared.test, documents))
+
+    return _from_json(run.once(f"losses-{name}", measure))
+
+
+def _to_json(losses: DocumentLosses) -> Json:
+    """Sums that are not finite are written as null: JSON has no other word for them."""
+    finite = [nats if np.isfinite(nats) else None for nats in losses.nats_D.tolist()]
+    return {"nats": finite, "tokens": losses.tokens_D.tolist(), "bytes": losses.bytes_D.tolist()}
+
+
+def _from_json(known: Json) -> DocumentLosses:
+    return DocumentLosses(
+        np.array([np.nan if nats is None else nats for nats in known["nats"]], dtype=np.float64),
+        np.array(known["tokens"], dtype=np.int64),
+        np.array(known["bytes"], dtype=np.int64),
+    )
+
+
+def _no_step(stopped: str) -> str:
+    if stopped == "rejected":
+        return "too many steps had a loss that is not finite, with every step size that was tried"
+    if stopped == "diverged":
+        return "the loss grew with every step size that was tried"
+    return "no state was better than the base on the select split"

@@ -1,0 +1,74 @@
+"""The choices of one training run, and the defaults that need no tuning (docs/adr/0070 and 0071)."""
+
+from dataclasses import dataclass, replace
+
+from permille.errors import InputError
+from permille.zo.log import EstimatorKind, Schedule
+
+DEFAULT_MINUTES = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What a run is told.
+
+    Attributes:
+        seed: of splits, batches, directions and the bootstrap.
+        steps: how many steps; such a run is exactly reproducible on the same machine and threads.
+        minutes: how long, search and judgement included; the number of steps is then what the time gives.
+        estimator: two-sided finite differences, or exact directional derivatives.
+        queries: directions a step.
+        batch_rows: rows a step.
+        row_tokens: longest row.
+        schedule: how the learning rate falls.
+        patience: stop after so many evaluations without a new best; None never stops early.
+    """
+
+    seed: int = 0
+    steps: int | None = None
+    minutes: float | None = None
+    estimator: EstimatorKind = EstimatorKind.SPSA
+    queries: int = 4
+    batch_rows: int = 4
+    row_tokens: int = 128
+    schedule: Schedule = Schedule.LINEAR
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can have.
+
+        Raises:
+            InputError: which number was expected and which came.
+        """
+        if (self.steps is None) == (self.minutes is None):
+            raise InputError("expected a number of steps or of minutes, got both or neither")
+        if self.steps is not None and not 1 <= self.steps <= 1_000_000:
+            raise InputError(f"expected 1 to 1,000,000 steps, got {self.steps}")
+        if self.minutes is not None and not 0 < self.minutes <= 10_080:
+            raise InputError(f"expected more than 0 and at most 10,080 minutes, got {self.minutes}")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"expected a seed from 0 to 2**63 - 1, got {self.seed}")
+        for name in ("queries", "batch_rows", "patience"):
+            number = getattr(self, name)
+            if number is not None and not 1 <= number <= 256:
+                raise InputError(f"expected {name} from 1 to 256, got {number}")
+        if not 8 <= self.row_tokens <= 8192:
+            raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
+
+    def within(self, positions: int) -> "TrainOptions":
+        """The same choices, with rows no longer than the model's `positions`."""
+        return replace(self, row_tokens=min(self.row_tokens, positions))
+
+    def definition(self) -> dict[str, str | int | None]:
+        """The choices that decide a run's results, for its digest: numbers that are not integers as text."""
+        return {
+            "seed": self.seed,
+            "steps": self.steps,
+            "minutes": None if self.minutes is None else repr(self.minutes),
+            "estimator": self.estimator.value,
+            "queries": self.queries,
+            "batch_rows": self.batch_rows,
+            "row_tokens": self.row_tokens,
+            "schedule": self.schedule.value,
+            "patience": self.patience,
+        }

@@ -1,0 +1,208 @@
+"""How far to look and how far to step: epsilon and the learning rate, found on the device before training.
+
+Epsilon starts where `epsilon * sqrt(k)` is about 0.5 and is checked: the projected gradients at epsilon and
+at 2 epsilon must agree, `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is
+tried. Forward mode has no epsilon, so nothing is checked there.
+
+The learning rate starts where one step has norm `learning_rate * g_rms * sqrt(k) = 0.35` and is raced against
+a third and three times of it: a few steps each from the base, thrown away, judged on the select split; while
+the best is at an end of the range, the range grows there. Both rules are in docs/adr/0071.
+
+Every result is a function of (package, data, seed, options) and of results before it.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_agent.evaluate import mean_loss
+from edge_agent.options import TrainOptions
+from edge_agent.prepare import Prepared
+from edge_agent.rows import TrainingBatches
+from edge_agent.run_folder import Json, RunFolder
+from permille.engines.interface import Engine
+from permille.errors import PermilleError
+from permille.zo.directions import Distribution
+from permille.zo.estimators import apply_record, forward_mode, spsa, take_step
+from permille.zo.lattice import step_unit_exponent_for, values
+from permille.zo.log import EstimatorKind, LogHeader, Schedule
+
+EPSILON_NORM = 0.5
+STEP_NORM = 0.35
+MAX_RELATIVE_ERROR = 0.3
+PROBE_STEPS = 4
+EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
+RACE_FACTOR = 3.0
+MAX_RACES = 6
+
+
+class SearchFailed(PermilleError):  # noqa: N818 - an end of a run, reported as such
+    """No epsilon or no step size works for this package on this text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What every phase of a run works with; nothing in it changes."""
+
+    engine: Engine
+    package_digest: str
+    mask_digest: str
+    counts: tuple[int, ...]
+    w_base_K: NDArray[np.float32]
+    prepared: Prepared
+    options: TrainOptions
+    batches: TrainingBatches
+
+    def header(
+        self,
+        *,
+        seed: int,
+        epsilon: float,
+        learning_rate: float = 1.0,
+        step_unit_exponent: int = 0,
+        total_steps: int = 1,
+        schedule: Schedule = Schedule.CONSTANT,
+    ) -> LogHeader:
+        """The header of a log of this run."""
+        return LogHeader(
+            package_digest=self.package_digest,
+            mask_digest=self.mask_digest,
+            seed=seed,
+            distribution=Distribution.RADEMACHER,
+            estimator=self.options.estimator,
+            queries=self.options.queries,
+            epsilon=epsilon,
+            learning_rate=learning_rate,
+            schedule=schedule,
+            total_steps=total_steps,
+            step_unit_exponent=step_unit_exponent,
+            counts=self.counts,
+        )
+
+
+def search_seed(seed: int, stage: str) -> int:
+    """The seed of thrown-away directions: never those of the run itself."""
+    digest = hashlib.sha256(f"permille-search-1\0{seed}\0{stage}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def find_epsilon(setup: Setup, run: RunFolder) -> Json:
+    """Epsilon, its relative error and the rms of the projected gradients, as {epsilon, relative_error, g_rms}.
+
+    Raises:
+        SearchFailed: the loss does not depend on the weights, or no epsilon gives a usable gradient.
+    """
+    start = EPSILON_NORM / math.sqrt(len(setup.w_base_K))
+    if setup.options.estimator is EstimatorKind.FORWARD:
+        probe = run.once("search-forward", lambda: {"g_rms": _finite(_rms(_projected(setup, start)))})
+        g_rms = probe["g_rms"]
+        if not g_rms:
+            raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {g_rms}")
+        return {"epsilon": start, "relative_error": 0.0, "g_rms": g_rms}
+    errors = []
+    for tried, factor in enumerate(EPSILON_FACTORS, start=1):
+        epsilon = start * factor
+        probe = run.once(f"search-epsilon-{tried}", partial(_probe, setup, epsilon))
+        errors.append(probe["relative_error"])
+        if probe["relative_error"] is not None and probe["relative_error"] <= MAX_RELATIVE_ERROR:
+            return {"epsilon": epsilon, **probe}
+    tried_epsilons = ", ".join(f"{start * factor:.2g}" for factor in EPSILON_FACTORS)
+    raise SearchFailed(
+        f"expected a relative error of the gradient of at most {MAX_RELATIVE_ERROR}, got {errors} for "
+        f"epsilon {tried_epsilons}: this engine's arithmetic is too coarse for this package"
+    )
+
+
+def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: float, race_steps: int) -> Json:
+    """The learning rate that wins the race, with all losses: {learning_rate, start, races, base_loss}.
+
+    Raises:
+        SearchFailed: no learning rate gave a finite loss.
+    """
+    start = STEP_NORM / (g_rms * math.sqrt(len(setup.w_base_K)))
+    base_loss = run.once("search-base", lambda: {"loss": _finite(_base_loss(setup))})["loss"]
+    if base_loss is None:
+        raise SearchFailed("expected a finite loss of the base model on this text, got none")
+    losses: dict[int, float] = {}
+    wanted = [-1, 0, 1]
+    while wanted:
+        for power in wanted:
+            losses[power] = _raced(setup, run, epsilon, g_rms, start, power, race_steps)
+        best = min(losses, key=lambda power: (losses[power], power))
+        edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
+        wanted = [edge] if edge is not None and len(losses) < MAX_RACES else []
+    if not math.isfinite(losses[best]):
+        raise SearchFailed("expected a finite loss after a few steps of some size, got none")
+    return {
+        "learning_rate": start * RACE_FACTOR**best,
+        "start": start,
+        "races": {str(power): _finite(loss) for power, loss in sorted(losses.items())},
+        "base_loss": base_loss,
+    }
+
+
+def _raced(
+    setup: Setup, run: RunFolder, epsilon: float, g_rms: float, start: float, power: int, steps: int
+) -> float:
+    learning_rate = start * RACE_FACTOR**power
+
+    def race() -> Json:
+        loss = _race(setup, epsilon, g_rms, learning_rate, steps)
+        return {"learning_rate": learning_rate, "steps": steps, "loss": _finite(loss)}
+
+    result = run.once(f"search-race-{power}", race)
+    return math.inf if result["loss"] is None else float(result["loss"])
+
+
+def _race(setup: Setup, epsilon: float, g_rms: float, learning_rate: float, steps: int) -> float:
+    """Loss on the select split after a few steps from the base. The steps are thrown away."""
+    header = setup.header(
+        seed=search_seed(setup.options.seed, "race"),
+        epsilon=epsilon,
+        learning_rate=learning_rate,
+        step_unit_exponent=step_unit_exponent_for(learning_rate, g_rms, setup.options.queries),
+        total_steps=steps,
+        schedule=setup.options.schedule,
+    )
+    s_K = np.zeros(header.k, dtype=np.int64)
+    for step in range(steps):
+        record = take_step(setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step, clip=None)
+        apply_record(s_K, record, header)
+    values_K = values(setup.w_base_K, s_K, header.step_unit_exponent)
+    return mean_loss(setup.engine, values_K, setup.prepared.select)
+
+
+def _base_loss(setup: Setup) -> float:
+    return mean_loss(setup.engine, setup.w_base_K, setup.prepared.select)
+
+
+def _probe(setup: Setup, epsilon: float) -> Json:
+    g_N = np.asarray(_projected(setup, epsilon))
+    g2_N = np.asarray(_projected(setup, 2 * epsilon))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
+    return {"relative_error": _finite(error), "g_rms": _finite(_rms(g_N.tolist()))}
+
+
+def _projected(setup: Setup, epsilon: float) -> list[float]:
+    """Projected gradients at the base, along thrown-away directions on the first batches."""
+    header = setup.header(seed=search_seed(setup.options.seed, "probe"), epsilon=epsilon)
+    estimate = spsa if setup.options.estimator is EstimatorKind.SPSA else forward_mode
+    s_K = np.zeros(header.k, dtype=np.int64)
+    scalars: list[float] = []
+    for step in range(PROBE_STEPS):
+        _, g_Q = estimate(setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step)
+        scalars += g_Q.tolist()
+    return scalars
+
+
+def _rms(scalars: list[float]) -> float:
+    return math.sqrt(sum(g * g for g in scalars) / len(scalars))
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,243 @@
+"""One personalisation, from the user's text to a decision, as phases whose results are durable.
+
+    prepare -> epsilon -> step size -> plan -> steps (with evaluations) -> choose the best step -> judge ->
+    decide
+
+Every phase is a function of the run's definition and of results before it (`run_folder.py`), every step a
+function of the journal before it. So a run that is killed at any moment and started again ends with the same
+bits.
+
+A step size that makes the loss on the select split grow by a tenth, or makes losses that are not finite, is
+halved: the attempt's steps are thrown away and the next attempt starts from the base. At most `MAX_ATTEMPTS`
+times; then the base is kept, and the outcome says why.
+
+The state is chosen on the select split and judged on the test split, which nothing has looked at. It is
+adopted only if it is better than the base AND better than what is active now, each by the lower end of a 95%
+interval.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_agent.evaluate import mean_loss
+from edge_agent.progress import RunProgress
+from edge_agent.run_clock import JUDGEMENT_SHARE, SEARCH_SHARE, RunClock
+from edge_agent.run_folder import Evaluation, Json, RunFolder
+from edge_agent.search import Setup, find_epsilon, find_learning_rate
+from permille.zo.estimators import apply_record, take_step
+from permille.zo.journal import Journal
+from permille.zo.lattice import step_unit_exponent_for, values
+from permille.zo.log import LogHeader, StepFlag, StepRecord
+from permille.zo.replay import replay
+
+MAX_ATTEMPTS = 4
+DIVERGED = 1.10
+MAX_REJECTED_SHARE = 0.1
+MIN_REJECTED = 5
+# A projected gradient so far beyond the usual is an outlier of the batch: its step is bounded, and flagged.
+CLIP_RMS = 8.0
+EVALUATIONS = 20
+RACE_SHARE = 10
+RACE_STEPS = (5, 40)
+# For planning a run with a time limit: racers of a usual search, and how much longer evaluations make a run.
+RACERS = 4
+EVALUATION_OVERHEAD = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The state that a run ends with, before it is judged.
+
+    Attributes:
+        attempt: which attempt it is from.
+        step: how many of its steps it is made of; 0 is the base.
+        steps: how many steps the attempt made.
+        s_K: the state.
+        header: of its log.
+        stopped: why the run ended: "steps", "time", "patience", "diverged" or "rejected".
+    """
+
+    attempt: int
+    step: int
+    steps: int
+    s_K: NDArray[np.int64]
+    header: LogHeader
+    stopped: str
+
+
+def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClock) -> Json:
+    """Everything that the steps depend on, written before the first of them.
+
+    Raises:
+        InputError: no usable epsilon or step size.
+    """
+
+    def plan() -> Json:
+        progress.phase("finding epsilon")
+        epsilon = find_epsilon(setup, run)
+        steps, race_steps = _lengths(setup, run, epsilon["epsilon"], clock)
+        progress.phase("finding the step size")
+        rate = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], race_steps)
+        return {
+            "epsilon": epsilon["epsilon"],
+            "epsilon_search": epsilon,
+            "g_rms": epsilon["g_rms"],
+            "learning_rate": rate["learning_rate"],
+            "learning_rate_search": rate,
+            "base_loss": rate["base_loss"],
+            "total_steps": steps,
+            "evaluate_every": max(1, math.ceil(steps / EVALUATIONS)),
+            "clip": CLIP_RMS * epsilon["g_rms"],
+            "options": setup.options.definition(),
+        }
+
+    return run.once("plan", plan)
+
+
+def train_attempts(
+    setup: Setup, run: RunFolder, plan: Json, progress: RunProgress, clock: RunClock
+) -> Chosen:
+    """Steps until one attempt ends without diverging; resumes where the journals end."""
+    chosen = _attempt(setup, run, plan, 0, progress, clock)
+    for attempt in range(1, MAX_ATTEMPTS):
+        if chosen.stopped not in ("diverged", "rejected"):
+            break
+        progress.phase(f"steps too large ({chosen.stopped}): starting again with half of them")
+        chosen = _attempt(setup, run, plan, attempt, progress, clock)
+    return chosen
+
+
+def attempt_header(setup: Setup, plan: Json, attempt: int) -> LogHeader:
+    """The header of an attempt's log: half the step size of the attempt before."""
+    learning_rate = plan["learning_rate"] * 0.5**attempt
+    return setup.header(
+        seed=setup.options.seed,
+        epsilon=plan["epsilon"],
+        learning_rate=learning_rate,
+        step_unit_exponent=step_unit_exponent_for(learning_rate, plan["g_rms"], setup.options.queries),
+        total_steps=plan["total_steps"],
+        schedule=setup.options.schedule,
+    )
+
+
+def state_of(header: LogHeader, records: Sequence[StepRecord]) -> NDArray[np.int64]:
+    """The state that the first records of a log add up to."""
+    rows = [record.coefficients for record in records]
+    return replay(header, np.array(rows, dtype=np.int64).reshape(len(rows), header.queries))
+
+
+def _attempt(
+    setup: Setup, run: RunFolder, plan: Json, attempt: int, progress: RunProgress, clock: RunClock
+) -> Chosen:
+    header = attempt_header(setup, plan, attempt)
+    path = run.journal(attempt)
+    with Journal.open(path) if path.exists() else Journal.create(path, header) as journal:
+        records = list(journal.records())
+        s_K = state_of(header, records)
+        rejected = sum(StepFlag.REJECTED in record.flags for record in records)
+        evaluations = run.evaluations(attempt)
+        while True:
+            step = journal.next_step
+            out_of_time = clock.passed(attempt, step)
+            if _due(step, plan, evaluations, out_of_time):
+                evaluation = _evaluate(setup, plan, header, s_K, step)
+                run.append_evaluation(attempt, evaluation)
+                evaluations.append(evaluation)
+                clock.store()
+                _tell(progress, evaluation, plan)
+            if stopped := _ended(setup, plan, step, rejected, evaluations, out_of_time):
+                return _choose(journal, attempt, evaluations, stopped)
+            record = take_step(
+                setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step, clip=plan["clip"]
+            )
+            journal.append(record)
+            apply_record(s_K, record, header)
+            rejected += StepFlag.REJECTED in record.flags
+            progress.step(step + 1, header.total_steps, record.loss)
+
+
+def _due(step: int, plan: Json, evaluations: Sequence[Evaluation], out_of_time: bool) -> bool:
+    if evaluations and evaluations[-1].step >= step:
+        return False
+    return out_of_time or step % plan["evaluate_every"] == 0 or step == plan["total_steps"]
+
+
+def _evaluate(setup: Setup, plan: Json, header: LogHeader, s_K: NDArray[np.int64], step: int) -> Evaluation:
+    if step == 0:
+        return Evaluation(0, plan["base_loss"])
+    values_K = values(setup.w_base_K, s_K, header.step_unit_exponent)
+    loss = mean_loss(setup.engine, values_K, setup.prepared.select)
+    return Evaluation(step, loss if math.isfinite(loss) else None)
+
+
+def _tell(progress: RunProgress, evaluation: Evaluation, plan: Json) -> None:
+    if evaluation.loss is not None:
+        progress.evaluated(evaluation.step, evaluation.loss, plan["base_loss"])
+
+
+def _ended(
+    setup: Setup,
+    plan: Json,
+    step: int,
+    rejected: int,
+    evaluations: Sequence[Evaluation],
+    out_of_time: bool,
+) -> str | None:
+    """Why the attempt ends before `step`, or None; a function of durable results."""
+    if rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * step):
+        return "rejected"
+    last = evaluations[-1]
+    if last.step == step and (last.loss is None or last.loss > DIVERGED * plan["base_loss"]):
+        return "diverged"
+    if step >= plan["total_steps"]:
+        return "steps"
+    if out_of_time:
+        return "time"
+    if setup.options.patience is not None and _waited(evaluations) >= setup.options.patience:
+        return "patience"
+    return None
+
+
+def _waited(evaluations: Sequence[Evaluation]) -> int:
+    best = _best(evaluations)
+    return sum(evaluation.step > best for evaluation in evaluations)
+
+
+def _best(evaluations: Sequence[Evaluation]) -> int:
+    finite = [(e.loss, e.step) for e in evaluations if e.loss is not None]
+    return min(finite)[1] if finite else 0
+
+
+def _choose(journal: Journal, attempt: int, evaluations: Sequence[Evaluation], stopped: str) -> Chosen:
+    step = 0 if stopped in ("diverged", "rejected") else _best(evaluations)
+    s_K = state_of(journal.header, list(journal.records())[:step])
+    return Chosen(
+        attempt=attempt, step=step, steps=journal.next_step, s_K=s_K, header=journal.header, stopped=stopped
+    )
+
+
+def _lengths(setup: Setup, run: RunFolder, epsilon: float, clock: RunClock) -> tuple[int, int]:
+    """Steps of the run and of each racer; with a time limit, from the measured time of a step."""
+    low, high = RACE_STEPS
+    if setup.options.steps is not None:
+        return setup.options.steps, min(high, max(low, setup.options.steps // RACE_SHARE))
+    step_s = run.once("search-pace", lambda: {"step_s": _step_seconds(setup, epsilon, clock)})["step_s"]
+    available_s = 60.0 * float(setup.options.minutes or 0.0)
+    race_steps = min(high, max(2, int(SEARCH_SHARE * available_s / step_s / RACERS)))
+    left_s = available_s * (1.0 - JUDGEMENT_SHARE) - RACERS * race_steps * step_s
+    return max(1, int(left_s / step_s / EVALUATION_OVERHEAD)), race_steps
+
+
+def _step_seconds(setup: Setup, epsilon: float, clock: RunClock) -> float:
+    header = setup.header(seed=0, epsilon=epsilon)
+    s_K = np.zeros(header.k, dtype=np.int64)
+    durations = []
+    for step in range(3):
+        start = clock.seconds()
+        take_step(setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step, clip=None)
+        durations.append(clock.seconds() - start)
+    return max(1e-6, sorted(durations)[1])

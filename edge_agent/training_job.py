@@ -1,0 +1,290 @@
+"""`run_training`: one personalisation on this device, from paths to an adopted state, as `train` and the
+daemon ask for it.
+
+The thin shell around `trainer.py` and `judge.py`: opens package, engine and data, finds the run that the same
+request began before, and makes the end durable. The caller holds the writers' lock.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_agent.activation import Active, activate, active_model, referenced_runs
+from edge_agent.data import DataReport, Document, read_documents
+from edge_agent.home import Home
+from edge_agent.interruption import InterruptibleEngine, RunInterrupted
+from edge_agent.judge import judge
+from edge_agent.metrics import RunFacts, run_metrics
+from edge_agent.options import TrainOptions
+from edge_agent.personal import canonical_log, model_values, store_state
+from edge_agent.prepare import Prepared, prepare
+from edge_agent.progress import RunProgress, SilentProgress
+from edge_agent.releases import InstalledRelease, installed_release
+from edge_agent.rows import TrainingBatches
+from edge_agent.run_clock import RunClock
+from edge_agent.run_folder import Json, RunFolder, open_run, prune_runs
+from edge_agent.search import SearchFailed, Setup
+from edge_agent.tokens import TextTokenizer
+from edge_agent.trainer import Chosen, attempt_header, make_plan, train_attempts
+from permille.engines.factory import open_engine
+from permille.engines.interface import Engine, EngineInfo
+from permille.errors import InputError, OperatorError
+from permille.files import write_atomic
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille.schemas.runs import Outcome
+from permille.zo.journal import read_journal
+from permille.zo.log import StepFlag
+
+OpenEngine = Callable[[Package], Engine]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        run: folder name of the run; None where it never began.
+        outcome: as it is reported.
+        message: for the user.
+        known: the run had ended before; nothing was computed.
+        details: decision, plan and metrics as JSON.
+    """
+
+    run: str | None
+    outcome: Outcome
+    message: str
+    known: bool = False
+    details: Json
+
+
+def run_training(
+    home: Home,
+    *,
+    data_paths: Sequence[Path],
+    steps: int | None,
+    minutes: float | None,
+    seed: int,
+    share_log: bool,
+    stop_event: threading.Event | None = None,
+    progress: RunProgress | None = None,
+    options: TrainOptions | None = None,
+    engine_of: OpenEngine = open_engine,
+) -> RunResult:
+    """Personalise the installed package on the text in `data_paths`; adopt the result where it is surely
+    better.
+
+    Started again with the same arguments after a kill, it goes on and ends with the same bits.
+
+    Args:
+        home: the home folder; the caller holds its lock.
+        data_paths: files and folders.
+        steps: how many steps, or None.
+        minutes: how long, or None; exactly one of the two.
+        seed: of the run.
+        share_log: put the log of the chosen state beside the outcome, to be uploaded with the report.
+        stop_event: once set, the run stops within one call of the engine, resumable.
+        progress: told what happens.
+        options: further choices; `steps`, `minutes` and `seed` are then those in it.
+        engine_of: opens an engine on a package.
+
+    Raises:
+        InputError: paths or options that cannot be used.
+        OperatorError: no package is installed.
+        PackageError: the package or a state is not what it claims to be.
+    """
+    options = options or TrainOptions(seed=seed, steps=steps, minutes=minutes)
+    progress = progress or SilentProgress()
+    release = installed_release(home)
+    if release is None:
+        raise OperatorError("expected an installed package, found none: run `permille-agent pull`")
+    package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
+    options = options.within(int(package.config.get("max_position_embeddings") or options.row_tokens))
+    progress.phase("reading the text")
+    documents, report = read_documents(data_paths)
+    tokenizer = package_tokenizer(package)
+    try:
+        prepared = prepare(documents, tokenizer, report, seed=options.seed, row_tokens=options.row_tokens)
+    except InputError as exc:
+        return _refused(home, release, package, options, documents, report, str(exc))
+    run = _run(home, package, options, prepared.digest, data_paths)
+    if (ended := run.load("outcome")) is not None:
+        return _result(run, ended, known=True)
+    progress.phase("loading the model")
+    engine = engine_of(package)
+    if stop_event is not None:
+        engine = InterruptibleEngine(engine, stop_event)
+    job = _Job(home, release, package, options, prepared, report, run, engine, share_log)
+    return job.run_to_end(progress, engine_of)
+
+
+def package_tokenizer(package: Package) -> TextTokenizer:
+    """The tokenizer in a package."""
+    names = package.manifest.files()
+    return TextTokenizer(lambda name: package.file(name) if name in names else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One run that has begun."""
+
+    home: Home
+    release: InstalledRelease
+    package: Package
+    options: TrainOptions
+    prepared: Prepared
+    report: DataReport
+    run: RunFolder
+    engine: Engine
+    share_log: bool
+
+    def run_to_end(self, progress: RunProgress, engine_of: OpenEngine) -> RunResult:
+        """All phases; those with a durable result are not computed again."""
+        clock = RunClock(self.run, minutes=self.options.minutes)
+        setup = self._setup()
+        try:
+            plan = make_plan(setup, self.run, progress, clock)
+            chosen = train_attempts(setup, self.run, plan, progress, clock)
+            progress.phase("judging on held-out text")
+            incumbent = self._incumbent()
+            decision = judge(setup, self.run, chosen, incumbent, lambda: self._open(incumbent, engine_of))
+        except RunInterrupted as exc:
+            clock.store()
+            return RunResult(run=self.run.name, outcome=Outcome.INTERRUPTED, message=str(exc), details={})
+        except SearchFailed as exc:
+            return self._end(setup, clock, Outcome.FAILED, str(exc), {}, {}, None)
+        outcome = Outcome.KEPT_BASE
+        if decision["adopted"]:
+            outcome = Outcome.ADOPTED
+            store_state(self.run, chosen.s_K)
+            expected = Active(**decision["incumbent"])
+            activate(self.home, Active(package=self.package.digest, run=self.run.name), expected=expected)
+        elif chosen.stopped in ("diverged", "rejected"):
+            outcome = Outcome.FAILED
+        return self._end(setup, clock, outcome, decision["reason"], plan, decision, chosen)
+
+    def _setup(self) -> Setup:
+        return Setup(
+            engine=self.engine,
+            package_digest=self.package.digest,
+            mask_digest=self.package.mask_digest,
+            counts=self.package.counts,
+            w_base_K=self.package.values(),
+            prepared=self.prepared,
+            options=self.options,
+            batches=TrainingBatches(
+                self.prepared.train, batch_rows=self.options.batch_rows, seed=self.options.seed
+            ),
+        )
+
+    def _incumbent(self) -> Active:
+        """What is active now, and was when the decision was made."""
+        active = active_model(self.home)
+        return Active(package=self.package.digest) if active is None else active
+
+    def _open(
+        self, active: Active, engine_of: OpenEngine
+    ) -> tuple[Engine, NDArray[np.float32], TextTokenizer]:
+        if active.package == self.package.digest:
+            values_K = model_values(self.home, active, self.package)
+            return self.engine, values_K, package_tokenizer(self.package)
+        package = Package.open(BlobFolder(self.home.blobs), active.package)
+        return engine_of(package), model_values(self.home, active, package), package_tokenizer(package)
+
+    def _end(
+        self,
+        setup: Setup,
+        clock: RunClock,
+        outcome: Outcome,
+        message: str,
+        plan: Json,
+        decision: Json,
+        chosen: Chosen | None,
+    ) -> RunResult:
+        facts = RunFacts(
+            release=self.release,
+            options=self.options,
+            k=self.package.k,
+            outcome=outcome,
+            seconds=clock.seconds(),
+            prepared=self.prepared,
+            plan=plan,
+            decision=decision,
+            engine=self.engine.info(),
+            **self._log_facts(setup, plan, decision, chosen),
+        )
+        end = {
+            "message": message,
+            "metrics": run_metrics(facts).model_dump(mode="json"),
+            "data": self.report.as_json(),
+            "engine": _engine_json(self.engine.info()),
+        }
+        self.run.store("outcome", end)
+        prune_runs(self.home, keep={self.run.name, *referenced_runs(self.home)})
+        return _result(self.run, end, known=False)
+
+    def _log_facts(self, setup: Setup, plan: Json, decision: Json, chosen: Chosen | None) -> Json:
+        if chosen is None:
+            return {}
+        records = read_journal(self.run.journal(chosen.attempt)).records
+        log = canonical_log(self.run)
+        shared = self.share_log and chosen.step > 0
+        if shared:
+            write_atomic(self.run.path / "shared.log", log, mode=0o600)
+        header = attempt_header(setup, plan, chosen.attempt)
+        return {
+            "rejected_steps": sum(StepFlag.REJECTED in record.flags for record in records),
+            "tokens_trained": setup.batches.tokens(chosen.steps),
+            "learning_rate": header.learning_rate,
+            "step_unit_exponent": header.step_unit_exponent,
+            "log_bytes": len(log),
+            "shared_state_digest": decision["state_digest"] if shared else None,
+        }
+
+
+def _run(
+    home: Home, package: Package, options: TrainOptions, data_digest: str, data_paths: Sequence[Path]
+) -> RunFolder:
+    definition = {
+        "format": "permille-run-1",
+        "package": package.digest,
+        "data": data_digest,
+        "options": options.definition(),
+    }
+    run = open_run(home, definition)
+    run.once("data", lambda: {"paths": [str(path.absolute()) for path in data_paths]})
+    return run
+
+
+def _refused(
+    home: Home,
+    release: InstalledRelease,
+    package: Package,
+    options: TrainOptions,
+    documents: Sequence[Document],
+    report: DataReport,
+    message: str,
+) -> RunResult:
+    """The end of a run that has too little text to begin: reported once for the same text."""
+    digest = hashlib.sha256("\0".join(document.group for document in documents).encode()).hexdigest()
+    run = _run(home, package, options, f"refused:{digest}", ())
+    facts = RunFacts(release=release, options=options, k=package.k, outcome=Outcome.REFUSED_DATA, seconds=0.0)
+    metrics = run_metrics(facts).model_dump(mode="json")
+    known = run.load("outcome") is not None
+    end = run.once("outcome", lambda: {"message": message, "metrics": metrics, "data": report.as_json()})
+    return _result(run, end, known=known)
+
+
+def _result(run: RunFolder, end: Json, *, known: bool) -> RunResult:
+    details = {"decision": run.load("decision"), "plan": run.load("plan"), **end}
+    outcome = Outcome(end["metrics"]["outcome"])
+    return RunResult(run=run.name, outcome=outcome, message=end["message"], known=known, details=details)
+
+
+def _engine_json(info: EngineInfo) -> Json:
+    return dict(info)

@@ -1,0 +1,120 @@
+"""A small language model in numpy behind the real engine interface: starts in no time, and can learn.
+
+The logits of the next token are a bias of every token plus entries of a table of token pairs. The first
+masked values of the package are the biases, the others are table entries. Gradients are exact, so forward
+mode is, too.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.interface import Engine, EngineInfo
+from permille.errors import InputError
+from permille.package.reader import Package
+from permille.zo.estimators import Batch
+
+
+class BigramEngine:
+    """See `permille.engines.interface.Engine`. `nan_above` makes losses NaN where a value is beyond it."""
+
+    def __init__(self, package: Package, *, nan_above: float = np.inf) -> None:
+        self._vocabulary = int(package.config["vocab_size"])
+        self._k = package.k
+        self._nan_above = nan_above
+        pairs = self._k - min(self._k, self._vocabulary)
+        seed = int.from_bytes(hashlib.sha256(package.digest.encode()).digest()[:8], "big")
+        rng = np.random.Generator(np.random.PCG64(seed))
+        self._pairs_P = np.sort(rng.choice(self._vocabulary**2, size=pairs, replace=False))
+
+    @property
+    def k(self) -> int:
+        """Number of masked weights."""
+        return self._k
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Mean loss of each variant."""
+        means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
+        return np.array(means, dtype=np.float32)
+
+    def directional_derivatives(
+        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
+    ) -> NDArray[np.float64]:
+        """Exact, by the gradient."""
+        before_N, after_N = _pairs(batch)
+        probability_NV = np.exp(_log_softmax(self._logits(values_K, before_N)))
+        probability_NV[np.arange(len(after_N)), after_N] -= 1.0
+        table = np.zeros((self._vocabulary, self._vocabulary))
+        np.add.at(table, before_N, probability_NV / len(after_N))
+        bias = min(self._k, self._vocabulary)
+        gradient_K = np.concatenate([table.sum(axis=0)[:bias], table.reshape(-1)[self._pairs_P]])
+        result: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
+        return result
+
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Loss of each target."""
+        if values_K.shape != (self._k,):
+            raise InputError(f"expected {self._k} values, got shape {values_K.shape}")
+        before_N, after_N = _pairs(batch)
+        log_probability_NV = _log_softmax(self._logits(values_K, before_N))
+        losses_N: NDArray[np.float32] = -log_probability_NV[np.arange(len(after_N)), after_N].astype(
+            np.float32
+        )
+        if np.abs(values_K).max() > self._nan_above:
+            losses_N[:] = np.nan
+        return losses_N
+
+    def generate(
+        self,
+        values_K: NDArray[np.float32],
+        prompt_ids: NDArray[np.int64],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> Iterator[int]:
+        """The most likely next tokens, or samples."""
+        rng = np.random.Generator(np.random.PCG64(seed))
+        last = int(prompt_ids[-1])
+        for _ in range(max_new_tokens):
+            logits_V = self._logits(values_K, np.array([last]))[0]
+            if temperature > 0:
+                p_V = np.exp(_log_softmax(logits_V[None] / temperature))[0]
+                last = int(rng.choice(self._vocabulary, p=p_V / p_V.sum()))
+            else:
+                last = int(logits_V.argmax())
+            if last in stop_ids:
+                return
+            yield last
+
+    def info(self) -> EngineInfo:
+        """Reported as torch: the schema of reports knows no engine of tests."""
+        return {"name": "torch", "version": "test", "compute_dtype": "float64", "threads": 1, "device": "cpu"}
+
+    def _logits(self, values_K: NDArray[np.float32], before_N: NDArray[np.int64]) -> NDArray[np.float64]:
+        bias = min(self._k, self._vocabulary)
+        table = np.zeros(self._vocabulary**2)
+        table[self._pairs_P] = values_K[bias:]
+        logits_NV: NDArray[np.float64] = table.reshape(self._vocabulary, -1)[before_N]
+        logits_NV[:, :bias] += values_K[:bias]
+        return logits_NV
+
+
+def bigram_engine(package: Package) -> Engine:
+    """An engine factory, as `run_training` takes one."""
+    return BigramEngine(package)
+
+
+def _pairs(batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    before_BT = np.roll(batch.input_ids_BT, 1, axis=1)
+    return before_BT[batch.target_BT], batch.input_ids_BT[batch.target_BT]
+
+
+def _log_softmax(logits_NV: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits_NV - logits_NV.max(axis=1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
