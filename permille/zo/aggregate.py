@@ -2,9 +2,9 @@
 
 For plain descent from one package the mean of the personalised models is the package moved by every log's
 steps, scaled by the log's share (zeroth-order federated averaging; DeComFL's rule with shared seeds,
-FedSPZO's with own ones). `c * n_c / N` is no integer, so it is rounded once, on a unit `guard_bits` finer than
-the finest of the logs: `c' = rint(c * 2**(e_c - e) * n_c / N)`, half to even, in exact integer arithmetic. What
-is rounded is published, so the result replays exactly as a log does.
+FedSPZO's with own ones). `c * n_c / N` is no integer, so it is rounded once, on a unit `guard_bits` finer
+than the finest of the logs: `c' = rint(c * 2**(e_c - e) * n_c / N)`, half to even, in exact integer
+arithmetic. What is rounded is published, so the result replays exactly as a log does.
 
 Not here: who may contribute, how stale a round may be, privacy. Logs of other packages or masks are refused.
 """

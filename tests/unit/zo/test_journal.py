@@ -1,0 +1,262 @@
+"""The journal: what is appended survives, what a crash tore is cut, what was damaged is refused."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from permille.errors import InputError, OperatorError, PackageError, RetryableError
+from permille.zo.frames import encode_header, parse_journal
+from permille.zo.journal import Journal, read_journal
+from permille.zo.log import StepFlag, StepRecord
+from permille.zo.replay import replay, replay_journal
+from tests.unit.zo import reference
+from tests.unit.zo.logs import make_header, make_records, random_rows, records_strategy, same_records
+
+ROWS = random_rows(12, seed=4)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "steps.journal"
+
+
+def write_journal(path: Path, rows: list[list[int]] = ROWS) -> list[int]:
+    """A journal of `rows`; returns where the header and then each record ends."""
+    ends = []
+    with Journal.create(path, make_header()) as journal:
+        ends.append(path.stat().st_size)
+        for record in make_records(rows):
+            journal.append(record)
+            ends.append(path.stat().st_size)
+    return ends
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(records=records_strategy(queries=2, max_steps=20))
+def test_records_come_back_in_order_with_their_losses(path: Path, records: list[StepRecord]) -> None:
+    path.unlink(missing_ok=True)
+    with Journal.create(path, make_header()) as journal:
+        for record in records:
+            journal.append(record)
+        assert same_records(list(journal.records()), records)
+    with Journal.open(path) as journal:
+        assert journal.header == make_header()
+        assert journal.torn_bytes == 0
+        assert same_records(list(journal.records()), records)
+
+
+def test_a_cut_at_any_byte_leaves_exactly_the_whole_records(path: Path) -> None:
+    ends = write_journal(path)
+    data = path.read_bytes()
+    states = [
+        reference.state(make_header().seed, ROWS[:n], make_header().counts, "rademacher") for n in (5, 12)
+    ]
+    for cut in range(ends[0], len(data) + 1):
+        whole = sum(end <= cut for end in ends[1:])
+        contents = parse_journal(data[:cut], path)
+        assert [list(record.coefficients) for record in contents.records] == ROWS[:whole]
+        assert contents.torn_bytes == cut - ends[whole]
+    path.write_bytes(data[: ends[5] + 3])
+    with Journal.open(path) as journal:
+        assert journal.torn_bytes == 3
+        assert replay_journal(journal).tolist() == states[0]
+        for record in make_records(ROWS)[5:]:
+            journal.append(record)
+        assert replay_journal(journal).tolist() == states[1]
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 40, b"\xff" * 7000, b"\x20\x00half a record"])
+def test_a_tail_that_was_allocated_but_not_written_is_cut(path: Path, tail: bytes) -> None:
+    ends = write_journal(path)
+    data = path.read_bytes()
+    path.write_bytes(data + tail)
+    with Journal.open(path) as journal:
+        assert journal.torn_bytes == len(tail)
+        assert journal.next_step == len(ROWS)
+    assert path.stat().st_size == ends[-1]
+
+
+def test_a_flipped_bit_before_the_last_record_is_damage_and_not_a_torn_tail(path: Path) -> None:
+    ends = write_journal(path)
+    data = path.read_bytes()
+    for position in range(ends[0], ends[-2]):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(PackageError) as caught:
+            parse_journal(bytes(damaged), path)
+        assert caught.value.code == "journal-corrupt"
+
+
+def test_a_damaged_journal_is_left_as_it_is(path: Path) -> None:
+    ends = write_journal(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[ends[3] + 5] ^= 0x10
+    path.write_bytes(damaged)
+    with pytest.raises(PackageError, match="journal-corrupt"):
+        Journal.open(path)
+    assert path.read_bytes() == bytes(damaged)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 11, 12, 100, -1])
+def test_a_torn_header_is_refused_by_name(path: Path, kept: int) -> None:
+    path.write_bytes(encode_header(make_header())[:kept])
+    with pytest.raises(PackageError) as caught:
+        Journal.open(path)
+    assert caught.value.code == "journal-header"
+
+
+def test_every_flipped_bit_of_the_header_is_refused(path: Path) -> None:
+    data = encode_header(make_header())
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(PackageError) as caught:
+            parse_journal(bytes(damaged), path)
+        assert caught.value.code == "journal-header"
+
+
+def test_a_frame_of_another_journal_does_not_fit(path: Path, tmp_path: Path) -> None:
+    ends = write_journal(path)
+    other = tmp_path / "other.journal"
+    with Journal.create(other, make_header(seed=1)) as journal:
+        journal.append(make_records(ROWS)[0])
+    foreign = other.read_bytes()[len(encode_header(make_header(seed=1))) :]
+    contents = parse_journal(path.read_bytes()[: ends[0]] + foreign, path)
+    assert contents.records == ()
+    assert contents.torn_bytes == len(foreign)
+
+
+def test_a_repeated_whole_record_is_damage(path: Path) -> None:
+    ends = write_journal(path)
+    data = path.read_bytes()
+    with pytest.raises(PackageError, match="journal-corrupt"):
+        parse_journal(data + data[ends[-2] : ends[-1]], path)
+
+
+def test_a_second_writer_is_told_to_wait_and_a_reader_is_not(path: Path) -> None:
+    with Journal.create(path, make_header()) as journal:
+        journal.append(make_records(ROWS)[0])
+        with pytest.raises(RetryableError, match="only writer"):
+            Journal.open(path)
+        assert len(read_journal(path).records) == 1
+    Journal.open(path).close()
+
+
+def test_the_lock_dies_with_its_process(path: Path) -> None:
+    write_journal(path)
+    script = (
+        "import os, pathlib, sys; from permille.zo.journal import Journal; "
+        "j = Journal.open(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    assert killed.returncode == -9
+    with Journal.open(path) as journal:
+        assert journal.next_step == len(ROWS)
+
+
+def test_create_never_overwrites_and_open_never_creates(path: Path) -> None:
+    with pytest.raises(InputError, match="no file"):
+        Journal.open(path)
+    with pytest.raises(InputError, match="no file"):
+        read_journal(path)
+    assert not path.exists()
+    write_journal(path)
+    with pytest.raises(InputError, match="never overwritten"):
+        Journal.create(path, make_header())
+
+
+def test_a_journal_is_readable_by_its_user_alone(path: Path) -> None:
+    write_journal(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        StepRecord(step=1, coefficients=(0, 0), loss=0.0),
+        StepRecord(step=0, coefficients=(0,), loss=0.0),
+        StepRecord(step=0, coefficients=(0, 2**31), loss=0.0),
+        StepRecord(step=0, coefficients=(3, 0), loss=0.0, flags=StepFlag.REJECTED),
+    ],
+)
+def test_a_record_that_does_not_continue_the_journal_is_not_written(path: Path, record: StepRecord) -> None:
+    with Journal.create(path, make_header()) as journal:
+        size = path.stat().st_size
+        with pytest.raises(InputError, match="expected"):
+            journal.append(record)
+        assert path.stat().st_size == size
+        journal.append(make_records(ROWS)[0])
+
+
+def test_every_append_is_synced_unless_told_otherwise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+
+    def counting_fsync(descriptor: int) -> None:
+        synced.append(descriptor)
+        real(descriptor)
+
+    with Journal.create(path, make_header()) as journal:
+        monkeypatch.setattr(os, "fsync", counting_fsync)
+        for record in make_records(ROWS)[:3]:
+            journal.append(record)
+        assert len(synced) == 3
+    synced.clear()
+    with Journal.open(path, fsync_every=4) as journal:
+        for record in make_records(ROWS)[3:9]:
+            journal.append(record)
+        assert len(synced) == 1
+    assert len(synced) == 2
+
+
+def test_a_full_disk_ends_the_journal_at_its_last_whole_record(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+
+    def half_then_full(descriptor: int, data: bytes, offset: int) -> int:
+        if offset + len(data) > ends[6]:
+            real(descriptor, data[: len(data) // 2], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, offset)
+
+    ends = write_journal(path)
+    path.write_bytes(path.read_bytes()[: ends[4]])
+    monkeypatch.setattr(os, "pwrite", half_then_full)
+    with Journal.open(path) as journal:
+        for record in make_records(ROWS)[4:6]:
+            journal.append(record)
+        with pytest.raises(OperatorError, match="No space left"):
+            journal.append(make_records(ROWS)[6])
+        with pytest.raises(OperatorError, match="earlier failure"):
+            journal.append(make_records(ROWS)[6])
+    monkeypatch.undo()
+    with Journal.open(path) as journal:
+        assert [list(record.coefficients) for record in journal.records()] == ROWS[:6]
+        assert journal.torn_bytes > 0
+
+
+def test_a_closed_journal_takes_no_more(path: Path) -> None:
+    journal = Journal.create(path, make_header())
+    journal.close()
+    journal.close()
+    with pytest.raises(OperatorError, match="can be written"):
+        journal.append(make_records(ROWS)[0])
+
+
+def test_a_step_costs_some_two_dozen_bytes(path: Path) -> None:
+    ends = write_journal(path, random_rows(200))
+    assert (ends[-1] - ends[0]) / 200 < 25
+
+
+def test_replay_of_the_journal_equals_replay_of_its_coefficients(path: Path) -> None:
+    write_journal(path)
+    with Journal.open(path) as journal:
+        assert np.array_equal(replay_journal(journal), replay(journal.header, np.array(ROWS)))

@@ -1,0 +1,205 @@
+"""The canonical log: one byte string for one sequence of steps, small, and the same after a round trip."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from permille.errors import InputError, PackageError
+from permille.zo.directions import Distribution
+from permille.zo.log import (
+    BLOCK_STEPS,
+    EstimatorKind,
+    LogHeader,
+    Schedule,
+    StepFlag,
+    StepRecord,
+    decode_canonical,
+    encode_canonical,
+)
+from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
+from tests.unit.zo.logs import make_header, make_records, random_rows, records_strategy
+
+MIB = 1 << 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(records=records_strategy(queries=3, max_steps=40))
+def test_what_was_logged_comes_back_and_encodes_to_the_same_bytes(records: list[StepRecord]) -> None:
+    header = make_header(queries=3)
+    data = encode_canonical(header, records)
+    log = decode_canonical(data, max_bytes=MIB, max_steps=5000)
+    assert log.header == header
+    assert log.coefficients_TQ.tolist() == [list(record.coefficients) for record in records]
+    assert log.flags_T.tolist() == [int(record.flags) for record in records]
+    again = [
+        StepRecord(step=step, coefficients=tuple(row), loss=0.0, flags=StepFlag(flag))
+        for step, (row, flag) in enumerate(
+            zip(log.coefficients_TQ.tolist(), log.flags_T.tolist(), strict=True)
+        )
+    ]
+    assert encode_canonical(log.header, again) == data
+
+
+@pytest.mark.parametrize("steps", [0, 1, BLOCK_STEPS - 1, BLOCK_STEPS, BLOCK_STEPS + 1, 3 * BLOCK_STEPS])
+def test_blocks_end_where_they_should(steps: int) -> None:
+    rows = random_rows(steps)
+    log = decode_canonical(encode_canonical(make_header(), make_records(rows)), max_bytes=MIB, max_steps=5000)
+    assert log.steps == steps
+    assert log.coefficients_TQ.tolist() == rows
+
+
+def test_losses_are_not_in_the_log() -> None:
+    rows = random_rows(20)
+    header = make_header()
+    assert encode_canonical(header, make_records(rows, loss=1.25)) == encode_canonical(
+        header, make_records(rows, loss=9.5)
+    )
+
+
+def test_twenty_thousand_rademacher_steps_take_three_bytes_each() -> None:
+    header = make_header(queries=1, total_steps=20_000, counts=(5000,) * 220)
+    data = encode_canonical(header, make_records(random_rows(20_000, 1)))
+    assert len(data) / 20_000 < 3
+
+
+def test_the_layout_is_the_one_that_the_format_states() -> None:
+    header = make_header(queries=1)
+    header_bytes = header.to_bytes()
+    records = [
+        StepRecord(step=0, coefficients=(-1,), loss=0.0),
+        StepRecord(step=1, coefficients=(0,), loss=0.0, flags=StepFlag.REJECTED),
+        StepRecord(step=2, coefficients=(100,), loss=0.0, flags=StepFlag.CLIPPED),
+    ]
+    data = encode_canonical(header, records)
+    head = b"PMLLOG1\n" + struct.pack("<I", len(header_bytes)) + header_bytes + struct.pack("<I", 3)
+    # two flagged steps, (1, 2), (2, 1), then zigzag -1 -> 1, 0 -> 0, 100 -> 200 = 0xC8 0x01
+    payload = bytes([2, 1, 2, 2, 1, 1, 0, 0xC8, 0x01])
+    assert data[: len(head)] == head
+    assert data[len(head) + 4 : -4] == struct.pack("<I", len(payload)) + payload
+
+
+@given(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), max_size=50))
+def test_varints_come_back(numbers: list[int]) -> None:
+    data = encode_varints(zigzag(np.array(numbers, dtype=np.int64)))
+    assert unzigzag(decode_varints(data)).tolist() == numbers
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, "00"), (-1, "01"), (1, "02"), (63, "7e"), (-64, "7f"), (64, "8001"), (2**31 - 1, "feffffff0f")],
+)
+def test_varint_bytes(number: int, expected: str) -> None:
+    assert encode_varints(zigzag(np.array([number], dtype=np.int64))).hex() == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    distribution=st.sampled_from(Distribution),
+    estimator=st.sampled_from(EstimatorKind),
+    schedule=st.sampled_from(Schedule),
+    queries=st.integers(1, 1024),
+    epsilon=st.floats(1e-300, 1e300),
+    total_steps=st.integers(1, 2**24),
+    exponent=st.integers(-149, 64),
+    counts=st.lists(st.integers(1, 2**20), min_size=1, max_size=5),
+)
+def test_a_header_has_one_byte_form(
+    seed: int,
+    distribution: Distribution,
+    estimator: EstimatorKind,
+    schedule: Schedule,
+    queries: int,
+    epsilon: float,
+    total_steps: int,
+    exponent: int,
+    counts: list[int],
+) -> None:
+    header = make_header(
+        seed=seed,
+        distribution=distribution,
+        estimator=estimator,
+        schedule=schedule,
+        queries=queries,
+        epsilon=epsilon,
+        total_steps=total_steps,
+        step_unit_exponent=exponent,
+        counts=tuple(counts),
+    )
+    assert LogHeader.from_bytes(header.to_bytes()) == header
+    assert header.k == sum(counts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"package_digest": "sha256:abc"},
+        {"mask_digest": "md5:" + "0" * 64},
+        {"seed": 2**64},
+        {"seed": -1},
+        {"queries": 0},
+        {"queries": 1025},
+        {"epsilon": 0.0},
+        {"epsilon": float("nan")},
+        {"learning_rate": float("inf")},
+        {"total_steps": 0},
+        {"total_steps": 2**24 + 1},
+        {"step_unit_exponent": -150},
+        {"step_unit_exponent": 65},
+        {"counts": ()},
+        {"counts": (0, 0)},
+        {"counts": (-1, 5)},
+        {"counts": (2**32 - 1, 2**32 - 1)},
+    ],
+)
+def test_a_header_outside_the_limits_cannot_be_made(changes: dict[str, object]) -> None:
+    with pytest.raises(InputError, match="expected"):
+        make_header(**changes)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        StepRecord(step=1, coefficients=(1, 2), loss=0.0),
+        StepRecord(step=0, coefficients=(1,), loss=0.0),
+        StepRecord(step=0, coefficients=(1, 2**31), loss=0.0),
+        StepRecord(step=0, coefficients=(1, 2), loss=0.0, flags=StepFlag.REJECTED),
+        StepRecord(step=0, coefficients=(1, 2), loss=0.0, flags=StepFlag(4)),
+    ],
+)
+def test_records_that_do_not_fit_are_refused(record: StepRecord) -> None:
+    with pytest.raises(InputError, match="expected"):
+        encode_canonical(make_header(), [record])
+
+
+def test_more_steps_than_the_header_allows_are_refused() -> None:
+    with pytest.raises(InputError, match="at most 3 steps"):
+        encode_canonical(make_header(total_steps=3), make_records(random_rows(4)))
+
+
+def test_a_log_that_could_leave_the_exact_range_is_refused() -> None:
+    header = make_header(queries=1024, distribution=Distribution.BINOMIAL64)
+    rows = [[2**31 - 1] * 1024] * 129
+    with pytest.raises(InputError, match="2\\*\\*53"):
+        encode_canonical(header, make_records(rows))
+
+
+def test_a_log_of_another_package_mask_or_shape_is_refused() -> None:
+    header = make_header()
+    right = {
+        "package_digest": header.package_digest,
+        "mask_digest": header.mask_digest,
+        "counts": header.counts,
+    }
+    header.check_binding(**right)  # type: ignore[arg-type]
+    for wrong in (
+        {"package_digest": header.mask_digest},
+        {"mask_digest": header.package_digest},
+        {"counts": (147,)},
+    ):
+        with pytest.raises(PackageError) as caught:
+            header.check_binding(**(right | wrong))  # type: ignore[arg-type]
+        assert caught.value.code == "log-binding"
