@@ -53,7 +53,7 @@ class PackedWeight:
         return 2 * self._packed.numel()
 
     def dequantize_into(self, buffer: Tensor) -> Tensor:
-        """Fill the flat `buffer` of `buffer_size` elements or more, any float dtype; returns its view [N, K]."""
+        """Fill the flat `buffer`, `buffer_size` elements of any float dtype; returns its view [N, K]."""
         for start, stop in self._chunks():
             self._dequantize_chunk(buffer, start, stop)
         return buffer[: self.size].view(self.shape)

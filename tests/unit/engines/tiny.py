@@ -68,24 +68,30 @@ class Tiny:
     reference: Any
 
 
-def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model whose norms and biases are not all ones and zeros, as a bug there would not show."""
+def tiny_model(family: str, *, seed: int = 0) -> Any:
+    """A random float32 model; norms and biases are not all ones and zeros, or a bug there would not show."""
     config = AutoConfig.for_model(family, **_SHARED, **CONFIGS[family], max_position_embeddings=POSITIONS)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.12))
-    return model.to(dtype).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def write_package(
-    blobs: BlobFolder, model: Any, scheme: Scheme, *, density: float = 0.05, seed: int = 0
+    blobs: BlobFolder,
+    model: Any,
+    scheme: Scheme,
+    *,
+    density: float = 0.05,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Package:
-    """A package of the model with a random mask."""
+    """A package with a random mask, of the model as it would be stored in `dtype`."""
     rng = np.random.default_rng(seed)
     config = clean_config(model.config.to_dict())
-    state = {name: _raw(name, tensor) for name, tensor in model.state_dict().items()}
+    state = {name: _raw(name, tensor.to(dtype)) for name, tensor in model.state_dict().items()}
     scoped = dict(scoped_tensors(config))
     group_size = default_group_size(scheme)
     mask = {
@@ -117,17 +123,18 @@ def write_package(
 
 def tiny_package(folder: Path, family: str, scheme: Scheme = Scheme.NF4, **options: Any) -> Tiny:
     """A package in `folder` and its reference with the package's own values."""
-    model = tiny_model(family, dtype=options.pop("dtype", torch.float32))
+    model = tiny_model(family)
     package = write_package(BlobFolder(folder), model, scheme, **options)
     return Tiny(package=package, reference=reference_model(package, model))
 
 
 def reference_model(package: Package, model: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """`model` in `dtype` with dequantized weights and the package's values; changed in place."""
+    """`model` in `dtype` with the package's tensors and values; changed in place."""
     model = model.to(dtype)
     for info in package.manifest.tensors:
-        weight = torch.from_numpy(dequantize(package.quantized(info.name))).to(dtype)
-        model.get_parameter(info.name).data.copy_(weight)
+        model.get_parameter(info.name).copy_(torch.from_numpy(dequantize(package.quantized(info.name))))
+    for name in package.plain_names:
+        model.get_parameter(name).copy_(torch.from_numpy(package.plain(name).float32().copy()))
     set_values(package, model, package.values())
     return model
 

@@ -1,0 +1,146 @@
+"""A package as a plain transformers folder: dequantized weights with the sparse values set, nothing of ours.
+
+Tensor by tensor: the memory needed is that of the largest one. The folder appears whole or not at all.
+"""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.files import fsync_folder, write_atomic
+from permille.models.families import expected_tensors
+from permille.package.reader import Package
+from permille.package.safetensors_io import ITEM_BYTES, RawTensor
+from permille.quantization import dequantize
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+class ExportDtype(StrEnum):
+    """FLOAT32 is exact; MODEL rounds to the source model's dtype and may so swallow small changes."""
+
+    FLOAT32 = "float32"
+    MODEL = "model"
+
+
+def export_transformers(
+    package: Package,
+    values_K: NDArray[np.float32] | None,
+    folder: Path,
+    *,
+    dtype: ExportDtype = ExportDtype.FLOAT32,
+) -> None:
+    """Write a folder that unmodified transformers loads without any other package.
+
+    Args:
+        values_K: float32 [k] to set at the masked positions; None takes the package's own.
+        folder: must not exist, or be empty; its parent must exist.
+
+    Raises:
+        InputError: values of another shape or dtype or not finite, or a folder that holds something.
+        OSError: as the file system reports it; no folder is left.
+    """
+    values_K = package.values() if values_K is None else values_K
+    if values_K.dtype != np.float32 or values_K.shape != (package.k,):
+        raise InputError(
+            f"expected values float32 [{package.k}], got {values_K.dtype} {list(values_K.shape)}"
+        )
+    if not np.isfinite(values_K).all():
+        raise InputError("expected finite values, got NaN or infinity")
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(f"expected a new or empty folder, {folder} holds files")
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
+    try:
+        _write_folder(package, values_K, temporary, dtype)
+        temporary.chmod(0o755)
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fsync_folder(folder.parent)
+
+
+def _write_folder(package: Package, values_K: NDArray[np.float32], folder: Path, dtype: ExportDtype) -> None:
+    for name in package.manifest.files():
+        if name != "config.json":
+            write_atomic(folder / name, package.file(name))
+    config = package.config
+    if dtype is ExportDtype.FLOAT32:
+        config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "float32"}
+    write_atomic(folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    with (folder / WEIGHTS_FILE).open("wb") as file:
+        _write_weights(file, package, values_K, dtype)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_weights(
+    file: BinaryIO, package: Package, values_K: NDArray[np.float32], dtype: ExportDtype
+) -> None:
+    """The safetensors format: header length, header, tensors one after the other."""
+    header = _header(package, dtype)
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    for tensor in _tensors(package, values_K):
+        file.write(_encoded(tensor, _dtype_of(package, tensor.name, dtype)).data)
+
+
+def _header(package: Package, dtype: ExportDtype) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in _names(package):
+        shape = expected_tensors(package.config)[name]
+        kind = _dtype_of(package, name, dtype)
+        end = position + math.prod(shape) * ITEM_BYTES[kind]
+        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    return header + b" " * (-len(header) % 8)
+
+
+def _names(package: Package) -> list[str]:
+    """The order of the tensors in the file: those that are quantized, then the others."""
+    return [info.name for info in package.manifest.tensors] + list(package.plain_names)
+
+
+def _dtype_of(package: Package, name: str, dtype: ExportDtype) -> str:
+    if dtype is ExportDtype.FLOAT32:
+        return "F32"
+    return package.plain(name).dtype if name in package.plain_names else package.values_dtype(name)
+
+
+def _tensors(package: Package, values_K: NDArray[np.float32]) -> Iterator[RawTensor]:
+    start = 0
+    for info in package.manifest.tensors:
+        weight_NK = dequantize(package.quantized(info.name))
+        weight_NK.reshape(-1)[package.mask(info.name)] = values_K[start : start + info.count]
+        start += info.count
+        yield RawTensor(
+            name=info.name, dtype="F32", shape=info.shape, data=weight_NK.reshape(-1).view(np.uint8)
+        )
+    for name in package.plain_names:
+        yield package.plain(name)
+
+
+def _encoded(tensor: RawTensor, dtype: str) -> NDArray[np.uint8]:
+    """The tensor's bytes in `dtype`, rounded to nearest, ties to even, where it is coarser."""
+    if tensor.dtype == dtype:
+        return tensor.data
+    number = np.ascontiguousarray(tensor.float32(), dtype="<f4").reshape(-1)
+    if dtype == "F32":
+        return number.view(np.uint8)
+    if dtype == "F16":
+        return number.astype("<f2").view(np.uint8)
+    bits = number.view("<u4")
+    rounded: NDArray[np.uint32] = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+    return rounded.astype("<u2").view(np.uint8)

@@ -1,0 +1,221 @@
+"""What every engine must pass: `Conformance(engine, tiny).check()` or, in pytest, one test for each method.
+
+The reference is unmodified transformers in float32 on the same weights. An engine that computes in a coarser
+dtype states its tolerance when it is handed in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from permille.engines.interface import Engine
+from permille.errors import InputError
+from permille.zo.estimators import Batch
+from tests.unit.engines.tiny import (
+    VOCABULARY,
+    Tiny,
+    reference_token_losses,
+    set_values,
+    tiny_batch,
+    variants,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conformance:
+    """The suite for one engine on one package.
+
+    Attributes:
+        loss_tolerance: bound on |loss - reference|, absolute; also between groupings of the same work.
+        derivative_tolerance: bound on the error of a directional derivative, relative to the largest of them.
+    """
+
+    engine: Engine
+    tiny: Tiny
+    loss_tolerance: float = 1e-5
+    derivative_tolerance: float = 1e-4
+
+    def check(self) -> None:
+        """Run everything."""
+        for rule in RULES:
+            rule(self)
+
+    def token_losses_are_those_of_the_reference(self) -> None:
+        batch = tiny_batch()
+        for values_K in variants(self.tiny.package, 2):
+            got = self.engine.token_losses(values_K, batch)
+            assert got.dtype == np.float32
+            assert got.shape == (batch.target_BT.sum(),)
+            np.testing.assert_allclose(
+                got, self._reference(values_K, batch), rtol=0, atol=self.loss_tolerance
+            )
+
+    def losses_are_means_over_targets(self) -> None:
+        batch, values_VK = tiny_batch(), variants(self.tiny.package, 3)
+        got = self.engine.losses(values_VK, batch)
+        assert got.dtype == np.float32
+        expected = [self._reference(values_K, batch).mean() for values_K in values_VK]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=self.loss_tolerance)
+        assert len(set(got.tolist())) == 3  # Variants differ: the overlay is not ignored.
+
+    def variants_together_are_variants_alone(self) -> None:
+        batch, values_VK = tiny_batch(), variants(self.tiny.package, 5)
+        together = self.engine.losses(values_VK, batch)
+        alone = [self.engine.losses(values_K[None], batch)[0] for values_K in values_VK]
+        np.testing.assert_allclose(together, alone, rtol=0, atol=self.loss_tolerance)
+
+    def repeated_calls_have_the_same_bits(self) -> None:
+        batch, values_VK = tiny_batch(), variants(self.tiny.package, 3)
+        first = self.engine.losses(values_VK, batch)
+        self.engine.losses(values_VK[:1] + 1, batch)
+        np.testing.assert_array_equal(self.engine.losses(values_VK, batch), first)
+
+    def padding_changes_nothing(self) -> None:
+        batch, values_K = tiny_batch(), self.tiny.package.values()
+        wider = _padded(batch, columns=5, fill=VOCABULARY - 1)
+        other = _padded(batch, columns=0, fill=3)
+        got = self.engine.token_losses(values_K, batch)
+        for padded in (wider, other):
+            np.testing.assert_array_equal(self.engine.token_losses(values_K, padded), got)
+
+    def sequences_together_are_sequences_alone(self) -> None:
+        batch, values_K = tiny_batch(), self.tiny.package.values()
+        alone = [self.engine.token_losses(values_K, _row(batch, row)) for row in range(3)]
+        together = self.engine.token_losses(values_K, batch)
+        np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=self.loss_tolerance)
+
+    def derivatives_are_those_of_reverse_mode(self) -> None:
+        batch, values_K = tiny_batch(), variants(self.tiny.package, 2)[1]
+        z_QK = np.random.default_rng(2).choice(np.array([-1, 1], np.int8), (3, self.engine.k))
+        expected_Q = z_QK @ self._gradient(values_K, batch)
+        got_Q = self.engine.directional_derivatives(values_K, z_QK.astype(np.float32), batch)
+        assert got_Q.shape == (3,)
+        atol = self.derivative_tolerance * np.abs(expected_Q).max()
+        np.testing.assert_allclose(got_Q, expected_Q, rtol=0, atol=atol)
+
+    def derivatives_are_linear_in_the_direction(self) -> None:
+        batch, values_K = tiny_batch(), self.tiny.package.values()
+        z_QK = np.random.default_rng(3).standard_normal((2, self.engine.k)).astype(np.float32)
+        both_QK = np.stack([*z_QK, z_QK[0] - 2 * z_QK[1], np.zeros_like(z_QK[0])])
+        got_Q = self.engine.directional_derivatives(values_K, both_QK, batch)
+        atol = 4 * self.derivative_tolerance * np.abs(got_Q).max()
+        np.testing.assert_allclose(got_Q[2], got_Q[0] - 2 * got_Q[1], rtol=0, atol=atol)
+        assert got_Q[3] == 0
+
+    def infinite_values_give_losses_that_are_not_finite(self) -> None:
+        values_VK = variants(self.tiny.package, 2)
+        values_VK[1] = np.nan
+        got = self.engine.losses(values_VK, tiny_batch())
+        assert np.isfinite(got[0])
+        assert not np.isfinite(got[1])
+
+    def greedy_text_is_that_of_the_reference(self) -> None:
+        values_K, prompt = self.tiny.package.values(), np.array([3, 1, 4, 1, 5])
+        got = list(self.engine.generate(values_K, prompt, max_new_tokens=8))
+        assert len(got) == 8
+        set_values(self.tiny.package, self.tiny.reference, values_K)
+        ids = torch.tensor([*prompt.tolist(), *got])
+        logits = self.tiny.reference(ids[None]).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
+        # The token it took is, within tolerance, the most likely one after what it had written.
+        assert (chosen >= logits.max(dim=1).values - 10 * self.loss_tolerance).all()
+
+    def sampling_depends_on_the_seed_alone(self) -> None:
+        values_K, prompt = self.tiny.package.values(), np.array([3, 1, 4])
+
+        def text(seed: int) -> list[int]:
+            return list(
+                self.engine.generate(
+                    values_K, prompt, max_new_tokens=12, temperature=1.5, top_p=0.95, seed=seed
+                )
+            )
+
+        assert text(1) == text(1)
+        assert text(1) != text(2)
+
+    def text_ends_before_a_stop_token(self) -> None:
+        values_K, prompt = self.tiny.package.values(), np.array([3, 1, 4])
+        free = list(self.engine.generate(values_K, prompt, max_new_tokens=6))
+        stop = free[-1]
+        got = list(self.engine.generate(values_K, prompt, max_new_tokens=6, stop_ids={stop}))
+        assert got == free[: free.index(stop)]
+
+    def wrong_input_is_refused(self) -> None:
+        batch, values_K = tiny_batch(), self.tiny.package.values()
+        for call in (
+            lambda: self.engine.losses(values_K, batch),
+            lambda: self.engine.losses(values_K[None, :-1], batch),
+            lambda: self.engine.losses(values_K[None].astype(np.float64), batch),
+            lambda: self.engine.losses(values_K[None][:0], batch),
+            lambda: self.engine.losses(values_K[None], _with_token(batch, VOCABULARY)),
+            lambda: self.engine.directional_derivatives(values_K, values_K, batch),
+            lambda: self.engine.generate(values_K, np.array([VOCABULARY]), max_new_tokens=1),
+            lambda: self.engine.generate(values_K, np.array([1]), max_new_tokens=0),
+        ):
+            with pytest.raises(InputError, match="expected"):
+                call()
+
+    def _reference(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        set_values(self.tiny.package, self.tiny.reference, values_K)
+        losses: NDArray[np.float32] = reference_token_losses(self.tiny.reference, batch).numpy()
+        return losses
+
+    def _gradient(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Reverse-mode, of the dense weights, read at the mask."""
+        package, model = self.tiny.package, self.tiny.reference
+        set_values(package, model, values_K)
+        weights = [model.get_parameter(info.name).requires_grad_() for info in package.manifest.tensors]
+        gradients = torch.autograd.grad(reference_token_losses(model, batch).mean(), weights)
+        for weight in weights:
+            weight.requires_grad_(False)
+        masks = [package.mask(info.name) for info in package.manifest.tensors]
+        return np.concatenate(
+            [gradient.numpy().reshape(-1)[mask] for gradient, mask in zip(gradients, masks, strict=True)]
+        )
+
+
+RULES: tuple[Callable[[Conformance], None], ...] = (
+    Conformance.token_losses_are_those_of_the_reference,
+    Conformance.losses_are_means_over_targets,
+    Conformance.variants_together_are_variants_alone,
+    Conformance.repeated_calls_have_the_same_bits,
+    Conformance.padding_changes_nothing,
+    Conformance.sequences_together_are_sequences_alone,
+    Conformance.derivatives_are_those_of_reverse_mode,
+    Conformance.derivatives_are_linear_in_the_direction,
+    Conformance.infinite_values_give_losses_that_are_not_finite,
+    Conformance.greedy_text_is_that_of_the_reference,
+    Conformance.sampling_depends_on_the_seed_alone,
+    Conformance.text_ends_before_a_stop_token,
+    Conformance.wrong_input_is_refused,
+)
+
+
+def _padded(batch: Batch, *, columns: int, fill: int) -> Batch:
+    """The same batch with `columns` more of padding, and `fill` wherever padding is."""
+    widths = ((0, 0), (0, columns))
+    attention_BT = np.pad(batch.attention_BT, widths)
+    return Batch(
+        input_ids_BT=np.where(attention_BT, np.pad(batch.input_ids_BT, widths), fill),
+        attention_BT=attention_BT,
+        target_BT=np.pad(batch.target_BT, widths),
+    )
+
+
+def _row(batch: Batch, row: int) -> Batch:
+    rows = slice(row, row + 1)
+    return Batch(
+        input_ids_BT=batch.input_ids_BT[rows],
+        attention_BT=batch.attention_BT[rows],
+        target_BT=batch.target_BT[rows],
+    )
+
+
+def _with_token(batch: Batch, token: int) -> Batch:
+    ids_BT = batch.input_ids_BT.copy()
+    ids_BT[0, 1] = token
+    return Batch(input_ids_BT=ids_BT, attention_BT=batch.attention_BT, target_BT=batch.target_BT)

@@ -1,0 +1,52 @@
+"""The torch engine in the conformance suite: every family, both schemes, every device of this machine."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from permille.engines.torch_engine import TorchEngine
+from permille.quantization import Scheme
+from tests.unit.engines.conformance import RULES, Conformance
+from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@pytest.fixture(scope="module", params=[(family, scheme) for family in CONFIGS for scheme in Scheme], ids=str)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    family, scheme = request.param
+    return tiny_package(tmp_path_factory.mktemp("blobs"), family, scheme)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def suite(request: pytest.FixtureRequest, tiny: Tiny) -> Conformance:
+    return Conformance(engine=TorchEngine(tiny.package, device=request.param), tiny=tiny)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_torch_engine_conforms(suite: Conformance, rule: Callable[[Conformance], None]) -> None:
+    rule(suite)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_conforms_in_parts_and_without_a_cache(device: str, tmp_path: Path) -> None:
+    """Every call is cut: 14 tokens are less than two sequences, and less than two variants."""
+    tiny = tiny_package(tmp_path, "qwen2")
+    engine = TorchEngine(tiny.package, device=device, max_tokens=14, cache_bytes=0)
+    Conformance(engine=engine, tiny=tiny).check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16_conforms_within_its_tolerance(device: str, tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path, "llama")
+    engine = TorchEngine(tiny.package, device=device, compute_dtype="bfloat16")
+    Conformance(engine=engine, tiny=tiny, loss_tolerance=0.1, derivative_tolerance=0.1).check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_package_in_bfloat16_conforms(device: str, tmp_path: Path) -> None:
+    """Embeddings, head and norms are stored in bf16 and computed with in float32."""
+    tiny = tiny_package(tmp_path, "gemma", dtype=torch.bfloat16)
+    Conformance(engine=TorchEngine(tiny.package, device=device), tiny=tiny).check()
