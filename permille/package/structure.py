@@ -1,4 +1,4 @@
-"""What the layers of a package must be, by its manifest and its config (FORMAT 4): arrays in, refusals out."""
+"""What the layers of a package must hold, by its manifest and its config."""
 
 from collections.abc import Mapping
 from typing import Any

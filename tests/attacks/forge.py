@@ -1,0 +1,111 @@
+"""Takes a good package apart, lets a test change one thing, and seals it again with digests that fit.
+
+So the reader cannot get away with noticing that some digest is wrong: it has to find the lie itself.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.package.blobs import BlobFolder
+from permille.package.canonical import canonical_json, parse_canonical
+from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES
+from permille.package.safetensors_io import SafetensorsWriter
+from tests.unit.package.tiny import Tiny
+
+
+class Container:
+    """A safetensors layer in pieces: `entries` is the header, `body` the bytes of the tensors."""
+
+    def __init__(self, data: bytes) -> None:
+        length = int.from_bytes(data[:8], "little")
+        entries = parse_canonical(data[8 : 8 + length].rstrip(b" "), length)
+        assert isinstance(entries, dict)
+        self.entries: dict[str, Any] = entries
+        self.body = bytearray(data[8 + length :])
+
+    def view(self, name: str, dtype: str) -> NDArray[Any]:
+        """A tensor's numbers, writable in place."""
+        begin, end = self.entries[name]["data_offsets"]
+        return np.frombuffer(self.body, np.uint8)[begin:end].view(dtype)
+
+    def data(self) -> bytes:
+        """The layer's bytes."""
+        return container_bytes(canonical_json(self.entries), bytes(self.body))
+
+
+def container_bytes(header: bytes, body: bytes) -> bytes:
+    """A layer with this header, padded as FORMAT 4.1 says."""
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + body
+
+
+class Forge:
+    """A package in pieces: `manifest` as JSON, `layers` by role or file name."""
+
+    def __init__(self, tiny: Tiny, target: BlobFolder) -> None:
+        self.tiny = tiny
+        self.target = target
+        manifest = parse_canonical(tiny.manifest.to_bytes(), MAX_MANIFEST_BYTES)
+        assert isinstance(manifest, dict)
+        self.manifest: dict[str, Any] = manifest
+        self.layers = {
+            layer["path"] or layer["role"]: tiny.blobs.read(layer["digest"], limit=MAX_FILE_BYTES)
+            for layer in manifest["layers"]
+        }
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """The manifest's entry of a role or a file."""
+        found: dict[str, Any] = next(
+            layer for layer in self.manifest["layers"] if name in (layer["path"], layer["role"])
+        )
+        return found
+
+    def container(self, role: str) -> Container:
+        """A layer in pieces; give it back with `replace`."""
+        return Container(self.layers[role])
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Another content for a layer, with its digest and size put right in the manifest."""
+        self.layers[name] = data
+        digest = self.target.put_bytes(data)
+        self.entry(name).update(digest=digest, size_bytes=len(data))
+        if name == "config.json":
+            self.manifest["model"]["config"] = digest
+
+    def rewrite(self, role: str, name: str, dtype: str, numbers: NDArray[Any]) -> None:
+        """Write a layer again, with another dtype and other numbers for one tensor."""
+        container = self.container(role)
+        del container.entries["__metadata__"]
+        with SafetensorsWriter(self.target) as writer:
+            for other, entry in container.entries.items():
+                if other == name:
+                    writer.add(name, dtype, numbers.shape, numbers)
+                else:
+                    writer.add(other, entry["dtype"], tuple(entry["shape"]), container.view(other, "u1"))
+            digest, _ = writer.finish()
+        self.replace(role, self.target.read(digest, limit=MAX_FILE_BYTES))
+
+    def rename(self, path: str, other: str) -> None:
+        """Another name for a file, files sorted again."""
+        self.entry(path)["path"] = other
+        self.layers[other] = self.layers.pop(path)
+        roles = ["dense", "plain", "mask", "values", "file"]
+        self.manifest["layers"].sort(key=lambda layer: (roles.index(layer["role"]), layer["path"] or ""))
+
+    def seal(self) -> str:
+        """Store everything; returns the forged package's digest."""
+        return self.seal_bytes(canonical_json(self.manifest))
+
+    def seal_bytes(self, manifest: bytes) -> str:
+        """As `seal`, with these bytes for a manifest."""
+        for data in self.layers.values():
+            self.target.put_bytes(data)
+        return self.target.put_bytes(manifest)
+
+    def overwrite(self, digest: str, data: bytes) -> None:
+        """Damage a stored blob: other bytes under the same name."""
+        path = self.target.path(digest)
+        path.chmod(0o644)
+        path.write_bytes(data)

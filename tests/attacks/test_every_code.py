@@ -1,0 +1,51 @@
+"""FORMAT 11, the code and the attacks name the same refusals: none undocumented, none untried."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import permille
+from tests.attacks import test_logs, test_packages, test_releases
+
+LIBRARY = Path(permille.__file__).parent
+
+
+def documented_codes() -> set[str]:
+    section = (LIBRARY / "FORMAT.md").read_text().split("\n## 11 ")[1]
+    return set(re.findall(r"^\| `([a-z0-9-]+)` \|", section, re.MULTILINE))
+
+
+def raised_codes() -> Iterator[str]:
+    """The first argument of every `PackageError(...)` in the rooms of the formats."""
+    for room in ("package", "zo"):
+        for path in sorted((LIBRARY / room).glob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "PackageError":
+                    code = node.args[0]
+                    assert isinstance(code, ast.Constant) and isinstance(code.value, str), ast.dump(node)
+                    yield code.value
+
+
+def attacked_codes() -> set[str]:
+    registered = [
+        *test_packages.ATTACKS,
+        *test_packages.PLAN_ATTACKS,
+        *test_releases.ATTACKS,
+        *test_logs.ATTACKS,
+        *test_logs.JOURNAL_ATTACKS,
+    ]
+    alone = {"log-duplicate"}  # no bytes are malformed: the same log comes twice (test_logs.py)
+    return {code for code, _ in registered} | alone
+
+
+def test_every_code_that_is_raised_is_documented() -> None:
+    assert set(raised_codes()) == documented_codes()
+
+
+def test_every_documented_code_has_an_attack() -> None:
+    assert attacked_codes() == documented_codes()
+
+
+def test_there_are_codes_at_all() -> None:
+    assert {"mask-range", "release-rollback", "log-corrupt", "journal-corrupt"} <= documented_codes()
