@@ -41,6 +41,16 @@ _HEADERS_OF_STATUS = {
     503: {"Retry-After": ("integer", "seconds to wait")},
 }
 
+OPEN = (
+    ProblemType.BAD_REQUEST,
+    ProblemType.TOO_LARGE,
+    ProblemType.MISDIRECTED,
+    ProblemType.INVALID,
+    ProblemType.INTERNAL,
+    ProblemType.UNAVAILABLE,
+)
+PRIVATE = (*OPEN, ProblemType.UNAUTHENTICATED, ProblemType.FORBIDDEN)
+
 
 class ApiError(HTTPException):
     """An answer that is a problem. Raise it anywhere below an endpoint."""

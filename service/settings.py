@@ -69,6 +69,11 @@ class Settings(StoreSettings):
         return self.data_dir / "keys"
 
 
+def load(**overrides: Any) -> Settings:
+    """Settings from the environment, with overrides. Raises pydantic's ValidationError."""
+    return Settings(**overrides)
+
+
 def layout(data_dir: Path) -> dict[str, Any]:
     """Where everything is when only the data folder is named."""
     root = data_dir.absolute()

@@ -1,6 +1,7 @@
 """Operators: tenants, roles and tokens."""
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
@@ -35,6 +36,7 @@ class TokenCreate(Closed):
     name: Name = Field(examples=["ci"])
     role: Role
     tenant_id: Id | None = None
+    expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650)] | None = None
 
 
 class Token(Closed):
@@ -46,6 +48,7 @@ class Token(Closed):
     role: Role
     created_at: Timestamp
     last_used_at: Timestamp | None = None
+    expires_at: Timestamp | None = None
 
 
 class TokenSecret(Token):

@@ -63,9 +63,31 @@ class InvitationCreate(Closed):
 class Invitation(Closed):
     """A one-time invitation; the code is shown once, here."""
 
+    id: Id
     invitation: InvitationCode
     release: Name
     alias: Name
+    expires_at: Timestamp
+
+
+class InvitationState(StrEnum):
+    """What an invitation is still good for."""
+
+    OPEN = "open"
+    USED = "used"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
+class InvitationRecord(Closed):
+    """An invitation as operators see it later: without its code."""
+
+    id: Id
+    release: Name
+    alias: Name
+    state: InvitationState
+    device_id: Id | None
+    created_at: Timestamp
     expires_at: Timestamp
 
 
@@ -134,6 +156,6 @@ class Device(Closed):
     state: DeviceState
     release: Name
     alias: Name
-    agent_version: str
+    agent_version: str | None
     enrolled_at: Timestamp
     last_seen_at: Timestamp | None

@@ -33,7 +33,7 @@ class JobProgress(Closed):
     """How far a running job is. `seconds_left` is an estimate, null while there is none."""
 
     fraction: Annotated[float, Field(ge=0, le=1)]
-    stage: str = Field(examples=["fisher"])
+    message: str | None = Field(examples=["scoring sequence 12 of 100"])
     seconds_left: Annotated[float, Field(ge=0)] | None
 
 
@@ -64,9 +64,10 @@ class Job(Closed):
 
 
 class JobEvent(Closed):
-    """One event of a job. `id` grows by the job and is the SSE event id."""
+    """One event of a job. `seq` counts 1, 2, 3 within the job; it is the id of the event's line in the
+    stream."""
 
-    id: Count
+    seq: Count
     job_id: Id
     kind: str = Field(examples=["progress"])
     data: dict[str, Any]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from permille.schemas.fields import Closed, Count, Density, Digest, Finite, Id, Seed, Timestamp
+from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, Timestamp
 
 
 class MaskMethod(StrEnum):
@@ -87,31 +87,6 @@ class MaskOptions(Closed):
     seed: Seed
     scope: Scope
     allocation: Allocation
-
-
-class TensorCount(Closed):
-    """What a mask selects of one tensor."""
-
-    name: str
-    shape: list[Count]
-    count: Count
-    coverage: Finite | None = Field(default=None, description="share of the tensor's score that is selected")
-
-
-class CoveragePoint(Closed):
-    """Share of the whole score that the best `fraction` of the weights holds."""
-
-    fraction: Finite
-    coverage: Finite
-
-
-class MaskReport(Closed):
-    """The evidence behind a mask: the coverage curve and the table by tensor."""
-
-    mask_id: Id
-    k: Count
-    curve: list[CoveragePoint]
-    tensors: list[TensorCount]
 
 
 class Mask(Closed):

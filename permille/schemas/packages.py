@@ -28,10 +28,10 @@ class PackageRecord(Closed):
     """A package, addressed by the digest of its manifest."""
 
     digest: Digest
-    model_id: Id
-    mask_id: Id
-    quantization_id: Id
-    job_id: Id
+    model_id: Id | None
+    mask_id: Id | None
+    quantization_id: Id | None
+    job_id: Id | None
     k: Count
     size_bytes: Count
     layers: list[PackageLayer]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Count, Digest, Finite, Id, Timestamp
+from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp
 
 
 class SchemeName(StrEnum):
@@ -46,31 +46,6 @@ class QuantizationCreate(Closed):
     options: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
 
 
-class TensorError(Closed):
-    """Reconstruction error of one tensor: RMS of the difference over RMS of the weights."""
-
-    name: str
-    shape: list[Count]
-    relative_error: Finite
-    max_error: Finite | None = None
-
-
-class Perplexity(Closed):
-    """Perplexity on held-out text, before and after."""
-
-    tokens: Count
-    before: Finite
-    after: Finite
-
-
-class QuantizationReport(Closed):
-    """The evidence behind a quantization."""
-
-    quantization_id: Id
-    tensors: list[TensorError]
-    perplexity: Perplexity | None
-
-
 class Quantization(Closed):
     """A quantized dense layer."""
 
@@ -79,6 +54,7 @@ class Quantization(Closed):
     mask_id: Id | None
     job_id: Id
     options: QuantizationOptions
-    digest: Digest
+    evaluation_corpus_id: Id | None
+    digest: Digest = Field(description="of the dense layer")
     size_bytes: Count
     created_at: Timestamp

@@ -70,6 +70,11 @@ def get(session: Session, *, tenant_id: str, job_id: str) -> Job:
     return job
 
 
+def find_by_key(session: Session, *, tenant_id: str, idempotency_key: str) -> Job | None:
+    """The job that was submitted with this key, if any."""
+    return _by_key(session, tenant_id, idempotency_key)
+
+
 def list_jobs(
     session: Session,
     *,

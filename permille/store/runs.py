@@ -87,6 +87,11 @@ def attach_log(
     return run, job
 
 
+def log_is_kept(session: Session, *, log_digest: str) -> bool:
+    """Whether any run refers to this log: its blob must stay."""
+    return session.scalar(select(Run.run_id).where(Run.log_digest == log_digest).limit(1)) is not None
+
+
 def finish_log(
     session: Session,
     *,

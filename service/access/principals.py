@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
-from fastapi import Depends, Request, Security
+from fastapi import Depends, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from permille.schemas.access import Role
@@ -66,7 +66,6 @@ def find_principal(service: Service, secret: str) -> Principal | None:
 
 
 def authenticate(
-    request: Request,
     service: Served,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)],
 ) -> Principal:

@@ -34,8 +34,7 @@ def blob_response(request: Request, path: Path, digest: str, media_type: str) ->
         raise ApiError(
             ProblemType.PRECONDITION_FAILED, f"expected an If-Match of {etag}", headers={"ETag": etag}
         )
-    if_none_match = request.headers.get("if-none-match")
-    if if_none_match is not None and _matches(if_none_match, etag, weak=True):
+    if not_modified(request, etag):
         return Response(status_code=304, headers=headers)
     asked = _asked_range(request, etag, size) if request.method == "GET" else None
     start, stop = asked or (0, size)
@@ -48,6 +47,12 @@ def blob_response(request: Request, path: Path, digest: str, media_type: str) ->
     return StreamingResponse(
         _read(path, start, stop), status_code=status, headers=headers, media_type=media_type
     )
+
+
+def not_modified(request: Request, etag: str) -> bool:
+    """Whether the client says, by If-None-Match, that it has this content."""
+    header = request.headers.get("if-none-match")
+    return header is not None and _matches(header, etag, weak=True)
 
 
 def parse_range(header: str, size: int) -> tuple[int, int] | None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 
 from permille.models.families import Config, expected_tensors, scoped_tensors
-from permille.schemas.masks import MaskMethod, MaskOptions
-from permille.schemas.quantizations import QuantizationOptions
+from permille.schemas.masks import FisherMask, WeightMask
+from permille.schemas.quantizations import Int4, Nf4
 
 FLOAT_BYTES = 4
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
@@ -65,11 +65,13 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
     )
 
 
-def mask_needs(sizes: Sizes, options: MaskOptions, *, memory_bytes: int | None, flops_per_s: float) -> Needs:
+def mask_needs(
+    sizes: Sizes, options: FisherMask | WeightMask, *, memory_bytes: int | None, flops_per_s: float
+) -> Needs:
     """What choosing a mask needs. Scores that do not fit into `memory_bytes` are spilled to the disk."""
     scores = sizes.scoped * FLOAT_BYTES
     mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES + scores
-    if options.method is not MaskMethod.FISHER:
+    if not isinstance(options, FisherMask):
         memory = PROCESS_BYTES + 4 * sizes.largest * FLOAT_BYTES
         return Needs(memory_bytes=memory, disk_bytes=mask_disk, seconds=sizes.scoped * SECONDS_A_WEIGHT)
     activations = options.length * (sizes.layers + 16) * sizes.hidden + 3 * options.length * sizes.vocabulary
@@ -81,9 +83,7 @@ def mask_needs(sizes: Sizes, options: MaskOptions, *, memory_bytes: int | None, 
     return Needs(memory_bytes=memory, disk_bytes=mask_disk + scores, seconds=seconds)
 
 
-def quantization_needs(
-    sizes: Sizes, options: QuantizationOptions, *, evaluated: bool, flops_per_s: float
-) -> Needs:
+def quantization_needs(sizes: Sizes, options: Nf4 | Int4, *, evaluated: bool, flops_per_s: float) -> Needs:
     """What quantizing needs; measuring perplexity holds the whole model in float32 and runs it twice."""
     codes = sizes.scoped // 2 + sizes.scoped // options.group_size * FLOAT_BYTES
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES

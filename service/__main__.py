@@ -1,0 +1,71 @@
+"""`python -m service`: one API process, with settings from the environment (`PERMILLE_DATA_DIR`,
+`PERMILLE_PORT`, ...).
+
+With port 0 the system chooses; the URL is written to `service.url` in the data folder once the socket
+listens.
+"""
+
+import logging
+import socket
+import sys
+
+import uvicorn
+from pydantic import ValidationError
+
+from permille.errors import OperatorError
+from permille.files import write_atomic
+from service.app import create_app
+from service.settings import Settings, load
+
+EXIT_USAGE = 2
+SHUTDOWN_S = 5
+
+
+def main() -> int:
+    """Serve until SIGINT or SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        settings = load()
+        app = create_app(settings)
+        listening = listen(settings)
+    except (ValidationError, OperatorError, OSError) as exc:
+        print(f"permille: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    url = url_of(settings, listening.getsockname()[1])
+    url_path = settings.data_dir / "service.url"
+    write_atomic(url_path, f"{url}\n".encode(), mode=0o600)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        server_header=False,
+        date_header=True,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        url_path.unlink(missing_ok=True)
+    return 0
+
+
+def listen(settings: Settings) -> socket.socket:
+    """A listening socket, so that the port is known before the first request."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((settings.host, settings.port))
+    listening.listen(128)
+    return listening
+
+
+def url_of(settings: Settings, port: int) -> str:
+    """Where clients find the service."""
+    scheme = "https" if settings.tls_certificate else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{port}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

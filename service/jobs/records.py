@@ -1,0 +1,117 @@
+"""Job rows as records, and submitting one."""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from permille.schemas.jobs import Job, JobError, JobEvent, JobKind, JobProgress, JobState
+from permille.schemas.problems import ProblemType
+from permille.store import jobs, results, tables
+from permille.store.dispatch import dispatch
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.paging import MAX_LIMIT
+from service.access.principals import Operator
+from service.context import Service
+from service.problems import ApiError
+
+_COLLECTIONS = {"mask": "masks", "quantization": "quantizations", "run": "runs"}
+
+
+def submit(
+    service: Service,
+    operator: Operator,
+    kind: JobKind,
+    payload: Mapping[str, Any],
+    key: str | None,
+    *,
+    check: Callable[[], None],
+) -> Job:
+    """Store a job and tell workers; the same key and payload give the same job.
+
+    Args:
+        check: called before a new job is stored (not for a repeated request): refuses by raising.
+
+    Raises:
+        ApiError: `idempotency-conflict`, or what `check` raises.
+    """
+    if key is None or not _is_known(service, operator, key):
+        check()
+    with service.database.write() as session:
+        try:
+            row = jobs.submit(
+                session, tenant_id=operator.tenant_id, kind=kind.value, payload=payload, idempotency_key=key
+            )
+        except ConflictError as exc:
+            raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
+        record = present(session, row)
+    dispatch(service.dispatcher, record.children or [record.id])
+    return record
+
+
+def present(session: Session, row: tables.Job) -> Job:
+    """The record of a row; a build's children are looked up."""
+    return Job(
+        id=row.id,
+        kind=JobKind(row.kind),
+        state=JobState(row.state),
+        parent_id=row.parent_id,
+        children=[child.id for child in children_of(session, row)],
+        attempt=row.attempt,
+        progress=JobProgress(
+            fraction=min(max(row.progress, 0.0), 1.0),
+            message=row.message,
+            seconds_left=None if row.eta_at is None else _seconds_until(row.eta_at),
+        ),
+        error=_error(row.error),
+        result=_result(session, row),
+        cancel_requested=row.cancel_requested_at is not None,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.ended_at,
+    )
+
+
+def children_of(session: Session, row: tables.Job) -> list[tables.Job]:
+    """A build's child jobs, oldest first; of other jobs none."""
+    if row.kind != JobKind.BUILD:
+        return []
+    page = jobs.list_jobs(session, tenant_id=row.tenant_id, parent_id=row.id, limit=MAX_LIMIT)
+    return sorted(page.items, key=lambda child: child.id)
+
+
+def present_event(row: tables.JobEvent) -> JobEvent:
+    """The record of an event."""
+    return JobEvent(seq=row.seq, job_id=row.job_id, kind=row.kind, data=row.data, created_at=row.at)
+
+
+def _is_known(service: Service, operator: Operator, key: str) -> bool:
+    with service.database.read() as session:
+        return jobs.find_by_key(session, tenant_id=operator.tenant_id, idempotency_key=key) is not None
+
+
+def _seconds_until(at: datetime) -> float:
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
+
+
+def _error(error: dict[str, Any] | None) -> JobError | None:
+    if error is None:
+        return None
+    return JobError(
+        type=str(error.get("type", "error")),
+        message=str(error.get("message", "")),
+        retryable=bool(error.get("retryable", False)),
+    )
+
+
+def _result(session: Session, row: tables.Job) -> str | None:
+    if row.result_kind is None or row.result_id is None:
+        return None
+    if row.result_kind != "package":
+        return f"/v1/{_COLLECTIONS.get(row.result_kind, row.result_kind)}/{row.result_id}"
+    try:
+        package = results.get_package_by_id(session, tenant_id=row.tenant_id, package_id=row.result_id)
+    except NotFoundError:
+        return None
+    return f"/v1/packages/{package.digest}"

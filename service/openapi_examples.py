@@ -1,0 +1,53 @@
+"""Request bodies to start from in the console."""
+
+from typing import Final
+
+from fastapi.openapi.models import Example
+
+from service.parameters import EXAMPLE
+
+_MODEL: Final = f"model_{EXAMPLE}"
+_CORPUS: Final = f"corpus_{EXAMPLE}"
+
+MASK_EXAMPLES: Final[dict[str, Example]] = {
+    "fisher": {
+        "summary": "sensitive weights, by gradients on a corpus",
+        "value": {
+            "method": "fisher",
+            "model_id": _MODEL,
+            "corpus_id": _CORPUS,
+            "density": 0.001,
+            "sequences": 100,
+            "length": 512,
+            "seed": 0,
+        },
+    },
+    "magnitude": {
+        "summary": "largest weights, without a corpus",
+        "value": {"method": "magnitude", "model_id": _MODEL, "density": 0.001},
+    },
+}
+QUANTIZATION_EXAMPLES: Final[dict[str, Example]] = {
+    "nf4": {
+        "summary": "nf4, perplexity measured",
+        "value": {
+            "model_id": _MODEL,
+            "options": {"scheme": "nf4", "group_size": 64, "evaluation_tokens": 8192},
+            "evaluation_corpus_id": _CORPUS,
+        },
+    },
+    "int4": {
+        "summary": "int4 in groups of 32",
+        "value": {"model_id": _MODEL, "options": {"scheme": "int4", "group_size": 32}},
+    },
+}
+BUILD_EXAMPLES: Final[dict[str, Example]] = {
+    "usual": {
+        "summary": "sensitive weights and nf4",
+        "value": {
+            "model_id": _MODEL,
+            "mask": {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100},
+            "quantization": {"scheme": "nf4"},
+        },
+    },
+}

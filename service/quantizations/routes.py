@@ -1,0 +1,127 @@
+"""Routes of quantizations."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Query, Request, Response
+from pydantic import TypeAdapter
+
+from permille.schemas.fields import Page
+from permille.schemas.jobs import Job, JobKind
+from permille.schemas.problems import ProblemType
+from permille.schemas.quantizations import Int4, Nf4, Quantization, QuantizationCreate, QuantizationOptions
+from permille.store import results, tables
+from service.access.principals import Maker, Viewer
+from service.context import Served
+from service.idempotency import IdempotencyKey
+from service.jobs.records import submit
+from service.openapi_examples import QUANTIZATION_EXAMPLES
+from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
+from service.parameters import QuantizationId
+from service.preflights.planning import check_quantization
+from service.problems import PRIVATE, documented
+from service.reports import PICTURE_RESPONSES, REPORT_RESPONSES, report_response
+
+router = APIRouter(
+    prefix="/v1/quantizations",
+    tags=["quantizations"],
+    responses=documented(*PRIVATE, ProblemType.NOT_FOUND),
+)
+_OPTIONS: TypeAdapter[Nf4 | Int4] = TypeAdapter(QuantizationOptions)
+
+OfModel = Annotated[str | None, Query(pattern=r"^model_[0-9a-hjkmnp-tv-z]{26}$")]
+
+
+@router.post(
+    "",
+    status_code=202,
+    responses=documented(
+        ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
+    ),
+)
+def create_quantization(
+    body: Annotated[QuantizationCreate, Body(openapi_examples=QUANTIZATION_EXAMPLES)],
+    response: Response,
+    service: Served,
+    operator: Maker,
+    key: IdempotencyKey = None,
+) -> Job:
+    """Start coding a model's dense weights."""
+    payload = {
+        "model_id": body.model_id,
+        "mask_id": body.mask_id,
+        "evaluation_corpus_id": body.evaluation_corpus_id,
+        **body.options.model_dump(mode="json"),
+    }
+    job = submit(
+        service,
+        operator,
+        JobKind.QUANTIZATION,
+        payload,
+        key,
+        check=lambda: check_quantization(service, operator.tenant_id, body),
+    )
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return job
+
+
+@router.get("")
+def list_quantizations(
+    service: Served,
+    operator: Viewer,
+    model_id: OfModel = None,
+    limit: Limit = DEFAULT_LIMIT,
+    cursor: Cursor = None,
+) -> Page[Quantization]:
+    """List finished quantizations, newest first."""
+    with service.database.read() as session:
+        page = results.list_quantizations(
+            session,
+            tenant_id=operator.tenant_id,
+            model_id=model_id,
+            limit=limit,
+            cursor=store_cursor(cursor),
+        )
+    return page_of(page, present)
+
+
+@router.get("/{quantization_id}")
+def get_quantization(quantization_id: QuantizationId, service: Served, operator: Viewer) -> Quantization:
+    """Read one quantization."""
+    with service.database.read() as session:
+        row = results.get_quantization(session, tenant_id=operator.tenant_id, quantization_id=quantization_id)
+    return present(row)
+
+
+@router.get("/{quantization_id}/report", response_class=Response, responses=REPORT_RESPONSES)
+def get_quantization_report(
+    quantization_id: QuantizationId, request: Request, service: Served, operator: Viewer
+) -> Response:
+    """What a quantization costs: reconstruction error by tensor, perplexity before and after."""
+    with service.database.read() as session:
+        row = results.get_quantization(session, tenant_id=operator.tenant_id, quantization_id=quantization_id)
+    return report_response(request, service, row.report_digest, "application/json")
+
+
+@router.get("/{quantization_id}/report.png", response_class=Response, responses=PICTURE_RESPONSES)
+def get_quantization_picture(
+    quantization_id: QuantizationId, request: Request, service: Served, operator: Viewer
+) -> Response:
+    """What a quantization costs, as a picture."""
+    with service.database.read() as session:
+        row = results.get_quantization(session, tenant_id=operator.tenant_id, quantization_id=quantization_id)
+    return report_response(request, service, row.picture_digest, "image/png")
+
+
+def present(row: tables.QuantizationRow) -> Quantization:
+    """The record of a row."""
+    return Quantization(
+        id=row.id,
+        model_id=row.model_id,
+        mask_id=row.mask_id,
+        job_id=row.job_id,
+        options=_OPTIONS.validate_python(row.options),
+        evaluation_corpus_id=row.evaluation_corpus_id,
+        digest=row.dense_digest,
+        size_bytes=row.size_bytes,
+        created_at=row.created_at,
+    )
