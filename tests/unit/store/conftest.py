@@ -1,4 +1,4 @@
-"""A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too, where one is named."""
+"""A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too, if named."""
 
 import os
 from collections.abc import Iterator

@@ -1,0 +1,207 @@
+"""A place where jobs run: database, blobs, worker processes, and if asked for a Redis server. For tests."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from permille.store import access, jobs
+from permille.store.database import Database
+from permille.store.schema import migrate
+from permille.store.tables import Job, PackageRow
+
+TIMEOUT_S = 90.0
+
+
+@dataclass(kw_only=True)
+class Site:
+    """Everything that a test of workers needs, below one folder."""
+
+    root: Path
+    db: Database
+    tenant_id: str
+    broker_url: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    def environment(self) -> dict[str, str]:
+        """The workers' settings."""
+        values = {
+            "DATABASE_URL": self.db.url,
+            "BLOB_ROOT": str(self.root / "blobs"),
+            "MODEL_ROOT": str(self.root / "models"),
+            "CORPUS_ROOT": str(self.root / "corpora"),
+            "WORK_ROOT": str(self.root / "work"),
+            "LEASE_S": "1.5",
+            "POLL_S": "0.05",
+            "SWEEP_S": "0.2",
+            "RESEND_AFTER_S": "2",
+            "CANCEL_GRACE_S": "1",
+            "DRAIN_S": "5",
+            **({"BROKER_URL": self.broker_url} if self.broker_url else {}),
+            **self.settings,
+        }
+        return {**os.environ, **{f"PERMILLE_{name}": value for name, value in values.items()}}
+
+    def start_worker(self) -> "subprocess.Popen[bytes]":
+        """Start a worker process (Celery's where the site has a broker)."""
+        command = [sys.executable, "-m", "tests.integration.job_tasks", "worker"]
+        with (self.root / "worker.log").open("ab") as log:
+            process = subprocess.Popen(command, env=self.environment(), stdout=log, stderr=log)
+        self.processes.append(process)
+        return process
+
+    def submit(self, *, kind: str = "mask", steps: int = 1, step_s: float = 0.0, **payload: Any) -> Job:
+        """Queue a job of `job_tasks`."""
+        max_attempts = payload.pop("max_attempts", 3)
+        content = {"steps": steps, "step_s": step_s, "trace": str(self.trace), **payload}
+        with self.db.write() as session:
+            return jobs.submit(
+                session, tenant_id=self.tenant_id, kind=kind, payload=content, max_attempts=max_attempts
+            )
+
+    def read(self, job: Job) -> Job:
+        """The job's row as it is now."""
+        with self.db.read() as session:
+            return jobs.get(session, tenant_id=self.tenant_id, job_id=job.id)
+
+    def cancel(self, job: Job) -> None:
+        """Ask it to stop."""
+        with self.db.write() as session:
+            jobs.request_cancel(session, tenant_id=self.tenant_id, job_id=job.id)
+
+    def results(self) -> list[PackageRow]:
+        """What the jobs have published."""
+        with self.db.read() as session:
+            return list(session.query(PackageRow).order_by(PackageRow.id))
+
+    @property
+    def trace(self) -> Path:
+        """Where attempts leave their lines."""
+        return self.root / "trace"
+
+    def attempts(self) -> list[list[str]]:
+        """The lines of the attempts: job id, attempt, fence, process id."""
+        return [line.split() for line in self.trace.read_text().splitlines()] if self.trace.exists() else []
+
+    def wait_for_state(self, job: Job, *states: str) -> Job:
+        """Wait until the job is in one of the states."""
+        wait_until(lambda: self.read(job).state in states, self.explain)
+        return self.read(job)
+
+    def wait_for_attempts(self, count: int) -> list[list[str]]:
+        """Wait until so many attempts have begun."""
+        wait_until(lambda: len(self.attempts()) >= count, self.explain)
+        return self.attempts()
+
+    def explain(self) -> str:
+        """What to show when a wait is in vain."""
+        log = self.root / "worker.log"
+        return log.read_text(errors="replace")[-6000:] if log.exists() else "no worker was started"
+
+
+@contextmanager
+def job_site(root: Path, *, broker_url: str | None = None) -> Iterator[Site]:
+    """Make a site over SQLite; its workers are killed at the end."""
+    url = f"sqlite:///{root}/permille.db"
+    migrate(url)
+    db = Database(url)
+    with db.write() as session:
+        tenant_id = access.create_tenant(session, name="acme").id
+    site = Site(root=root, db=db, tenant_id=tenant_id, broker_url=broker_url)
+    try:
+        yield site
+    finally:
+        for process in site.processes:
+            process.kill()
+            process.wait()
+        db.close()
+
+
+def wait_until(condition: Callable[[], bool], explain: Callable[[], str]) -> None:
+    """Poll until the condition holds; far beyond any expected time, give up and tell why."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"expected it to happen within {TIMEOUT_S} s; {explain()}")
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@dataclass
+class Redis:
+    """A Redis server of its own, in memory only: killing it loses what it held."""
+
+    port: int
+    folder: Path
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def url(self) -> str:
+        """The broker's URL."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        binary = shutil.which("redis-server")
+        if binary is None:
+            raise RuntimeError("expected redis-server on the PATH: apt-get install redis-server")
+        command = [
+            binary,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
+        self.process = subprocess.Popen(
+            [*command, "--dir", str(self.folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        wait_until(self._answers, lambda: "redis-server does not answer")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[Redis]:
+    """A running Redis server on a free port of the loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = Redis(port=port, folder=folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,75 @@
+"""Tasks for the tests of the job protocol, in place of those that compute: `python -m
+tests.integration.job_tasks child`.
+
+A job's payload says what its task does: `steps` of `step_s` seconds, then `ends` ("well", "badly" ...).
+Each attempt leaves a line in the file `trace`, so that a test sees which ones ran. `... worker` starts a
+worker whose children run these tasks.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError, RetryableError
+from permille.store import results
+from workers.__main__ import run_worker
+from workers.child import run_child
+from workers.context import Publish, Result, TaskContext
+from workers.settings import WorkerSettings
+
+CHILD_COMMAND = (sys.executable, "-m", "tests.integration.job_tasks", "child")
+
+
+def scripted(context: TaskContext) -> Publish:
+    """Do what the payload says; the result is a package row whose digest names the job and the fence."""
+    claim = context.claim
+    payload = claim.payload
+    with Path(payload["trace"]).open("a") as trace:
+        trace.write(f"{claim.job_id} {claim.attempt} {claim.fence} {os.getpid()}\n")
+    done = context.work_folder / "done"
+    first = int(done.read_text()) if done.exists() else 0
+    for step in range(first, payload["steps"]):
+        if not payload.get("deaf"):
+            context.progress(step / payload["steps"], f"step {step}")
+        time.sleep(payload["step_s"])
+        done.write_text(str(step + 1))
+    if payload.get("ends") == "badly":
+        raise InputError("expected good input, got bad")
+    if payload.get("ends") == "flakily" and claim.attempt == 1:
+        raise RetryableError("not yet")
+    if payload.get("ends") == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    blob = context.blobs.put_bytes(f"{claim.job_id} {first}".encode())
+
+    def publish(session: Session) -> Result:
+        package = results.add_package(
+            session,
+            tenant_id=claim.tenant_id,
+            job_id=claim.job_id,
+            model_id=None,
+            mask_id=None,
+            quantization_id=None,
+            digest=f"{claim.job_id}/{claim.fence}",
+            manifest=blob.encode(),
+            k=claim.fence,
+            layers=[],
+        )
+        return Result(kind="package", id=package.id)
+
+    return publish
+
+
+def main() -> None:
+    """Entry of both processes."""
+    if sys.argv[1] == "child":
+        run_child(dict.fromkeys(("mask", "quantization", "package"), scripted), sys.stdin.buffer)
+    else:
+        run_worker(WorkerSettings.model_validate({}), child_command=CHILD_COMMAND)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The embedded default: local workers over SQLite, as processes, killed in earnest."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from permille.store import jobs
+from tests.integration.job_site import Site, is_alive, job_site, wait_until
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with job_site(tmp_path) as place:
+        yield place
+
+
+def test_jobs_finish_and_leave_no_work_folder(site: Site) -> None:
+    made = [site.submit() for _ in range(3)]
+    site.start_worker()
+    for job in made:
+        assert site.wait_for_state(job, "succeeded").attempt == 1
+    assert len(site.results()) == 3
+    wait_until(lambda: not list((site.root / "work" / "jobs").iterdir()), site.explain)
+
+
+def test_a_killed_worker_takes_its_child_along_and_another_attempt_resumes(site: Site) -> None:
+    job = site.submit(steps=40, step_s=0.05)
+    worker = site.start_worker()
+    [[_, _, _, child]] = site.wait_for_attempts(1)
+    wait_until(lambda: (site.root / "work" / "jobs" / job.id / "done").exists(), site.explain)
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    wait_until(lambda: not is_alive(int(child)), site.explain)
+    site.start_worker()
+    after = site.wait_for_state(job, "succeeded")
+    assert (after.attempt, after.fence) == (2, 2)
+    [result] = site.results()
+    assert result.k == 2
+    resumed_from = int(site.root.joinpath("blobs").rglob("sha256/*/*").__next__().read_text().split()[1])
+    assert resumed_from > 0
+
+
+def test_a_stalled_worker_that_wakes_up_cannot_publish(site: Site) -> None:
+    job = site.submit(steps=20, step_s=0.05, deaf=True)
+    stalled = site.start_worker()
+    [[_, _, _, child]] = site.wait_for_attempts(1)
+    stalled.send_signal(signal.SIGSTOP)
+    os.kill(int(child), signal.SIGSTOP)
+    wait_until(lambda: site.read(job).state == "running" and _lease_is_over(site, job.id), site.explain)
+    second = site.start_worker()
+    wait_until(lambda: site.read(job).fence == 2, site.explain)
+    os.kill(int(child), signal.SIGCONT)
+    stalled.send_signal(signal.SIGCONT)
+    after = site.wait_for_state(job, "succeeded")
+    wait_until(lambda: not is_alive(int(child)), site.explain)
+    assert after.fence == 2
+    assert [row.k for row in site.results()] == [2]
+    assert second.poll() is None
+
+
+def _lease_is_over(site: Site, job_id: str) -> bool:
+    with site.db.read() as session:
+        job = jobs.get(session, tenant_id=site.tenant_id, job_id=job_id)
+        lease = job.lease_expires_at
+        return lease is not None and lease.timestamp() < time.time()
+
+
+def test_a_child_that_crashes_is_retried_and_at_last_dead_with_its_signal(site: Site) -> None:
+    job = site.submit(ends="killed", max_attempts=1)
+    site.start_worker()
+    after = site.wait_for_state(job, "dead")
+    assert after.error is not None
+    assert "signal 9" in after.error["message"]
+
+
+def test_input_errors_fail_and_retryable_ones_are_tried_again(site: Site) -> None:
+    bad, flaky = site.submit(ends="badly"), site.submit(ends="flakily")
+    site.start_worker()
+    failed = site.wait_for_state(bad, "failed", "dead")
+    assert failed.error == {
+        "type": "InputError",
+        "message": "expected good input, got bad",
+        "retryable": False,
+    }
+    assert site.wait_for_state(flaky, "succeeded", "dead").attempt == 2
+
+
+def test_cancel_stops_a_job_that_listens(site: Site) -> None:
+    job = site.submit(steps=10_000, step_s=0.02)
+    site.start_worker()
+    site.wait_for_attempts(1)
+    site.cancel(job)
+    site.wait_for_state(job, "cancelled")
+    assert site.results() == []
+
+
+def test_cancel_kills_a_job_that_does_not_listen(site: Site) -> None:
+    job = site.submit(steps=1, step_s=600, deaf=True)
+    site.start_worker()
+    [[_, _, _, child]] = site.wait_for_attempts(1)
+    site.cancel(job)
+    site.wait_for_state(job, "cancelled")
+    wait_until(lambda: not is_alive(int(child)), site.explain)
+
+
+def test_sigterm_lets_a_short_job_finish(site: Site) -> None:
+    site.settings["DRAIN_S"] = "60"
+    job = site.submit(steps=10, step_s=0.05)
+    worker = site.start_worker()
+    site.wait_for_attempts(1)
+    worker.terminate()
+    assert worker.wait(60) == 0
+    assert site.read(job).state == "succeeded"
+
+
+def test_sigterm_gives_a_long_job_back_unharmed(site: Site) -> None:
+    site.settings["DRAIN_S"] = "0.2"
+    job = site.submit(steps=1, step_s=600)
+    worker = site.start_worker()
+    [[_, _, _, child]] = site.wait_for_attempts(1)
+    worker.terminate()
+    assert worker.wait(60) == 0
+    after = site.read(job)
+    assert (after.state, after.attempt) == ("queued", 0)
+    assert not is_alive(int(child))
+
+
+def test_workers_killed_at_random_moments_lose_nothing_and_publish_once(site: Site) -> None:
+    """Kills fall anywhere: at start, claim, work, publication. The seed varies them from run to run."""
+    rng = random.Random(os.getpid())
+    made = [site.submit(steps=4, step_s=0.05, max_attempts=50) for _ in range(4)]
+    for _ in range(6):
+        worker = site.start_worker()
+        time.sleep(rng.uniform(0.2, 2.5))
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+    site.start_worker()
+    for job in made:
+        after = site.wait_for_state(job, "succeeded", "dead", "failed")
+        assert after.state == "succeeded"
+    published = {row.job_id: row.k for row in site.results()}
+    assert published == {job.id: site.read(job).fence for job in made}
+    fences = [(job_id, fence) for job_id, _, fence, _ in site.attempts()]
+    assert len(fences) == len(set(fences))
