@@ -165,16 +165,19 @@ def _record(
     learning_rate = learning_rate_at(
         header.schedule, learning_rate=header.learning_rate, step=step, total_steps=header.total_steps
     )
-    coefficients = tuple(
-        coefficient(
-            learning_rate=learning_rate,
-            projected_grad=float(projected_grad),
-            queries=header.queries,
-            sigma=sigma(header.distribution),
-            step_unit_exponent=header.step_unit_exponent,
+    try:
+        coefficients = tuple(
+            coefficient(
+                learning_rate=learning_rate,
+                projected_grad=projected_grad,
+                queries=header.queries,
+                sigma=sigma(header.distribution),
+                step_unit_exponent=header.step_unit_exponent,
+            )
+            for projected_grad in projected_grad_Q.tolist()
         )
-        for projected_grad in projected_grad_Q
-    )
+    except InputError:  # the quotient overflowed
+        return rejected
     if max(abs(c) for c in coefficients) > MAX_COEFFICIENT:
         return rejected
     return StepRecord(step=step, coefficients=coefficients, loss=loss, flags=flags)
