@@ -1,0 +1,164 @@
+"""The evidence behind a mask, as plain dicts that JSON can hold: no NaN, no infinity, no array.
+
+- `curve`: share of the whole score that the best fraction of the weights holds (sensitive-sparse-zo, figure
+  2).
+- `coverage`: share of a score that a mask holds, in all and by tensor. With the scores of another text it
+  says whether the mask found on one corpus still covers the gradients of a task (figure 3).
+
+Where the whole score is 0, the share is the fraction of the weights: nothing is known, so nothing is claimed.
+Sums are float64, in the order of the tensors.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+
+Tensors = Mapping[str, NDArray[np.float32]]
+Indices = Mapping[str, NDArray[np.uint32]]
+
+# Bins 1.1% wide over all float32 above 0: coarse enough to hold, fine enough to draw.
+_BINS_PER_OCTAVE = 64
+_CHUNK = 1 << 20
+
+
+class CurvePoint(TypedDict):
+    """`coverage` is the share of the score in the best `fraction` of the weights."""
+
+    fraction: float
+    coverage: float
+
+
+class TensorRow(TypedDict):
+    """One line of the table: `coverage` is the share of the tensor's own score that the mask holds."""
+
+    name: str
+    shape: list[int]
+    count: int
+    density: float
+    score: float
+    coverage: float
+
+
+class Report(TypedDict):
+    """What an operator decides from."""
+
+    k: int
+    numel: int
+    coverage: float
+    curve: list[CurvePoint]
+    tensors: list[TensorRow]
+
+
+def mask_report(scores: Tensors, mask: Indices) -> Report:
+    """Curve, table and whole of one mask under one set of scores.
+
+    Raises:
+        InputError: other tensors in the mask than in the scores, or an index outside its tensor.
+    """
+    rows = coverage_by_tensor(scores, mask)
+    numel = sum(math.prod(row["shape"]) for row in rows)
+    k = sum(row["count"] for row in rows)
+    return Report(k=k, numel=numel, coverage=coverage(scores, mask), curve=curve(scores), tensors=rows)
+
+
+def coverage(scores: Tensors, mask: Indices) -> float:
+    """Share of the sum of all scores that lies on the mask.
+
+    Raises:
+        InputError: as `mask_report`.
+    """
+    _check(scores, mask)
+    numel = sum(scores[name].size for name in scores)
+    on_mask = sum(_sum(scores[name].reshape(-1)[mask[name]]) for name in scores)
+    k = sum(mask[name].size for name in scores)
+    return _share(on_mask, sum(_sum(scores[name].reshape(-1)) for name in scores), k, numel)
+
+
+def coverage_by_tensor(scores: Tensors, mask: Indices) -> list[TensorRow]:
+    """The table, in tensor_id order.
+
+    Raises:
+        InputError: as `mask_report`.
+    """
+    _check(scores, mask)
+    rows = []
+    for name in scores:
+        flat = scores[name].reshape(-1)
+        total, count = _sum(flat), int(mask[name].size)
+        row = TensorRow(
+            name=name,
+            shape=list(scores[name].shape),
+            count=count,
+            density=count / flat.size,
+            score=total,
+            coverage=_share(_sum(flat[mask[name]]), total, count, flat.size),
+        )
+        rows.append(row)
+    return rows
+
+
+def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:
+    """Cumulative normalized sum of the scores in falling order, at fractions spaced evenly in their
+    logarithm.
+
+    Fractions go from 1e-6 (or one weight) to 1. The best weights are found over all tensors together, by
+    counting scores in bins 1.1% wide and taking part of a bin at its mean: exact at the bins' edges, and
+    nothing is sorted.
+
+    Raises:
+        InputError: a score that is NaN, infinite or negative.
+    """
+    numbers, sums = _histogram(scores)
+    numel, total = int(numbers.sum()), float(sums.sum())
+    best_first = np.concatenate([[0], np.cumsum(numbers[::-1])])
+    held = np.concatenate([[0.0], np.cumsum(sums[::-1])])
+    smallest = max(1e-6, 1 / numel)
+    fractions = np.geomspace(smallest, 1, points)
+    fractions[0], fractions[-1] = smallest, 1
+    if total == 0:
+        return [CurvePoint(fraction=float(at), coverage=float(at)) for at in fractions]
+    shares = np.interp(fractions * numel, best_first, held / total)
+    return [
+        CurvePoint(fraction=float(at), coverage=float(min(1, y)))
+        for at, y in zip(fractions, shares, strict=True)
+    ]
+
+
+def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Numbers and sums of scores by bin of their size, in rising order; bin 0 is exactly 0."""
+    # float32 above 0 lies in 2**-149 to 2**128.
+    bins = (149 + 129) * _BINS_PER_OCTAVE + 1
+    numbers, sums = np.zeros(bins, np.int64), np.zeros(bins, np.float64)
+    for name in scores:
+        flat = scores[name].reshape(-1)
+        for start in range(0, flat.size, _CHUNK):
+            chunk = np.asarray(flat[start : start + _CHUNK], np.float64)
+            if not (np.isfinite(chunk) & (chunk >= 0)).all():
+                raise InputError(f"{name}: expected finite scores of at least 0")
+            octave = np.log2(chunk, out=np.full_like(chunk, -150.0), where=chunk > 0)
+            index = np.where(chunk > 0, 1 + np.floor((octave + 149) * _BINS_PER_OCTAVE), 0).astype(np.int64)
+            numbers += np.bincount(index, minlength=bins)
+            sums += np.bincount(index, weights=chunk, minlength=bins)
+    return numbers, sums
+
+
+def _sum(flat: NDArray[np.float32]) -> float:
+    return float(flat.sum(dtype=np.float64))
+
+
+def _share(part: float, whole: float, count: int, numel: int) -> float:
+    return min(1.0, part / whole) if whole > 0 else count / numel
+
+
+def _check(scores: Tensors, mask: Indices) -> None:
+    if set(scores) != set(mask):
+        other = sorted(set(scores) ^ set(mask))[:3]
+        raise InputError(f"expected a mask of the scored tensors, got a difference in {', '.join(other)}")
+    for name in scores:
+        if mask[name].size and int(mask[name].max()) >= scores[name].size:
+            raise InputError(f"{name}: expected indices below {scores[name].size}, got {mask[name].max()}")

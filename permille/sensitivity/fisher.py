@@ -1,0 +1,291 @@
+"""Fisher scores: the diagonal of the empirical Fisher of a causal language model, one sequence at a time.
+
+    F_i = (1/N) * sum_n g_{n,i}^2        (sensitive-sparse-zo, section 3.1; design: one gradient a SEQUENCE)
+
+`g_n` is the gradient of the mean next-token loss of sequence n. Squares are made and summed in float32
+whatever the model computes in: in bf16 a sum stops growing at 2^8 equal terms. Squaring the mean of a batch
+is another quantity and not offered here.
+
+Memory: the weights, the scores in scope (a mapped file where they do not fit), one tensor's gradient (each
+is squared and freed as soon as autograd has made it), and the activations of one block (the others are
+computed again).
+
+Order: sequences are summed in shards of `SHARD_SEQUENCES`; the sums of the shards are added in their order.
+So one process and sixteen workers get the same bits from the same gradients, and a stopped job goes on
+after its last shard.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from permille.errors import InputError
+from permille.models.families import layer_of, scoped_tensors
+from permille.sensitivity.partial_sums import PartialSums
+from permille.sensitivity.scores import Scores, Shapes, zero_scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARD_SEQUENCES = 16
+
+
+class Progress(Protocol):
+    """Called after each sequence. What it raises stops the work: whole shards stay in the resume folder."""
+
+    def __call__(self, done: int, total: int) -> None: ...
+
+
+def fisher_scores(
+    model: "PreTrainedModel",
+    sequences_NT: NDArray[np.int64],
+    scope: str = "all",
+    *,
+    progress: Progress | None = None,
+    spill_dir: Path | None = None,
+    in_memory_bytes: int = 4 << 30,
+    resume: Path | None = None,
+) -> Scores:
+    """Scores of the linear layers in scope, over all sequences.
+
+    Args:
+        model: any dtype and device; its parameters and their `requires_grad` are as before afterwards.
+        sequences_NT: [N, T] token ids; the loss of a sequence is the mean over its T - 1 predictions.
+        spill_dir: where scores larger than `in_memory_bytes` are mapped; None keeps them in memory.
+        resume: folder that keeps the sum after each shard; a second call with the same model, sequences and
+            scope goes on there.
+
+    Raises:
+        InputError: NaN or infinity in a weight, a loss or a gradient (the message names it); tokens outside
+        the vocabulary.
+        OSError: as the file system reports it.
+    """
+    shapes = scope_shapes(model, scope)
+    check_model(model)
+    shards = shard_ranges(len(sequences_NT))
+    sums = PartialSums.open(resume, fingerprint=_fingerprint(model, sequences_NT, shapes) if resume else "")
+    total = zero_scores(shapes, spill_dir=spill_dir, in_memory_bytes=in_memory_bytes)
+    finished = sums.load_into(total)
+    partial = (
+        total
+        if len(shards) == 1
+        else zero_scores(shapes, spill_dir=spill_dir, in_memory_bytes=in_memory_bytes)
+    )
+    for index, shard in enumerate(shards[finished:], start=finished):
+        report = None if progress is None else _offset(progress, shard.start, len(sequences_NT))
+        add_shard(model, sequences_NT[shard.start : shard.stop], partial, first=shard.start, progress=report)
+        if partial is not total:
+            merge(total, partial)
+            partial.flat[:] = 0
+        sums.save(total, index + 1)
+    divide(total, len(sequences_NT))
+    return total
+
+
+def shard_ranges(sequences: int) -> list[range]:
+    """The shards of a job of so many sequences: a function of the number alone, not of who does the work.
+
+    Raises:
+        InputError: no sequence.
+    """
+    if sequences < 1:
+        raise InputError(f"expected at least 1 sequence, got {sequences}")
+    return [
+        range(start, min(start + SHARD_SEQUENCES, sequences))
+        for start in range(0, sequences, SHARD_SEQUENCES)
+    ]
+
+
+def merge(total: Scores, partial: Scores) -> None:
+    """total += partial, in float32; call it in the order of the shards, the first onto zeros."""
+    np.add(total.flat, partial.flat, out=total.flat)
+
+
+def divide(total: Scores, sequences: int) -> None:
+    """The sum of squares becomes their mean: one float32 division a score."""
+    np.divide(total.flat, np.float32(sequences), out=total.flat)
+
+
+def scope_shapes(model: "PreTrainedModel", scope: str) -> Shapes:
+    """Names and shapes of the linear layers in scope.
+
+    Raises:
+        InputError: unknown family or scope.
+    """
+    return scoped_tensors(model.config.to_dict(), scope)
+
+
+def check_model(model: "PreTrainedModel") -> None:
+    """
+    Raises:
+        InputError: NaN or infinity in a weight; names the first such tensor.
+    """
+    for name, parameter in model.named_parameters():
+        # A sum is finite only if every term is; it may overflow without one, hence the second look.
+        if not torch.isfinite(parameter.detach().sum()) and not torch.isfinite(parameter.detach()).all():
+            raise InputError(f"{name}: expected finite weights in the source model, got NaN or infinity")
+
+
+def add_shard(
+    model: "PreTrainedModel",
+    sequences_NT: NDArray[np.int64],
+    sums: Scores,
+    *,
+    first: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """sums += g^2 of each sequence, in their order. `first`: number of the first sequence, for messages.
+
+    Raises:
+        InputError: as `fisher_scores`.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if sequences_NT.ndim != 2 or sequences_NT.shape[1] < 2:
+        raise InputError(f"expected sequences [N, T] of at least 2 tokens, got shape {sequences_NT.shape}")
+    if sequences_NT.min() < 0 or sequences_NT.max() >= vocabulary:
+        raise InputError(f"expected token ids from 0 to {vocabulary - 1}, got {sequences_NT.max()}")
+    blocks = _blocks(model, list(sums))
+    with _only_trainable(model, list(sums)), _recomputed(blocks), _in_eval_mode(model):
+        for index, tokens_T in enumerate(sequences_NT):
+            with _squares_into(model, sums, first + index):
+                _loss(model, tokens_T, first + index).backward()  # type: ignore[no-untyped-call]
+            if progress is not None:
+                progress(index + 1)
+
+
+def _loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequence: int) -> Tensor:
+    """Mean over t of -log p(token t | tokens before t), logits in float32."""
+    ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_T))[None].to(model.device)
+    logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, :-1].float()
+    loss = functional.cross_entropy(logits_TV, ids_BT[0, 1:])
+    if not torch.isfinite(loss):
+        raise InputError(f"sequence {sequence}: expected a finite loss, got {loss.item()}")
+    return loss
+
+
+# --- gradients
+# ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _squares_into(model: nn.Module, sums: Scores, sequence: int) -> Iterator[None]:
+    """While autograd runs backward: square each gradient onto its sum and free it at once."""
+    handles = []
+    for name in sums:
+        parameter = model.get_parameter(name)
+        hook = _square_hook(name, sums[name], sequence)
+        handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name in sums:
+            model.get_parameter(name).grad = None
+
+
+def _square_hook(name: str, sum_NK: NDArray[np.float32], sequence: int) -> Callable[[Tensor], None]:
+    def add_square(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            raise RuntimeError(f"{name}: autograd called the hook without a gradient")
+        square_NK = gradient.detach().to("cpu", torch.float32).numpy()
+        with np.errstate(over="ignore"):
+            np.multiply(square_NK, square_NK, out=square_NK)
+        if not np.isfinite(square_NK).all():
+            raise InputError(
+                f"{name}: expected finite squared gradients, got NaN or infinity at sequence {sequence}"
+            )
+        np.add(sum_NK, square_NK, out=sum_NK)
+
+    return add_square
+
+
+@contextlib.contextmanager
+def _only_trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Only `names` require a gradient: autograd keeps no other tensor's, and no graph below the lowest of
+    them."""
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    wanted = set(names)
+    try:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in wanted)
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(before[name])
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout: the score is a function of weights and tokens."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextlib.contextmanager
+def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep a block's input only, and compute the block again in backward.
+
+    Not transformers' own switch: that one works in training mode only, where dropout is on.
+    """
+    own = [vars(block).get("forward") for block in blocks]
+    try:
+        for block in blocks:
+            block.forward = _checkpointed(block.forward)
+        yield
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            del block.forward  # what the class says, or
+            if forward is not None:  # what somebody had put in its place
+                block.forward = forward
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The decoder blocks from the lowest in scope upwards: those that backward goes through."""
+    lowest = min(index for index in map(layer_of, names) if index is not None)
+    prefix = names[0].split(".layers.", 1)[0] + ".layers"
+    blocks = model.get_submodule(prefix)
+    if not isinstance(blocks, nn.ModuleList):
+        raise InputError(f"expected a list of blocks at {prefix}, got {type(blocks).__name__}")
+    return list(blocks)[lowest:]
+
+
+# --- shards
+# ---------------------------------------------------------------------------------------------------
+
+
+def _offset(progress: Progress, start: int, total: int) -> Callable[[int], None]:
+    return lambda done: progress(start + done, total)
+
+
+def _fingerprint(model: "PreTrainedModel", sequences_NT: NDArray[np.int64], shapes: Shapes) -> str:
+    """Names the sum: weights, sequences, scope and the rule of the shards."""
+    import hashlib
+
+    state = hashlib.sha256(f"permille-fisher-1 {SHARD_SEQUENCES} {sequences_NT.shape} {shapes}".encode())
+    state.update(np.ascontiguousarray(sequences_NT).astype("<i8", copy=False).data)
+    for name, parameter in model.named_parameters():
+        state.update(f"{name} {parameter.dtype}".encode())
+        state.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return state.hexdigest()
