@@ -182,7 +182,7 @@ def test_wrong_inputs_are_refused() -> None:
     with pytest.raises(InputError, match="32 or 128 for int4, got 64"):
         quantize(w_NK, Scheme.INT4, 64)
     with pytest.raises(InputError, match="expected a float32 matrix, got float64"):
-        quantize(w_NK.astype(np.float64), Scheme.NF4, 64)  # type: ignore[arg-type]
+        quantize(w_NK.astype(np.float64), Scheme.NF4, 64)
     with pytest.raises(InputError, match="expected keep bool"):
         quantize(w_NK, Scheme.INT4, 32, np.zeros((2, 63), bool))
 
