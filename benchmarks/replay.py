@@ -3,9 +3,9 @@
     python -m benchmarks.replay
     python -m benchmarks.replay --steps 200 --distribution binomial4
 
-Prints one JSON object. `one_by_one_s` is the obvious way, a direction and a multiply-add a step,
-measured on the first 20 steps and scaled up. `replay_cpu_s` is the processor time of one thread: what `replay_s`
-would be on a machine that does nothing else.
+Prints one JSON object. `one_by_one_s` is the obvious way, a direction and a multiply-add a step, measured on
+the first 20 steps and scaled up. `replay_cpu_s` is the processor time of one thread: what `replay_s` would be on
+a machine that does nothing else.
 """
 
 import argparse
