@@ -3,9 +3,9 @@
     python -m benchmarks.replay
     python -m benchmarks.replay --steps 200 --distribution binomial4
 
-Prints one JSON object. `one_by_one_s` is the obvious way, a direction and a multiply-add a step, measured on
-the first 20 steps and scaled up. `replay_cpu_s` is the processor time of one thread: what `replay_s` would be on
-a machine that does nothing else.
+Prints one JSON object. `one_by_one_s` is the obvious way, a direction and a multiply-add a step, measured
+on the first 20 steps and scaled up. The `..._cpu_s` are processor time of one thread: what the others would be on a
+machine that does nothing else.
 """
 
 import argparse
@@ -101,7 +101,9 @@ def main() -> None:
         replay_s[str(threads)] = round(seconds, 3)
         digests.add(state_digest(s_K, mask_digest=header.mask_digest, step_unit_exponent=-30))
     sample = min(SAMPLE_STEPS, arguments.steps)
+    begin_cpu = time.process_time()
     sample_K, sample_s = timed(lambda: one_by_one(header, coefficients_T[:sample]))
+    sample_cpu_s = time.process_time() - begin_cpu
     exact = len(digests) == 1 and np.array_equal(sample_K, replay(header, log.coefficients_TQ[:sample]))
     report = {
         "steps": arguments.steps,
@@ -111,6 +113,7 @@ def main() -> None:
         "replay_cpu_s": round(replay_cpu_s, 3),
         "values_per_s": round(arguments.steps * arguments.values / min(replay_s.values())),
         "one_by_one_s": round(sample_s / sample * arguments.steps, 1),
+        "one_by_one_cpu_s": round(sample_cpu_s / sample * arguments.steps, 1),
         "log_bytes": len(data),
         "bytes_per_step": round(len(data) / arguments.steps, 3),
         "encode_s": round(encode_s, 3),
