@@ -4,8 +4,8 @@
     python -m benchmarks.replay --steps 200 --distribution binomial4
 
 Prints one JSON object. `one_by_one_s` is the obvious way, a direction and a multiply-add a step, measured
-on the first 20 steps and scaled up. The `..._cpu_s` are processor time of one thread: what the others would be on a
-machine that does nothing else.
+on the first 20 steps and scaled up. The `..._cpu_s` are processor time of one thread: what the
+others would be on a machine that does nothing else.
 """
 
 import argparse
