@@ -7,6 +7,7 @@ asked for.
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ def _lines(path: Path) -> Iterator[bytes | None]:
                 while line and not line.endswith(b"\n"):
                     line = file.readline(LARGEST_ROW)
                 yield None
-    except (gzip.BadGzipFile, EOFError) as exc:
+    except (gzip.BadGzipFile, zlib.error, EOFError) as exc:
         raise InputError(f"expected a whole gzip file at {path.name!r:.200}: {exc}") from exc
     except OSError as exc:
         raise InputError(f"expected to read {path.name!r:.200}: {exc}") from exc

@@ -73,7 +73,7 @@ class Checkpoint:
         found = self._headers()
         expected = expected_tensors(self.config)
         _compare({name: entry.shape for name, entry in found.items()}, expected)
-        self._entries = {name: found[name] for name in expected}
+        self._entries = {name: _checked(name, found[name]) for name in expected}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -230,6 +230,12 @@ def _entry(file: str, name: str, value: object, start: int, file_size: int) -> _
             f"{file}: expected the bytes of {name!r:.200} inside the file and as many as its shape says"
         )
     return _Entry(file=file, dtype=dtype, shape=tuple(shape), begin=begin, size=end - begin)
+
+
+def _checked(name: str, entry: _Entry) -> _Entry:
+    if entry.dtype not in _DTYPE_BYTES:
+        raise InputError(f"{name}: expected F32, F16 or BF16, got {entry.dtype:.20}")
+    return entry
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

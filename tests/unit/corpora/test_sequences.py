@@ -1,0 +1,98 @@
+"""Token sequences: exact lengths, no reuse of a token, and the documented rule of selection."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from permille.corpora.sequences import POOL, token_sequences
+from permille.errors import InputError
+
+
+class Letters:
+    """One token a character, after a 1 that begins each text."""
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *map(ord, text)]
+
+
+def texts(characters: int, size: int = 37) -> list[str]:
+    stream = "".join(chr(200 + i) for i in range(characters))
+    return [stream[i : i + size] for i in range(0, characters, size)]
+
+
+def joined(parts: list[str]) -> list[int]:
+    return [token for part in parts for token in Letters().encode(part)]
+
+
+def test_sequences_are_whole_windows_of_the_joined_texts_in_order() -> None:
+    parts = texts(1000)
+    stream = joined(parts)
+    windows = [stream[i : i + 16] for i in range(0, len(stream) - 15, 16)]
+    found = token_sequences(Letters(), parts, 10, 16, seed=3)
+    assert found.dtype == np.int64
+    assert found.shape == (10, 16)
+    positions = [windows.index(row) for row in found.tolist()]
+    assert positions == sorted(set(positions))
+
+
+def test_all_windows_are_given_where_all_are_asked_for() -> None:
+    parts = texts(100)
+    stream = joined(parts)
+    count = len(stream) // 8
+    assert token_sequences(Letters(), parts, count, 8, seed=0).reshape(-1).tolist() == stream[: count * 8]
+
+
+def test_the_result_depends_on_corpus_and_seed_alone() -> None:
+    parts = texts(3000)
+    one = token_sequences(Letters(), parts, 12, 10, seed=5)
+    assert one.tolist() == token_sequences(Letters(), iter(parts), 12, 10, seed=5).tolist()
+    assert one.tolist() != token_sequences(Letters(), parts, 12, 10, seed=6).tolist()
+
+
+def test_windows_with_the_smallest_philox_keys_win() -> None:
+    # Keys of windows 0 to 15 at seed 9: high and low word of Philox4x32-10 at (w, 0, 2**32 - 1, 2**32 - 2).
+    from permille.zo.philox import philox4x32_10
+
+    low, high, _, _ = philox4x32_10((np.arange(16), 0, 0xFFFFFFFF, 0xFFFFFFFE), 9)
+    keys = (high << np.uint64(32)) | low
+    winners = sorted(np.argsort(keys)[:2].tolist())
+    parts = ["".join(chr(300 + 10 * w + t) for t in range(3)) for w in range(16)]  # a window a text
+    found = token_sequences(Letters(), parts, 2, 4, seed=9)
+    assert [(row[1] - 300) // 10 for row in found.tolist()] == winners
+
+
+def test_the_corpus_is_read_no_further_than_the_pool() -> None:
+    asked = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal asked
+        while True:
+            asked += 1
+            yield "x" * 9
+
+    token_sequences(Letters(), endless(), 3, 10, seed=0)
+    assert asked == POOL * 3
+
+
+def test_skip_gives_sequences_that_share_no_window() -> None:
+    parts = texts(4000)
+    first = token_sequences(Letters(), parts, 5, 10, seed=0)
+    second = token_sequences(Letters(), parts, 5, 10, seed=0, skip=POOL * 5)
+    assert not {tuple(row) for row in first.tolist()} & {tuple(row) for row in second.tolist()}
+
+
+def test_a_corpus_that_is_too_small_is_refused_with_what_it_holds() -> None:
+    with pytest.raises(InputError, match=r"expected 20 sequences of 10 tokens .* a corpus of 10"):
+        token_sequences(Letters(), texts(100), 20, 10, seed=0)
+    with pytest.raises(InputError, match="a corpus of 0"):
+        token_sequences(Letters(), [], 1, 10, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("n", "length", "seed", "skip"),
+    [(0, 8, 0, 0), (1, 1, 0, 0), (1, 8, -1, 0), (1, 8, 1 << 64, 0), (1, 8, 0, -1)],
+)
+def test_numbers_out_of_range_are_refused(n: int, length: int, seed: int, skip: int) -> None:
+    with pytest.raises(InputError, match="expected n >= 1"):
+        token_sequences(Letters(), texts(100), n, length, seed, skip=skip)

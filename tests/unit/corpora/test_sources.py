@@ -1,0 +1,185 @@
+"""Texts from files and streams: every row is used or counted."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from permille.corpora import sources
+from permille.corpora.sources import (
+    BadRow,
+    FileCorpus,
+    ReadReport,
+    StreamedCorpus,
+    StreamedDataset,
+    read_texts,
+)
+from permille.errors import InputError, RetryableError
+
+
+def read(root: Path, name: str, content: bytes) -> tuple[list[str], ReadReport]:
+    (root / name).write_bytes(content)
+    report = ReadReport()
+    return list(read_texts(FileCorpus(path=name), root, report)), report
+
+
+def rows(*texts: str) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def test_jsonl_gives_the_text_field_of_each_row(tmp_path: Path) -> None:
+    texts, report = read(tmp_path, "a.jsonl", rows("one", "zwei ü", "三")[:-1])
+    assert texts == ["one", "zwei ü", "三"]
+    assert report.as_json() == {"rows": 3, "bad": {}}
+
+
+def test_gzip_reads_as_the_plain_file(tmp_path: Path) -> None:
+    content = rows("one", "two")
+    assert read(tmp_path, "a.jsonl.gz", gzip.compress(content))[0] == read(tmp_path, "a.jsonl", content)[0]
+
+
+def test_bad_rows_are_counted_by_reason_with_their_numbers(tmp_path: Path) -> None:
+    content = b"\n".join(
+        [
+            b'{"text": "good"}',
+            b"not json",
+            b'{"text": 3}',
+            b'{"other": "x"}',
+            b"[1]",
+            b'{"text": "  \\n"}',
+            b'{"text": "\xff"}',
+            b'{"text": "\\ud800"}',
+            b"",
+            b'{"text": "also good"}',
+        ]
+    )
+    texts, report = read(tmp_path, "a.jsonl", content)
+    assert texts == ["good", "also good"]
+    assert report.as_json() == {
+        "rows": 10,
+        "bad": {
+            "empty": {"count": 1, "first_rows": [6]},
+            "no-text-field": {"count": 3, "first_rows": [3, 4, 5]},
+            "not-json": {"count": 2, "first_rows": [2, 9]},
+            "not-utf8": {"count": 2, "first_rows": [7, 8]},
+        },
+    }
+    assert report.rows == len(texts) + report.bad.total()
+
+
+def test_a_row_above_the_limit_is_counted_and_never_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "LARGEST_ROW", 64)
+    content = rows("short") + rows("x" * 1000) + rows("again") + rows("y" * 50) + rows("z" * 500)[:-1]
+    texts, report = read(tmp_path, "a.jsonl", content)
+    assert texts == ["short", "again", "y" * 50]
+    assert report.bad == {BadRow.TOO_LONG: 2}
+    assert report.examples == {BadRow.TOO_LONG: [2, 5]}
+
+
+def test_plain_text_is_cut_at_blank_lines_and_loses_no_character(tmp_path: Path) -> None:
+    content = "\n\n".join(f"paragraph {i} " + "word " * 200 for i in range(20)) + "\n"
+    texts, report = read(tmp_path, "a.txt", content.encode())
+    assert "".join(texts) == content
+    assert len(texts) > 3
+    assert all(len(text) >= sources.TEXT_CHARACTERS and text.endswith("\n\n") for text in texts[:-1])
+    assert (report.rows, report.bad.total()) == (len(texts), 0)
+
+
+def test_plain_text_counts_lines_that_are_not_utf8(tmp_path: Path) -> None:
+    texts, report = read(tmp_path, "a.txt", b"good\n\xff\xfe\nstill good\n")
+    assert texts == ["good\nstill good\n"]
+    assert report.bad == {BadRow.NOT_UTF8: 1}
+
+
+def test_a_huge_paragraph_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LARGEST_ROW", 100)
+    texts, _ = read(tmp_path, "a.txt", b"word word\n" * 50)
+    assert "".join(texts) == "word word\n" * 50
+    assert max(map(len, texts)) <= 110
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n \n"])
+def test_an_empty_file_gives_no_text(tmp_path: Path, content: bytes) -> None:
+    assert read(tmp_path, "a.txt", content)[0] == []
+
+
+def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(rows(*(str(i) * 50 for i in range(500))))
+    for content in (whole[:-20], b"no gzip at all", whole[:100] + b"\x00" * 50 + whole[150:]):
+        with pytest.raises(InputError, match=r"a\.jsonl\.gz"):
+            read(tmp_path, "a.jsonl.gz", content)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.zst", "a", "a.txt.gz"])
+def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"\.jsonl, \.jsonl\.gz or \.txt"):
+        read(tmp_path, name, b"x")
+
+
+def test_files_outside_the_root_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "root" / "link.txt").symlink_to(tmp_path / "secret.txt")
+    for path in ("../secret.txt", "link.txt", str(tmp_path / "secret.txt")):
+        with pytest.raises(InputError, match="expected a path"):
+            read_texts(FileCorpus(path=path), tmp_path / "root", ReadReport())
+
+
+def test_reading_stops_where_the_caller_does(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(rows("one", "two") + b"broken\n")
+    report = ReadReport()
+    texts = read_texts(FileCorpus(path="a.jsonl"), tmp_path, report)
+    assert next(texts) == "one"
+    assert report.rows == 1
+
+
+def test_c4_is_streamed_at_its_pinned_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c4.jsonl").write_bytes(rows("from the stream", " ", "and more"))
+    calls: list[tuple[Any, ...]] = []
+    load = datasets.load_dataset
+
+    def from_local_file(*args: Any, **options: Any) -> Any:
+        calls.append((args, options))
+        files = {"train": str(tmp_path / "c4.jsonl")}
+        return load("json", data_files=files, split=options["split"], streaming=options["streaming"])
+
+    monkeypatch.setattr(datasets, "load_dataset", from_local_file)
+    report = ReadReport()
+    texts = read_texts(StreamedCorpus(dataset=StreamedDataset.C4), tmp_path, report)
+    assert list(texts) == ["from the stream", "and more"]
+    assert report.bad == {BadRow.EMPTY: 1}
+    assert calls == [
+        (
+            ("allenai/c4", "en"),
+            {"split": "train", "streaming": True, "revision": "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"},
+        )
+    ]
+
+
+def test_a_dataset_that_is_not_listed_is_never_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("asked for a dataset")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    other: Any = "someone/else"
+    for ref in (StreamedCorpus(dataset=other), StreamedCorpus(dataset=StreamedDataset.C4, split="test")):
+        with pytest.raises(InputError, match="expected dataset c4"):
+            list(read_texts(ref, tmp_path, ReadReport()))
+
+
+def test_a_host_that_does_not_answer_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(RetryableError, match="host of c4"):
+        list(read_texts(StreamedCorpus(dataset=StreamedDataset.C4), tmp_path, ReadReport()))
