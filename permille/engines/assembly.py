@@ -21,7 +21,7 @@ from permille.engines.dequantization import PackedWeight, borrow
 from permille.engines.head import OutputHead
 from permille.engines.inputs import ModelLimits
 from permille.engines.overlay import Overlay, OverlayLinear
-from permille.errors import PackageError
+from permille.errors import InputError, PackageError
 from permille.models.families import family_of
 from permille.package.reader import Package
 from permille.package.safetensors_io import RawTensor
@@ -56,9 +56,11 @@ def assemble(
         cache_bytes: dequantized weights are kept, in the model's order, as far as they fit.
 
     Raises:
-        InputError: a family or config that we do not know.
+        InputError: a family that we do not know, or attention that is not causal.
         PackageError: the package lacks a tensor of its config's model, or has another one.
     """
+    if package.config.get("use_bidirectional_attention"):
+        raise InputError("expected a causal language model, got one with use_bidirectional_attention")
     model = _empty_model(package.config)
     overlay = Overlay(device, dtype)
     _compute_buffers(model, device)

@@ -74,6 +74,8 @@ class TorchEngine:
             raise InputError(f"expected compute dtype {', '.join(ComputeDtype)}; got {compute_dtype!r}")
         if max_tokens < 1:
             raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
+        if threads is not None and threads < 1:
+            raise InputError(f"expected at least 1 thread, got {threads}")
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = _device(device)
@@ -234,15 +236,12 @@ class TorchEngine:
         return sums_Q
 
     def _hidden(self, batch: Batch, variants: int) -> Tensor:
-        """Hidden states [v, R, H] before each target, for every variant in the overlay."""
-        ids_BT = self._tensor(batch.input_ids_BT)
-        mask_BT = self._tensor(batch.attention_BT)
-        padded = not batch.attention_BT.all()
-        output = self._model.decoder(
-            inputs_embeds=self._embed(ids_BT).repeat(variants, 1, 1),
-            attention_mask=mask_BT.repeat(variants, 1) if padded else None,
-            use_cache=False,
-        )
+        """Hidden states [v, R, H] before each target, for every variant in the overlay.
+
+        No padding mask: padding is on the right and attention causal, so no real token ever looks at it.
+        """
+        embedded = self._embed(self._tensor(batch.input_ids_BT))
+        output = self._model.decoder(inputs_embeds=embedded.repeat(variants, 1, 1), use_cache=False)
         hidden_VBTH = output.last_hidden_state.unflatten(0, (variants, -1))
         row_R, column_R = (self._tensor(axis) for axis in np.nonzero(batch.target_BT))
         states_VRH: Tensor = hidden_VBTH[:, row_R, column_R - 1]
@@ -281,6 +280,8 @@ def _device(name: str) -> torch.device:
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise InputError(f"expected device cpu, cuda or cuda:<index>, got {name!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise OperatorError(f"expected a CUDA device for {name!r}, torch {torch.__version__} finds none")
-    return torch.device(name)
+    device = torch.device(name)
+    found = torch.cuda.device_count() if kind == "cuda" else 1
+    if (device.index or 0) >= found:
+        raise OperatorError(f"expected a CUDA device for {name!r}, torch {torch.__version__} finds {found}")
+    return device

@@ -1,0 +1,62 @@
+"""Losses and gradients of the head, in blocks, against torch's own cross entropy and reverse-mode."""
+
+import pytest
+import torch
+
+from permille.engines.head import OutputHead
+
+# More than one block of the vocabulary and of the rows.
+VOCABULARY, HIDDEN, ROWS = 9000, 6, 1100
+
+
+@pytest.fixture(params=[None, 3.0], ids=["plain", "softcap"])
+def softcap(request: pytest.FixtureRequest) -> float | None:
+    cap: float | None = request.param
+    return cap
+
+
+def reference(
+    weight: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor, cap: float | None
+) -> torch.Tensor:
+    logits = hidden @ weight.to(hidden.dtype).T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    return torch.nn.functional.cross_entropy(logits, target, reduction="none")
+
+
+def test_losses_are_cross_entropies(softcap: float | None) -> None:
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(VOCABULARY, HIDDEN), 2 * torch.randn(ROWS, HIDDEN)
+    target = torch.randint(0, VOCABULARY, (ROWS,))
+    got = OutputHead(weight, softcap).losses(hidden, target)
+    torch.testing.assert_close(got, reference(weight, hidden, target, softcap), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_reverse_mode(softcap: float | None) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64)
+    hidden = (2 * torch.randn(ROWS, HIDDEN, dtype=torch.float64)).requires_grad_()
+    target = torch.randint(0, VOCABULARY, (ROWS,))
+    (expected,) = torch.autograd.grad(reference(weight, hidden, target, softcap).sum(), hidden)
+    got = OutputHead(weight, softcap).gradients(hidden.detach(), target)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_bfloat16_head_has_float32_logits() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(VOCABULARY, HIDDEN).bfloat16()
+    hidden = torch.randn(3, HIDDEN).bfloat16()
+    got = OutputHead(weight, None).logits(hidden)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, hidden.float() @ weight.float().T, rtol=1e-6, atol=1e-6)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss() -> None:
+    weight = torch.tensor([[1.0], [0.0], [-1.0]])
+    got = OutputHead(weight, None).losses(torch.tensor([[1e4], [-1e4]]), torch.tensor([1, 2]))
+    torch.testing.assert_close(got, torch.tensor([1e4, 0.0]))
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_hidden_states_that_are_not_finite_give_no_finite_loss(broken: float) -> None:
+    got = OutputHead(torch.ones(4, 2), None).losses(torch.tensor([[broken, 1.0]]), torch.tensor([1]))
+    assert not torch.isfinite(got).any()

@@ -1,0 +1,76 @@
+"""Which token comes next: the most likely one, or one of the likely ones with its probability."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from permille.engines.sampling import Sampling, next_token
+from permille.errors import InputError
+
+LOGITS = np.log(np.array([0.1, 0.5, 0.15, 0.25], np.float32))
+
+
+def sampling(**changes: Any) -> Sampling:
+    settings: dict[str, Any] = {
+        "max_new_tokens": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": 0,
+        "stop_ids": (),
+    }
+    return Sampling(**(settings | changes))
+
+
+def frequencies(draws: int = 20_000, **changes: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    rng = np.random.default_rng(0)
+    tokens = [next_token(LOGITS, sampling(**changes), rng) for _ in range(draws)]
+    return np.bincount(tokens, minlength=4) / draws
+
+
+def test_temperature_0_takes_the_most_likely_and_the_first_of_equals() -> None:
+    rng = np.random.default_rng(0)
+    assert next_token(LOGITS, sampling(temperature=0.0), rng) == 1
+    assert next_token(np.zeros(4, np.float32), sampling(temperature=0.0), rng) == 0
+
+
+def test_tokens_come_with_their_probability() -> None:
+    np.testing.assert_allclose(frequencies(), [0.1, 0.5, 0.15, 0.25], atol=0.015)
+
+
+def test_a_higher_temperature_flattens() -> None:
+    expected = np.sqrt([0.1, 0.5, 0.15, 0.25])
+    np.testing.assert_allclose(frequencies(temperature=2.0), expected / expected.sum(), atol=0.015)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    np.testing.assert_allclose(frequencies(top_p=0.7), [0, 2 / 3, 0, 1 / 3], atol=0.015)
+    np.testing.assert_allclose(frequencies(draws=200, top_p=0.4), [0, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"seed": -1},
+        {"seed": 1 << 64},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="expected"):
+        sampling(**changes)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_refused(broken: float) -> None:
+    logits = LOGITS.copy()
+    logits[2] = broken
+    with pytest.raises(InputError, match="finite"):
+        next_token(logits, sampling(), np.random.default_rng(0))

@@ -1,0 +1,180 @@
+"""What the torch engine does beyond the conformance suite: exact derivatives, parts, threads, devices."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from permille.engines.dequantization import PackedWeight
+from permille.engines.torch_engine import TorchEngine
+from permille.errors import InputError, OperatorError
+from permille.package.blobs import BlobFolder
+from permille.quantization import Scheme
+from tests.unit.engines.test_overlay import counted
+from tests.unit.engines.tiny import (
+    CONFIGS,
+    POSITIONS,
+    Tiny,
+    reference_model,
+    reference_token_losses,
+    tiny_batch,
+    tiny_model,
+    tiny_package,
+    variants,
+    write_package,
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return tiny_package(tmp_path_factory.mktemp("blobs"), "llama", Scheme.INT4)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_derivatives_agree_with_reverse_mode_in_float64(family: str, tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path, family)
+    engine = TorchEngine(tiny.package, compute_dtype="float64")
+    batch, values_K = tiny_batch(lengths=(12, 12)), tiny.package.values()
+    z_QK = np.random.default_rng(0).choice([-1.0, 1.0], (4, engine.k))
+    model = reference_model(tiny.package, tiny_model(family), torch.float64)
+    weights = [model.get_parameter(info.name).requires_grad_() for info in tiny.package.manifest.tensors]
+    gradients = torch.autograd.grad(reference_token_losses(model, batch).mean(), weights)
+    masked_K = np.concatenate(
+        [
+            gradient.numpy().reshape(-1)[tiny.package.mask(info.name)]
+            for gradient, info in zip(gradients, tiny.package.manifest.tensors, strict=True)
+        ]
+    )
+    got_Q = engine.directional_derivatives(values_K, z_QK, batch)
+    # 1e-6: rotary angles, and the norms of some families, are float32 in transformers whatever the dtype.
+    np.testing.assert_allclose(got_Q, z_QK @ masked_K, rtol=0, atol=2e-6 * np.abs(z_QK @ masked_K).max())
+
+
+def test_derivatives_agree_with_finite_differences(llama: Tiny) -> None:
+    engine = TorchEngine(llama.package)
+    batch, values_K = tiny_batch(lengths=(30, 30, 30)), llama.package.values()
+    z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (4, engine.k))
+    epsilon = 2**-9
+    plus_Q = engine.losses((values_K + epsilon * z_QK).astype(np.float32), batch).astype(np.float64)
+    minus_Q = engine.losses((values_K - epsilon * z_QK).astype(np.float32), batch).astype(np.float64)
+    got_Q = engine.directional_derivatives(values_K, z_QK, batch)
+    np.testing.assert_allclose((plus_Q - minus_Q) / (2 * epsilon), got_Q, rtol=0, atol=2e-3)
+
+
+def test_directions_of_a_call_share_one_primal_pass(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch, PackedWeight, "dequantize_into")
+    engine = TorchEngine(llama.package, cache_bytes=0)
+    z_QK = np.ones((6, engine.k), np.float32)
+    engine.directional_derivatives(llama.package.values(), z_QK, tiny_batch())
+    assert len(calls) == len(llama.package.manifest.tensors)
+
+
+def test_directions_in_parts_have_the_same_derivatives(llama: Tiny) -> None:
+    z_QK = np.random.default_rng(0).standard_normal((3, llama.package.k)).astype(np.float32)
+    batch, values_K = tiny_batch(), llama.package.values()
+    whole_Q = TorchEngine(llama.package).directional_derivatives(values_K, z_QK, batch)
+    for tokens in (1, 60):
+        engine = TorchEngine(llama.package, max_tokens=tokens)
+        np.testing.assert_allclose(
+            engine.directional_derivatives(values_K, z_QK, batch), whole_Q, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_weights_beyond_the_cache_are_dequantized_again(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch, PackedWeight, "dequantize_into")
+    first = llama.package.manifest.tensors[0].shape
+    engine = TorchEngine(llama.package, cache_bytes=4 * first[0] * first[1])
+    tensors = len(llama.package.manifest.tensors)
+    values_VK = llama.package.values()[None]
+    engine.losses(values_VK, tiny_batch())
+    assert len(calls) == tensors
+    engine.losses(values_VK, tiny_batch())
+    assert len(calls) == 2 * tensors - 1
+
+
+def test_bfloat16_differences_follow_float32_ones(llama: Tiny) -> None:
+    """What an estimator needs is the difference of two perturbed losses, not the loss."""
+    batch, base_K = tiny_batch(lengths=(30,) * 16), llama.package.values()
+    z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (8, len(base_K)))
+    shift_QK = 0.5 / np.sqrt(len(base_K)) * z_QK
+    plus_QK, minus_QK = (base_K + shift_QK).astype(np.float32), (base_K - shift_QK).astype(np.float32)
+    exact, coarse = (
+        np.subtract(engine.losses(plus_QK, batch), engine.losses(minus_QK, batch))
+        for engine in (TorchEngine(llama.package, compute_dtype=name) for name in ("float32", "bfloat16"))
+    )
+    assert np.linalg.norm(coarse - exact) < 0.3 * np.linalg.norm(exact)
+
+
+def test_a_long_text_ends_at_the_models_last_position(llama: Tiny) -> None:
+    engine = TorchEngine(llama.package)
+    tokens = list(engine.generate(llama.package.values(), np.array([1, 2, 3]), max_new_tokens=1000))
+    assert len(tokens) == POSITIONS - 3
+
+
+def test_text_streams_while_losses_are_computed(llama: Tiny) -> None:
+    engine = TorchEngine(llama.package)
+    values_VK = variants(llama.package, 2)
+    quiet = list(engine.generate(values_VK[0], np.array([1, 2, 3]), max_new_tokens=8))
+    stream = engine.generate(values_VK[0], np.array([1, 2, 3]), max_new_tokens=8)
+    mixed = []
+    for token in stream:
+        mixed.append(token)
+        engine.losses(values_VK[1:], tiny_batch())
+    assert mixed == quiet
+
+
+def test_threads_are_served_one_at_a_time(llama: Tiny) -> None:
+    engine = TorchEngine(llama.package)
+    values_VK, batch = variants(llama.package, 4), tiny_batch()
+    alone = [engine.losses(values_K[None], batch) for values_K in values_VK]
+    got: dict[int, list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]] = {}
+
+    def work(index: int) -> None:
+        got[index] = [engine.losses(values_VK[index : index + 1], batch) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, expected in enumerate(alone):
+        assert all(np.array_equal(losses, expected) for losses in got[index])
+
+
+def test_info_says_what_decides_the_bits(llama: Tiny) -> None:
+    info = TorchEngine(llama.package, compute_dtype="bfloat16").info()
+    assert info["name"] == "torch"
+    assert f"torch {torch.__version__}" in info["version"]
+    assert (info["compute_dtype"], info["device"]) == ("bfloat16", "cpu")
+    assert info["threads"] == torch.get_num_threads()
+
+
+def test_the_number_of_threads_is_set(llama: Tiny) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert TorchEngine(llama.package, threads=before + 1).info()["threads"] == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"max_tokens": 0}, {"threads": 0}], ids=str
+)
+def test_options_that_are_wrong_are_refused(llama: Tiny, options: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="expected"):
+        TorchEngine(llama.package, **options)  # type: ignore[arg-type]
+
+
+def test_a_device_that_is_not_there_needs_an_operator(llama: Tiny) -> None:
+    with pytest.raises(OperatorError, match="expected a CUDA device"):
+        TorchEngine(llama.package, device=f"cuda:{torch.cuda.device_count()}")
+
+
+def test_a_model_that_sees_the_future_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("gemma3_text")
+    model.config.use_bidirectional_attention = True
+    package = write_package(BlobFolder(tmp_path), model, Scheme.NF4)
+    with pytest.raises(InputError, match="causal"):
+        TorchEngine(package)
