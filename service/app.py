@@ -61,7 +61,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(router)
     console.install(app)
     openapi.install(app)
-    problems.install(app)
+    problems.install(app, (*ROUTERS, console.router))
     app.add_middleware(guard.Guard, settings=settings)
     return app
 

@@ -6,11 +6,11 @@ traceback.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import OperationalError
@@ -108,8 +108,9 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
     return {status: _documented_status(status, found) for status, found in sorted(by_status.items())}
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of the app with a problem."""
+def install(app: FastAPI, routers: Iterable[APIRouter]) -> None:
+    """Answer every error of the app with a problem. The routers tell which methods a path offers."""
+    app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
     app.add_exception_handler(StarletteHTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(PermilleError, _on_permille_error)
@@ -178,7 +179,7 @@ def problem_of(exc: Exception) -> ProblemType:
 def _allowed_methods(request: Request) -> list[str]:
     """All methods of all routes of this path: the router itself only knows the first route that matches."""
     methods: set[str] = set()
-    for route in request.app.routes:
+    for route in request.app.state.routes:
         match, _ = route.matches(request.scope)
         if match is not Match.NONE:
             methods |= getattr(route, "methods", None) or set()

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Response
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
+from permille.models.sources import resolve_inside
 from permille.schemas.corpora import Corpus, CorpusCreate, FileCorpus, StreamedCorpus, StreamedDataset
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
@@ -11,7 +12,6 @@ from permille.store import corpora, tables
 from service.access.principals import Maker, Viewer
 from service.context import Served, Service
 from service.idempotency import IdempotencyKey, once
-from service.models.inspection import contained
 from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
 from service.parameters import CorpusId
 from service.problems import PRIVATE, ApiError, documented
@@ -100,12 +100,13 @@ def present(row: tables.Corpus) -> Corpus:
 
 
 def _size_of(service: Service, relative: str) -> int:
+    root = service.settings.corpus_root
+    if not (root / relative).exists():
+        raise ApiError(ProblemType.NOT_FOUND, f"expected a file below the corpus root, got {relative!r}")
     try:
-        path = contained(service.settings.corpus_root, relative)
+        path = resolve_inside(root, relative, what="file")
     except InputError as exc:
         raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
-    if not path.is_file():
-        raise ApiError(ProblemType.NOT_FOUND, f"expected a file below the corpus root, got {relative!r}")
     if not path.name.endswith(SUFFIXES):
         raise ApiError(ProblemType.CONFLICT, f"expected a file named {', '.join(SUFFIXES)}, got {relative!r}")
     return path.stat().st_size

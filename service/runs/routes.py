@@ -22,10 +22,13 @@ from service.problems import PRIVATE, ApiError, documented
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 OfDevice = Annotated[str | None, Query(pattern=r"^dev_[0-9a-hjkmnp-tv-z]{26}$")]
+LOG_MEDIA_TYPES = (LOG_MEDIA_TYPE, "application/octet-stream")
 _LOG_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {LOG_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        "content": {
+            media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in LOG_MEDIA_TYPES
+        },
     }
 }
 
@@ -92,7 +95,7 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
     """Share the log of a run, by the user's choice: stored, replayed once, kept private, deleted on
     request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != LOG_MEDIA_TYPE:
+    if media_type not in LOG_MEDIA_TYPES:
         raise ApiError(
             ProblemType.UNSUPPORTED_MEDIA_TYPE, f"expected {LOG_MEDIA_TYPE}, got {media_type[:60]!r}"
         )
