@@ -6,6 +6,7 @@ that.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -50,6 +51,44 @@ def list_masks(
     return fetch_page(session, query, Mask.id, limit=limit, cursor=cursor)
 
 
+def add_mask(
+    session: Session,
+    *,
+    tenant_id: str,
+    job_id: str,
+    model_id: str,
+    corpus_id: str | None,
+    options: dict[str, Any],
+    k: int,
+    layer: dict[str, Any],
+    provenance: dict[str, Any],
+    scores_digest: str | None,
+    report_digest: str,
+    picture_digest: str,
+) -> Mask:
+    """Add the result of a mask job."""
+    mask = Mask(
+        id=new_id(Prefix.MASK),
+        tenant_id=tenant_id,
+        job_id=job_id,
+        model_id=model_id,
+        corpus_id=corpus_id,
+        options=options,
+        k=k,
+        layer=layer,
+        provenance=provenance,
+        mask_digest=layer["digest"],
+        scores_digest=scores_digest,
+        report_digest=report_digest,
+        picture_digest=picture_digest,
+        size_bytes=layer["size_bytes"],
+        created_at=now(session),
+    )
+    session.add(mask)
+    session.flush()
+    return mask
+
+
 def get_quantization(session: Session, *, tenant_id: str, quantization_id: str) -> QuantizationRow:
     """Read one quantization. Raises NotFoundError."""
     query = select(QuantizationRow).where(
@@ -74,6 +113,45 @@ def list_quantizations(
     if model_id is not None:
         query = query.where(QuantizationRow.model_id == model_id)
     return fetch_page(session, query, QuantizationRow.id, limit=limit, cursor=cursor)
+
+
+def add_quantization(
+    session: Session,
+    *,
+    tenant_id: str,
+    job_id: str,
+    model_id: str,
+    mask_id: str | None,
+    evaluation_corpus_id: str | None,
+    options: dict[str, Any],
+    dense_layer: dict[str, Any],
+    plain_layer: dict[str, Any],
+    provenance: dict[str, Any],
+    report_digest: str,
+    picture_digest: str,
+) -> QuantizationRow:
+    """Add the result of a quantization job."""
+    row = QuantizationRow(
+        id=new_id(Prefix.QUANTIZATION),
+        tenant_id=tenant_id,
+        job_id=job_id,
+        model_id=model_id,
+        mask_id=mask_id,
+        evaluation_corpus_id=evaluation_corpus_id,
+        options=options,
+        dense_layer=dense_layer,
+        plain_layer=plain_layer,
+        provenance=provenance,
+        dense_digest=dense_layer["digest"],
+        plain_digest=plain_layer["digest"],
+        report_digest=report_digest,
+        picture_digest=picture_digest,
+        size_bytes=dense_layer["size_bytes"] + plain_layer["size_bytes"],
+        created_at=now(session),
+    )
+    session.add(row)
+    session.flush()
+    return row
 
 
 def add_package(

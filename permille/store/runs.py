@@ -109,6 +109,16 @@ def finish_log(
     run.log_state, run.log_reason, run.state_digest = state.value, reason, state_digest
 
 
+def refuse_unreplayed(session: Session, job: Job, *, reason: str) -> None:
+    """The replay job has ended without a verdict: its log does not stay pending for ever."""
+    query = select(Run).where(
+        Run.tenant_id == job.tenant_id, Run.log_job_id == job.id, Run.log_state == LogState.PENDING.value
+    )
+    run = session.scalar(query)
+    if run is not None:
+        run.log_state, run.log_reason = LogState.REFUSED.value, reason
+
+
 def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
     """Forget a run's log; return the digest of the blob that the caller must delete now, if any.
 
