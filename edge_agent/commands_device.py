@@ -132,7 +132,7 @@ def report(context: typer.Context, as_json: JsonOption = False) -> None:
 def share_log_on(context: typer.Context, as_json: JsonOption = False) -> None:
     """Share the logs of runs from now on.
 
-    With the package, a log is your personal model: the service can rebuild it. It is not shared with other tenants.
+    With the package, a log is your personal model: the service can rebuild it. Other tenants never see it.
     """
     _set_share_log(context, share=True, as_json=as_json)
 

@@ -19,8 +19,6 @@ from permille.errors import OperatorError, PackageError
 from permille.files import fsync_folder, write_atomic
 from permille.package.blobs import BlobFolder
 
-CHUNK_BYTES = 1 << 18
-
 Progress = Callable[[int], None]
 
 
@@ -96,7 +94,8 @@ class Download:
             except RequestRefusedError as exc:
                 if exc.status != 416:
                     raise
-                self._restart()
+                got = f"a service that has no byte {stored} of it"
+                raise PackageError("blob-size", self._expected(got)) from exc
             except ServiceUnavailableError as exc:
                 failures = 0 if self._stored_bytes() > stored else failures + 1
                 wait_s = self._api.connection.wait_before_retry(failures, exc)
@@ -104,9 +103,7 @@ class Download:
                     raise
                 self._api.connection.pause(wait_s)
         if stored > self._size_bytes:
-            raise PackageError(
-                "blob-size", f"expected {self._size_bytes} bytes of {self._digest}, got {stored}"
-            )
+            raise PackageError("blob-size", self._expected(str(stored)))
 
     def _continue(self, stored: int) -> None:
         etag = self._stored_etag()
@@ -114,12 +111,15 @@ class Download:
             if not (response.status_code == 206 and _range_start(response) == stored):
                 self._restart()
                 self._expect_whole(response)
+            if (total := _total_bytes(response)) not in (None, self._size_bytes):
+                raise PackageError("blob-size", self._expected(f"a service that has {total}"))
             self._keep_etag(response.headers.get("etag", ""))
             self._append(response)
         if (stored := self._stored_bytes()) < self._size_bytes:
-            raise ServiceUnavailableError(
-                f"expected {self._size_bytes} bytes of {self._digest}, got {stored}"
-            )
+            raise ServiceUnavailableError(self._expected(str(stored)))
+
+    def _expected(self, got: str) -> str:
+        return f"expected {self._size_bytes} bytes of {self._digest}, got {got}"
 
     def _expect_whole(self, response: httpx.Response) -> None:
         if response.status_code != 200:
@@ -130,11 +130,9 @@ class Download:
     def _append(self, response: httpx.Response) -> None:
         room = self._size_bytes - self._stored_bytes()
         with self._part.open("ab") as file:
-            for chunk in response.iter_raw(CHUNK_BYTES):
+            for chunk in response.iter_raw():
                 if len(chunk) > room:
-                    raise PackageError(
-                        "blob-size", f"expected {self._size_bytes} bytes of {self._digest}, got more"
-                    )
+                    raise PackageError("blob-size", self._expected("more"))
                 file.write(chunk)
                 file.flush()
                 room -= len(chunk)
@@ -167,8 +165,18 @@ class Download:
 
 def _range_start(response: httpx.Response) -> int | None:
     unit, _, rest = response.headers.get("content-range", "").partition(" ")
-    start = rest.partition("-")[0]
-    return int(start) if unit == "bytes" and start.isascii() and start.isdigit() else None
+    return _number(rest.partition("-")[0]) if unit == "bytes" else None
+
+
+def _total_bytes(response: httpx.Response) -> int | None:
+    """Size of the whole blob, as the answer tells it."""
+    if response.status_code == 206:
+        return _number(response.headers.get("content-range", "").rpartition("/")[2])
+    return _number(response.headers.get("content-length", ""))
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 
 
 def _storage_error(error: OSError, path: Path) -> OperatorError:

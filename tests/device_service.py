@@ -1,0 +1,381 @@
+"""A service as a device sees it, in a thread: the contract's device routes over real HTTP, with faults.
+
+It keeps every byte that a device sends in `traffic`, so that a test can look for what must not be there.
+"""
+
+import json
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from permille.package.blobs import BlobFolder
+from permille.package.manifest import MAX_MANIFEST_BYTES, Manifest
+from permille.package.signing import (
+    Release,
+    SignedRelease,
+    decode_base64url,
+    encode_base64url,
+    generate_key,
+    key_id_of,
+    public_bytes,
+    sign_release,
+)
+from permille.schemas.devices import token_message
+from permille.schemas.runs import RunMetrics
+
+INVITATION = "q83vASNFZ4mrze8BI0VniQ"
+RELEASE_NAME = "tiny-llama"
+FAR_FUTURE_S = 4_000_000_000
+
+
+def new_id(prefix: str, text: str | None = None) -> str:
+    """An id of the service."""
+    return f"{prefix}_{text or uuid.uuid4().hex[:26]}"
+
+
+@dataclass
+class Fault:
+    """What happens instead of the answer to the next `times` requests whose path matches `path`.
+
+    Attributes:
+        status: answer with this status and `headers`.
+        cut_after: of a blob, send this many bytes of the body and drop the connection.
+        flip_byte: of a blob, send this byte of the body inverted.
+        slow: seconds to wait before every 4 KiB of a blob.
+        extra: bytes to append to a blob.
+        ignore_range: answer a range request with the whole blob.
+    """
+
+    path: str
+    times: int = 1
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    cut_after: int | None = None
+    flip_byte: int | None = None
+    slow: float = 0.0
+    extra: bytes = b""
+    ignore_range: bool = False
+
+
+class DeviceService:
+    """State of the service; `url` is where it answers."""
+
+    def __init__(self, blobs: BlobFolder) -> None:
+        self.blobs = blobs
+        self.key: Ed25519PrivateKey = generate_key()
+        self.invitations = {INVITATION}
+        self.devices: dict[str, str] = {}
+        self.revoked: set[str] = set()
+        self.nonces: dict[str, str] = {}
+        self.tokens: dict[str, str] = {}
+        self.release: dict[str, Any] | None = None
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.logs: dict[str, bytes] = {}
+        self.deleted_logs: list[str] = []
+        self.faults: list[Fault] = []
+        self.requests: list[tuple[str, str, int]] = []
+        self.ranges: list[str] = []
+        self.traffic: list[bytes] = []
+        self.blob_bytes_sent = 0
+        self.url = ""
+
+    def publish(
+        self,
+        digest: str,
+        version: int,
+        *,
+        name: str = RELEASE_NAME,
+        expires_at: int = FAR_FUTURE_S,
+        yanked: bool = False,
+        key: Ed25519PrivateKey | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Sign a release of a package and let every alias point at it; `changes` are made after signing."""
+        release = Release(name=name, version=version, manifest_digest=digest, expires_at=expires_at)
+        signed: SignedRelease = sign_release(key or self.key, release)
+        self.release = {
+            "name": name,
+            "version": version,
+            "manifest_digest": digest,
+            "expires_at": expires_at,
+            "key_id": signed.key_id,
+            "signature": encode_base64url(signed.signature),
+            "size_bytes": self._package_size(digest),
+            "yanked": yanked,
+            **(changes or {}),
+        }
+
+    def take_fault(self, path: str) -> Fault | None:
+        """The fault for this request, if any; its count goes down."""
+        for fault in self.faults:
+            if fault.times > 0 and re.search(fault.path, path):
+                fault.times -= 1
+                return fault
+        return None
+
+    def _package_size(self, digest: str) -> int:
+        if not self.blobs.has(digest):
+            return 0
+        return Manifest.from_bytes(self.blobs.read(digest, limit=MAX_MANIFEST_BYTES)).size_bytes
+
+
+@contextmanager
+def serving(blobs: Path) -> Iterator[DeviceService]:
+    """A service over the packages in folder `blobs`, until the block ends."""
+    service = DeviceService(BlobFolder(blobs))
+    handler = type("BoundHandler", (_Handler,), {"service": service})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    service.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02), daemon=True)
+    thread.start()
+    try:
+        yield service
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+Answer = tuple[int, Any]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    service: ClassVar[DeviceService]
+
+    def do_GET(self) -> None:
+        self._handle()
+
+    do_POST = do_PUT = do_DELETE = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        """Say nothing on standard error."""
+
+    def _handle(self) -> None:
+        self.body = self.rfile.read(int(self.headers.get("content-length", "0")))
+        sent = f"{self.requestline}\r\n{self.headers}".encode("latin-1", "replace") + self.body
+        self.service.traffic.append(sent)
+        fault = self.service.take_fault(self.path)
+        if fault is not None and fault.status:
+            self._send(fault.status, fault.body, "application/problem+json", fault.headers)
+            return
+        for pattern, method, respond in _ROUTES:
+            match = re.fullmatch(pattern, self.path)
+            if match and method == self.command:
+                respond(self, fault, *match.groups())
+                return
+        self._problem(404, "not-found")
+
+    # The routes, in the order of the contract.
+
+    def _enrol(self, _fault: Fault | None) -> None:
+        service, asked = self.service, json.loads(self.body)
+        known = asked["public_key"] in service.devices
+        if not known and asked["invitation"] not in service.invitations:
+            self._problem(410, "gone")
+            return
+        service.invitations.discard(asked["invitation"])
+        device_id = service.devices.setdefault(asked["public_key"], new_id("dev"))
+        raw = public_bytes(service.key)
+        answer = {
+            "device_id": device_id,
+            "tenant_id": new_id("ten", "0" * 26),
+            "release": RELEASE_NAME,
+            "alias": "stable",
+            "signing_keys": [{"key_id": key_id_of(raw), "public_key": encode_base64url(raw)}],
+            "server_time": "2026-01-01T00:00:00Z",
+            "a_field_of_a_later_version": True,
+        }
+        self._json(200 if known else 201, answer)
+
+    def _nonce(self, _fault: Fault | None) -> None:
+        nonce = encode_base64url(uuid.uuid4().bytes)
+        self.service.nonces[nonce] = json.loads(self.body)["device_id"]
+        self._json(201, {"nonce": nonce, "expires_at": "2099-01-01T00:00:00Z"})
+
+    def _token(self, _fault: Fault | None) -> None:
+        service, asked = self.service, json.loads(self.body)
+        keys = {device_id: key for key, device_id in service.devices.items()}
+        if service.nonces.pop(asked["nonce"], None) != asked["device_id"] or asked["device_id"] not in keys:
+            self._problem(401, "unauthenticated")
+            return
+        if asked["device_id"] in service.revoked:
+            self._problem(403, "forbidden")
+            return
+        key = Ed25519PublicKey.from_public_bytes(decode_base64url(keys[asked["device_id"]]))
+        try:
+            key.verify(
+                decode_base64url(asked["signature"]), token_message(asked["device_id"], asked["nonce"])
+            )
+        except InvalidSignature:
+            self._problem(401, "unauthenticated")
+            return
+        token = str(uuid.uuid4())
+        service.tokens[token] = asked["device_id"]
+        self._json(201, {"access_token": token, "token_type": "Bearer", "expires_in": 3600})
+
+    def _unenrol(self, _fault: Fault | None) -> None:
+        if device_id := self._principal():
+            keys = [key for key, known in self.service.devices.items() if known == device_id]
+            for key in keys:
+                del self.service.devices[key]
+            self._send(204, b"")
+
+    def _release(self, _fault: Fault | None, name: str, _alias: str) -> None:
+        if not self._principal():
+            return
+        if self.service.release is None or name != RELEASE_NAME:
+            self._problem(404, "not-found")
+            return
+        self._json(200, self.service.release)
+
+    def _manifest(self, _fault: Fault | None, digest: str) -> None:
+        if not self._principal():
+            return
+        if not self.service.blobs.has(digest):
+            self._problem(404, "not-found")
+            return
+        data = self.service.blobs.read(digest, limit=MAX_MANIFEST_BYTES)
+        self._send(200, data, "application/vnd.permille.manifest+json")
+
+    def _blob(self, fault: Fault | None, _package: str, digest: str) -> None:
+        if not self._principal():
+            return
+        if not self.service.blobs.has(digest):
+            self._problem(404, "not-found")
+            return
+        fault = fault or Fault(path="")
+        data, etag = bytearray(self.service.blobs.path(digest).read_bytes()), f'"{digest}"'
+        start = self._asked_start(etag, len(data)) if not fault.ignore_range else 0
+        if start > len(data):
+            self._problem(416, "range-not-satisfiable")
+            return
+        if fault.flip_byte is not None:
+            data[fault.flip_byte] ^= 0xFF
+        part = bytes(data[start:]) + fault.extra
+        self.requests_noted(206 if start else 200)
+        self.send_response(206 if start else 200)
+        self.send_header("etag", etag)
+        self.send_header("content-length", str(len(part)))
+        if start:
+            self.send_header("content-range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        self._send_slowly(part, fault)
+
+    def _run(self, _fault: Fault | None) -> None:
+        if not self._principal():
+            return
+        asked = json.loads(self.body)
+        RunMetrics.model_validate(asked["metrics"])
+        known = asked["run_id"] in self.service.runs
+        self.service.runs[asked["run_id"]] = asked["metrics"]
+        self._json(200 if known else 201, asked)
+
+    def _put_log(self, _fault: Fault | None, run_id: str) -> None:
+        if self._principal():
+            self.service.logs[run_id] = self.body
+            self._json(202, {"job_id": new_id("job")})
+
+    def _delete_log(self, _fault: Fault | None, run_id: str) -> None:
+        if not self._principal():
+            return
+        if self.service.logs.pop(run_id, None) is None:
+            self._problem(404, "not-found")
+            return
+        self.service.deleted_logs.append(run_id)
+        self._send(204, b"")
+
+    # How answers are sent.
+
+    def requests_noted(self, status: int) -> None:
+        """Remember what was asked and answered."""
+        self.service.requests.append((self.command, self.path, status))
+
+    def _principal(self) -> str | None:
+        token = self.headers.get("authorization", "").removeprefix("Bearer ")
+        device_id = self.service.tokens.get(token)
+        if (
+            device_id is None
+            or device_id in self.service.revoked
+            or device_id not in self.service.devices.values()
+        ):
+            self._problem(401, "unauthenticated")
+            return None
+        return device_id
+
+    def _asked_start(self, etag: str, size: int) -> int:
+        asked = self.headers.get("range", "")
+        self.service.ranges.append(asked)
+        if not asked or self.headers.get("if-range", etag) != etag:
+            return 0
+        start = int(asked.removeprefix("bytes=").rstrip("-"))
+        return start if start < size else size + 1
+
+    def _send_slowly(self, part: bytes, fault: Fault) -> None:
+        end = len(part) if fault.cut_after is None else min(fault.cut_after, len(part))
+        for start in range(0, end, 4096):
+            if fault.slow:
+                time.sleep(fault.slow)
+            try:
+                self.wfile.write(part[start : min(start + 4096, end)])
+            except OSError:
+                self.close_connection = True
+                return
+            self.service.blob_bytes_sent += min(start + 4096, end) - start
+        if fault.cut_after is not None:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+
+    def _json(self, status: int, document: object) -> None:
+        self._send(status, json.dumps(document).encode(), "application/json")
+
+    def _problem(self, status: int, slug: str) -> None:
+        document = {
+            "type": f"https://permille.dev/problems/{slug}",
+            "title": slug,
+            "status": status,
+            "detail": f"refused: {slug}",
+            "instance": self.path,
+        }
+        self._send(status, json.dumps(document).encode(), "application/problem+json")
+
+    def _send(
+        self, status: int, data: bytes, media_type: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.requests_noted(status)
+        self.send_response(status)
+        for name, value in {"content-type": media_type, **(headers or {})}.items():
+            if value:
+                self.send_header(name, value)
+        if status != 204:
+            self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+_ROUTES: list[tuple[str, str, Callable[..., None]]] = [
+    (r"/v1/enrolments", "POST", _Handler._enrol),
+    (r"/v1/device-tokens/nonces", "POST", _Handler._nonce),
+    (r"/v1/device-tokens", "POST", _Handler._token),
+    (r"/v1/device", "DELETE", _Handler._unenrol),
+    (r"/v1/releases/([^/]+)/aliases/([^/]+)", "GET", _Handler._release),
+    (r"/v1/packages/([^/]+)/manifest", "GET", _Handler._manifest),
+    (r"/v1/packages/([^/]+)/blobs/([^/]+)", "GET", _Handler._blob),
+    (r"/v1/runs", "POST", _Handler._run),
+    (r"/v1/runs/([^/]+)/log", "PUT", _Handler._put_log),
+    (r"/v1/runs/([^/]+)/log", "DELETE", _Handler._delete_log),
+]

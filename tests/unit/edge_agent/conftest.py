@@ -1,0 +1,45 @@
+"""Fixtures of the device's tests: a home folder, a package, a service that offers it, an enrolled device."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_agent.client import Connection
+from edge_agent.enrolment import Enrolment, enroll
+from edge_agent.home import Home, open_home
+from permille.package.reader import Package
+from tests.device_service import INVITATION, DeviceService, serving
+from tests.packages import tiny_package
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """A tiny package, in the folder of the service."""
+    return tiny_package(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """An empty home folder."""
+    return open_home(tmp_path / "home")
+
+
+@pytest.fixture
+def service(package: Package) -> Iterator[DeviceService]:
+    """A service that offers `package` as version 1."""
+    with serving(package.blobs.root) as running:
+        running.publish(package.digest, 1)
+        yield running
+
+
+def fast_connection(server: str, ca_file: Path | None) -> Connection:
+    """A connection that waits for nothing between attempts."""
+    return Connection(server, ca_file=ca_file, sleep=lambda _seconds: None, rng=random.Random(0))
+
+
+@pytest.fixture
+def enrolment(home: Home, service: DeviceService) -> Enrolment:
+    """This device, enrolled with `service`."""
+    return enroll(home, service.url, INVITATION, connection=fast_connection)

@@ -1,0 +1,209 @@
+"""The connection: where it goes, what it retries, which error a refusal becomes, what it reveals."""
+
+import random
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+
+from edge_agent.client import (
+    AccessRefusedError,
+    Connection,
+    RequestRefusedError,
+    ServiceUnavailableError,
+    check_server,
+)
+from permille import __version__
+from permille.errors import InputError, OperatorError
+from tests.device_service import DeviceService, Fault
+
+
+class Waits:
+    """A `sleep` that remembers."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+@pytest.fixture
+def waits() -> Waits:
+    """What the connection would have waited."""
+    return Waits()
+
+
+@pytest.fixture
+def connection(service: DeviceService, waits: Waits) -> Iterator[Connection]:
+    """A connection to `service` that waits for nothing."""
+    with Connection(service.url, sleep=waits, rng=random.Random(0)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        "https://models.example.org",
+        "https://models.example.org:8443/permille/",
+        "http://127.0.0.1:8000",
+        "http://localhost:8000",
+        "http://[::1]:8000",
+        "http://127.8.9.1",
+    ],
+)
+def test_https_and_loopback_are_servers(server: str) -> None:
+    assert check_server(server) == server.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        "http://models.example.org",
+        "http://10.0.0.5:8000",
+        "http://localhost.example.org",
+        "http://127.0.0.1.example.org",
+        "ftp://models.example.org",
+        "https://user:secret@models.example.org",
+        "https://models.example.org/?tenant=1",
+        "models.example.org",
+        "https://",
+        "",
+    ],
+)
+def test_other_servers_are_refused_without_repeating_secrets(server: str) -> None:
+    with pytest.raises(InputError) as refused:
+        check_server(server)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
+def test_what_may_succeed_later_is_tried_again(
+    service: DeviceService, connection: Connection, waits: Waits, status: int
+) -> None:
+    service.faults = [Fault(path="nonces", status=status, times=2)]
+    connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    assert [answered for *_, answered in service.requests] == [status, status, 201]
+    assert len(waits.seconds) == 2
+
+
+def test_waits_grow_and_are_spread(service: DeviceService, waits: Waits) -> None:
+    service.faults = [Fault(path="nonces", status=503, times=9)]
+    with (
+        Connection(service.url, sleep=waits, rng=random.Random(1), attempts=6) as connection,
+        pytest.raises(ServiceUnavailableError),
+    ):
+        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    assert len(waits.seconds) == 5
+    assert all(wait <= 0.5 * 2**number for number, wait in enumerate(waits.seconds))
+    assert len(set(waits.seconds)) == 5
+
+
+def test_retry_after_in_seconds_is_honoured(
+    service: DeviceService, connection: Connection, waits: Waits
+) -> None:
+    service.faults = [Fault(path="nonces", status=429, headers={"retry-after": "7"})]
+    connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    assert len(waits.seconds) == 1
+    assert 7.0 <= waits.seconds[0] <= 8.0
+
+
+def test_a_long_retry_after_is_handed_to_the_caller(
+    service: DeviceService, connection: Connection, waits: Waits
+) -> None:
+    service.faults = [Fault(path="nonces", status=503, headers={"retry-after": "3600"})]
+    with pytest.raises(ServiceUnavailableError) as busy:
+        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    assert busy.value.retry_after_s == 3600.0
+    assert waits.seconds == []
+
+
+def test_retry_after_as_a_date_is_understood(service: DeviceService, connection: Connection) -> None:
+    when = format_datetime(datetime.now(UTC) + timedelta(hours=2), usegmt=True)
+    service.faults = [Fault(path="nonces", status=503, headers={"retry-after": when})]
+    with pytest.raises(ServiceUnavailableError) as busy:
+        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    assert busy.value.retry_after_s is not None
+    assert 7000 < busy.value.retry_after_s <= 7200
+
+
+def test_a_refusal_is_not_tried_again_and_names_its_problem(
+    service: DeviceService, connection: Connection, waits: Waits
+) -> None:
+    with pytest.raises(RequestRefusedError, match="refused: not-found") as refused:
+        connection.call("GET", "/v1/nothing")
+    assert (refused.value.status, refused.value.problem, waits.seconds) == (404, "not-found", [])
+
+
+def test_an_access_refusal_is_for_a_person(connection: Connection) -> None:
+    with pytest.raises(AccessRefusedError, match="401"):
+        connection.call("DELETE", "/v1/device")
+
+
+def test_a_redirect_is_not_followed(service: DeviceService, connection: Connection) -> None:
+    service.faults = [
+        Fault(path="nonces", status=307, headers={"location": "https://elsewhere.example.org/"})
+    ]
+    with pytest.raises(OperatorError, match="307"):
+        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+
+
+def test_an_endless_answer_is_cut(service: DeviceService, connection: Connection) -> None:
+    service.faults = [Fault(path="nonces", status=200, body=b"x" * 5000)]
+    with pytest.raises(OperatorError, match="at most 1000 bytes"):
+        connection.call("POST", "/v1/device-tokens/nonces", body={}, limit_bytes=1000)
+
+
+def test_an_error_page_that_is_no_problem_document_is_still_an_error(
+    service: DeviceService, connection: Connection
+) -> None:
+    service.faults = [Fault(path="nonces", status=400, body=b"<html>\xff" * 10)]
+    with pytest.raises(RequestRefusedError) as refused:
+        connection.call("POST", "/v1/device-tokens/nonces", body={})
+    assert refused.value.problem == ""
+
+
+def test_no_server_is_try_later(waits: Waits) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with Connection(url, sleep=waits) as connection, pytest.raises(ServiceUnavailableError):
+            connection.call("GET", "/v1/health")
+    assert len(waits.seconds) == 4
+
+
+def test_a_request_says_no_more_than_the_contract(
+    service: DeviceService, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    head, _, body = service.traffic[0].partition(b"\n\n")
+    headers = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
+    assert {name.lower() for name in headers} == {
+        "host", "accept", "accept-encoding", "connection", "user-agent", "content-type", "content-length"
+    }  # fmt: skip
+    lower = {name.lower(): value for name, value in headers.items()}
+    assert lower["user-agent"] == f"permille-agent/{__version__}"
+    assert lower["accept-encoding"] == "identity"
+    assert body == b'{"device_id": "d"}'
+
+
+def test_proxies_and_netrc_of_the_environment_are_not_used(
+    service: DeviceService, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    netrc = tmp_path_factory.mktemp("user") / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password s3cret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with Connection(service.url, sleep=Waits()) as connection:
+        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    assert b"uthorization" not in service.traffic[0]
+
+
+def test_a_ca_file_that_holds_none_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("ca") / "ca.pem"
+    path.write_text("no certificate")
+    with pytest.raises(InputError, match="certificates"):
+        Connection("https://models.example.org", ca_file=path)

@@ -1,0 +1,156 @@
+"""Enrolment: once by invitation, again by the same key, with pinned keys that no answer changes."""
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edge_agent.api import Credentials, DeviceApi
+from edge_agent.client import AccessRefusedError
+from edge_agent.enrolment import Enrolment, enroll, load_enrolment, open_api, require_enrolment
+from edge_agent.home import Home, open_home
+from edge_agent.identity import load_identity, load_or_create_identity
+from permille.errors import InputError, OperatorError, RetryableError
+from permille.package.signing import key_id_of, public_bytes
+from tests.device_service import INVITATION, DeviceService, Fault, new_id
+from tests.unit.edge_agent.conftest import fast_connection
+
+OTHER_INVITATION = "A" * 22
+
+
+def test_enrolment_is_kept_and_pins_the_signing_key(
+    home: Home, service: DeviceService, enrolment: Enrolment
+) -> None:
+    assert load_enrolment(home) == enrolment
+    assert stat.S_IMODE(home.enrolment.stat().st_mode) == 0o600
+    raw = public_bytes(service.key)
+    assert [(key.key_id, key.raw) for key in enrolment.signing_keys] == [(key_id_of(raw), raw)]
+
+
+def test_the_invitation_and_the_private_key_are_not_kept_or_sent(
+    home: Home, service: DeviceService, enrolment: Enrolment
+) -> None:
+    private = home.identity_key.read_text().splitlines()[1].encode()
+    assert not any(private in sent for sent in service.traffic)
+    assert INVITATION not in home.enrolment.read_text()
+
+
+def test_the_default_name_tells_nothing_about_the_machine(enrolment: Enrolment, home: Home) -> None:
+    identity = load_identity(home)
+    assert identity is not None
+    assert enrolment.name == f"device-{identity.public_key[:8]}"
+
+
+def test_the_same_key_enrols_again_as_the_same_device(
+    home: Home, service: DeviceService, enrolment: Enrolment
+) -> None:
+    again = enroll(home, service.url, INVITATION, connection=fast_connection)
+    assert again == enrolment
+    assert len(service.devices) == 1
+
+
+def test_a_lost_answer_is_asked_for_again(home: Home, service: DeviceService) -> None:
+    service.faults = [Fault(path="enrolments", status=503, times=2)]
+    assert enroll(home, service.url, INVITATION, connection=fast_connection).server == service.url
+
+
+def test_a_used_invitation_is_refused_for_another_device(
+    home: Home, service: DeviceService, enrolment: Enrolment, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="valid and unused"):
+        enroll(open_home(tmp_path / "other"), service.url, INVITATION, connection=fast_connection)
+
+
+@pytest.mark.parametrize("invitation", ["", "short", "A" * 23, "A" * 21 + "\n", "../../../../etc/passwd"])
+def test_what_cannot_be_an_invitation_is_not_sent(
+    home: Home, service: DeviceService, invitation: str
+) -> None:
+    with pytest.raises(InputError, match="22 characters"):
+        enroll(home, service.url, invitation, connection=fast_connection)
+    assert service.traffic == []
+
+
+def test_another_server_needs_unenroll_first(home: Home, enrolment: Enrolment) -> None:
+    with pytest.raises(InputError, match="unenroll"):
+        enroll(home, "https://other.example.org", OTHER_INVITATION, connection=fast_connection)
+
+
+def test_a_service_that_names_no_signing_key_is_refused(home: Home, service: DeviceService) -> None:
+    answer = {
+        "device_id": new_id("dev"),
+        "tenant_id": new_id("ten"),
+        "release": "r",
+        "alias": "stable",
+        "signing_keys": [],
+        "server_time": "2026-01-01T00:00:00Z",
+    }
+    service.faults = [Fault(path="enrolments", status=201, body=json.dumps(answer).encode())]
+    with pytest.raises(OperatorError, match="signing key"):
+        enroll(home, service.url, INVITATION, connection=fast_connection)
+    assert load_enrolment(home) is None
+
+
+@pytest.mark.parametrize("body", [b"<html>welcome to the hotel</html>", b"[]", b"{}"])
+def test_an_answer_of_somebody_else_is_try_later(home: Home, service: DeviceService, body: bytes) -> None:
+    service.faults = [Fault(path="enrolments", status=200, body=body)]
+    with pytest.raises(RetryableError):
+        enroll(home, service.url, INVITATION, connection=fast_connection)
+    assert load_enrolment(home) is None
+
+
+def test_a_device_that_is_not_enrolled_is_told_so(home: Home) -> None:
+    with pytest.raises(OperatorError, match="permille-agent enroll"):
+        require_enrolment(home)
+
+
+def test_a_damaged_enrolment_is_for_a_person(home: Home, enrolment: Enrolment) -> None:
+    home.enrolment.write_text('{"server": "https://x"}')
+    with pytest.raises(OperatorError, match="complete enrolment"):
+        load_enrolment(home)
+
+
+def test_an_expired_token_is_renewed_once(home: Home, service: DeviceService, enrolment: Enrolment) -> None:
+    api = open_api(home, connection=fast_connection)
+    with api.connection:
+        api.release(enrolment.release, "stable")
+        service.tokens.clear()
+        assert api.release(enrolment.release, "stable").version == 1
+
+
+def test_tokens_are_renewed_before_they_end(home: Home, service: DeviceService, enrolment: Enrolment) -> None:
+    seconds = 0.0
+    credentials = Credentials(device_id=enrolment.device_id, identity=load_or_create_identity(home))
+    with fast_connection(service.url, None) as connection:
+        api = DeviceApi(connection, credentials, monotonic=lambda: seconds)
+        api.release(enrolment.release, "stable")
+        seconds = 3000.0
+        api.release(enrolment.release, "stable")
+        assert len(service.tokens) == 1
+        seconds = 3590.0
+        api.release(enrolment.release, "stable")
+        assert len(service.tokens) == 2
+
+
+def test_a_revoked_device_is_told_so(home: Home, service: DeviceService, enrolment: Enrolment) -> None:
+    api = open_api(home, connection=fast_connection)
+    with api.connection:
+        api.release(enrolment.release, "stable")
+        service.revoked.add(enrolment.device_id)
+        with pytest.raises(AccessRefusedError):
+            api.release(enrolment.release, "stable")
+
+
+def test_a_copied_enrolment_without_its_key_is_worth_nothing(
+    home: Home, service: DeviceService, enrolment: Enrolment, tmp_path: Path
+) -> None:
+    thief = load_or_create_identity(open_home(tmp_path / "thief"))
+    credentials = Credentials(device_id=enrolment.device_id, identity=thief)
+    with fast_connection(service.url, None) as connection, pytest.raises(AccessRefusedError):
+        DeviceApi(connection, credentials).release(enrolment.release, "stable")
+
+
+def test_enrolment_is_written_whole_or_not_at_all(home: Home, enrolment: Enrolment) -> None:
+    assert replace(enrolment) == load_enrolment(home)
+    assert not list(home.root.glob(".enrolment*"))

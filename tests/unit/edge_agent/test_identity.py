@@ -1,0 +1,63 @@
+"""The device's key: made here, private, and good for signing nonces only."""
+
+import stat
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from edge_agent.home import Home
+from edge_agent.identity import decode_bytes, encode_bytes, load_identity, load_or_create_identity
+from permille.errors import OperatorError
+
+DEVICE_ID = "0b9e4a52-8a3f-4c0e-9d5b-2f6a1c7e8d90"
+
+
+def test_the_key_is_made_once_and_private(home: Home) -> None:
+    assert load_identity(home) is None
+    first = load_or_create_identity(home)
+    assert stat.S_IMODE(home.identity_key.stat().st_mode) == 0o600
+    assert load_or_create_identity(home).public_key == first.public_key
+
+
+def test_a_signed_nonce_holds_for_its_device_alone(home: Home) -> None:
+    identity = load_or_create_identity(home)
+    signature = decode_bytes(identity.sign_nonce(DEVICE_ID, "nonce"))
+    key = Ed25519PublicKey.from_public_bytes(decode_bytes(identity.public_key))
+    message = b"permille-device-token-1\0" + DEVICE_ID.encode() + b"\0nonce"
+    key.verify(signature, message)  # raises unless it holds
+
+
+def test_a_key_that_others_can_read_is_refused(home: Home) -> None:
+    load_or_create_identity(home)
+    home.identity_key.chmod(0o644)
+    with pytest.raises(OperatorError, match="chmod 600"):
+        load_identity(home)
+
+
+def test_another_kind_of_key_is_refused(home: Home) -> None:
+    key = generate_private_key(SECP256R1())
+    home.identity_key.touch(0o600)
+    home.identity_key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(OperatorError, match="expected an Ed25519 private key"):
+        load_identity(home)
+
+
+def test_a_damaged_key_is_refused_without_showing_it(home: Home) -> None:
+    load_or_create_identity(home)
+    home.identity_key.write_bytes(home.identity_key.read_bytes()[:60])
+    with pytest.raises(OperatorError, match="expected an Ed25519 private key in"):
+        load_identity(home)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 31, 32, 64])
+def test_base64url_has_no_padding_and_comes_back(size: int) -> None:
+    data = bytes(range(191, 191 + size % 64)) + bytes(size - size % 64)
+    assert "=" not in encode_bytes(data)
+    assert decode_bytes(encode_bytes(data)) == data
+
+
+def test_the_private_key_is_in_no_repr(home: Home) -> None:
+    identity = load_or_create_identity(home)
+    assert home.identity_key.read_text().splitlines()[1] not in repr(identity) + str(vars(identity))

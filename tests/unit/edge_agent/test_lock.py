@@ -1,0 +1,71 @@
+"""One writer at a time, whoever it is, and a lock that does not outlive its holder."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from edge_agent.home import Home
+from edge_agent.lock import LockedError, hold_daemon_lock, hold_lock
+
+HOLDER = """
+import sys
+from pathlib import Path
+from edge_agent.home import open_home
+from edge_agent.lock import hold_lock
+with hold_lock(open_home(Path(sys.argv[1])), "train"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process_holds(home: Home) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the writers' lock until the block ends."""
+    command = [sys.executable, "-c", HOLDER, str(home.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_writer_is_told_who_holds_the_lock(home: Home) -> None:
+    with another_process_holds(home) as process:
+        expected = rf"`permille-agent train` \(process {process.pid}, since .*\) holds it"
+        with pytest.raises(LockedError, match=expected), hold_lock(home, "run"):
+            pytest.fail("two writers")
+
+
+def test_a_killed_holder_leaves_the_lock_free(home: Home) -> None:
+    with another_process_holds(home) as process:
+        process.kill()
+        process.wait()
+    with hold_lock(home, "run"):
+        assert home.lock.exists()
+
+
+def test_a_command_may_take_the_lock_that_its_caller_holds(home: Home) -> None:
+    with hold_lock(home, "run"):
+        with hold_lock(home, "pull"):
+            pass
+        with another_process(home) as code:
+            assert code != 0
+    with another_process(home) as code:
+        assert code == 0
+
+
+@contextmanager
+def another_process(home: Home) -> Iterator[int]:
+    """Exit code of a process that takes the lock once."""
+    result = subprocess.run([sys.executable, "-c", HOLDER, str(home.root)], input=b"", capture_output=True)
+    yield result.returncode
+
+
+def test_the_daemons_lock_is_another_one(home: Home) -> None:
+    with hold_daemon_lock(home), hold_lock(home, "train"):
+        assert home.daemon_lock.exists()
