@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import PackageError
-from permille.zo.directions import Distribution, largest
+from permille.zo.directions import Distribution
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
 from permille.zo.records import (
     KNOWN_FLAGS,
@@ -29,6 +29,7 @@ from permille.zo.records import (
     check_record,
     check_weight,
     weight_of,
+    weight_of_rows,
 )
 from permille.zo.schedule import Schedule
 from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
@@ -114,8 +115,9 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
         _decode_block(payload, coefficients_TQ[block], flags_T[block])
     if reader.left:
         raise PackageError("log-content", f"expected the end of the log, got {reader.left} more bytes")
-    if int(np.abs(coefficients_TQ).sum(dtype=np.float64)) * largest(header.distribution) > STATE_LIMIT:
-        raise PackageError("log-limit", "expected sum |c| * max |z| within 2**53, got more")
+    weight = weight_of_rows(coefficients_TQ, header.distribution)
+    if weight > STATE_LIMIT:
+        raise PackageError("log-limit", f"expected sum |c| * max |z| within 2**53, got {weight} or more")
     return CanonicalLog(header=header, coefficients_TQ=coefficients_TQ, flags_T=flags_T)
 
 

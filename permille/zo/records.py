@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import IntFlag, StrEnum
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from permille.errors import InputError, PackageError
 from permille.zo.directions import GENERATOR, GENERATOR_VERSION, Distribution, largest
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, check_step_unit_exponent
@@ -25,6 +28,8 @@ MAX_QUERIES = 1024
 MAX_STEPS = 1 << 24
 MAX_TENSORS = 1 << 16
 MAX_K = 1 << 32
+
+_ROWS = 1024
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -205,6 +210,20 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
 def weight_of(record: StepRecord, header: LogHeader) -> int:
     """How much a step adds to the bound on |s|: `sum |c| * max |z|` (FORMAT 7.3)."""
     return sum(abs(c) for c in record.coefficients) * largest(header.distribution)
+
+
+def weight_of_rows(coefficients_TQ: NDArray[np.int64], distribution: Distribution) -> int:
+    """The same for many steps: exact within the limit of FORMAT 7.3, beyond it wherever the truth is."""
+    total = 0
+    for first in range(0, len(coefficients_TQ), _ROWS):
+        rows_TQ = coefficients_TQ[first : first + _ROWS]
+        # In float64 first: the int64 sum of hostile coefficients may wrap
+        if np.abs(rows_TQ.astype(np.float64)).sum() > STATE_LIMIT:
+            return 2 * STATE_LIMIT
+        total += int(np.abs(rows_TQ).sum())
+        if total > STATE_LIMIT:
+            break
+    return total * largest(distribution)
 
 
 def check_weight(weight: int) -> None:

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.zo.bit_sums import bit_sums
-from permille.zo.directions import bits_per_value, block_layout, largest
+from permille.zo.directions import bits_per_value, block_layout
 from permille.zo.journal import Journal
-from permille.zo.lattice import STATE_LIMIT
 from permille.zo.philox import BLOCK_BITS
-from permille.zo.records import MAX_STEPS, LogHeader
+from permille.zo.records import MAX_STEPS, LogHeader, check_weight, weight_of_rows
 
 _SPAN_BLOCKS = 4096
 
@@ -91,7 +90,4 @@ def _check(header: LogHeader, coefficients_TQ: NDArray[np.int64], start: int) ->
         raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
     if not 0 <= start <= MAX_STEPS - len(coefficients_TQ):
         raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
-    # In float64 first: an int64 sum of hostile coefficients may wrap
-    weight = float(np.abs(coefficients_TQ.astype(np.float64)).sum()) * largest(header.distribution)
-    if weight > STATE_LIMIT:
-        raise InputError(f"expected sum |c| * max |z| within 2**53, got {weight:.0f}")
+    check_weight(weight_of_rows(coefficients_TQ, header.distribution))

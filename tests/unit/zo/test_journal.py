@@ -161,6 +161,35 @@ def test_the_lock_dies_with_its_process(path: Path) -> None:
         assert journal.next_step == len(ROWS)
 
 
+WRITER = """
+import pathlib, sys
+from permille.zo.journal import Journal
+from permille.zo.log import StepRecord
+journal = Journal.open(pathlib.Path(sys.argv[1]))
+while True:
+    step = journal.next_step
+    journal.append(StepRecord(step=step, coefficients=(step, -step), loss=0.0))
+    print(step, flush=True)
+"""
+
+
+def test_what_was_acknowledged_survives_a_kill(path: Path) -> None:
+    Journal.create(path, make_header()).close()
+    acknowledged = -1
+    for lines in (1, 7, 30):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            for _ in range(lines):
+                acknowledged = int(writer.stdout.readline())
+            writer.kill()
+        with Journal.open(path) as journal:
+            records = list(journal.records())
+        assert len(records) > acknowledged
+        assert [record.coefficients for record in records] == [(step, -step) for step in range(len(records))]
+
+
 def test_create_never_overwrites_and_open_never_creates(path: Path) -> None:
     with pytest.raises(InputError, match="no file"):
         Journal.open(path)

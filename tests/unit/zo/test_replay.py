@@ -120,6 +120,15 @@ def test_the_range_counts_the_largest_element() -> None:
         replay(header, np.array([[2**48 + 1]]))
 
 
+@pytest.mark.parametrize("rows", [[[2**53]], [[2**52]] * 2, [[-(2**42)]] * 2048])
+def test_the_range_ends_exactly_at_2_to_the_53(rows: list[list[int]]) -> None:
+    header = make_header(queries=1, counts=(3,))
+    assert replay(header, np.array(rows)).tolist() == reference.state(header.seed, rows, (3,), "rademacher")
+    rows[0][0] += 1 if rows[0][0] > 0 else -1
+    with pytest.raises(InputError, match="2\\*\\*53"):
+        replay(header, np.array(rows))
+
+
 def test_twenty_thousand_steps_of_one_weight_stay_within_a_random_walk() -> None:
     header = make_header(queries=1, counts=(64,), total_steps=20_000)
     s_K = replay(header, np.ones((20_000, 1), dtype=np.int64))
