@@ -1,0 +1,178 @@
+"""Erasing: everything but a short list, overwritten first, and told to the service when it can be."""
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from edge_agent.activation import active_model
+from edge_agent.api import DeviceApi
+from edge_agent.client import ServiceUnavailableError
+from edge_agent.consent import set_share_log, shares_log
+from edge_agent.enrolment import Enrolment, load_enrolment, open_api
+from edge_agent.forget import PROMISE, forget, unenroll
+from edge_agent.home import Home
+from edge_agent.identity import load_identity
+from edge_agent.pull import pull
+from edge_agent.references import add_references, read_references
+from edge_agent.releases import installed_release, last_version
+from edge_agent.report import deliver, enqueue, read_reports
+from permille.errors import OperatorError
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from tests.device_service import DeviceService, Fault
+from tests.unit.edge_agent.conftest import fast_connection
+from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
+
+SECRET = b"a secret of the user"
+NOW_S = 1_800_000_000
+
+
+@pytest.fixture
+def api(home: Home, enrolment: Enrolment) -> Iterator[DeviceApi]:
+    """The service, as the enrolled device."""
+    opened = open_api(home, connection=fast_connection)
+    with opened.connection:
+        yield opened
+
+
+def use(home: Home, user_file: Path) -> list[Path]:
+    """Leave the traces that use leaves; returns the files with secrets."""
+    user_file.write_bytes(SECRET)
+    add_references(home, [user_file])
+    set_share_log(home, True, now=datetime.now(UTC))
+    run = home.runs / "r" / "deep"
+    run.mkdir(parents=True)
+    traces = [
+        run / "journal",
+        home.current,
+        home.daemon,
+        home.root / "daemon.log",
+        home.root / "of-a-later-version",
+    ]
+    for path in traces:
+        path.write_bytes(SECRET)
+    return traces
+
+
+def test_everything_of_the_user_is_gone_and_the_rest_stays(
+    home: Home, api: DeviceApi, enrolment: Enrolment, package: Package, tmp_path: Path
+) -> None:
+    pull(home, api, enrolment, now_s=NOW_S)
+    home.policy.write_text("minutes_per_day = 5\n")
+    traces = use(home, tmp_path / "notes.txt")
+    erased = forget(home)
+    assert erased.files >= len(traces) + 2
+    assert not any(path.exists() for path in traces)
+    assert not any(SECRET in path.read_bytes() for path in home.root.rglob("*") if path.is_file())
+    assert not shares_log(home)
+    assert read_references(home) == ()
+    assert home.policy.exists()
+    assert load_enrolment(home) == enrolment
+    assert Package.open(BlobFolder(home.blobs), package.digest).digest == package.digest
+    active = active_model(home)
+    assert active is not None
+    assert active.run is None
+
+
+def test_the_users_own_files_are_not_touched(home: Home, tmp_path: Path) -> None:
+    use(home, tmp_path / "notes.txt")
+    forget(home)
+    assert (tmp_path / "notes.txt").read_bytes() == SECRET
+
+
+def test_contents_are_overwritten_before_they_are_removed(home: Home, tmp_path: Path) -> None:
+    trace = use(home, tmp_path / "notes.txt")[0]
+    with trace.open("rb") as still_open:
+        forget(home)
+        assert still_open.read() == bytes(len(SECRET))
+
+
+def test_a_link_is_removed_and_its_target_is_not(home: Home, tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside.txt", tmp_path / "folder"
+    outside.write_bytes(SECRET)
+    folder.mkdir()
+    (folder / "file").write_bytes(SECRET)
+    (home.runs / "link").symlink_to(outside)
+    (home.runs / "folder").symlink_to(folder)
+    os.link(outside, home.runs / "hard")
+    forget(home)
+    assert outside.read_bytes() == (folder / "file").read_bytes() == SECRET
+    assert list(home.runs.iterdir()) == []
+
+
+def test_forget_twice_is_forget(home: Home, tmp_path: Path) -> None:
+    use(home, tmp_path / "notes.txt")
+    forget(home)
+    assert forget(home).files == 0
+
+
+def test_uploaded_logs_are_deleted_at_the_service_even_later(
+    home: Home, api: DeviceApi, service: DeviceService
+) -> None:
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    deliver(home, api)
+    enqueue(home, OTHER_RUN_ID, metrics(), shared_log=b"not sent yet")
+    assert forget(home).deletions_waiting == 1
+    service.faults = [Fault(path="log", status=503, times=99)]
+    with pytest.raises(ServiceUnavailableError):
+        deliver(home, api)
+    assert forget(home).deletions_waiting == 1
+    service.faults = []
+    deliver(home, api)
+    assert service.deleted_logs == [RUN_ID]
+    assert set(service.runs) == {RUN_ID}
+    assert not any(report.waits for report in read_reports(home))
+
+
+def test_the_promise_says_what_cannot_be_promised() -> None:
+    for word in ("snapshots", "backups", "swap", "not touched"):
+        assert word in PROMISE
+
+
+def test_unenroll_leaves_at_the_service_and_here(
+    home: Home, api: DeviceApi, enrolment: Enrolment, service: DeviceService
+) -> None:
+    pull(home, api, enrolment, now_s=NOW_S)
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    deliver(home, api)
+    unenroll(home, api)
+    assert service.devices == {}
+    assert service.logs == {}
+    assert (load_enrolment(home), load_identity(home)) == (None, None)
+    assert list(read_reports(home)) == []
+    assert installed_release(home) is not None
+    assert last_version(home, enrolment.release) is None
+
+
+def test_unenroll_keeps_the_key_while_the_service_is_away(
+    home: Home, api: DeviceApi, enrolment: Enrolment, service: DeviceService
+) -> None:
+    service.faults = [Fault(path="/v1/", status=503, times=99)]
+    with pytest.raises(ServiceUnavailableError):
+        unenroll(home, api)
+    assert load_enrolment(home) == enrolment
+    assert load_identity(home) is not None
+    unenroll(home, None)
+    assert (load_enrolment(home), load_identity(home)) == (None, None)
+
+
+def test_a_revoked_device_can_unenroll(
+    home: Home, api: DeviceApi, enrolment: Enrolment, service: DeviceService
+) -> None:
+    service.revoked.add(enrolment.device_id)
+    unenroll(home, api)
+    assert load_enrolment(home) is None
+
+
+def test_what_cannot_be_erased_is_reported(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home.root / "stuck").write_bytes(SECRET)
+
+    def refuse(_self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OperatorError, match="expected to erase"):
+        forget(home)

@@ -1,0 +1,129 @@
+"""The policy: what it allows at which hour, and what its file may say."""
+
+from datetime import datetime
+
+import pytest
+
+from edge_agent.home import Home
+from edge_agent.machine import read_machine
+from edge_agent.policy import Machine, Policy, decide, may_continue, parse_policy, read_policy
+from permille.errors import InputError
+
+IDLE = Machine(on_ac=True, battery=None, load=0.0)
+NIGHT = parse_policy({"hours": ["22:00-07:00"]})
+
+
+def at(hour: int, minute: int = 0) -> datetime:
+    """A local time."""
+    return datetime(2026, 3, 1, hour, minute).astimezone()
+
+
+def test_the_defaults_allow_an_idle_plugged_in_machine() -> None:
+    decision = decide(Policy(), IDLE, now=at(12), minutes_used=0.0)
+    assert decision.allowed
+    assert decision.minutes == 60.0
+
+
+@pytest.mark.parametrize(
+    ("hour", "minute", "allowed"),
+    [
+        (22, 0, True),
+        (23, 59, True),
+        (0, 0, True),
+        (6, 59, True),
+        (7, 0, False),
+        (12, 0, False),
+        (21, 59, False),
+    ],
+)
+def test_hours_may_pass_midnight(hour: int, minute: int, allowed: bool) -> None:
+    assert decide(NIGHT, IDLE, now=at(hour, minute), minutes_used=0.0).allowed is allowed
+
+
+def test_several_ranges_and_none() -> None:
+    policy = parse_policy({"hours": ["12:00-13:00", "18:30-19:00"]})
+    allowed = [hour for hour in range(24) if decide(policy, IDLE, now=at(hour, 45), minutes_used=0.0).allowed]
+    assert allowed == [12, 18]
+    never = parse_policy({"hours": []})
+    assert not any(decide(never, IDLE, now=at(hour), minutes_used=0.0).allowed for hour in range(24))
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (Machine(on_ac=False, battery=90.0, load=0.0), "runs on battery"),
+        (Machine(on_ac=True, battery=49.0, load=0.0), "49%, below 50%"),
+        (Machine(on_ac=True, battery=100.0, load=0.51), "load is 0.51"),
+    ],
+)
+def test_power_and_load_speak_against_training(machine: Machine, reason: str) -> None:
+    decision = decide(Policy(), machine, now=at(12), minutes_used=0.0)
+    assert [reason in text for text in decision.reasons] == [True]
+
+
+def test_the_minutes_of_a_day_run_out() -> None:
+    assert decide(Policy(), IDLE, now=at(12), minutes_used=59.0).minutes == 1.0
+    assert not decide(Policy(), IDLE, now=at(12), minutes_used=59.5).allowed
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    machine = Machine(on_ac=False, battery=3.0, load=9.0)
+    assert len(decide(NIGHT, machine, now=at(12), minutes_used=60.0).reasons) == 5
+
+
+def test_load_does_not_end_a_training_that_runs_but_a_pulled_plug_does() -> None:
+    busy = Machine(on_ac=True, battery=80.0, load=4.0)
+    assert may_continue(Policy(), busy, now=at(12)).allowed
+    unplugged = Machine(on_ac=False, battery=80.0, load=0.0)
+    assert not may_continue(Policy(), unplugged, now=at(12)).allowed
+    assert not may_continue(NIGHT, IDLE, now=at(7)).allowed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hour = ['22:00-07:00']", "got hour"),
+        ("hours = '22:00-07:00'", "expected a list"),
+        ("hours = ['22-7']", "HH:MM-HH:MM"),
+        ("hours = ['24:00-07:00']", "HH:MM-HH:MM"),
+        ("hours = ['09:00-09:00']", "two different times"),
+        ("hours = [7]", "HH:MM-HH:MM"),
+        ("require_ac = 1", "require_ac: expected true or false"),
+        ("min_battery = 101", "min_battery: expected 0 to 100"),
+        ("min_battery = 50.5", "min_battery: expected a whole number"),
+        ("min_battery = true", "min_battery: expected a whole number"),
+        ("max_load = nan", "max_load: expected a number"),
+        ("max_load = -1.0", "max_load: expected 0.0 to 1000.0"),
+        ("minutes_per_day = 1441", "minutes_per_day: expected 0 to 1440"),
+        ("minutes_per_day = '60'", "minutes_per_day: expected a whole number"),
+        ("hours = [", "expected TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_key(home: Home, text: str, message: str) -> None:
+    home.policy.write_text(text)
+    with pytest.raises(InputError, match=message) as refused:
+        read_policy(home)
+    assert "policy.toml" in str(refused.value)
+
+
+def test_a_file_changes_only_what_it_names(home: Home) -> None:
+    assert read_policy(home) == Policy()
+    home.policy.write_text("max_load = 1\nhours = ['00:00-24:00']\n")
+    assert read_policy(home) == Policy(max_load=1.0)
+
+
+def test_a_file_that_is_no_text_is_refused(home: Home) -> None:
+    home.policy.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="expected TOML"):
+        read_policy(home)
+
+
+def test_hours_are_shown_as_they_are_written() -> None:
+    policy = parse_policy({"hours": ["22:00-07:00", "00:00-24:00"]})
+    assert [str(hours) for hours in policy.hours] == ["22:00-07:00", "00:00-24:00"]
+
+
+def test_this_machine_can_be_read() -> None:
+    machine = read_machine()
+    assert machine.load is None or machine.load >= 0.0
+    assert machine.battery is None or 0.0 <= machine.battery <= 100.0

@@ -1,0 +1,107 @@
+"""The service files: what is in them, where they go, and that paths cannot break out of their syntax."""
+
+import plistlib
+import shlex
+from configparser import RawConfigParser
+from pathlib import Path
+
+import pytest
+
+from edge_agent.service_file import agent_command, install_service, service_file, systemd_unit
+from permille.errors import InputError, OperatorError
+
+DEPLOY = Path(__file__).parents[3] / "deploy/systemd"
+COMMAND = ["/opt/agent/bin/permille-agent", "--home", "/home/me/.local/share/permille-agent", "run"]
+
+
+def parse(text: str) -> RawConfigParser:
+    """A unit file's sections and keys."""
+    parser = RawConfigParser(strict=True)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(text)
+    return parser
+
+
+def test_the_unit_starts_the_daemon_and_stops_it_cleanly() -> None:
+    unit = parse(systemd_unit(COMMAND))
+    assert shlex.split(unit["Service"]["ExecStart"]) == COMMAND
+    assert unit["Service"]["KillSignal"] == "SIGTERM"
+    assert unit["Install"]["WantedBy"] == "default.target"
+
+
+def test_the_unit_is_hardened() -> None:
+    service = parse(systemd_unit(COMMAND))["Service"]
+    for key in ("NoNewPrivileges", "RestrictNamespaces", "RestrictSUIDSGID", "LockPersonality"):
+        assert service[key] == "yes"
+    assert service["UMask"] == "0077"
+    assert service["SystemCallFilter"] == "@system-service"
+
+
+@pytest.mark.parametrize(
+    ("folder", "written"),
+    [
+        ("/home/me/my data", '"/home/me/my data"'),
+        ("/home/100%/x", '"/home/100%%/x"'),
+        ('/home/"q"', '"/home/\\"q\\""'),
+        ("/home/$USER", '"/home/$$USER"'),
+        ("/home/back\\slash", '"/home/back\\\\slash"'),
+        ("/plain", "/plain"),
+    ],
+)
+def test_paths_are_quoted_for_systemd(folder: str, written: str) -> None:
+    assert f"ExecStart=/bin/agent --home {written} run\n" in systemd_unit(
+        ["/bin/agent", "--home", folder, "run"]
+    )
+
+
+def test_a_path_with_a_line_break_is_refused() -> None:
+    with pytest.raises(InputError, match="control characters"):
+        systemd_unit(["/bin/agent", "--home", "/x\nExecStartPre=/bin/evil", "run"])
+
+
+def test_linux_and_macos_have_their_places(tmp_path: Path) -> None:
+    linux = service_file("linux", user_home=tmp_path, agent_home=tmp_path / "agent", command=COMMAND)
+    assert linux.path == tmp_path / ".config/systemd/user/permille-agent.service"
+    assert "systemctl --user" in linux.enable
+    mac = service_file("darwin", user_home=tmp_path, agent_home=tmp_path / "agent", command=COMMAND)
+    assert mac.path == tmp_path / "Library/LaunchAgents/dev.permille.agent.plist"
+    plist = plistlib.loads(mac.text.encode())
+    assert plist["ProgramArguments"] == COMMAND
+    assert plist["KeepAlive"] == {"SuccessfulExit": False}
+    assert plist["Umask"] == 0o077
+
+
+def test_another_platform_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="win32"):
+        service_file("win32", user_home=tmp_path, agent_home=tmp_path, command=COMMAND)
+
+
+def test_the_file_is_written_for_this_user_only(tmp_path: Path) -> None:
+    file = service_file("linux", user_home=tmp_path, agent_home=tmp_path / "agent", command=COMMAND)
+    install_service(file)
+    install_service(file)
+    assert file.path.read_text() == file.text
+    assert [path.name for path in file.path.parent.iterdir()] == ["permille-agent.service"]
+
+
+def test_a_home_that_cannot_be_written_is_for_a_person(tmp_path: Path) -> None:
+    (tmp_path / ".config").write_text("a file where a folder should be")
+    with pytest.raises(OperatorError, match="expected to write"):
+        install_service(service_file("linux", user_home=tmp_path, agent_home=tmp_path, command=COMMAND))
+
+
+def test_the_command_is_absolute_and_names_the_home(tmp_path: Path) -> None:
+    command = agent_command(tmp_path)
+    assert Path(command[0]).is_absolute()
+    assert command[-3:] == ["--home", str(tmp_path), "run"]
+
+
+def test_the_system_wide_unit_closes_the_file_system() -> None:
+    service = parse((DEPLOY / "permille-agent.service").read_text())["Service"]
+    assert service["ProtectSystem"] == "strict"
+    assert service["User"] == "permille-agent"
+    assert service["StateDirectory"] == "permille-agent"
+    assert "PERMILLE_AGENT_HOME=/var/lib/permille-agent" in service["Environment"]
+    user = parse(systemd_unit(COMMAND))["Service"]
+    kept = {key: value for key, value in user.items() if key != "ExecStart"}
+    assert kept.items() <= dict(service).items()
