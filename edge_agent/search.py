@@ -4,9 +4,10 @@ Epsilon starts where `epsilon * sqrt(k)` is about 0.5 and is checked: the projec
 at 2 epsilon must agree, `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is
 tried. Forward mode has no epsilon, so nothing is checked there.
 
-The learning rate starts where one step has norm `learning_rate * g_rms * sqrt(k) = 0.35` and is raced against
-a third and three times of it: a few steps each from the base, thrown away, judged on the select split; while
-the best is at an end of the range, the range grows there. Both rules are in docs/adr/0071.
+The learning rate starts where one step has norm 0.4: `learning_rate * g_rms * sqrt(k / q)`, because the mean
+of q directions is `sqrt(q)` times shorter than one. It is raced against a third and three times of it: a few
+steps each from the base, thrown away, judged on the select split; while the best is at an end of the range,
+the range grows there. Both rules are in docs/adr/0071.
 
 Every result is a function of (package, data, seed, options) and of results before it.
 """
@@ -32,7 +33,7 @@ from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.log import EstimatorKind, LogHeader, Schedule
 
 EPSILON_NORM = 0.5
-STEP_NORM = 0.35
+STEP_NORM = 0.4
 MAX_RELATIVE_ERROR = 0.3
 PROBE_STEPS = 4
 EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
@@ -91,7 +92,8 @@ def search_seed(seed: int, stage: str) -> int:
 
 
 def find_epsilon(setup: Setup, run: RunFolder) -> Json:
-    """Epsilon, its relative error and the rms of the projected gradients, as {epsilon, relative_error, g_rms}.
+    """Epsilon, its relative error and the rms of the projected gradients, as {epsilon, relative_error,
+    g_rms}.
 
     Raises:
         SearchFailed: the loss does not depend on the weights, or no epsilon gives a usable gradient.
@@ -123,7 +125,7 @@ def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: floa
     Raises:
         SearchFailed: no learning rate gave a finite loss.
     """
-    start = STEP_NORM / (g_rms * math.sqrt(len(setup.w_base_K)))
+    start = STEP_NORM * math.sqrt(setup.options.queries) / (g_rms * math.sqrt(len(setup.w_base_K)))
     base_loss = run.once("search-base", lambda: {"loss": _finite(_base_loss(setup))})["loss"]
     if base_loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")

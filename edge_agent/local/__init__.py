@@ -1,0 +1,1 @@
+"""Using the personalised model on this device: text, chat, comparison, a local server, export."""
