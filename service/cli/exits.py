@@ -1,0 +1,45 @@
+"""Exit codes of `permille`, for scripts.
+
+0  done
+1  the job failed, or something unexpected happened
+2  usage: the command line is wrong
+3  the input was refused: fix it
+4  there is no such thing
+5  try again later: the service is busy or cannot be reached
+6  access: no token, a wrong one, or a role that may not
+"""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """What the process ends with."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    REFUSED = 3
+    NOT_FOUND = 4
+    RETRY = 5
+    ACCESS = 6
+
+
+def exit_of_status(status: int) -> Exit:
+    """The exit code of an HTTP status that is an error."""
+    if status in (401, 403):
+        return Exit.ACCESS
+    if status in (404, 410):
+        return Exit.NOT_FOUND
+    if status in (429, 502, 503, 504):
+        return Exit.RETRY
+    return Exit.FAILED if status >= 500 else Exit.REFUSED
+
+
+class CommandError(Exception):
+    """A command that cannot go on: what to tell, what to exit with, and the service's problem if it sent
+    one."""
+
+    def __init__(self, message: str, code: Exit, problem: dict[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.problem = problem

@@ -1,0 +1,352 @@
+"""Commands of long work and its results: masks, quantizations, packages, builds, jobs, preflight."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from permille.files import write_atomic
+from service.cli.exits import CommandError, Exit
+from service.cli.output import watch
+from service.cli.session import AsJson, Key, Rows, Session, Wait, connect
+
+masks = typer.Typer(no_args_is_help=True, help="Which weights are sensitive, and the evidence.")
+quantizations = typer.Typer(no_args_is_help=True, help="The dense layer, and what it costs.")
+packages = typer.Typer(no_args_is_help=True, help="What a device downloads.")
+builds = typer.Typer(no_args_is_help=True, help="Mask, quantization and package in one go.")
+jobs = typer.Typer(no_args_is_help=True, help="Long work: state, progress, events, cancel, retry.")
+
+JOB_COLUMNS = ("id", "kind", "state", "progress.fraction", "progress.message", "result", "created_at")
+MASK_COLUMNS = ("id", "model_id", "options.method", "options.density", "k", "created_at")
+QUANTIZATION_COLUMNS = ("id", "model_id", "options.scheme", "options.group_size", "size_bytes", "created_at")
+PACKAGE_COLUMNS = ("digest", "model_id", "k", "size_bytes", "created_at")
+BUILD_COLUMNS = ("id", "state", "model_id", "package_digest", "created_at")
+
+Model = Annotated[str, typer.Option("--model", help="Id of a registered model.")]
+Corpus = Annotated[str | None, typer.Option("--corpus", help="Id of a corpus; `fisher` needs one.")]
+Method = Annotated[str, typer.Option(help="fisher, magnitude or random.")]
+Density = Annotated[float, typer.Option(help="Share of the weights: 0.001 is one in a thousand.")]
+Sequences = Annotated[int, typer.Option(help="Sequences to measure gradients on.")]
+Length = Annotated[int, typer.Option(help="Tokens of a sequence.")]
+Seed = Annotated[int, typer.Option(help="Seed of the choice of sequences, or of a random mask.")]
+ScopeFlag = Annotated[str, typer.Option("--scope", help='"all", or blocks: "layers:4-7".')]
+Scheme = Annotated[str, typer.Option(help="nf4 or int4.")]
+GroupSize = Annotated[int | None, typer.Option(help="nf4: 64; int4: 32 or 128.")]
+Evaluate = Annotated[str | None, typer.Option("--evaluate-on", help="Corpus to measure perplexity on.")]
+EvaluationTokens = Annotated[int, typer.Option(help="Tokens to measure perplexity on.")]
+Report = Annotated[Path | None, typer.Option("--picture", help="Save the picture to this file.")]
+
+
+@masks.command("create")
+def create_mask(
+    context: typer.Context,
+    model: Model,
+    corpus: Corpus = None,
+    method: Method = "fisher",
+    density: Density = 0.001,
+    sequences: Sequences = 100,
+    length: Length = 512,
+    seed: Seed = 0,
+    scope: ScopeFlag = "all",
+    wait: Wait = True,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose the sensitive weights of a model.
+
+    Example:
+
+      permille masks create --model model_01j... --corpus corpus_01j... --density 0.001
+    """
+    options = mask_options(method, corpus, density, sequences, length, seed, scope)
+    with connect(context, as_json=as_json) as session:
+        _follow(session, session.client.post("/v1/masks", {"model_id": model, **options}, key=key), wait=wait)
+
+
+@masks.command("list")
+def list_masks(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
+    """List finished masks."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.pages("/v1/masks", limit=limit), MASK_COLUMNS)
+
+
+@masks.command("show")
+def show_mask(context: typer.Context, mask_id: str, as_json: AsJson = False) -> None:
+    """Show one mask."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.get(f"/v1/masks/{mask_id}"))
+
+
+@masks.command("report")
+def report_mask(
+    context: typer.Context, mask_id: str, picture: Report = None, as_json: AsJson = False
+) -> None:
+    """Show the evidence behind a mask: coverage curve and table by tensor."""
+    with connect(context, as_json=as_json) as session:
+        _report(session, f"/v1/masks/{mask_id}/report", picture)
+
+
+@quantizations.command("create")
+def create_quantization(
+    context: typer.Context,
+    model: Model,
+    scheme: Scheme = "nf4",
+    group_size: GroupSize = None,
+    mask: Annotated[str | None, typer.Option(help="Mask whose weights stay out of the scales.")] = None,
+    evaluate_on: Evaluate = None,
+    evaluation_tokens: EvaluationTokens = 8192,
+    wait: Wait = True,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Code a model's dense weights.
+
+    Example:
+
+      permille quantizations create --model model_01j... --scheme nf4 --evaluate-on corpus_01j...
+    """
+    body = {
+        "model_id": model,
+        "mask_id": mask,
+        "evaluation_corpus_id": evaluate_on,
+        "options": quantization_options(scheme, group_size, evaluation_tokens),
+    }
+    with connect(context, as_json=as_json) as session:
+        _follow(session, session.client.post("/v1/quantizations", body, key=key), wait=wait)
+
+
+@quantizations.command("list")
+def list_quantizations(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
+    """List finished quantizations."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.pages("/v1/quantizations", limit=limit), QUANTIZATION_COLUMNS)
+
+
+@quantizations.command("show")
+def show_quantization(context: typer.Context, quantization_id: str, as_json: AsJson = False) -> None:
+    """Show one quantization."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.get(f"/v1/quantizations/{quantization_id}"))
+
+
+@quantizations.command("report")
+def report_quantization(
+    context: typer.Context, quantization_id: str, picture: Report = None, as_json: AsJson = False
+) -> None:
+    """Show what a quantization costs: errors by tensor, perplexity before and after."""
+    with connect(context, as_json=as_json) as session:
+        _report(session, f"/v1/quantizations/{quantization_id}/report", picture)
+
+
+@packages.command("create")
+def create_package(
+    context: typer.Context,
+    mask: Annotated[str, typer.Option(help="Id of a mask.")],
+    quantization: Annotated[str, typer.Option(help="Id of a quantization of the same model.")],
+    wait: Wait = True,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pack a mask and a quantization."""
+    body = {"mask_id": mask, "quantization_id": quantization}
+    with connect(context, as_json=as_json) as session:
+        _follow(session, session.client.post("/v1/packages", body, key=key), wait=wait)
+
+
+@packages.command("list")
+def list_packages(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
+    """List packages."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.pages("/v1/packages", limit=limit), PACKAGE_COLUMNS)
+
+
+@packages.command("show")
+def show_package(context: typer.Context, digest: str, as_json: AsJson = False) -> None:
+    """Show one package and its layers."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.get(f"/v1/packages/{digest}"))
+
+
+@builds.command("create")
+def create_build(
+    context: typer.Context,
+    model: Model,
+    corpus: Corpus = None,
+    method: Method = "fisher",
+    density: Density = 0.001,
+    sequences: Sequences = 100,
+    length: Length = 512,
+    seed: Seed = 0,
+    scope: ScopeFlag = "all",
+    scheme: Scheme = "nf4",
+    group_size: GroupSize = None,
+    mask_aware: Annotated[
+        bool, typer.Option("--mask-aware/--mask-unaware", help="Leave the mask's weights out of the scales.")
+    ] = True,
+    evaluate_on: Evaluate = None,
+    evaluation_tokens: EvaluationTokens = 8192,
+    wait: Wait = True,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a package: mask, quantization and package.
+
+    Example:
+
+      permille builds create --model model_01j... --corpus corpus_01j... --evaluate-on corpus_01j...
+    """
+    body = {
+        "model_id": model,
+        "mask": mask_options(method, corpus, density, sequences, length, seed, scope),
+        "quantization": quantization_options(scheme, group_size, evaluation_tokens),
+        "mask_aware": mask_aware,
+        "evaluation_corpus_id": evaluate_on,
+    }
+    with connect(context, as_json=as_json) as session:
+        _follow(session, session.client.post("/v1/builds", body, key=key), wait=wait)
+
+
+@builds.command("list")
+def list_builds(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
+    """List builds."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.pages("/v1/builds", limit=limit), BUILD_COLUMNS)
+
+
+@builds.command("show")
+def show_build(context: typer.Context, build_id: str, as_json: AsJson = False) -> None:
+    """Show one build and what it has made so far."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.get(f"/v1/builds/{build_id}"))
+
+
+@jobs.command("list")
+def list_jobs(
+    context: typer.Context,
+    state: Annotated[
+        str | None, typer.Option(help="queued, running, succeeded, failed, cancelled, dead.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(help="mask, quantization, package, build, replay.")] = None,
+    limit: Rows = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs."""
+    with connect(context, as_json=as_json) as session:
+        found = session.client.pages("/v1/jobs", limit=limit, state=state, kind=kind)
+        session.output.show(found, JOB_COLUMNS)
+
+
+@jobs.command("show")
+def show_job(context: typer.Context, job_id: str, as_json: AsJson = False) -> None:
+    """Show one job."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.get(f"/v1/jobs/{job_id}"))
+
+
+@jobs.command("watch")
+def watch_job(context: typer.Context, job_id: str, as_json: AsJson = False) -> None:
+    """Follow a job to its end with a progress bar. Exit code 1 when it does not succeed."""
+    with connect(context, as_json=as_json) as session:
+        watch(session.client, session.output, job_id)
+
+
+@jobs.command("events")
+def list_job_events(context: typer.Context, job_id: str, as_json: AsJson = False) -> None:
+    """List a job's events."""
+    with connect(context, as_json=as_json) as session:
+        found: list[Any] = []
+        while page := session.client.get(
+            f"/v1/jobs/{job_id}/events", after=found[-1]["seq"] if found else 0, limit=200
+        ):
+            found += page
+        session.output.show(found, ("seq", "created_at", "kind", "data"))
+
+
+@jobs.command("cancel")
+def cancel_job(context: typer.Context, job_id: str, as_json: AsJson = False) -> None:
+    """Ask a job to stop."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.post(f"/v1/jobs/{job_id}/cancel"))
+
+
+@jobs.command("retry")
+def retry_job(context: typer.Context, job_id: str, as_json: AsJson = False) -> None:
+    """Queue a job again that failed, died or was cancelled."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.post(f"/v1/jobs/{job_id}/retry"))
+
+
+def preflight(
+    context: typer.Context,
+    model: Model,
+    corpus: Corpus = None,
+    method: Method = "fisher",
+    density: Density = 0.001,
+    sequences: Sequences = 100,
+    length: Length = 512,
+    scheme: Scheme = "nf4",
+    group_size: GroupSize = None,
+    evaluate_on: Evaluate = None,
+    evaluation_tokens: EvaluationTokens = 8192,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a build needs and whether the machine has it. Exit code 3 when it has not.
+
+    Example:
+
+      permille preflight --model model_01j... --corpus corpus_01j... --sequences 1000
+    """
+    request = {
+        "model_id": model,
+        "mask": mask_options(method, corpus, density, sequences, length, 0, "all"),
+        "quantization": quantization_options(scheme, group_size, evaluation_tokens),
+        "evaluation_corpus_id": evaluate_on,
+    }
+    with connect(context, as_json=as_json) as session:
+        answer = session.client.post("/v1/preflights", {"kind": "build", "request": request})
+        if session.output.as_json:
+            session.output.show(answer)
+        else:
+            columns = ("name", "unit", "needed", "available", "enough", "explanation")
+            session.output.show(answer["figures"], columns)
+        if not answer["accepted"]:
+            raise CommandError("expected a machine that can hold this build, got too little", Exit.REFUSED)
+
+
+def mask_options(
+    method: str, corpus: str | None, density: float, sequences: int, length: int, seed: int, scope: str
+) -> dict[str, Any]:
+    """The request's part that says how a mask is chosen."""
+    options: dict[str, Any] = {"method": method, "density": density, "seed": seed, "scope": scope}
+    if method == "fisher":
+        if corpus is None:
+            raise CommandError("expected --corpus for the method fisher", Exit.USAGE)
+        options |= {"corpus_id": corpus, "sequences": sequences, "length": length}
+    return options
+
+
+def quantization_options(scheme: str, group_size: int | None, tokens: int) -> dict[str, Any]:
+    """The request's part that says how dense weights are coded."""
+    options: dict[str, Any] = {"scheme": scheme, "evaluation_tokens": tokens}
+    return options if group_size is None else {**options, "group_size": group_size}
+
+
+def _follow(session: Session, job: dict[str, Any], *, wait: bool) -> None:
+    if wait:
+        watch(session.client, session.output, job["id"])
+    else:
+        session.output.show(job)
+
+
+def _report(session: Session, path: str, picture: Path | None) -> None:
+    report = session.client.get(path)
+    if picture is not None:
+        write_atomic(picture, session.client.get_bytes(f"{path}.png"))
+        session.output.say(f"picture: {picture}")
+    if session.output.as_json:
+        session.output.show(report)
+        return
+    rows = report.get("tensors")
+    if isinstance(rows, list) and rows:
+        session.output.show(rows, tuple(rows[0]))
+    session.output.show({name: value for name, value in report.items() if name not in ("tensors", "curve")})
