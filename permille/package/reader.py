@@ -126,6 +126,10 @@ class Package:
         """Shape of a tensor that is not quantized, without reading it."""
         return self._layers[Role.PLAIN].specs[name].shape
 
+    def plain_dtype(self, name: str) -> str:
+        """The dtype of a tensor that is not quantized, BF16, F16 or F32, without reading it."""
+        return self._layers[Role.PLAIN].specs[name].dtype
+
     def quantized(self, name: str) -> QuantizedTensor:
         """A quantized weight: packed codes and scales, mapped.
 

@@ -46,9 +46,9 @@ def link_transformers_folder(package: Package, folder: Path) -> None:
         if path != "config.json":
             _link(package.blobs.path(layer.digest), folder / path)
     _write_json(folder / "model.safetensors.index.json", _index(package))
-    _write_json(
-        folder / "config.json", package.config | {"quantization_config": _quantization_config(package)}
-    )
+    quantization = {"quantization_config": _quantization_config(package)}
+    declared = {} if {"dtype", "torch_dtype"} & package.config.keys() else {"dtype": _dtype(package)}
+    _write_json(folder / "config.json", declared | package.config | quantization)
 
 
 def _index(package: Package) -> dict[str, object]:
@@ -70,6 +70,14 @@ def _quantization_config(package: Package) -> dict[str, object]:
         "bnb_4bit_use_double_quant": False,
         "llm_int8_skip_modules": sorted(skipped),
     }
+
+
+def _dtype(package: Package) -> str:
+    """What a silent config means: transformers would guess, from the float32 scales."""
+    found = {package.plain_dtype(name) for name in package.plain_names}
+    return (
+        {"BF16": "bfloat16", "F16": "float16"}.get(found.pop(), "float32") if len(found) == 1 else "float32"
+    )
 
 
 def _link(target: Path, link: Path) -> None:

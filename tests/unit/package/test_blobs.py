@@ -1,0 +1,149 @@
+"""Blobs appear whole or not at all, whatever happens to their writer."""
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from permille.errors import PackageError
+from permille.package.blobs import BlobFolder, BlobWriter
+
+HELLO = "sha256:" + hashlib.sha256(b"hello").hexdigest()
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobFolder:
+    return BlobFolder(tmp_path / "blobs")
+
+
+def everything(blobs: BlobFolder) -> list[Path]:
+    return [path for path in blobs.root.rglob("*") if path.is_file()]
+
+
+def test_a_blob_lies_where_format_says_and_cannot_be_written(blobs: BlobFolder) -> None:
+    assert blobs.put_bytes(b"hello") == HELLO
+    path = blobs.root / "sha256" / HELLO[7:9] / HELLO[7:]
+    assert path.read_bytes() == b"hello" and path.stat().st_mode & 0o777 == 0o444
+    assert (blobs.has(HELLO), blobs.size(HELLO), list(blobs.iterate())) == (True, 5, [HELLO])
+    assert everything(blobs) == [path]
+
+
+def test_putting_the_same_bytes_twice_is_fine(blobs: BlobFolder, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"hello")
+    assert blobs.put_bytes(b"hello") == blobs.put_file(tmp_path / "file", expected=HELLO) == HELLO
+    assert len(everything(blobs)) == 1
+
+
+def test_a_writer_hashes_what_it_is_given_in_pieces(blobs: BlobFolder) -> None:
+    with blobs.writer() as writer:
+        for piece in (b"he", bytearray(b"l"), memoryview(b"lo")):
+            writer.write(piece)
+        assert not blobs.has(HELLO)
+        assert (writer.commit(HELLO), writer.size_bytes) == (HELLO, 5)
+    with blobs.open(HELLO) as file:
+        assert file.read() == b"hello"
+
+
+def test_bytes_of_another_digest_do_not_get_the_name(blobs: BlobFolder) -> None:
+    with pytest.raises(PackageError, match="blob-digest"):
+        blobs.put_bytes(b"other", expected=HELLO)
+    assert everything(blobs) == []
+
+
+def test_a_writer_that_is_left_without_commit_leaves_nothing(blobs: BlobFolder) -> None:
+    with pytest.raises(RuntimeError), blobs.writer() as writer:
+        writer.write(b"half")
+        raise RuntimeError
+    assert everything(blobs) == []
+
+
+def test_a_full_disk_leaves_nothing(blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: BlobWriter, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(BlobWriter, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        blobs.put_bytes(b"hello")
+    assert everything(blobs) == []
+
+
+def test_a_full_disk_at_fsync_leaves_nothing(blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        blobs.put_bytes(b"hello")
+    assert everything(blobs) == []
+
+
+def test_a_killed_writer_leaves_no_blob_and_what_it_leaves_is_swept(blobs: BlobFolder) -> None:
+    script = """
+import sys, time
+from pathlib import Path
+from permille.package.blobs import BlobFolder
+with BlobFolder(Path(sys.argv[1])).writer() as writer:
+    writer.write(b"x" * 100_000)
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+    child = subprocess.Popen([sys.executable, "-c", script, str(blobs.root)], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"writing\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert list(blobs.iterate()) == []
+    (left,) = everything(blobs)
+    assert blobs.sweep(before_s=left.stat().st_mtime - 1) == 0
+    assert blobs.sweep(before_s=left.stat().st_mtime + 1) == 1
+    assert everything(blobs) == []
+
+
+def test_a_finished_download_is_adopted_without_a_copy(blobs: BlobFolder, tmp_path: Path) -> None:
+    part = tmp_path / "download.part"
+    part.write_bytes(b"hello")
+    inode = part.stat().st_ino
+    assert blobs.adopt_file(part, HELLO) == HELLO
+    assert blobs.path(HELLO).stat().st_ino == inode and not part.exists()
+
+
+def test_a_wrong_download_is_not_adopted_and_stays(blobs: BlobFolder, tmp_path: Path) -> None:
+    part = tmp_path / "download.part"
+    part.write_bytes(b"hellp")
+    with pytest.raises(PackageError, match="blob-digest"):
+        blobs.adopt_file(part, HELLO)
+    assert part.read_bytes() == b"hellp" and not blobs.has(HELLO)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", HELLO[:-1], HELLO.upper(), HELLO + "\n", "sha256:" + "../" * 22]
+)
+def test_a_path_is_made_from_a_digest_or_not_at_all(blobs: BlobFolder, text: str) -> None:
+    with pytest.raises(PackageError, match="digest-malformed"):
+        blobs.path(text)
+
+
+def test_reading_checks_limit_and_digest(blobs: BlobFolder) -> None:
+    blobs.put_bytes(b"hello")
+    assert blobs.read(HELLO, limit=5) == b"hello"
+    with pytest.raises(PackageError, match="blob-size"):
+        blobs.read(HELLO, limit=4)
+    blobs.path(HELLO).chmod(0o644)
+    blobs.path(HELLO).write_bytes(b"jello")
+    for read in (lambda: blobs.read(HELLO, limit=5), lambda: blobs.check(HELLO)):
+        with pytest.raises(PackageError, match="blob-digest"):
+            read()
+
+
+def test_a_blob_that_was_deleted_is_missing(blobs: BlobFolder) -> None:
+    blobs.put_bytes(b"hello")
+    blobs.delete(HELLO)
+    blobs.delete(HELLO)
+    for read in (lambda: blobs.size(HELLO), lambda: blobs.open(HELLO).close(), lambda: blobs.check(HELLO)):
+        with pytest.raises(PackageError, match="blob-missing"):
+            read()

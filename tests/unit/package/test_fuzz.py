@@ -1,0 +1,21 @@
+"""A few hundred forged packages of the ten-minute fuzzer, the same ones each time."""
+
+from pathlib import Path
+
+from benchmarks.fuzz_reader import ReaderFuzzer
+from tests.attacks.test_every_code import documented_codes
+
+
+def test_no_forged_package_crashes_the_reader(tmp_path: Path) -> None:
+    fuzzer = ReaderFuzzer(tmp_path, seed=2024)
+    for number in range(250):
+        fuzzer.attempt(number)
+    codes = fuzzer.tally.codes
+    assert set(codes) - {"accepted"} <= documented_codes()
+    # The changes get past the first check, and some leave a good package.
+    assert len(codes) > 15 and codes["accepted"] > 0
+
+
+def test_an_attempt_is_a_function_of_seed_and_number(tmp_path: Path) -> None:
+    first, second = (ReaderFuzzer(tmp_path / name, seed=1) for name in "ab")
+    assert [first.attempt(n) for n in (5, 6, 7)] == [second.attempt(n) for n in (5, 6, 7)]

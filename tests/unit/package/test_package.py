@@ -1,0 +1,192 @@
+"""Packages that are written are opened again, bit for bit, and change only where their inputs changed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from permille.errors import InputError, PackageError
+from permille.models.families import expected_tensors, scoped_tensors
+from permille.package.blobs import BlobFolder
+from permille.package.config_files import clean_config
+from permille.package.layers import write_dense, write_file, write_mask, write_plain, write_values
+from permille.package.manifest import Manifest, Role, decimal_text
+from permille.package.reader import Package, verify_package
+from permille.package.safetensors_io import RawTensor, SafetensorsWriter
+from permille.package.writer import write_manifest
+from permille.quantization import Scheme, default_group_size, dequantize, quantize
+from tests.unit.package.tiny import LLAMA, as_dtype, write_tiny
+
+ODD = LLAMA | {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobFolder:
+    return BlobFolder(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", list(Scheme))
+@pytest.mark.parametrize(("dtype", "config"), [("F32", LLAMA), ("BF16", LLAMA), ("F16", ODD)])
+def test_everything_comes_back_bit_for_bit(
+    blobs: BlobFolder, scheme: Scheme, dtype: str, config: dict[str, object]
+) -> None:
+    tiny = write_tiny(blobs, scheme=scheme, dtype=dtype, config=config)
+    package = Package.open(blobs, tiny.digest)
+    scoped = [name for name, _ in scoped_tensors(config)]
+    flat = []
+    for name in scoped:
+        weight = tiny.weights[name].float32()
+        expected = quantize(weight, scheme, default_group_size(scheme))
+        found = package.quantized(name)
+        assert np.array_equal(found.packed, expected.packed) and np.array_equal(found.scales, expected.scales)
+        assert np.array_equal(dequantize(found), dequantize(expected))
+        assert np.array_equal(package.mask(name), tiny.mask[name])
+        assert package.values_dtype(name) == dtype
+        flat.append(weight.reshape(-1)[tiny.mask[name]])
+    assert np.array_equal(package.values(), np.concatenate(flat))
+    assert set(package.plain_names) == expected_tensors(config).keys() - set(scoped)
+    for name in package.plain_names:
+        plain, source = package.plain(name), tiny.weights[name]
+        assert (plain.dtype, plain.shape) == (source.dtype, source.shape)
+        assert plain.data.tobytes() == source.data.tobytes()
+    assert package.config == clean_config(config)
+    assert (package.k, package.counts) == (5 * len(scoped), (5,) * len(scoped))
+    assert package.file("LICENSE").startswith(b"Anybody")
+
+
+def test_verify_reports_what_it_looked_at(blobs: BlobFolder) -> None:
+    tiny = write_tiny(blobs)
+    report = verify_package(blobs, tiny.digest)
+    assert (report.deep, report.k, report.tensors, report.family) == (True, 70, 14, "llama")
+    assert report.size_bytes == sum(blobs.size(digest) for digest in blobs.iterate())
+    assert {(layer.digest, layer.size_bytes) for layer in report.layers} | {
+        (tiny.digest, blobs.size(tiny.digest))
+    } == {(digest, blobs.size(digest)) for digest in blobs.iterate()}
+    assert not verify_package(blobs, tiny.digest, deep=False).deep
+
+
+def test_the_same_inputs_give_the_same_digest_anywhere(tmp_path: Path) -> None:
+    first, second = (write_tiny(BlobFolder(tmp_path / name)) for name in "ab")
+    assert first.digest == second.digest
+    assert write_tiny(first.blobs, seed=1).digest != first.digest
+
+
+def test_another_mask_changes_mask_and_values_only(blobs: BlobFolder) -> None:
+    before, after = (write_tiny(blobs, mask_seed=seed).manifest for seed in (0, 1))
+    changed = {
+        old.role for old, new in zip(before.layers, after.layers, strict=True) if old.digest != new.digest
+    }
+    assert changed == {Role.MASK, Role.VALUES}
+
+
+def test_what_open_returns_cannot_be_written_but_values_are_a_copy(blobs: BlobFolder) -> None:
+    package = Package.open(blobs, write_tiny(blobs).digest)
+    name = package.manifest.tensors[0].name
+    views = (package.quantized(name).packed, package.quantized(name).scales, package.mask(name))
+    assert not any(view.flags.writeable for view in views)
+    package.values()[:] = 0
+    assert np.any(package.values())
+
+
+def test_a_quick_verification_leaves_the_big_layers_to_the_deep_one(blobs: BlobFolder) -> None:
+    tiny = write_tiny(blobs)
+    path = blobs.path(tiny.manifest.layer(Role.DENSE).digest)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    verify_package(blobs, tiny.digest, deep=False)
+    with pytest.raises(PackageError, match="blob-digest"):
+        verify_package(blobs, tiny.digest)
+    with pytest.raises(PackageError, match="blob-digest"):
+        Package.open(blobs, tiny.digest).verify()
+
+
+def test_a_tensor_outside_of_the_scope_has_an_empty_mask(blobs: BlobFolder) -> None:
+    order = ["a", "b"]
+    layer = write_mask(blobs, {"b": np.array([3, 9], np.uint32)}, order)
+    same = write_mask(blobs, {"a": np.empty(0, np.uint32), "b": np.array([3, 9], np.uint32)}, order)
+    assert layer == same
+
+
+def test_writers_refuse_what_a_reader_would(blobs: BlobFolder) -> None:
+    weight = as_dtype("a", np.zeros((2, 2), np.float32), "F32")
+    nan = as_dtype("a", np.full(2, np.nan, np.float32), "F32")
+    falling = np.array([2, 1], np.uint32)
+    int4 = quantize(weight.float32(), Scheme.INT4, 32)
+    refused: tuple[Callable[[], object], ...] = (
+        lambda: write_mask(blobs, {"a": falling}, ["a"]),
+        lambda: write_mask(blobs, {"c": falling[:1]}, ["a"]),
+        lambda: write_mask(blobs, {"a": np.array([1], np.int64)}, ["a"]),
+        lambda: write_values(blobs, [weight], ["a"]),
+        lambda: write_values(blobs, [], ["a"]),
+        lambda: write_values(blobs, [nan], ["b"]),
+        lambda: write_values(blobs, [nan], ["a"]),
+        lambda: write_plain(blobs, [nan]),
+        lambda: write_dense(blobs, [("a", int4)], Scheme.NF4),
+        lambda: write_file(blobs, "modeling.py", b""),
+    )
+    for write in refused:
+        with pytest.raises(InputError):
+            write()
+    with pytest.raises(PackageError, match="config-key"):
+        write_file(blobs, "tokenizer_config.json", b'{"auto_map": {}}')
+    assert list(blobs.iterate()) == []
+
+
+def test_a_manifest_is_not_written_for_a_package_that_would_not_open(blobs: BlobFolder) -> None:
+    tiny = write_tiny(blobs)
+    blobs.delete(tiny.manifest.layer(Role.PLAIN).digest)
+    blobs.delete(tiny.digest)
+    with pytest.raises(PackageError, match="blob-missing"):
+        write_manifest(blobs, tiny.manifest)
+    assert not blobs.has(tiny.digest)
+
+
+def test_layers_are_streamed(blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is handed on before the next one is asked for."""
+    held, most = 0, 0
+    honest: Callable[..., None] = SafetensorsWriter.add
+
+    def add(self: SafetensorsWriter, *args: Any) -> None:
+        nonlocal held
+        honest(self, *args)
+        held -= 1
+
+    monkeypatch.setattr(SafetensorsWriter, "add", add)
+
+    def tensors() -> Iterator[RawTensor]:
+        nonlocal held, most
+        for number in range(5):
+            held += 1
+            most = max(most, held)
+            yield as_dtype(f"t{number}", np.zeros(3, np.float32), "F32")
+
+    write_plain(blobs, tensors())
+    assert (held, most) == (0, 1)
+
+
+def test_manifest_round_trip(blobs: BlobFolder) -> None:
+    manifest = write_tiny(blobs).manifest
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.001, "0.001"), (1e-05, "0.00001"), (0.5, "0.5"), (1.0, "1.0"), (1e-07, "0.0000001")],
+)
+def test_density_is_written_without_exponent(number: float, text: str) -> None:
+    assert decimal_text(number) == text
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_density_that_is_no_number_has_no_text(number: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        decimal_text(number)
+
+
+def test_cleaning_drops_what_is_not_a_setting() -> None:
+    config = LLAMA | {"_name_or_path": "/home/me/model", "attn_implementation": "x/y", "id2label": {"0": "A"}}
+    assert clean_config(config) == LLAMA
+    with pytest.raises(InputError, match="auto_map"):
+        clean_config(LLAMA | {"auto_map": {}})
