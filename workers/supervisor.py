@@ -28,6 +28,8 @@ from workers.settings import WorkerSettings
 
 CHILD_COMMAND = (sys.executable, "-m", "workers.child")
 _TAIL_LINES = 40
+# Libraries must neither paint bars into the diagnosis nor tell anyone what runs here.
+_QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class Supervisor:
         self._record_exit(claim, child.returncode, tail)
 
     def _environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
+        environment = {**os.environ, **_QUIET}
         if self.settings.threads is not None:
             environment["OMP_NUM_THREADS"] = str(self.settings.threads)
         return environment

@@ -1,6 +1,5 @@
-"""A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too, if named."""
+"""A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too, if installed."""
 
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,9 +10,9 @@ from sqlalchemy import text
 from permille.store import access
 from permille.store.database import Database, make_engine
 from permille.store.schema import migrate
+from tests.unit.store import postgres
 
-POSTGRES_URL = os.environ.get("PERMILLE_TEST_POSTGRES")
-BACKENDS = ("sqlite", "postgresql") if POSTGRES_URL else ("sqlite",)
+BACKENDS = ("sqlite", "postgresql") if postgres.AVAILABLE else ("sqlite",)
 
 
 class Clock:
@@ -37,19 +36,25 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A PostgreSQL database that tests may empty."""
+    with postgres.postgres_url() as found:
+        yield found
+
+
 @pytest.fixture(params=BACKENDS)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/permille.db"
-    if POSTGRES_URL is None:
-        raise RuntimeError("expected PERMILLE_TEST_POSTGRES to name a database")
-    engine = make_engine(POSTGRES_URL)
+    found = str(request.getfixturevalue("postgres_url"))
+    engine = make_engine(found)
     with engine.begin() as connection:
         connection.execute(text("DROP SCHEMA public CASCADE"))
         connection.execute(text("CREATE SCHEMA public"))
     engine.dispose()
-    return POSTGRES_URL
+    return found
 
 
 @pytest.fixture

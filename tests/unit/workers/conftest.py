@@ -1,0 +1,128 @@
+"""A place where tasks run in this process: a tiny random model, a corpus, a store, a child's own code."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from permille.package.config_files import clean_config
+from permille.store import access, claims, corpora, jobs, models
+from permille.store.blobs import FolderBlobStore
+from permille.store.database import Database
+from permille.store.schema import migrate
+from permille.store.tables import Corpus, Job, Model
+from tests.packages import TINY_LLAMA, sentences, tiny_tokenizer
+from workers.child import attempt
+from workers.settings import WorkerSettings
+from workers.tasks import TASKS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Store, settings and inputs of tasks under test."""
+
+    root: Path
+    db: Database
+    blobs: FolderBlobStore
+    settings: WorkerSettings
+    tenant_id: str
+    model: Model
+    corpus: Corpus
+
+    def submit(self, kind: str, payload: dict[str, Any]) -> Job:
+        """Queue a job that is tried once."""
+        with self.db.write() as session:
+            return jobs.submit(session, tenant_id=self.tenant_id, kind=kind, payload=payload, max_attempts=1)
+
+    def run_queued(self) -> None:
+        """Run what is queued, one attempt after the other, as a child process would."""
+        while True:
+            with self.db.write() as session:
+                claim = claims.claim(session, worker="bench", lease_s=600)
+            if claim is None:
+                return
+            attempt(TASKS, self.db, claim, self.settings)
+
+    def finish(self, kind: str, payload: dict[str, Any]) -> Job:
+        """Queue a job and run it to its end."""
+        job = self.submit(kind, payload)
+        self.run_queued()
+        return self.read(job)
+
+    def read(self, job: Job) -> Job:
+        """The job's row as it is now."""
+        with self.db.read() as session:
+            return jobs.get(session, tenant_id=self.tenant_id, job_id=job.id)
+
+    def report(self, digest: str) -> dict[str, Any]:
+        """A stored report."""
+        content: dict[str, Any] = json.loads(self.blobs.read(digest, limit=1 << 24))
+        return content
+
+
+def save_model(folder: Path, *, seed: int = 0) -> None:
+    """Write a random tiny Llama and its tokenizer, as transformers does."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{key: value for key, value in TINY_LLAMA.items() if key != "architectures"})
+    LlamaForCausalLM(config).save_pretrained(folder)
+    stored = clean_config(json.loads((folder / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(stored))
+    (folder / "tokenizer.json").write_text(tiny_tokenizer().to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
+    """Make places below one folder; the same name is the same place."""
+    opened: list[Database] = []
+
+    def make(name: str) -> Bench:
+        root = tmp_path / name
+        for folder in ("models/tiny", "corpora", "work"):
+            (root / folder).mkdir(parents=True)
+        save_model(root / "models" / "tiny")
+        rows = [json.dumps({"text": text}) for text in sentences(400, seed=1)]
+        (root / "corpora" / "rows.jsonl").write_text("\n".join(["not json", *rows]))
+        url = f"sqlite:///{root}/permille.db"
+        migrate(url)
+        db = Database(url)
+        opened.append(db)
+        settings = WorkerSettings.model_validate(
+            {
+                "database_url": url,
+                "blob_root": root / "blobs",
+                "model_root": root / "models",
+                "corpus_root": root / "corpora",
+                "work_root": root / "work",
+            }
+        )
+        with db.write() as session:
+            tenant_id = access.create_tenant(session, name="acme").id
+            model = models.register(session, tenant_id=tenant_id, name="tiny", kind="folder", location="tiny")
+            corpus = corpora.register(
+                session, tenant_id=tenant_id, name="rows", kind="file", location="rows.jsonl"
+            )
+        return Bench(
+            root=root,
+            db=db,
+            blobs=FolderBlobStore(settings.blob_root),
+            settings=settings,
+            tenant_id=tenant_id,
+            model=model,
+            corpus=corpus,
+        )
+
+    yield make
+    for db in opened:
+        db.close()
+
+
+@pytest.fixture
+def bench(make_bench: Callable[[str], Bench]) -> Bench:
+    """One place."""
+    return make_bench("bench")

@@ -1,0 +1,382 @@
+"""The real tasks on a tiny random model: from a registered folder to a verified package; replayed logs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from permille.package.limits import Role
+from permille.package.manifest import Manifest
+from permille.package.reader import Package, verify_package
+from permille.sensitivity.scores import load_scores
+from permille.store import claims, devices, jobs, models, results, runs
+from permille.store.tables import Job, Mask, PackageRow, QuantizationRow, Run
+from permille.zo.directions import Distribution
+from permille.zo.lattice import state_digest
+from permille.zo.log import (
+    EstimatorKind,
+    LogHeader,
+    Schedule,
+    StepFlag,
+    StepRecord,
+    decode_canonical,
+    encode_canonical,
+)
+from permille.zo.replay import replay
+from tests.unit.workers.conftest import Bench, save_model
+from workers.context import JobCancelledError, TaskContext
+from workers.tasks import TASKS
+from workers.work_folders import locked_work_folder
+
+FISHER = {"method": "fisher", "density": 0.01, "sequences": 6, "length": 32, "seed": 5}
+BenchMaker = Callable[[str], Bench]
+
+
+def build_payload(bench: Bench, **changes: Any) -> dict[str, Any]:
+    return {
+        "model_id": bench.model.id,
+        "corpus_id": bench.corpus.id,
+        "evaluation_corpus_id": bench.corpus.id,
+        "mask": {**FISHER, "scope": "all", "allocation": "tensor"},
+        "quantization": {"scheme": "nf4", "group_size": 64, "evaluation_tokens": 512},
+        "mask_aware": True,
+        **changes,
+    }
+
+
+def mask_of(bench: Bench, **options: Any) -> Mask:
+    payload = {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **FISHER, **options}
+    job = succeeded(bench.finish("mask", payload))
+    with bench.db.read() as session:
+        return results.get_mask(session, tenant_id=bench.tenant_id, mask_id=str(job.result_id))
+
+
+def quantization_of(bench: Bench, **options: Any) -> QuantizationRow:
+    payload = {"model_id": bench.model.id, "scheme": "nf4", "group_size": 64, **options}
+    job = succeeded(bench.finish("quantization", payload))
+    with bench.db.read() as session:
+        return results.get_quantization(
+            session, tenant_id=bench.tenant_id, quantization_id=str(job.result_id)
+        )
+
+
+def package_of(bench: Bench, job: Job) -> PackageRow:
+    with bench.db.read() as session:
+        return results.get_package_by_id(
+            session, tenant_id=bench.tenant_id, package_id=str(succeeded(job).result_id)
+        )
+
+
+def succeeded(job: Job) -> Job:
+    assert job.state == "succeeded", job.error
+    return job
+
+
+def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
+    row = package_of(bench, bench.finish("build", build_payload(bench)))
+    assert verify_package(bench.blobs, row.digest).k == row.k
+    package = Package.open(bench.blobs, row.digest)
+    assert row.manifest == package.manifest.to_bytes()
+    assert package.manifest.scheme.mask_aware
+    model = bench.root / "models" / "tiny"
+    assert package.file("tokenizer.json") == (model / "tokenizer.json").read_bytes()
+    with bench.db.read() as session:
+        blobs = results.list_package_blobs(session, package=row)
+    assert {blob.digest for blob in blobs} == {layer.digest for layer in package.manifest.layers}
+    assert row.size_bytes == sum(bench.blobs.size(blob.digest) for blob in blobs)
+
+
+def test_the_values_are_the_models_own_bits(bench: Bench) -> None:
+    row = package_of(bench, bench.finish("build", build_payload(bench)))
+    package = Package.open(bench.blobs, row.digest)
+    weights = load_file(bench.root / "models" / "tiny" / "model.safetensors")
+    expected = np.concatenate(
+        [weights[t.name].reshape(-1)[package.mask(t.name)] for t in package.manifest.tensors]
+    )
+    assert package.values().tobytes() == expected.astype(np.float32).tobytes()
+
+
+def test_the_same_inputs_give_the_same_package(make_bench: BenchMaker) -> None:
+    digests = []
+    for name in ("one", "two"):
+        bench = make_bench(name)
+        digests.append(package_of(bench, bench.finish("build", build_payload(bench))).digest)
+    assert digests[0] == digests[1]
+
+
+def test_mask_reports_curve_table_and_what_was_read(bench: Bench) -> None:
+    mask = mask_of(bench)
+    report = bench.report(mask.report_digest)
+    assert report["k"] == mask.k == sum(row["count"] for row in report["tensors"])
+    assert report["curve"][-1] == pytest.approx({"fraction": 1.0, "coverage": 1.0})
+    assert report["corpus"]["bad"]["not-json"]["count"] == 1
+    assert report["provenance"]["model"]["digest"].startswith("sha256:")
+    picture = bench.blobs.read(mask.picture_digest, limit=1 << 24)
+    assert picture.startswith(b"\x89PNG")
+    assert mask.scores_digest is not None
+    assert load_scores(bench.blobs.path(mask.scores_digest)).flat.max() > 0
+
+
+def test_fisher_masks_the_weights_with_the_largest_scores(bench: Bench) -> None:
+    mask = mask_of(bench)
+    scores = load_scores(bench.blobs.path(str(mask.scores_digest)))
+    package = package_of(
+        bench,
+        bench.finish("package", {"mask_id": mask.id, "quantization_id": quantization_of(bench).id}),
+    )
+    opened = Package.open(bench.blobs, package.digest)
+    for tensor in opened.manifest.tensors:
+        flat = scores[tensor.name].reshape(-1)
+        chosen = opened.mask(tensor.name)
+        assert flat[chosen].min() >= np.delete(flat, chosen).max()
+    assert not opened.manifest.scheme.mask_aware
+
+
+@pytest.mark.parametrize("method", ["magnitude", "random"])
+def test_masks_without_a_corpus(bench: Bench, method: str) -> None:
+    options = {"method": method, "corpus_id": None, "sequences": None, "length": None}
+    mask = mask_of(bench, **options)
+    assert mask.corpus_id is None
+    assert mask.scores_digest is None
+    assert bench.report(mask.report_digest)["score"] == "magnitude"
+
+
+def test_quantization_reports_errors_and_perplexity_on_held_out_text(bench: Bench) -> None:
+    mask = mask_of(bench, sequences=1, length=8)
+    row = quantization_of(bench, mask_id=mask.id, evaluation_corpus_id=bench.corpus.id, evaluation_tokens=512)
+    report = bench.report(row.report_digest)
+    assert len(report["tensors"]) == 14
+    assert all(0 < tensor["relative_error"] < 0.2 for tensor in report["tensors"])
+    assert report["perplexity"]["held_out"] is True
+    assert report["perplexity"]["tokens"] > 200
+    assert report["perplexity"]["before"] != report["perplexity"]["after"]
+
+
+def test_a_small_corpus_is_measured_on_what_there_is_and_says_so(bench: Bench) -> None:
+    mask = mask_of(bench, sequences=12, length=128)
+    row = quantization_of(bench, mask_id=mask.id, evaluation_corpus_id=bench.corpus.id)
+    assert bench.report(row.report_digest)["perplexity"]["held_out"] is False
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_int4_packages(bench: Bench, group_size: int) -> None:
+    payload = build_payload(
+        bench, quantization={"scheme": "int4", "group_size": group_size}, evaluation_corpus_id=None
+    )
+    row = package_of(bench, bench.finish("build", payload))
+    assert Manifest.from_bytes(row.manifest).scheme.group_size == group_size
+
+
+def failed(bench: Bench, kind: str, payload: dict[str, Any]) -> str:
+    job = bench.finish(kind, payload)
+    assert job.state == "failed"
+    assert job.error is not None
+    assert job.error["retryable"] is False
+    return str(job.error["message"])
+
+
+def test_a_model_that_changed_is_refused(bench: Bench) -> None:
+    mask_of(bench)
+    save_model(bench.root / "models" / "tiny", seed=1)
+    payload = {"model_id": bench.model.id, "scheme": "nf4", "group_size": 64}
+    assert "as they were" in failed(bench, "quantization", payload)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"corpus_id": None}, "corpus_id"),
+        ({"method": "guess"}, "a method of"),
+        ({"allocation": "fair"}, "an allocation of"),
+        ({"scope": "layers:7-"}, "layers"),
+        ({"sequences": 100_000}, "sequences"),
+        ({"model_id": "model_none"}, "no model"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_masks_that_cannot_be_made_fail_with_the_reason(
+    bench: Bench, changes: dict[str, Any], message: str
+) -> None:
+    payload = {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **FISHER, **changes}
+    assert message in failed(bench, "mask", payload)
+
+
+def test_a_corpus_outside_the_root_is_refused(bench: Bench) -> None:
+    (bench.root / "secret.txt").write_text("secret " * 1000)
+    (bench.root / "corpora" / "rows.jsonl").unlink()
+    (bench.root / "corpora" / "rows.jsonl").symlink_to(bench.root / "secret.txt")
+    payload = {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **FISHER}
+    assert "inside the root" in failed(bench, "mask", payload)
+
+
+def test_a_quantization_for_another_mask_is_refused(bench: Bench) -> None:
+    first, second = mask_of(bench), mask_of(bench, seed=6, density=0.02)
+    quantization = quantization_of(bench, mask_id=first.id)
+    payload = {"mask_id": second.id, "quantization_id": quantization.id}
+    assert first.id in failed(bench, "package", payload)
+
+
+def test_a_damaged_mask_layer_is_refused(bench: Bench) -> None:
+    mask = mask_of(bench)
+    quantization = quantization_of(bench)
+    path = bench.blobs.path(mask.mask_digest)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    payload = {"mask_id": mask.id, "quantization_id": quantization.id}
+    assert "blob-digest" in failed(bench, "package", payload)
+
+
+def test_the_first_job_stores_what_the_model_is(bench: Bench) -> None:
+    mask_of(bench)
+    with bench.db.read() as session:
+        model = models.get(session, tenant_id=bench.tenant_id, model_id=bench.model.id)
+    assert (model.family, model.parameter_count) == ("llama", 28_832)
+    assert model.digest is not None
+
+
+# --- replay
+
+
+def shared_log(package: PackageRow, **changes: Any) -> bytes:
+    manifest = Manifest.from_bytes(package.manifest)
+    fields: dict[str, Any] = {
+        "package_digest": package.digest,
+        "mask_digest": manifest.layer(Role.MASK).digest,
+        "seed": 7,
+        "distribution": Distribution.RADEMACHER,
+        "estimator": EstimatorKind.SPSA,
+        "queries": 2,
+        "epsilon": 1e-2,
+        "learning_rate": 1e-2,
+        "schedule": Schedule.CONSTANT,
+        "total_steps": 5,
+        "step_unit_exponent": -20,
+        "counts": manifest.counts,
+        **changes,
+    }
+    records = [
+        StepRecord(step=step, coefficients=(step + 1, -3 * step), loss=1.0, flags=StepFlag.NONE)
+        for step in range(5)
+    ]
+    return encode_canonical(LogHeader(**fields), records)
+
+
+def state_of(data: bytes) -> str:
+    log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
+    s_K = replay(log.header, log.coefficients_TQ)
+    return state_digest(
+        s_K, mask_digest=log.header.mask_digest, step_unit_exponent=log.header.step_unit_exponent
+    )
+
+
+def replayed(bench: Bench, package: PackageRow, data: bytes, claimed: str | None) -> Run:
+    with bench.db.write() as session:
+        _, code = devices.invite(session, tenant_id=bench.tenant_id, release="r", alias="stable")
+        device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="1.0.0").device
+        metrics = {"package_digest": package.digest, "state_digest": claimed}
+        runs.report(session, tenant_id=bench.tenant_id, device_id=device.id, run_id="run-1", metrics=metrics)
+        _, job = runs.attach_log(
+            session,
+            tenant_id=bench.tenant_id,
+            device_id=device.id,
+            run_id="run-1",
+            log_digest=bench.blobs.put_bytes(data),
+            size_bytes=len(data),
+        )
+    bench.run_queued()
+    succeeded(bench.read(job))
+    with bench.db.read() as session:
+        return runs.get(session, tenant_id=bench.tenant_id, run_id="run-1")
+
+
+@pytest.fixture
+def package(bench: Bench) -> PackageRow:
+    mask = mask_of(bench, method="random", corpus_id=None, sequences=None, length=None)
+    quantization = quantization_of(bench, mask_id=mask.id)
+    job = bench.finish("package", {"mask_id": mask.id, "quantization_id": quantization.id})
+    return package_of(bench, job)
+
+
+def test_replay_verifies_the_devices_state(bench: Bench, package: PackageRow) -> None:
+    data = shared_log(package)
+    run = replayed(bench, package, data, state_of(data))
+    assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, state_of(data))
+
+
+def test_replay_refuses_another_state(bench: Bench, package: PackageRow) -> None:
+    data = shared_log(package)
+    run = replayed(bench, package, data, "sha256:" + "0" * 64)
+    assert (run.log_state, run.state_digest) == ("refused", state_of(data))
+    assert "state-differs" in str(run.log_reason)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"package_digest": "sha256:" + "1" * 64},
+        {"mask_digest": "sha256:" + "1" * 64},
+        {"counts": (1, 2, 3)},
+    ],
+)
+def test_replay_refuses_a_foreign_log(bench: Bench, package: PackageRow, changes: dict[str, Any]) -> None:
+    run = replayed(bench, package, shared_log(package, **changes), None)
+    assert run.log_state == "refused"
+    assert "log-foreign" in str(run.log_reason)
+
+
+def test_replay_refuses_a_malformed_log(bench: Bench, package: PackageRow) -> None:
+    data = shared_log(package)
+    run = replayed(bench, package, data[:-1] + bytes([data[-1] ^ 1]), None)
+    assert run.log_state == "refused"
+    assert "log-corrupt" in str(run.log_reason)
+
+
+def test_a_stopped_fisher_job_goes_on_after_its_last_shard(bench: Bench) -> None:
+    """The sums of finished shards survive in the work folder; the mask is that of an uninterrupted job."""
+    options = {**FISHER, "sequences": 40, "length": 16}
+    whole = mask_of(bench, **options)
+    job = bench.submit("mask", {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **options})
+    folder = stop_after(bench, 20)
+    assert [path.name.endswith("-1.safetensors") for path in folder.joinpath("fisher").iterdir()] == [True]
+    with bench.db.write() as session:
+        jobs.retry(session, tenant_id=bench.tenant_id, job_id=job.id)
+    bench.run_queued()
+    after = succeeded(bench.read(job))
+    with bench.db.read() as session:
+        resumed = results.get_mask(session, tenant_id=bench.tenant_id, mask_id=str(after.result_id))
+    assert (resumed.mask_digest, resumed.scores_digest) == (whole.mask_digest, whole.scores_digest)
+
+
+def stop_after(bench: Bench, sequences: int) -> Path:
+    """Run the queued mask job up to a sequence, then cancel it; return its work folder."""
+
+    def progress(fraction: float, message: str) -> None:
+        if message.startswith(f"fisher {sequences}/"):
+            raise JobCancelledError(message)
+
+    with bench.db.write() as session:
+        claim = claims.claim(session, worker="bench", lease_s=600)
+    assert claim is not None
+    with locked_work_folder(bench.settings.work_root, claim.job_id) as folder:
+        context = TaskContext(
+            claim=claim,
+            db=bench.db,
+            blobs=bench.blobs,
+            settings=bench.settings,
+            work_folder=folder,
+            progress=progress,
+        )
+        with pytest.raises(JobCancelledError):
+            TASKS["mask"](context)
+    with bench.db.write() as session:
+        claims.cancelled(session, claim)
+    return folder
+
+
+def test_the_same_mask_gives_the_same_report_and_picture(bench: Bench) -> None:
+    first, second = mask_of(bench), mask_of(bench)
+    assert first.report_digest == second.report_digest
+    assert first.picture_digest == second.picture_digest
