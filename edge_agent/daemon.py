@@ -112,7 +112,7 @@ class Daemon:
         except PermilleError as exc:
             self._failed_polls += 0 if isinstance(exc, LockedError) else 1
             log.warning("poll: %s: %s", type(exc).__name__, exc)
-            self._note(last_error=f"{type(exc).__name__}: {exc}"[:500])
+            self._note(poll_error=f"{type(exc).__name__}: {exc}"[:500])
             return self._pause_after(exc)
         self._failed_polls = 0
         return POLL_S * (1.0 + self._world.rng.uniform(-JITTER, JITTER))
@@ -151,7 +151,7 @@ class Daemon:
             log.info("reports: %d delivered, %d refused", delivered.sent, delivered.refused)
         if pulled.changed:
             log.info("installed %s version %d", pulled.release.name, pulled.release.version)
-        self._note(last_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
+        self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
 
     def _wanted(self) -> str | None:
         """What there is to train: a text that changes when package or data do; None if nothing or done."""
@@ -186,7 +186,7 @@ class Daemon:
         if outcome == "interrupted":
             self._note(last_outcome=outcome)
             return False
-        self._note(last_outcome=outcome, trained=wanted, failures=0, not_before=0.0)
+        self._note(last_outcome=outcome, trained=wanted, failures=0, not_before=0.0, training_error="")
         return True
 
     def _training_failed(self, error: PermilleError, wanted: str) -> None:
@@ -200,7 +200,7 @@ class Daemon:
         }
         if not isinstance(error, RetryableError):
             changes = {"trained": wanted, "failures": 0, "not_before": 0.0}
-        self._note(last_error=f"{type(error).__name__}: {error}"[:500], **changes)
+        self._note(training_error=f"{type(error).__name__}: {error}"[:500], **changes)
 
     def _pause_after(self, error: PermilleError) -> float:
         pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))

@@ -29,7 +29,8 @@ class DaemonState:
     waiting_for: tuple[str, ...] = ()
     last_poll: str = ""
     last_outcome: str = ""
-    last_error: str = ""
+    poll_error: str = ""
+    training_error: str = ""
 
 
 def read_daemon_state(home: Home) -> DaemonState:

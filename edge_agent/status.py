@@ -99,7 +99,8 @@ def _daemon(home: Home) -> dict[str, Any]:
         "minutes_used_today": round(state.seconds_used / 60.0, 1),
         "waiting_for": list(state.waiting_for),
         "last_outcome": state.last_outcome or None,
-        "last_error": state.last_error or None,
+        "poll_error": state.poll_error or None,
+        "training_error": state.training_error or None,
     }
 
 
@@ -119,7 +120,8 @@ def _rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("daemon", f"last poll {daemon['last_poll'] or 'never'}"),
     ]
     rows += [("waits because", "; ".join(daemon["waiting_for"]))] if daemon["waiting_for"] else []
-    return rows + ([("last error", daemon["last_error"])] if daemon["last_error"] else [])
+    errors = [("poll failed", daemon["poll_error"]), ("training failed", daemon["training_error"])]
+    return rows + [(name, error) for name, error in errors if error]
 
 
 def _active_words(active: Mapping[str, Any] | None) -> str:

@@ -1,0 +1,316 @@
+"""The daemon: when it polls, when it trains, what it remembers, and how it ends."""
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from edge_agent.daemon import POLL_LIMIT_S, POLL_S, Daemon, World
+from edge_agent.daemon_state import data_fingerprint, read_daemon_state
+from edge_agent.enrolment import Enrolment
+from edge_agent.home import Home
+from edge_agent.lock import LockedError, hold_lock
+from edge_agent.policy import Machine
+from edge_agent.references import add_references
+from edge_agent.releases import installed_release
+from edge_agent.report import enqueue
+from edge_agent.training_child import TrainingRequest
+from permille.errors import InputError, OperatorError, PermilleError, RetryableError
+from tests.device_service import DeviceService, Fault
+from tests.unit.edge_agent.conftest import fast_connection
+from tests.unit.edge_agent.samples import RUN_ID, metrics
+
+IDLE = Machine(on_ac=True, battery=None, load=0.0)
+
+
+@dataclass
+class Outside:
+    """A clock, a machine and a training that a test moves."""
+
+    now: datetime = field(default_factory=lambda: datetime(2026, 3, 1, 12).astimezone())
+    seconds: float = 0.0
+    machine: Machine = IDLE
+    outcome: str | PermilleError = "adopted"
+    training_s: float = 60.0
+    requests: list[TrainingRequest] = field(default_factory=list)
+    stopped_after_s: list[float] = field(default_factory=list)
+    during_training: Callable[[float], None] = lambda _elapsed: None
+
+    def world(self) -> World:
+        """As the daemon takes it."""
+        return World(
+            connection=fast_connection,
+            train=self.train,
+            machine=lambda: self.machine,
+            now=lambda: self.now,
+            monotonic=lambda: self.seconds,
+            rng=random.Random(0),
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        """Both clocks go on."""
+        self.seconds += seconds
+        self.now += timedelta(seconds=seconds)
+
+    def train(self, home: Home, request: TrainingRequest, keep_going: Callable[[], bool]) -> str:
+        """A training of `training_s`, asked every 5 seconds whether to go on."""
+        self.requests.append(request)
+        if isinstance(self.outcome, PermilleError):
+            raise self.outcome
+        elapsed = 0.0
+        while elapsed < self.training_s:
+            self.pass_time(5.0)
+            elapsed += 5.0
+            self.during_training(elapsed)
+            if not keep_going():
+                self.stopped_after_s.append(elapsed)
+                return "interrupted"
+        return self.outcome
+
+
+@pytest.fixture
+def outside() -> Outside:
+    """Noon on an idle machine."""
+    return Outside()
+
+
+@pytest.fixture
+def daemon(home: Home, enrolment: Enrolment, outside: Outside, tmp_path: Path) -> Daemon:
+    """A daemon of an enrolled device with one file of the user."""
+    (tmp_path / "notes.txt").write_text("text of the user")
+    add_references(home, [tmp_path / "notes.txt"])
+    return Daemon(home, threading.Event(), outside.world())
+
+
+def test_one_pass_pulls_trains_and_notes_it(
+    home: Home, daemon: Daemon, outside: Outside, tmp_path: Path
+) -> None:
+    daemon.run_once()
+    assert installed_release(home) is not None
+    (request,) = outside.requests
+    assert request == TrainingRequest(
+        data_paths=(tmp_path / "notes.txt",), minutes=48.0, seed=0, share_log=False
+    )
+    state = read_daemon_state(home)
+    assert (state.last_outcome, state.seconds_used, state.poll_error, state.training_error) == (
+        "adopted",
+        60.0,
+        "",
+        "",
+    )
+
+
+def test_what_was_trained_is_not_trained_again(daemon: Daemon, outside: Outside) -> None:
+    daemon.run_once()
+    daemon.run_once()
+    assert len(outside.requests) == 1
+
+
+def test_new_text_is_trained(daemon: Daemon, outside: Outside, tmp_path: Path) -> None:
+    daemon.run_once()
+    (tmp_path / "notes.txt").write_text("more text of the user")
+    daemon.run_once()
+    assert len(outside.requests) == 2
+
+
+def test_without_data_nothing_is_trained(home: Home, enrolment: Enrolment, outside: Outside) -> None:
+    Daemon(home, threading.Event(), outside.world()).run_once()
+    assert installed_release(home) is not None
+    assert outside.requests == []
+
+
+def test_the_policy_holds_training_back_and_status_says_why(
+    home: Home, daemon: Daemon, outside: Outside
+) -> None:
+    outside.machine = Machine(on_ac=False, battery=90.0, load=0.0)
+    daemon.run_once()
+    assert outside.requests == []
+    assert read_daemon_state(home).waiting_for == ("the machine runs on battery",)
+    outside.machine = IDLE
+    daemon.run_once()
+    assert len(outside.requests) == 1
+    assert read_daemon_state(home).waiting_for == ()
+
+
+def test_a_pulled_plug_ends_the_training_and_it_is_resumed(
+    home: Home, daemon: Daemon, outside: Outside
+) -> None:
+    def pull_plug(elapsed: float) -> None:
+        if elapsed == 20.0:
+            outside.machine = Machine(on_ac=False, battery=90.0, load=0.0)
+
+    outside.during_training = pull_plug
+    daemon.run_once()
+    assert outside.stopped_after_s == [20.0]
+    outside.machine, outside.during_training = IDLE, lambda _elapsed: None
+    daemon.run_once()
+    first, second = outside.requests
+    assert first == second
+    assert read_daemon_state(home).last_outcome == "adopted"
+
+
+def test_the_minutes_of_the_day_end_a_training_and_the_next_day_goes_on(
+    home: Home, daemon: Daemon, outside: Outside
+) -> None:
+    home.policy.write_text("minutes_per_day = 2\n")
+    outside.training_s = 200.0
+    daemon.run_once()
+    assert outside.stopped_after_s == [120.0]
+    daemon.run_once()
+    assert len(outside.requests) == 1
+    outside.pass_time(24 * 3600.0)
+    outside.training_s = 60.0
+    daemon.run_once()
+    assert read_daemon_state(home).last_outcome == "adopted"
+    assert read_daemon_state(home).seconds_used == 60.0
+
+
+def test_a_failed_training_is_tried_again_later_and_later(
+    home: Home, daemon: Daemon, outside: Outside
+) -> None:
+    outside.outcome = RetryableError("expected an answer of the training process, it ended with -9")
+    tries = []
+    for _hour in range(12):
+        daemon.run_once()
+        tries.append(len(outside.requests))
+        outside.pass_time(3601.0)
+    assert tries == [1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4]
+    assert "it ended with -9" in read_daemon_state(home).training_error
+
+
+def test_data_that_cannot_be_used_is_not_tried_again_until_it_changes(
+    daemon: Daemon, outside: Outside, tmp_path: Path
+) -> None:
+    outside.outcome = InputError("expected UTF-8")
+    daemon.run_once()
+    outside.pass_time(48 * 3600.0)
+    daemon.run_once()
+    assert len(outside.requests) == 1
+    (tmp_path / "notes.txt").write_text("better text")
+    daemon.run_once()
+    assert len(outside.requests) == 2
+
+
+def test_training_by_hand_is_waited_for(home: Home, daemon: Daemon, outside: Outside) -> None:
+    outside.outcome = LockedError("`permille-agent train` holds it")
+    daemon.run_once()
+    outside.outcome = "adopted"
+    daemon.run_once()
+    assert len(outside.requests) == 2
+    assert read_daemon_state(home).failures == 0
+
+
+def test_training_goes_on_while_the_service_is_away(
+    daemon: Daemon, outside: Outside, service: DeviceService, tmp_path: Path
+) -> None:
+    daemon.run_once()
+    (tmp_path / "notes.txt").write_text("more text")
+    service.faults = [Fault(path="/v1/", status=503, times=10_000)]
+    with pytest.raises(RetryableError):
+        daemon.run_once()
+    assert len(outside.requests) == 2
+
+
+def test_waiting_reports_are_delivered(home: Home, daemon: Daemon, service: DeviceService) -> None:
+    enqueue(home, RUN_ID, metrics(), shared_log=None)
+    daemon.run_once()
+    assert set(service.runs) == {RUN_ID}
+
+
+def test_polls_are_spread_around_their_interval(daemon: Daemon) -> None:
+    pauses = [daemon.poll() for _ in range(5)]
+    assert all(0.75 * POLL_S <= pause <= 1.25 * POLL_S for pause in pauses)
+    assert len(set(pauses)) == 5
+
+
+def test_failed_polls_come_less_and_less_often(home: Home, daemon: Daemon, service: DeviceService) -> None:
+    service.faults = [Fault(path="/v1/", status=503, times=10_000)]
+    pauses = [daemon.poll() for _ in range(7)]
+    assert all(2 * POLL_S * 2**n <= pause for n, pause in enumerate(pauses[:3]))
+    assert pauses[-1] <= POLL_LIMIT_S * 1.25
+    assert "503" in read_daemon_state(home).poll_error
+    service.faults = []
+    assert daemon.poll() <= 1.25 * POLL_S
+    assert read_daemon_state(home).poll_error == ""
+
+
+def test_a_pause_that_the_service_asks_for_is_kept(daemon: Daemon, service: DeviceService) -> None:
+    service.faults = [Fault(path="/v1/", status=503, headers={"retry-after": "5000"}, times=10_000)]
+    assert 5000.0 <= daemon.poll() <= 1.25 * 5000.0
+
+
+def test_a_refused_package_is_noted_and_the_old_one_trained(
+    home: Home, daemon: Daemon, outside: Outside, service: DeviceService
+) -> None:
+    daemon.run_once()
+    installed = installed_release(home)
+    assert service.release is not None
+    service.release["version"] = 2
+    daemon.poll()
+    assert "release-signature" in read_daemon_state(home).poll_error
+    assert installed_release(home) == installed
+
+
+def test_run_ends_when_it_is_told_to(home: Home, enrolment: Enrolment, outside: Outside) -> None:
+    stop = threading.Event()
+    daemon = Daemon(home, stop, outside.world())
+    thread = threading.Thread(target=daemon.run)
+    thread.start()
+    stop.set()
+    thread.join(30.0)
+    assert not thread.is_alive()
+
+
+def test_a_device_that_is_not_enrolled_does_not_start(home: Home, outside: Outside) -> None:
+    with pytest.raises(OperatorError, match="enroll"):
+        Daemon(home, threading.Event(), outside.world()).run()
+
+
+def test_a_wrong_policy_does_not_start(home: Home, enrolment: Enrolment, outside: Outside) -> None:
+    home.policy.write_text("ours = []")
+    with pytest.raises(InputError, match="ours"):
+        Daemon(home, threading.Event(), outside.world()).run()
+
+
+def test_a_policy_that_becomes_wrong_stops_training_not_the_daemon(
+    home: Home, daemon: Daemon, outside: Outside
+) -> None:
+    daemon.poll()
+    home.policy.write_text("ours = []")
+    assert not daemon.train_if_wanted()
+    assert outside.requests == []
+    assert "ours" in read_daemon_state(home).waiting_for[0]
+
+
+def test_a_writer_in_the_way_makes_a_poll_wait(home: Home, daemon: Daemon) -> None:
+    with hold_lock(home, "pull"):
+        daemon.poll()  # within this process the lock may be taken again
+    assert installed_release(home) is not None
+
+
+def test_the_log_holds_neither_text_nor_names_of_the_user(
+    daemon: Daemon, outside: Outside, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        daemon.run_once()
+    assert "training starts: 1 data references" in caplog.text
+    assert "notes" not in caplog.text
+    assert "text of the user" not in caplog.text
+
+
+def test_a_fingerprint_follows_files_in_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "a.txt").write_text("a")
+    first = data_fingerprint([folder])
+    assert data_fingerprint([folder]) == first
+    (folder / "deep" / "b.txt").write_text("b")
+    second = data_fingerprint([folder])
+    (folder / "deep" / "b.txt").unlink()
+    assert len({first, second}) == 2
+    assert data_fingerprint([folder, tmp_path / "gone.txt"]) == first

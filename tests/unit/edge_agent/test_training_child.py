@@ -1,0 +1,160 @@
+"""Training in a child: what it answers, how it stops, and what becomes of it when its parent dies."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from edge_agent import training_child
+from edge_agent.home import Home
+from edge_agent.lock import LockedError, hold_lock
+from edge_agent.training_child import TrainingRequest, train_in_child
+from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
+from permille.schemas.runs import Outcome
+
+REQUEST = TrainingRequest(data_paths=(Path("/no/such/file.txt"),), minutes=1.0, seed=0, share_log=False)
+
+# A child whose training is the given function: it replaces the module that the child imports.
+CHILD = """
+import sys, types
+from types import SimpleNamespace
+from permille.errors import *
+module = types.ModuleType("edge_agent.training_job")
+def run_training(home, *, data_paths, steps, minutes, seed, share_log, stop_event):
+{body}
+module.run_training = run_training
+sys.modules["edge_agent.training_job"] = module
+from edge_agent.training_child import run_child
+sys.exit(run_child(sys.stdin, sys.stdout))
+"""
+
+
+@pytest.fixture
+def child_doing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make `train_in_child` start a child whose training is this Python."""
+    real = subprocess.Popen
+
+    def install(body: str) -> None:
+        code = CHILD.format(body="\n".join(f"    {line}" for line in body.splitlines()))
+        monkeypatch.setattr(
+            subprocess, "Popen", lambda _command, **options: real([sys.executable, "-c", code], **options)
+        )
+
+    return install
+
+
+def test_the_child_is_handed_the_request_and_its_outcome_comes_back(
+    home: Home, child_doing: Callable[[str], None]
+) -> None:
+    child_doing(
+        "assert steps is None and (minutes, seed, share_log) == (1.0, 0, False)\n"
+        "assert [str(path) for path in data_paths] == ['/no/such/file.txt']\n"
+        "print('chatter of a library')\n"
+        "return SimpleNamespace(outcome='kept_base')"
+    )
+    assert train_in_child(home, REQUEST, lambda: True) == "kept_base"
+
+
+def test_the_child_holds_the_writers_lock(home: Home, child_doing: Callable[[str], None]) -> None:
+    child_doing("return SimpleNamespace(outcome='adopted')")
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            train_in_child(home, REQUEST, lambda: True)
+        except PermilleError as exc:
+            errors.append(exc)
+
+    with hold_lock(home, "train"):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert [type(error) for error in errors] == [LockedError]
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        ("InputError('too little text')", InputError, "^too little text$"),
+        ("OperatorError('no package')", OperatorError, "^no package$"),
+        ("RetryableError('busy')", RetryableError, "^busy$"),
+        (
+            "PackageError('blob-digest', 'expected a, got b')",
+            PackageError,
+            "^blob-digest: expected a, got b$",
+        ),
+    ],
+)
+def test_errors_keep_their_kind(
+    home: Home, child_doing: Callable[[str], None], raised: str, kind: type[PermilleError], message: str
+) -> None:
+    child_doing(f"raise {raised}")
+    with pytest.raises(kind, match=message):
+        train_in_child(home, REQUEST, lambda: True)
+
+
+@pytest.mark.parametrize(
+    "body", ["import os; os._exit(3)", "raise ValueError('a bug')", "import os; os.kill(os.getpid(), 9)"]
+)
+def test_a_child_that_dies_is_tried_again_later(
+    home: Home, child_doing: Callable[[str], None], body: str
+) -> None:
+    child_doing(body)
+    with pytest.raises(RetryableError, match="it ended with"):
+        train_in_child(home, REQUEST, lambda: True)
+
+
+def test_a_child_is_stopped_by_its_leash(home: Home, child_doing: Callable[[str], None]) -> None:
+    child_doing("stop_event.wait(60)\nreturn SimpleNamespace(outcome='interrupted')")
+    asked = iter([True, False])
+    assert train_in_child(home, REQUEST, lambda: next(asked)) == "interrupted"
+
+
+def test_a_child_that_does_not_stop_is_killed(
+    home: Home, child_doing: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_child, "STOP_GRACE_S", 0.5)
+    child_doing("import time; time.sleep(600)")
+    with pytest.raises(RetryableError, match="it ended with -9"):
+        train_in_child(home, REQUEST, lambda: False)
+
+
+def test_a_child_outlives_signals_but_not_its_parent(home: Home) -> None:
+    body = "    stop_event.wait(60)\n    return SimpleNamespace(outcome='interrupted')"
+    command = [sys.executable, "-c", CHILD.format(body=body)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        line = {"home": str(home.root), "data_paths": [], "minutes": 1.0, "seed": 0, "share_log": False}
+        child.stdin.write(json.dumps(line) + "\n")
+        child.stdin.flush()
+        while not (home.root / "agent.lock.holder").exists():
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGTERM)
+        os.kill(child.pid, signal.SIGINT)
+        time.sleep(0.2)
+        assert psutil.Process(child.pid).is_running()
+        child.stdin.close()  # as the death of the parent does
+        assert json.loads(child.stdout.readlines()[-1]) == {"outcome": "interrupted"}
+
+
+def test_the_answer_is_what_the_schema_calls_an_outcome(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("edge_agent.training_job")
+    module.run_training = lambda *_, **__: types.SimpleNamespace(outcome=Outcome.ADOPTED)
+    monkeypatch.setitem(sys.modules, "edge_agent.training_job", module)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    line = {"home": str(home.root), "data_paths": [], "minutes": 1.0, "seed": 0, "share_log": False}
+    output = io.StringIO()
+    assert training_child.run_child(io.StringIO(json.dumps(line) + "\n"), output) == 0
+    assert json.loads(output.getvalue()) == {"outcome": "adopted"}
