@@ -188,6 +188,7 @@ def test_swapped_blocks_are_refused_because_checksums_are_chained() -> None:
         (1, b"\x00\x02\x02"),
         (1, b"\x00\x82\x00"),
         (1, b"\x00\x82"),
+        (1, b"\x00\x02\x82"),
         (1, b"\x00\x80\x80\x80\x80\x80\x01"),
         (1, b"\x80\x00\x02"),
         (1, b"\x02\x00\x01\x00\x01\x00"),

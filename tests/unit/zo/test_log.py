@@ -166,6 +166,7 @@ def test_a_header_outside_the_limits_cannot_be_made(changes: dict[str, object]) 
         StepRecord(step=1, coefficients=(1, 2), loss=0.0),
         StepRecord(step=0, coefficients=(1,), loss=0.0),
         StepRecord(step=0, coefficients=(1, 2**31), loss=0.0),
+        StepRecord(step=0, coefficients=(-(2**31), 1), loss=0.0),
         StepRecord(step=0, coefficients=(1, 2), loss=0.0, flags=StepFlag.REJECTED),
         StepRecord(step=0, coefficients=(1, 2), loss=0.0, flags=StepFlag(4)),
     ],
