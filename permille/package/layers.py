@@ -95,7 +95,8 @@ def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
     """A tokenizer's or a config's file, under a name of the allow-list (FORMAT 3.3).
 
     Raises:
-        InputError: the name or the content is none that a reader would take.
+        InputError: the name is not on the list.
+        PackageError: `config-malformed`, `config-key` or `config-model`, as a reader would say.
     """
     if path not in FILE_NAMES:
         raise InputError(f"expected one of {sorted(FILE_NAMES)}, got {path!r}")
