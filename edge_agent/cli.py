@@ -1,15 +1,13 @@
 """`permille-agent`: the command line of the device. Importing it loads no torch and no network library."""
 
-import importlib
 import logging
-import pkgutil
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import edge_agent
+from edge_agent import commands_daemon, commands_device, commands_local, commands_state, commands_train
 from edge_agent.console import EXIT_CODE_HELP, ExitCode, exit_code_of, show_error
 from edge_agent.settings import HOME_VARIABLE, read_settings
 from permille import __version__
@@ -49,13 +47,8 @@ def _settings(
     context.obj = settings
 
 
-def _register_commands() -> None:
-    for module in sorted(name for _, name, _ in pkgutil.iter_modules(edge_agent.__path__)):
-        if module.startswith("commands_"):
-            importlib.import_module(f"edge_agent.{module}").register(app)
-
-
-_register_commands()
+for commands in (commands_device, commands_train, commands_local, commands_daemon, commands_state):
+    commands.register(app)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -127,13 +127,16 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def withdraw_logs(home: Home) -> int:
-    """Remove every log that waits to be sent; returns how many there were."""
+    """Remove every log that waits to be sent, queued or still beside its run; returns how many there were."""
+    unqueued = list(home.runs.glob("*/shared.log"))
+    for path in unqueued:
+        path.unlink()
     queued = [report for report in read_reports(home) if report.log_delivery is Delivery.QUEUED]
     for report in queued:
         _log_path(home, report.run_id).unlink(missing_ok=True)
         metrics = None if report.metrics is None else {**report.metrics, "state_digest": None}
         _save(home, replace(report, log_delivery=Delivery.NONE, metrics=metrics))
-    return len(queued)
+    return len(queued) + len(unqueued)
 
 
 def want_deletion(home: Home, run_id: str | None) -> int:

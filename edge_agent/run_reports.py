@@ -27,7 +27,9 @@ def _collect(home: Home, run: RunFolder) -> int:
     if outcome is None or outcome.get("metrics") is None:
         return 0
     run_id = str(run.require("run")["run_id"])
+    log = run.path / "shared.log"
     if read_report(home, run_id) is not None:
+        log.unlink(missing_ok=True)
         return 0
     try:
         metrics = RunMetrics.model_validate(outcome["metrics"])
@@ -36,6 +38,6 @@ def _collect(home: Home, run: RunFolder) -> int:
         raise OperatorError(
             f"expected metrics of the closed schema in {run.path}: {', '.join(fields)}"
         ) from exc
-    log = run.path / "shared.log"
     enqueue(home, run_id, metrics, shared_log=log.read_bytes() if log.is_file() else None)
+    log.unlink(missing_ok=True)
     return 1

@@ -1,0 +1,312 @@
+"""The command line: help for each command, JSON everywhere, exit codes for scripts, a light start."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from edge_agent.activation import Active, activate, active_model
+from edge_agent.cli import app, main
+from edge_agent.console import EXIT_CODE_HELP, ExitCode, exit_code_of
+from edge_agent.home import Home
+from edge_agent.report import enqueue, read_report
+from permille import __version__
+from permille.errors import InputError, OperatorError, PackageError, RetryableError
+from permille.package.reader import Package
+from tests.device_service import INVITATION, DeviceService, Fault
+from tests.unit.edge_agent.samples import RUN_ID, metrics
+
+OWN_COMMANDS = (
+    "enroll", "pull", "status", "report", "share-log", "unenroll", "run", "install-service", "policy", "data",
+    "rollback", "reset", "forget",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Standard output as the one JSON document that it is."""
+        parsed: dict[str, Any] = json.loads(self.output)
+        return parsed
+
+
+Agent = Callable[..., Ended]
+
+
+@pytest.fixture
+def agent(home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """`permille-agent` on the test's home folder."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> Ended:
+        capsys.readouterr()
+        code = main(["--home", str(home.root), *arguments])
+        printed = capsys.readouterr()
+        return Ended(code, printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def enrolled(agent: Agent, service: DeviceService) -> Iterator[Agent]:
+    """`permille-agent` of a device that is enrolled."""
+    assert agent("enroll", service.url, INVITATION).code == ExitCode.OK
+    yield agent
+
+
+def test_enroll_pull_status_tell_what_they_did(
+    agent: Agent, service: DeviceService, package: Package
+) -> None:
+    enrolled = agent("enroll", service.url, INVITATION, "--name", "kitchen", "--json")
+    assert (enrolled.code, enrolled.document["name"], enrolled.document["release"]) == (
+        0,
+        "kitchen",
+        "tiny-llama",
+    )
+    pulled = agent("pull", "--json")
+    assert (pulled.code, pulled.document["package"], pulled.document["changed"]) == (0, package.digest, True)
+    status = agent("status", "--json").document
+    assert status["release"] == {"name": "tiny-llama", "version": 1, "package": package.digest}
+    assert status["active"] == {"package": package.digest, "run": None, "personal": False}
+    assert status["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
+
+
+def test_status_is_readable_without_json(enrolled: Agent, service: DeviceService) -> None:
+    enrolled("pull")
+    shown = enrolled("status").output
+    for text in (service.url, "tiny-llama (stable)", "version 1", "the base model", "none yet", "0 waiting"):
+        assert text in shown
+
+
+def test_status_needs_no_network_and_no_enrolment(agent: Agent) -> None:
+    status = agent("status", "--json")
+    assert status.code == 0
+    assert status.document["enrolment"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("x"), 3),
+        (PackageError("code", "x"), 4),
+        (RetryableError("x"), 5),
+        (OperatorError("x"), 6),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(error: Any, code: int) -> None:
+    assert exit_code_of(error) == code
+    assert f"{code} " in EXIT_CODE_HELP
+
+
+def test_errors_come_with_their_code_and_as_json(agent: Agent, service: DeviceService) -> None:
+    refused = agent("pull", "--json")
+    assert (refused.code, refused.output) == (ExitCode.OPERATOR, "")
+    error = json.loads(refused.errors)["error"]
+    assert (error["kind"], error["exit_code"]) == ("operator", 6)
+    assert "permille-agent enroll" in error["message"]
+    assert agent("enroll", service.url, "A" * 22).code == ExitCode.INPUT_REFUSED
+    assert agent("enroll", "http://models.example.org", INVITATION).code == ExitCode.INPUT_REFUSED
+    assert "input refused" in agent("enroll", "http://models.example.org", INVITATION).errors
+    assert agent("nonsense").code == ExitCode.USAGE
+    assert agent("--log-level", "loud", "status").code == ExitCode.INPUT_REFUSED
+
+
+def test_a_refused_package_has_its_own_code(
+    enrolled: Agent, service: DeviceService, package: Package
+) -> None:
+    service.publish(package.digest, 1, expires_at=1)
+    refused = enrolled("pull")
+    assert refused.code == ExitCode.PACKAGE_REFUSED
+    assert "release-expired" in refused.errors
+
+
+def test_a_service_that_is_away_is_try_later(enrolled: Agent, service: DeviceService) -> None:
+    service.faults = [Fault(path="/v1/", status=503, headers={"retry-after": "600"}, times=99)]
+    assert enrolled("pull").code == ExitCode.TRY_LATER
+
+
+def test_reports_are_delivered_by_hand(enrolled: Agent, home: Home, service: DeviceService) -> None:
+    enqueue(home, RUN_ID, metrics(), shared_log=None)
+    assert enrolled("status", "--json").document["reports"]["pending"] == 1
+    assert enrolled("report", "--json").document == {"delivered": 1, "refused": 0}
+    assert set(service.runs) == {RUN_ID}
+
+
+def test_share_log_is_switched_shown_withdrawn_and_deleted(
+    enrolled: Agent, home: Home, service: DeviceService
+) -> None:
+    assert enrolled("share-log", "show", "--json").document["share_log"] is False
+    assert enrolled("share-log", "on", "--json").document["share_log"] is True
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    enrolled("report")
+    assert enrolled("share-log", "show", "--json").document["uploaded_logs"] == [RUN_ID]
+    assert enrolled("share-log", "delete", RUN_ID, "--json").document == {"deleted": 1}
+    assert service.deleted_logs == [RUN_ID]
+    enqueue(home, RUN_ID[:-1] + "2", metrics(), shared_log=b"log")
+    assert enrolled("share-log", "off", "--json").document == {"share_log": False, "withdrawn_logs": 1}
+    assert enrolled("share-log", "delete", "no-such-run").code == ExitCode.INPUT_REFUSED
+
+
+def test_a_log_that_waits_in_a_run_folder_is_withdrawn_too(enrolled: Agent, home: Home) -> None:
+    waiting = home.runs / "r" / "shared.log"
+    waiting.parent.mkdir()
+    waiting.write_bytes(b"log")
+    assert enrolled("share-log", "off", "--json").document["withdrawn_logs"] == 1
+    assert not waiting.exists()
+
+
+def test_data_is_added_listed_and_removed_by_reference(agent: Agent, tmp_path: Path, home: Home) -> None:
+    notes = tmp_path / "notes [1].txt"
+    notes.write_text("text of the user")
+    assert agent("data", "add", str(notes), "--json").document == {"data": [str(notes)]}
+    assert agent("data", "add", str(notes), "--json").document == {"data": [str(notes)]}
+    assert str(notes) in agent("data", "list").output
+    assert agent("data", "add", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
+    assert agent("data", "remove", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
+    assert agent("data", "remove", str(notes), "--json").document == {"data": []}
+    assert notes.exists()
+    assert not any(b"text of the user" in p.read_bytes() for p in home.root.rglob("*") if p.is_file())
+
+
+def test_rollback_and_reset_move_the_active_model(enrolled: Agent, home: Home, package: Package) -> None:
+    enrolled("pull")
+    assert enrolled("rollback").code == ExitCode.INPUT_REFUSED
+    activate(home, Active(package=package.digest, run="r"), expected=active_model(home))
+    assert enrolled("reset", "--json").document == {"package": package.digest, "run": None, "personal": False}
+    assert enrolled("rollback", "--json").document == {
+        "package": package.digest,
+        "run": "r",
+        "personal": True,
+    }
+
+
+def test_forget_asks_and_tells_its_limits(
+    enrolled: Agent, home: Home, service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home.runs / "trace").write_text("secret")
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    enrolled("report")
+    monkeypatch.setattr(typer, "confirm", lambda _question: False)
+    assert enrolled("forget").code == ExitCode.INPUT_REFUSED
+    assert (home.runs / "trace").exists()
+    document = enrolled("forget", "--yes", "--json").document
+    assert (document["uploaded_logs_deleted"], document["uploaded_logs_to_delete"]) == (1, 0)
+    assert "backups" in document["limits"]
+    assert not (home.runs / "trace").exists()
+    assert service.deleted_logs == [RUN_ID]
+
+
+def test_forget_without_a_network_leaves_the_deletion_waiting(
+    enrolled: Agent, home: Home, service: DeviceService
+) -> None:
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    enrolled("report")
+    service.faults = [Fault(path="/v1/", status=503, headers={"retry-after": "600"}, times=99)]
+    forgotten = enrolled("forget", "--yes", "--json")
+    assert (forgotten.code, forgotten.document["uploaded_logs_to_delete"]) == (0, 1)
+    report = read_report(home, RUN_ID)
+    assert report is not None
+    assert report.metrics is None
+
+
+def test_unenroll_tells_the_service_or_not(enrolled: Agent, service: DeviceService) -> None:
+    assert enrolled("unenroll", "--json").document == {"unenrolled": True, "service_told": True}
+    assert service.devices == {}
+    assert enrolled("unenroll").code == ExitCode.OPERATOR
+    assert enrolled("unenroll", "--local-only").code == ExitCode.OK
+
+
+def test_policy_is_shown_with_what_speaks_against_training(agent: Agent, home: Home) -> None:
+    home.policy.write_text("hours = []\nminutes_per_day = 7\n")
+    document = agent("policy", "--json").document
+    assert (document["hours"], document["minutes_per_day"], document["may_train_now"]) == ([], 7, False)
+    assert any("allowed hours" in reason for reason in document["reasons_against"])
+    home.policy.write_text("minutes = 7\n")
+    assert agent("policy").code == ExitCode.INPUT_REFUSED
+
+
+def test_the_service_file_is_printed_or_written(
+    agent: Agent, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    printed = agent("install-service", "--print")
+    assert str(home.root) in printed.output
+    written = agent("install-service", "--json").document
+    assert Path(written["written"]).is_relative_to(tmp_path)
+    assert Path(written["written"]).read_text() == printed.output
+
+
+def test_one_pass_of_the_daemon_ends_by_itself(enrolled: Agent, package: Package) -> None:
+    assert enrolled("run", "--once").code == ExitCode.OK
+    assert enrolled("status", "--json").document["release"]["package"] == package.digest
+
+
+def test_a_daemon_ends_cleanly_on_sigterm_and_is_the_only_one(
+    enrolled: Agent, home: Home, package: Package
+) -> None:
+    command = [sys.executable, "-m", "edge_agent", "--home", str(home.root), "run"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as daemon:
+        while not home.releases.exists() or "installed" not in home.releases.read_text():
+            assert daemon.poll() is None
+            time.sleep(0.05)
+        second = enrolled("run", "--once")
+        assert second.code == ExitCode.TRY_LATER
+        assert f"process {daemon.pid}" in second.errors
+        os.kill(daemon.pid, signal.SIGTERM)
+        assert daemon.wait(60) == 0
+
+
+def commands(group: Any = None, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """All commands, groups resolved."""
+    group = group or typer.main.get_command(app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+def test_every_command_has_help_and_json(agent: Agent) -> None:
+    known = list(commands())
+    assert {command[0] for command in known} >= set(OWN_COMMANDS)
+    for command in known:
+        shown = agent(*command, "--help")
+        assert shown.code == 0, command
+        assert len(re.sub(r"\s+", " ", shown.output)) > 100, command
+        if command[0] in OWN_COMMANDS and command != ("run",):
+            assert "--json" in shown.output, command
+
+
+def test_help_shows_exit_codes_and_examples(agent: Agent) -> None:
+    assert "5 try later" in re.sub(r"\s+", " ", agent("--help").output)
+    for command in ("enroll", "pull", "status", "run", "install-service", "forget", "unenroll"):
+        assert f"permille-agent {command}" in agent(command, "--help").output
+
+
+def test_version(agent: Agent) -> None:
+    assert agent("--version").output == f"permille-agent {__version__}\n"
+
+
+def test_the_start_is_light() -> None:
+    """No torch, tokenizer, network library or number cruncher to print help."""
+    heavy = {"torch", "transformers", "tokenizers", "httpx", "numpy", "pydantic", "cryptography", "jinja2"}
+    code = "import sys, edge_agent.cli; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert heavy & set(result.stdout.split()) == set()
