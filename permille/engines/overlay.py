@@ -2,14 +2,14 @@
 
     y = x W^T + b,    W = dequantize(codes),    W[mask] = values
 
-(Zeroth-order fine-tuning with extreme sparsity, equation 11, adds what is masked; ours replaces: ADR 0040.)
+(Zeroth-order fine-tuning with extreme sparsity, equation 11, adds what is masked; ours replaces: ADR 3.)
 
 A layer is dequantized once in a forward pass, for all variants: every variant sets all masked positions, so
 nothing of the variant before it remains. Weights that do not fit the cache share one scratch buffer.
 
 Where the compute dtype is coarser than float32 the weight carries the rounded value and the rest goes
 through a sparse product of its own: a perturbation below half a unit in the last place of bf16 still
-reaches the output (ADR 0042).
+reaches the output (ADR 41).
 
 Forward-mode: the tangent of the layer is `W x' + (z on the mask) x`; all directions of a call share the
 primal `W x`.
