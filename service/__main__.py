@@ -6,8 +6,10 @@ listens.
 """
 
 import logging
+import signal
 import socket
 import sys
+from types import FrameType
 
 import uvicorn
 from pydantic import ValidationError
@@ -43,11 +45,17 @@ def main() -> int:
         ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)  # uvicorn shuts down first, then raises the signal again
     try:
         uvicorn.Server(config).run(sockets=[listening])
     finally:
         url_path.unlink(missing_ok=True)
     return 0
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
 
 
 def listen(settings: Settings) -> socket.socket:

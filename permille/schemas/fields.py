@@ -10,7 +10,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstrai
 
 Item = TypeVar("Item")
 
-MAX_INT64 = 2**63 - 1
+# Larger integers are not the same in every JSON reader (RFC 8259, section 6); databases hold more.
+MAX_INTEGER = 2**53 - 1
 
 # Written out for a validator and a document alike: anchored, one line, no look-around.
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
@@ -23,9 +24,9 @@ Digest = Annotated[
 ]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN), Field(examples=["tiny-llama"])]
 Id = Annotated[str, StringConstraints(pattern=ID_PATTERN), Field(examples=["job_01jd3kq8z7m4n5p6r7s8t9v0wx"])]
-Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INT64)]
-Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INT64)]
-Seed = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1, examples=[0])]
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
+Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
+Seed = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER, examples=[0])]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Density = Annotated[
     float,
@@ -64,7 +65,7 @@ class Health(Closed):
 __all__ = [
     "DIGEST_PATTERN",
     "ID_PATTERN",
-    "MAX_INT64",
+    "MAX_INTEGER",
     "NAME_PATTERN",
     "TEXT_PATTERN",
     "Closed",

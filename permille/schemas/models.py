@@ -11,7 +11,7 @@ RelativePath = Annotated[
     StringConstraints(
         min_length=1,
         max_length=400,
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]*(/[A-Za-z0-9_][A-Za-z0-9_.@+-]*)*$",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}){0,19}$",
     ),
     Field(description="path below the configured root, with `/` between parts", examples=["stories260K"]),
 ]

@@ -5,11 +5,11 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from permille.schemas.devices import Signature
-from permille.schemas.fields import MAX_INT64, TEXT_PATTERN, Closed, Count, Digest, Name, Timestamp
+from permille.schemas.fields import MAX_INTEGER, TEXT_PATTERN, Closed, Count, Digest, Name, Timestamp
 
 RELEASE_CONTEXT: Final = b"permille-release-1\0"
 
-Version = Annotated[int, Field(strict=True, ge=1, le=2**53 - 1, examples=[1])]
+Version = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1])]
 
 
 class ReleaseCreate(Closed):
@@ -29,7 +29,7 @@ class Release(Closed):
     name: Name
     version: Version
     manifest_digest: Digest
-    expires_at: Annotated[int, Field(ge=0, le=MAX_INT64, description="unix seconds", examples=[1893456000])]
+    expires_at: Annotated[int, Field(ge=0, le=MAX_INTEGER, description="unix seconds", examples=[1893456000])]
     key_id: str
     signature: Signature
     size_bytes: Count = Field(description="bytes of the manifest and all layers")

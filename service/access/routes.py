@@ -102,9 +102,16 @@ def list_tokens(
     return page_of(page, present_token)
 
 
-@router.delete("/tokens/{token_id}", status_code=204, responses=documented(ProblemType.NOT_FOUND))
+@router.delete(
+    "/tokens/{token_id}", status_code=204, responses=documented(ProblemType.NOT_FOUND, ProblemType.CONFLICT)
+)
 def delete_token(token_id: TokenId, service: Served, operator: Admin) -> None:
-    """Revoke an operator token, with effect on its next request. Idempotent."""
+    """Revoke an operator token, with effect on its next request. Idempotent. Nobody revokes the token in
+    use."""
+    if token_id == operator.token_id:
+        raise ApiError(
+            ProblemType.CONFLICT, "expected another token than the one that this request came with"
+        )
     with service.database.write() as session:
         access.revoke_token(session, tenant_id=operator.tenant_id, token_id=token_id)
 

@@ -14,8 +14,7 @@ from rich.table import Table
 from service.cli.client import Client
 from service.cli.exits import CommandError, Exit
 
-GIB = 1024**3
-_ENDED = ("succeeded", "failed", "cancelled", "dead")
+WIDE = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,10 @@ class Output:
 
 def make_output(*, as_json: bool) -> Output:
     """Tables on stdout, errors on stderr."""
-    return Output(as_json=as_json, console=Console(), errors=Console(stderr=True))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)  # a pipe has no edge: ids must not be cut
+    return Output(as_json=as_json, console=console, errors=Console(stderr=True))
 
 
 def print_json(answer: Any) -> None:
@@ -53,7 +55,9 @@ def print_json(answer: Any) -> None:
 
 def table_of(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
     """A table; a column `source.path` looks inside."""
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.rpartition(".")[2], overflow="fold")
     for row in rows:
         table.add_row(*(_cell(_inside(row, column)) for column in columns))
     return table
@@ -62,6 +66,8 @@ def table_of(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
 def fields_of(answer: dict[str, Any]) -> Table:
     """An object as two columns."""
     table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in answer.items():
         table.add_row(f"[bold]{name}[/bold]", _cell(value))
     return table
@@ -117,6 +123,8 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
     if isinstance(value, (dict, list)):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

@@ -52,6 +52,7 @@ def running(settings: Settings, *, with_worker: bool) -> Iterator[Running]:
         yield Running(url=url, token_path=settings.token_path, processes=tuple(started))
     finally:
         stop(started)
+        url_path.unlink(missing_ok=True)
 
 
 def wait(up: Running) -> int:

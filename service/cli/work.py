@@ -348,5 +348,6 @@ def _report(session: Session, path: str, picture: Path | None) -> None:
         return
     rows = report.get("tensors")
     if isinstance(rows, list) and rows:
-        session.output.show(rows, tuple(rows[0]))
+        first = ("name", "shape")
+        session.output.show(rows, (*first, *(name for name in rows[0] if name not in first)))
     session.output.show({name: value for name, value in report.items() if name not in ("tensors", "curve")})

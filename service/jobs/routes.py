@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 
-from permille.schemas.fields import MAX_INT64, Page
+from permille.schemas.fields import MAX_INTEGER, Page
 from permille.schemas.jobs import Job, JobEvent, JobKind, JobState
 from permille.schemas.problems import ProblemType
 from permille.store import jobs
@@ -23,10 +23,10 @@ from service.problems import PRIVATE, documented
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 Credentials = Annotated[HTTPAuthorizationCredentials, Depends(bearer)]
-After = Annotated[int, Query(ge=0, le=MAX_INT64, description="events with a larger `seq`")]
+After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="events with a larger `seq`")]
 LastEventId = Annotated[
     int | None,
-    Header(alias="Last-Event-ID", ge=0, le=MAX_INT64, description="resume after this event", examples=[0]),
+    Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description="resume after this event", examples=[0]),
 ]
 
 

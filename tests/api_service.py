@@ -1,0 +1,229 @@
+"""A service for tests: the app in this process behind a client, and things to put into it.
+
+No worker runs: what jobs would make is put into the store directly.
+"""
+
+import base64
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from starlette.testclient import TestClient
+
+from permille.package.reader import Package
+from permille.schemas.devices import token_message
+from permille.store import access, results
+from permille.store.database import Clock, Database
+from permille.store.results import LayerRecord
+from permille.store.tables import Role
+from service.app import create_app
+from service.context import Service
+from service.settings import Settings
+from tests.packages import tiny_package
+
+URL = "http://127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """The app under test, and the first administrator's token."""
+
+    client: TestClient
+    service: Service
+    token: str
+
+    def auth(self, token: str | None = None) -> dict[str, str]:
+        """The headers of a caller; the administrator's unless a token is given."""
+        return {"Authorization": f"Bearer {self.token if token is None else token}"}
+
+    def get(self, path: str, token: str | None = None, **options: Any) -> Any:
+        """GET as somebody."""
+        return self.client.get(path, headers={**self.auth(token), **options.pop("headers", {})}, **options)
+
+    def post(self, path: str, body: Any = None, token: str | None = None, key: str | None = None) -> Any:
+        """POST as somebody."""
+        headers = self.auth(token) | ({"Idempotency-Key": key} if key else {})
+        return self.client.post(path, json=body, headers=headers)
+
+    def put(self, path: str, body: Any, token: str | None = None) -> Any:
+        """PUT as somebody."""
+        return self.client.put(path, json=body, headers=self.auth(token))
+
+    def delete(self, path: str, token: str | None = None) -> Any:
+        """DELETE as somebody."""
+        return self.client.delete(path, headers=self.auth(token))
+
+    @property
+    def tenant_id(self) -> str:
+        """The first tenant."""
+        with self.service.database.read() as session:
+            tenant = access.first_tenant(session)
+        if tenant is None:
+            raise LookupError("expected a first tenant, got none")
+        return tenant.id
+
+    def operator(self, role: Role, *, tenant: str | None = None) -> str:
+        """The token of a new operator, in the first tenant or in a new one of this name."""
+        with self.service.database.write() as session:
+            first = access.first_tenant(session)
+            owner = access.create_tenant(session, name=tenant) if tenant else first
+            if owner is None:
+                raise LookupError("expected a first tenant, got none")
+            return access.create_token(session, tenant_id=owner.id, name="test", role=role)[1]
+
+    def package(self, *, seed: int = 0, tenant_id: str | None = None) -> Package:
+        """A tiny package in the blob store and in the tenant's list."""
+        package = tiny_package(self.service.settings.blob_root, seed=seed)
+        manifest = package.manifest
+        with self.service.database.write() as session:
+            results.add_package(
+                session,
+                tenant_id=tenant_id or self.tenant_id,
+                job_id=None,
+                model_id=None,
+                mask_id=None,
+                quantization_id=None,
+                digest=package.digest,
+                manifest=manifest.to_bytes(),
+                k=package.k,
+                layers=[
+                    LayerRecord(
+                        role=layer.role,
+                        media_type=layer.media_type,
+                        digest=layer.digest,
+                        size_bytes=layer.size_bytes,
+                    )
+                    for layer in manifest.layers
+                ],
+            )
+        return package
+
+    def publish(self, package: Package, name: str = "tiny", alias: str = "stable") -> dict[str, Any]:
+        """Publish a package as the administrator."""
+        answer = self.post("/v1/releases", {"name": name, "package_digest": package.digest, "alias": alias})
+        assert answer.status_code == 201, answer.text
+        record: dict[str, Any] = answer.json()
+        return record
+
+    def device(
+        self, *, release: str = "tiny", alias: str = "stable", token: str | None = None
+    ) -> "TestDevice":
+        """A newly enrolled device."""
+        invited = self.post("/v1/invitations", {"release": release, "alias": alias}, token).json()
+        device = TestDevice(api=self, key=Ed25519PrivateKey.generate())
+        answer = device.enrol(invited["invitation"])
+        assert answer.status_code == 201, answer.text
+        device.id = answer.json()["device_id"]
+        return device
+
+
+@dataclass(slots=True)
+class TestDevice:
+    """A device's side of the contract."""
+
+    __test__ = False
+
+    api: Api
+    key: Ed25519PrivateKey
+    id: str = ""
+
+    @property
+    def public_key(self) -> str:
+        """As it is sent."""
+        return encode(self.key.public_key().public_bytes_raw())
+
+    def enrol(self, invitation: str) -> Any:
+        """Send the enrolment."""
+        return self.api.client.post(
+            "/v1/enrolments",
+            json={
+                "invitation": invitation,
+                "public_key": self.public_key,
+                "name": "test laptop",
+                "agent_version": "0.1.0",
+            },
+        )
+
+    def nonce(self) -> str:
+        """A fresh nonce."""
+        answer = self.api.client.post("/v1/device-tokens/nonces", json={"device_id": self.id})
+        assert answer.status_code == 201, answer.text
+        nonce: str = answer.json()["nonce"]
+        return nonce
+
+    def ask_token(self, nonce: str, *, key: Ed25519PrivateKey | None = None) -> Any:
+        """Send a signed nonce."""
+        signature = (key or self.key).sign(token_message(self.id, nonce))
+        body = {"device_id": self.id, "nonce": nonce, "signature": encode(signature)}
+        return self.api.client.post("/v1/device-tokens", json=body)
+
+    def token(self) -> str:
+        """A fresh access token."""
+        answer = self.ask_token(self.nonce())
+        assert answer.status_code == 201, answer.text
+        token: str = answer.json()["access_token"]
+        return token
+
+
+@contextmanager
+def running_api(folder: Path, *, clock: Clock | None = None, **settings: Any) -> Iterator[Api]:
+    """The app with its data below `folder`; a clock of the test's own replaces the database's."""
+    app = create_app(Settings(**{"data_dir": folder / "data", **settings}))
+    service: Service = app.state.service
+    if clock is not None:
+        service.database.close()
+        database = Database(service.settings.database_url.get_secret_value(), clock=clock)
+        service = app.state.service = replace(service, database=database)
+    token = service.settings.token_path.read_text().strip()
+    with TestClient(app, base_url=URL, raise_server_exceptions=False) as client:
+        yield Api(client=client, service=service, token=token)
+
+
+def encode(data: bytes) -> str:
+    """base64url without padding."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def run_metrics(**changes: Any) -> dict[str, Any]:
+    """Metrics of a run that a device may report."""
+    return {
+        "package_digest": "sha256:" + "a" * 64,
+        "release": "tiny",
+        "version": 1,
+        "outcome": "adopted",
+        "steps": 10,
+        "rejected_steps": 0,
+        "queries": 4,
+        "estimator": "spsa",
+        "seconds": 1.5,
+        "tokens_trained": 1000,
+        "train_tokens": 5000,
+        "select_tokens": 2000,
+        "test_tokens": 2000,
+        "loss_base": 3.0,
+        "loss_personal": 2.5,
+        "improvement_low": 0.3,
+        "improvement_high": 0.7,
+        "learning_rate": 0.01,
+        "epsilon": 0.01,
+        "step_unit_exponent": -20,
+        "k": 100,
+        "peak_rss_bytes": 10_000_000,
+        "log_bytes": 300,
+        "state_digest": None,
+        "agent_version": "0.1.0",
+        "engine": "torch",
+        "operating_system": "linux",
+        "machine": "x86_64",
+        "accelerator": "cpu",
+        **changes,
+    }
+
+
+def new_run_id() -> str:
+    """An id as devices make them."""
+    return str(uuid.uuid4())

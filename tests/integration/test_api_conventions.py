@@ -1,0 +1,197 @@
+"""What every route keeps to: problems, hosts, limits, headers, idempotency, pages, the OpenAPI document."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE
+from tests.api_service import Api, running_api
+
+METHODS = ("get", "put", "post", "delete", "head", "patch")
+
+
+def problem_of(answer: Any) -> dict[str, Any]:
+    """The problem of an answer, checked for its form."""
+    assert answer.headers["content-type"] == MEDIA_TYPE
+    body: dict[str, Any] = answer.json()
+    assert body["status"] == answer.status_code
+    assert body["type"].startswith(TYPE_BASE)
+    assert {"title", "detail", "instance"} <= set(body)
+    return body
+
+
+def operations(api: Api) -> list[tuple[str, str, dict[str, Any]]]:
+    """Method, path and description of every documented operation."""
+    document = api.client.get("/openapi.json").json()
+    return [
+        (method, path, operation)
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+        if method in METHODS
+    ]
+
+
+def test_unknown_path_is_a_problem(api: Api) -> None:
+    body = problem_of(api.get("/v1/nothing"))
+    assert body["type"] == TYPE_BASE + "not-found"
+    assert body["instance"] == "/v1/nothing"
+
+
+def test_wrong_method_names_all_methods_of_the_path(api: Api) -> None:
+    answer = api.client.patch("/v1/models")
+    assert problem_of(answer)["type"] == TYPE_BASE + "method-not-allowed"
+    assert answer.headers["allow"] == "GET, POST"
+    name = "/v1/releases/tiny/aliases/stable"
+    assert api.client.post(name).headers["allow"] == "DELETE, GET, PUT"
+
+
+def test_wrong_body_names_the_field_and_hides_the_value(api: Api) -> None:
+    answer = api.post("/v1/models", {"name": "SECRET VALUE", "source": {"kind": "folder", "path": "a"}})
+    body = problem_of(answer)
+    assert answer.status_code == 422
+    assert body["errors"][0]["location"] == "body.name"
+    assert "SECRET" not in answer.text
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b'{"name": "\\ud800"}', b"[]", b"NaN"])
+def test_unreadable_body_is_refused(api: Api, content: bytes) -> None:
+    headers = api.auth() | {"Content-Type": "application/json"}
+    answer = api.client.post("/v1/tenants", content=content, headers=headers)
+    assert answer.status_code in (400, 422)
+    problem_of(answer)
+
+
+def test_unknown_field_is_refused(api: Api) -> None:
+    assert api.post("/v1/tenants", {"name": "acme", "admin": True}).status_code == 422
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", ""])
+def test_foreign_host_is_refused_on_every_path(api: Api, host: str) -> None:
+    for path in ("/v1/health", "/docs", "/openapi.json", "/static/console.js"):
+        answer = api.client.get(path, headers={"Host": host})
+        assert answer.status_code == 421, path
+        problem_of(answer)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8321", "127.0.0.1:1", "[::1]:8321"])
+def test_loopback_host_is_answered(api: Api, host: str) -> None:
+    assert api.client.get("/v1/health", headers={"Host": host}).status_code == 200
+
+
+def test_configured_host_is_answered(tmp_path: Path) -> None:
+    with running_api(tmp_path, allowed_hosts=("models.example",)) as api:
+        assert api.client.get("/v1/health", headers={"Host": "models.example:443"}).status_code == 200
+        assert api.client.get("/v1/health", headers={"Host": "other.example"}).status_code == 421
+
+
+def test_large_body_is_refused_by_its_length_and_by_its_bytes(tmp_path: Path) -> None:
+    with running_api(tmp_path, max_body_bytes=2048) as api:
+        headers = api.auth() | {"Content-Type": "application/json"}
+        for content in (b"[" + b" " * 4096, iter([b"[", b" " * 4096])):
+            answer = api.client.post("/v1/tenants", content=content, headers=headers)
+            assert answer.status_code == 413
+            assert problem_of(answer)["type"] == TYPE_BASE + "too-large"
+
+
+def test_answers_carry_security_headers_and_allow_no_other_origin(api: Api) -> None:
+    for answer in (api.client.get("/v1/health"), api.client.get("/v1/masks"), api.client.get("/docs")):
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "GET"}
+    for answer in (
+        api.client.get("/v1/health", headers=asked),
+        api.client.options("/v1/models", headers=asked),
+    ):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_same_key_and_body_make_one_thing(api: Api) -> None:
+    body = {"name": "c", "source": {"kind": "streamed", "dataset": "c4"}}
+    first = api.post("/v1/corpora", body, key="k-1")
+    again = api.post("/v1/corpora", body, key="k-1")
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert first.json() == again.json()
+    assert first.headers["location"] == again.headers["location"] == f"/v1/corpora/{first.json()['id']}"
+    assert len(api.get("/v1/corpora").json()["items"]) == 1
+
+
+def test_same_key_with_another_body_is_a_conflict(api: Api) -> None:
+    api.post("/v1/tenants", {"name": "one"}, key="k-1")
+    answer = api.post("/v1/tenants", {"name": "two"}, key="k-1")
+    assert problem_of(answer)["type"] == TYPE_BASE + "idempotency-conflict"
+    names = {item["name"] for item in api.get("/v1/tenants").json()["items"]}
+    assert names == {"main", "one"}
+
+
+def test_repeated_invitation_shows_the_same_code_and_the_database_holds_it_sealed(api: Api) -> None:
+    body = {"release": "tiny"}
+    first = api.post("/v1/invitations", body, key="k-1").json()
+    assert api.post("/v1/invitations", body, key="k-1").json() == first
+    stored = b"".join(path.read_bytes() for path in api.service.settings.data_dir.glob("permille.db*"))
+    assert first["invitation"].encode() not in stored
+    assert first["id"].encode() in stored
+
+
+def test_pages_hold_every_row_once(api: Api) -> None:
+    for number in range(5):
+        api.post("/v1/tenants", {"name": f"t{number}"})
+    seen: list[str] = []
+    cursor = None
+    while True:
+        page = api.get("/v1/tenants", params={"limit": 2} | ({"cursor": cursor} if cursor else {})).json()
+        assert len(page["items"]) <= 2
+        seen += [item["name"] for item in page["items"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == ["t4", "t3", "t2", "t1", "t0", "main"]
+
+
+def test_document_names_every_operation_once_and_its_errors(api: Api) -> None:
+    found = operations(api)
+    names = [operation["operationId"] for _, _, operation in found]
+    assert len(found) > 50
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z_]+", name) for name in names)
+    for method, path, operation in found:
+        errors = {int(status) for status in operation["responses"] if int(status) >= 400}
+        assert {421, 422, 503} <= errors, (method, path)
+        for status in errors:
+            content = operation["responses"][str(status)]["content"]
+            assert list(content) == [MEDIA_TYPE], (method, path, status)
+            assert content[MEDIA_TYPE]["examples"]
+        if operation.get("security"):
+            assert {401, 403} <= errors, (method, path)
+        if "{" in path and operation.get("security"):
+            assert 404 in errors, (method, path)
+
+
+def test_only_health_and_enrolment_are_open(api: Api) -> None:
+    open_paths = {path for _, path, operation in operations(api) if not operation.get("security")}
+    assert open_paths == {"/v1/health", "/v1/enrolments", "/v1/device-tokens", "/v1/device-tokens/nonces"}
+
+
+def test_console_names_nothing_outside_of_the_server(api: Api) -> None:
+    page = api.client.get("/docs").text
+    links = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert links
+    for link in links:
+        assert link.startswith("/static/")
+        assert api.client.get(link).status_code == 200
+    assert "http" not in api.client.get("/static/console.js").text
+    assert "url(http" not in api.client.get("/static/swagger-ui.css").text
+    assert api.client.get("/", follow_redirects=False).headers["location"] == "/docs"
+
+
+def test_failure_of_the_service_is_a_problem_without_its_cause(api: Api) -> None:
+    api.service.database.close()
+    path = api.service.settings.data_dir / "permille.db"
+    for file in path.parent.glob("permille.db*"):
+        file.unlink()
+    answer = api.get("/v1/models")
+    assert answer.status_code in (500, 503)
+    problem_of(answer)
+    assert "sqlite" not in answer.text.lower()

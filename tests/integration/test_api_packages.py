@@ -1,0 +1,127 @@
+"""Packages over HTTP: ranges, conditions, caching, and who may fetch what. Releases: signed, growing,
+withdrawn."""
+
+import hashlib
+
+from permille.package.signing import decode_base64url, signed_release_from_json, verify_release
+from tests.api_service import Api
+
+NOW = 1_800_000_000
+
+
+def test_device_fetches_its_release_from_alias_to_last_byte(api: Api) -> None:
+    package = api.package()
+    api.publish(package)
+    device = api.device()
+    token = device.token()
+    release = api.get("/v1/releases/tiny/aliases/stable", token).json()
+    manifest = api.get(f"/v1/packages/{release['manifest_digest']}/manifest", token)
+    assert manifest.headers["content-type"] == "application/vnd.permille.manifest+json"
+    assert "sha256:" + hashlib.sha256(manifest.content).hexdigest() == release["manifest_digest"]
+    total = len(manifest.content)
+    for layer in package.manifest.layers:
+        blob = api.get(f"/v1/packages/{package.digest}/blobs/{layer.digest}", token)
+        assert "sha256:" + hashlib.sha256(blob.content).hexdigest() == layer.digest
+        assert len(blob.content) == layer.size_bytes
+        total += len(blob.content)
+    assert total == release["size_bytes"]
+
+
+def test_signature_of_a_release_holds_for_the_keys_of_the_enrolment(api: Api) -> None:
+    package = api.package()
+    api.publish(package)
+    code = api.post("/v1/invitations", {"release": "tiny"}).json()["invitation"]
+    device = api.device()
+    answer = device.enrol(code).json()
+    keys = {key["key_id"]: decode_base64url(key["public_key"]) for key in answer["signing_keys"]}
+    signed = signed_release_from_json(api.get("/v1/releases/tiny/aliases/stable", device.token()).json())
+    release = verify_release(signed, keys, NOW, None, name="tiny")
+    assert (release.version, release.manifest_digest) == (1, package.digest)
+
+
+def test_range_and_conditions_of_a_blob(api: Api) -> None:
+    package = api.package()
+    layer = max(package.manifest.layers, key=lambda layer: layer.size_bytes)
+    path = f"/v1/packages/{package.digest}/blobs/{layer.digest}"
+    whole = api.get(path)
+    etag, size = whole.headers["etag"], layer.size_bytes
+    assert etag == f'"{layer.digest}"'
+    assert "immutable" in whole.headers["cache-control"]
+    assert whole.headers["accept-ranges"] == "bytes"
+    part = api.get(path, headers={"Range": "bytes=10-19"})
+    assert (part.status_code, part.content) == (206, whole.content[10:20])
+    assert part.headers["content-range"] == f"bytes 10-19/{size}"
+    tail = api.get(path, headers={"Range": "bytes=-7"})
+    assert tail.content == whole.content[-7:]
+    rest = api.get(path, headers={"Range": f"bytes={size - 5}-", "If-Range": etag})
+    assert (rest.status_code, rest.content) == (206, whole.content[-5:])
+    stale = api.get(path, headers={"Range": "bytes=10-19", "If-Range": '"sha256:other"'})
+    assert (stale.status_code, stale.content) == (200, whole.content)
+    outside = api.get(path, headers={"Range": f"bytes={size}-"})
+    assert outside.status_code == 416
+    assert outside.headers["content-range"] == f"bytes */{size}"
+    assert api.get(path, headers={"Range": "bytes=1-2,4-5"}).status_code == 200
+    known = api.get(path, headers={"If-None-Match": etag})
+    assert (known.status_code, known.content) == (304, b"")
+    assert api.get(path, headers={"If-Match": '"sha256:other"'}).status_code == 412
+    head = api.client.head(path, headers=api.auth())
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(size)
+    assert head.headers["etag"] == etag
+
+
+def test_device_sees_packages_of_its_release_only(api: Api) -> None:
+    mine, other = api.package(seed=1), api.package(seed=2)
+    api.publish(mine, "tiny")
+    api.publish(other, "other")
+    token = api.device(release="tiny").token()
+    foreign = next(layer.digest for layer in other.manifest.layers if layer not in mine.manifest.layers)
+    assert api.get(f"/v1/packages/{mine.digest}/manifest", token).status_code == 200
+    assert api.get(f"/v1/packages/{other.digest}/manifest", token).status_code == 404
+    assert api.get(f"/v1/packages/{other.digest}/blobs/{foreign}", token).status_code == 404
+    assert api.get(f"/v1/packages/{mine.digest}/blobs/{foreign}", token).status_code == 404
+    assert api.get("/v1/releases/other/aliases/stable", token).status_code == 404
+    assert api.get("/v1/releases/tiny/aliases/canary", token).status_code == 404
+
+
+def test_blob_that_no_package_names_is_not_served(api: Api) -> None:
+    package = api.package()
+    secret = api.service.blobs.put_bytes(b"a log of somebody")
+    assert api.get(f"/v1/packages/{package.digest}/blobs/{secret}").status_code == 404
+
+
+def test_versions_grow_and_aliases_move(api: Api) -> None:
+    first, second = api.package(seed=1), api.package(seed=2)
+    assert api.publish(first)["version"] == 1
+    body = {"name": "tiny", "package_digest": second.digest, "version": 7}
+    assert api.post("/v1/releases", body).json()["version"] == 7
+    assert api.post("/v1/releases", body).status_code == 409
+    assert api.post("/v1/releases", body | {"version": 6}).status_code == 409
+    assert api.get("/v1/releases/tiny/aliases/stable").json()["version"] == 1
+    assert api.put("/v1/releases/tiny/aliases/stable", {"version": 7}).status_code == 200
+    assert api.get("/v1/releases/tiny/aliases/stable").json()["manifest_digest"] == second.digest
+    assert api.put("/v1/releases/tiny/aliases/canary", {"version": 9}).status_code == 404
+    assert api.get("/v1/releases/tiny/versions/7").json()["aliases"] == ["stable"]
+    assert api.delete("/v1/releases/tiny/aliases/stable").status_code == 204
+    assert api.get("/v1/releases/tiny/aliases/stable").status_code == 404
+
+
+def test_yanked_version_says_so_and_is_no_longer_handed_out(api: Api) -> None:
+    package = api.package()
+    api.publish(package)
+    token = api.device().token()
+    answer = api.post("/v1/releases/tiny/versions/1/yank", {"reason": "wrong corpus"})
+    assert answer.json()["yanked_reason"] == "wrong corpus"
+    assert api.get("/v1/releases/tiny/aliases/stable", token).json()["yanked"] is True
+    assert api.get(f"/v1/packages/{package.digest}/manifest", token).status_code == 404
+    assert api.put("/v1/releases/tiny/aliases/stable", {"version": 1}).status_code == 409
+    assert api.get(f"/v1/packages/{package.digest}/manifest").status_code == 200
+
+
+def test_lost_blob_is_unavailable_not_missing(api: Api) -> None:
+    package = api.package()
+    layer = package.manifest.layers[0]
+    api.service.blobs.delete(layer.digest)
+    answer = api.get(f"/v1/packages/{package.digest}/blobs/{layer.digest}")
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers

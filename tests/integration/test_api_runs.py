@@ -1,0 +1,130 @@
+"""Runs: metrics in a closed schema, logs bounded, private and erasable."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from permille.package.blobs import digest_of
+from permille.schemas.runs import LOG_MEDIA_TYPE
+from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
+
+
+def put_log(api: Api, run_id: str, content: Any, token: str, media_type: str = LOG_MEDIA_TYPE) -> Any:
+    headers = api.auth(token) | {"Content-Type": media_type}
+    return api.client.put(f"/v1/runs/{run_id}/log", content=content, headers=headers)
+
+
+def reported(api: Api, device: TestDevice) -> tuple[str, str]:
+    """A run of the device, and a token."""
+    token, run_id = device.token(), new_run_id()
+    body = {"run_id": run_id, "metrics": run_metrics()}
+    assert api.post("/v1/runs", body, token).status_code == 201
+    return run_id, token
+
+
+def test_same_report_again_changes_nothing_and_another_is_a_conflict(api: Api) -> None:
+    token, run_id = api.device().token(), new_run_id()
+    body = {"run_id": run_id, "metrics": run_metrics()}
+    first, again = api.post("/v1/runs", body, token), api.post("/v1/runs", body, token)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json() == again.json()
+    assert first.json()["metrics"] == run_metrics()
+    other = {"run_id": run_id, "metrics": run_metrics(steps=11)}
+    assert api.post("/v1/runs", other, token).status_code == 409
+    assert len(api.get("/v1/runs").json()["items"]) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"note": "my diary"},
+        {"outcome": "my diary"},
+        {"engine": "my diary"},
+        {"agent_version": "my diary"},
+        {"release": "my diary"},
+        {"loss_base": "3.0"},
+        {"steps": -1},
+        {"steps": 2**53},
+        {"seconds": 1e300},
+    ],
+)
+def test_report_carries_numbers_and_closed_sets_only(api: Api, change: dict[str, Any]) -> None:
+    token = api.device().token()
+    body = {"run_id": new_run_id(), "metrics": run_metrics(**change)}
+    answer = api.post("/v1/runs", body, token)
+    assert answer.status_code == 422
+    assert "diary" not in answer.text
+
+
+def test_log_is_stored_and_queued_once(api: Api) -> None:
+    run_id, token = reported(api, api.device())
+    first = put_log(api, run_id, b"log bytes", token)
+    again = put_log(api, run_id, b"log bytes", token)
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert first.json() == again.json()
+    assert api.get(f"/v1/jobs/{first.json()['job_id']}").json()["kind"] == "replay"
+    log = api.get(f"/v1/runs/{run_id}", token).json()["log"]
+    assert (log["state"], log["log_digest"]) == ("pending", digest_of(b"log bytes"))
+    assert log["size_bytes"] == 9
+
+
+def test_second_log_of_a_run_is_refused_and_leaves_no_bytes(api: Api) -> None:
+    run_id, token = reported(api, api.device())
+    put_log(api, run_id, b"first", token)
+    assert put_log(api, run_id, b"second", token).status_code == 409
+    assert not api.service.blobs.has(digest_of(b"second"))
+    assert api.service.blobs.has(digest_of(b"first"))
+
+
+def test_log_is_erased_on_request_with_its_bytes(api: Api) -> None:
+    device = api.device()
+    run_id, token = reported(api, device)
+    put_log(api, run_id, b"log bytes", token)
+    assert api.delete(f"/v1/runs/{run_id}/log", token).status_code == 204
+    assert api.delete(f"/v1/runs/{run_id}/log", token).status_code == 204
+    assert not api.service.blobs.has(digest_of(b"log bytes"))
+    assert api.get(f"/v1/runs/{run_id}").json()["log"] is None
+
+
+def test_equal_logs_of_two_runs_are_erased_with_the_last(api: Api) -> None:
+    device = api.device()
+    first, token = reported(api, device)
+    second, _ = reported(api, device)
+    put_log(api, first, b"equal", token)
+    put_log(api, second, b"equal", token)
+    api.delete(f"/v1/runs/{first}/log")
+    assert api.service.blobs.has(digest_of(b"equal"))
+    api.delete(f"/v1/runs/{second}")
+    assert not api.service.blobs.has(digest_of(b"equal"))
+    assert api.get(f"/v1/runs/{second}").status_code == 404
+
+
+def test_log_of_another_device_is_out_of_reach(api: Api) -> None:
+    run_id, _ = reported(api, api.device())
+    other = api.device().token()
+    assert put_log(api, run_id, b"x", other).status_code == 404
+    assert api.get(f"/v1/runs/{run_id}", other).status_code == 404
+    assert api.delete(f"/v1/runs/{run_id}/log", other).status_code == 404
+    body = {"run_id": run_id, "metrics": run_metrics()}
+    assert api.post("/v1/runs", body, other).status_code == 409
+    assert not api.service.blobs.has(digest_of(b"x"))
+
+
+def test_log_is_bounded_and_has_its_media_type(tmp_path: Path) -> None:
+    with running_api(tmp_path, max_log_bytes=4096) as api:
+        run_id, token = reported(api, api.device())
+        assert put_log(api, run_id, b"a" * 4097, token).status_code == 413
+        assert put_log(api, run_id, iter([b"a" * 4096, b"a"]), token).status_code == 413
+        assert put_log(api, run_id, b"a", token, "text/plain").status_code == 415
+        assert list(api.service.blobs.iterate()) == []
+        assert not list((api.service.settings.blob_root / "incoming").glob("*"))
+        assert put_log(api, run_id, b"a" * 4096, token).status_code == 202
+
+
+def test_no_route_reads_a_log_back(api: Api) -> None:
+    run_id, token = reported(api, api.device())
+    put_log(api, run_id, b"a secret log", token)
+    for path in (f"/v1/runs/{run_id}", "/v1/runs"):
+        assert "secret" not in api.get(path).text
+    assert api.get(f"/v1/runs/{run_id}/log").status_code == 405
