@@ -225,7 +225,7 @@ def purge_expired(session: Session) -> None:
     """Remove nonces and access tokens that expired."""
     at = now(session)
     for table in (DeviceNonce, DeviceToken):
-        for row in session.scalars(select(table).where(table.expires_at < at).limit(1000)):
+        for row in session.scalars(select(table).where(table.expires_at <= at).limit(1000)):
             session.delete(row)
 
 

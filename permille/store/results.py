@@ -259,6 +259,23 @@ def list_package_blobs(session: Session, *, package: PackageRow) -> Sequence[Pac
     return session.scalars(query.order_by(PackageBlob.role, PackageBlob.digest)).all()
 
 
+def is_referenced(session: Session, *, blob_digest: str) -> bool:
+    """Whether a result of any tenant needs this blob: whoever deletes blobs asks this first."""
+    columns = (
+        PackageRow.digest,
+        PackageBlob.digest,
+        Mask.mask_digest,
+        Mask.scores_digest,
+        Mask.report_digest,
+        Mask.picture_digest,
+        QuantizationRow.dense_digest,
+        QuantizationRow.plain_digest,
+        QuantizationRow.report_digest,
+        QuantizationRow.picture_digest,
+    )
+    return any(session.scalar(select(column).where(column == blob_digest).limit(1)) for column in columns)
+
+
 def _by_digest(session: Session, tenant_id: str, digest: str) -> PackageRow | None:
     query = select(PackageRow).where(PackageRow.tenant_id == tenant_id, PackageRow.digest == digest)
     return session.scalar(query)

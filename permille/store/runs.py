@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from permille.store import jobs
+from permille.store import jobs, results
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.paging import Page, fetch_page
@@ -88,8 +88,12 @@ def attach_log(
 
 
 def log_is_kept(session: Session, *, log_digest: str) -> bool:
-    """Whether any run refers to this log: its blob must stay."""
-    return session.scalar(select(Run.run_id).where(Run.log_digest == log_digest).limit(1)) is not None
+    """Whether any run, or any result, refers to this blob: it must stay.
+
+    A device may send a package's own layer as its "log": deleting that log must not delete the layer.
+    """
+    used = session.scalar(select(Run.run_id).where(Run.log_digest == log_digest).limit(1)) is not None
+    return used or results.is_referenced(session, blob_digest=log_digest)
 
 
 def finish_log(
@@ -133,8 +137,7 @@ def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     run.log_state = run.log_digest = run.log_size_bytes = run.log_reason = run.state_digest = None
     run.log_deleted_at = now(session)
     session.flush()
-    others = select(Run.run_id).where(Run.log_digest == digest).limit(1)
-    return None if session.scalar(others) is not None else digest
+    return None if log_is_kept(session, log_digest=digest) else digest
 
 
 def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:

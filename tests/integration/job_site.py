@@ -18,7 +18,7 @@ from permille.store.database import Database
 from permille.store.schema import migrate
 from permille.store.tables import Job, PackageRow
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,6 @@
 """A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too, if installed."""
 
+import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from sqlalchemy import text
 from permille.store import access
 from permille.store.database import Database, make_engine
 from permille.store.schema import migrate
+from permille.store.tables import Base
 from tests.unit.store import postgres
 
 BACKENDS = ("sqlite", "postgresql") if postgres.AVAILABLE else ("sqlite",)
@@ -43,27 +45,54 @@ def postgres_url() -> Iterator[str]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated SQLite database, to copy."""
+    path = tmp_path_factory.mktemp("template") / "permille.db"
+    migrate(f"sqlite:///{path}")
+    return path
+
+
 @pytest.fixture(params=BACKENDS)
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def backend(request: pytest.FixtureRequest) -> str:
+    """Which database the test runs on."""
+    return str(request.param)
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, backend: str, tmp_path: Path) -> str:
     """An empty database."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/permille.db"
+    if backend == "sqlite":
+        return f"sqlite:///{tmp_path}/empty.db"
     found = str(request.getfixturevalue("postgres_url"))
-    engine = make_engine(found)
-    with engine.begin() as connection:
-        connection.execute(text("DROP SCHEMA public CASCADE"))
-        connection.execute(text("CREATE SCHEMA public"))
-    engine.dispose()
+    _execute(found, ["DROP SCHEMA public CASCADE", "CREATE SCHEMA public"])
     return found
 
 
 @pytest.fixture
-def db(url: str, clock: Clock) -> Iterator[Database]:
-    """A migrated database that runs on `clock`."""
-    migrate(url)
+def db(
+    request: pytest.FixtureRequest, backend: str, template: Path, tmp_path: Path, clock: Clock
+) -> Iterator[Database]:
+    """A migrated database without rows, that runs on `clock`."""
+    if backend == "sqlite":
+        shutil.copy(template, tmp_path / "permille.db")
+        url = f"sqlite:///{tmp_path}/permille.db"
+    else:
+        url = str(request.getfixturevalue("postgres_url"))
+        migrate(url)
+        tables = ", ".join(f'"{name}"' for name in Base.metadata.tables)
+        _execute(url, [f"TRUNCATE {tables} CASCADE"])
     database = Database(url, clock=clock)
     yield database
     database.close()
+
+
+def _execute(url: str, statements: list[str]) -> None:
+    engine = make_engine(url)
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+    engine.dispose()
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ def test_migrate_twice_keeps_the_rows(url: str) -> None:
 
 def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
     code = f"from permille.store.schema import migrate; migrate({url!r})"
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
 
 
 def test_foreign_keys_are_enforced(db: Database) -> None:

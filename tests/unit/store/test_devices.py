@@ -1,0 +1,164 @@
+"""Invitations are used once, nonces too, and revocation acts at once."""
+
+from datetime import timedelta
+
+import pytest
+
+from permille.store import devices
+from permille.store.database import Database
+from permille.store.devices import Enrolment, InvitationError
+from permille.store.errors import NotFoundError
+from permille.store.secrets import hash_secret
+from permille.store.tables import Device, DeviceToken, Invitation
+from tests.unit.store.conftest import Clock
+
+KEY, OTHER_KEY = "k" * 43, "o" * 43
+
+
+def invite(db: Database, tenant_id: str) -> str:
+    with db.write() as session:
+        return devices.invite(session, tenant_id=tenant_id, release="tiny", alias="stable")[1]
+
+
+def enrol(db: Database, code: str, key: str = KEY) -> Enrolment:
+    with db.write() as session:
+        return devices.enrol(session, code=code, public_key=key, name="laptop", agent_version="0.1.0")
+
+
+def token_of(db: Database, device: Device) -> str:
+    with db.write() as session:
+        return devices.issue_token(session, device=device)[0]
+
+
+def authenticated(db: Database, secret: str) -> str | None:
+    with db.read() as session:
+        device = devices.authenticate_device(session, secret)
+    return None if device is None else device.id
+
+
+def test_an_invitation_enrols_one_device(db: Database, tenant_id: str) -> None:
+    code = invite(db, tenant_id)
+    enrolment = enrol(db, code)
+    assert enrolment.created
+    assert (enrolment.device.tenant_id, enrolment.device.release) == (tenant_id, "tiny")
+    with pytest.raises(InvitationError):
+        enrol(db, code, OTHER_KEY)
+
+
+def test_the_same_key_enrols_again_to_the_same_device(db: Database, tenant_id: str) -> None:
+    code = invite(db, tenant_id)
+    first, again = enrol(db, code), enrol(db, code)
+    assert (again.device.id, again.created) == (first.device.id, False)
+    by_new_code = enrol(db, invite(db, tenant_id))
+    assert (by_new_code.device.id, by_new_code.created) == (first.device.id, False)
+
+
+def test_a_failed_enrolment_leaves_no_device(db: Database, tenant_id: str) -> None:
+    code = invite(db, tenant_id)
+    enrol(db, code)
+    with pytest.raises(InvitationError):
+        enrol(db, code, OTHER_KEY)
+    with db.read() as session:
+        assert len(devices.list_devices(session, tenant_id=tenant_id).items) == 1
+
+
+def test_codes_that_are_no_good_are_refused_alike(db: Database, tenant_id: str, clock: Clock) -> None:
+    expired, revoked = invite(db, tenant_id), invite(db, tenant_id)
+    with db.write() as session:
+        newest = devices.list_invitations(session, tenant_id=tenant_id).items
+        row = next(i for i in newest if i.code_hash == hash_secret(revoked))
+        devices.revoke_invitation(session, tenant_id=tenant_id, invitation_id=row.id)
+    messages = []
+    for code, wait in ((revoked, timedelta(0)), ("unknown", timedelta(0)), (expired, timedelta(hours=24))):
+        clock.at += wait
+        with pytest.raises(InvitationError) as caught:
+            enrol(db, code)
+        messages.append(str(caught.value))
+    assert len(set(messages)) == 1
+
+
+def test_secrets_are_stored_hashed_only(db: Database, tenant_id: str) -> None:
+    code = invite(db, tenant_id)
+    secret = token_of(db, enrol(db, code).device)
+    with db.read() as session:
+        stored = {row.code_hash for row in session.query(Invitation)}
+        stored |= {row.token_hash for row in session.query(DeviceToken)}
+    assert len(stored) == 2
+    assert not stored & {code, secret}
+
+
+def test_a_nonce_is_used_once_in_its_time_by_its_device(db: Database, tenant_id: str, clock: Clock) -> None:
+    device = enrol(db, invite(db, tenant_id)).device
+    other = enrol(db, invite(db, tenant_id), OTHER_KEY).device
+    with db.write() as session:
+        nonce, _ = devices.create_nonce(session, device_id=device.id)
+        late, _ = devices.create_nonce(session, device_id=device.id)
+        assert devices.use_nonce(session, device_id=other.id, nonce=nonce) is None
+        used = devices.use_nonce(session, device_id=device.id, nonce=nonce)
+        assert used is not None
+        assert used.id == device.id
+        assert devices.use_nonce(session, device_id=device.id, nonce=nonce) is None
+        clock.forward(5 * 60)
+        assert devices.use_nonce(session, device_id=device.id, nonce=late) is None
+
+
+def test_access_tokens_expire(db: Database, tenant_id: str, clock: Clock) -> None:
+    device = enrol(db, invite(db, tenant_id)).device
+    secret = token_of(db, device)
+    clock.forward(3599)
+    assert authenticated(db, secret) == device.id
+    clock.forward(1)
+    assert authenticated(db, secret) is None
+    with db.write() as session:
+        devices.purge_expired(session)
+        assert session.query(DeviceToken).count() == 0
+
+
+@pytest.mark.parametrize("leave", [devices.revoke, devices.unenrol])
+def test_leaving_acts_on_the_next_request(db: Database, tenant_id: str, leave: object) -> None:
+    device = enrol(db, invite(db, tenant_id)).device
+    secret = token_of(db, device)
+    assert callable(leave)
+    with db.write() as session:
+        nonce, _ = devices.create_nonce(session, device_id=device.id)
+        leave(session, tenant_id=tenant_id, device_id=device.id)
+    assert authenticated(db, secret) is None
+    with db.write() as session:
+        assert devices.use_nonce(session, device_id=device.id, nonce=nonce) is None
+    with pytest.raises(NotFoundError), db.write() as session:
+        devices.create_nonce(session, device_id=device.id)
+
+
+def test_a_revoked_key_stays_out_and_an_unenrolled_one_may_come_back(db: Database, tenant_id: str) -> None:
+    code = invite(db, tenant_id)
+    device = enrol(db, code).device
+    with db.write() as session:
+        devices.unenrol(session, tenant_id=tenant_id, device_id=device.id)
+    with pytest.raises(InvitationError):
+        enrol(db, code)
+    back = enrol(db, invite(db, tenant_id))
+    assert (back.device.id, back.created) == (device.id, True)
+    with db.write() as session:
+        devices.revoke(session, tenant_id=tenant_id, device_id=device.id)
+    with pytest.raises(InvitationError):
+        enrol(db, invite(db, tenant_id))
+
+
+def test_another_tenants_device_does_not_exist(db: Database, tenant_id: str, other_tenant_id: str) -> None:
+    device = enrol(db, invite(db, tenant_id)).device
+    with pytest.raises(NotFoundError), db.write() as session:
+        devices.revoke(session, tenant_id=other_tenant_id, device_id=device.id)
+    with db.read() as session:
+        assert devices.list_devices(session, tenant_id=other_tenant_id).items == ()
+
+
+def test_last_seen_is_noted_at_most_once_a_minute(db: Database, tenant_id: str, clock: Clock) -> None:
+    device = enrol(db, invite(db, tenant_id)).device
+    seen = []
+    for wait in (0, 59, 2):
+        clock.forward(wait)
+        with db.write() as session:
+            devices.touch(session, device_id=device.id)
+            seen.append(devices.get(session, tenant_id=tenant_id, device_id=device.id).last_seen_at)
+    assert seen[0] == seen[1]
+    assert seen[2] == clock.at

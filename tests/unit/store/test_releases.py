@@ -1,0 +1,275 @@
+"""Versions only grow, aliases move, yanked packages leave the devices' sight; access and runs."""
+
+from datetime import timedelta
+
+import pytest
+
+from permille.store import access, devices, jobs, releases, results, runs
+from permille.store.database import Database, now
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.releases import Signature
+from permille.store.results import LayerRecord
+from permille.store.tables import LogState, PackageRow, Release, Role
+from tests.unit.store.conftest import Clock
+
+LOG, LAYER = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+
+
+def add_package(db: Database, tenant_id: str, name: str = "1") -> PackageRow:
+    with db.write() as session:
+        return results.add_package(
+            session,
+            tenant_id=tenant_id,
+            job_id=None,
+            model_id=None,
+            mask_id=None,
+            quantization_id=None,
+            digest="sha256:" + name * 64,
+            manifest=b"{}",
+            k=1,
+            layers=[LayerRecord(role="dense", media_type="m", digest=LAYER, size_bytes=7)] * 2,
+        )
+
+
+def sign(version: int) -> Signature:
+    return Signature(key_id="key", signature=f"signed {version}")
+
+
+def publish(
+    db: Database, package: PackageRow, *, version: int | None = None, alias: str | None = None
+) -> Release:
+    with db.write() as session:
+        return releases.publish(
+            session,
+            tenant_id=package.tenant_id,
+            name="tiny",
+            package=package,
+            expires_at=now(session) + timedelta(days=1),
+            sign=sign,
+            version=version,
+            alias=alias,
+        )
+
+
+def test_versions_grow_and_what_is_signed_is_the_version(db: Database, tenant_id: str) -> None:
+    package = add_package(db, tenant_id)
+    made = [publish(db, package), publish(db, package, version=7), publish(db, package)]
+    assert [(row.version, row.signature) for row in made] == [
+        (1, "signed 1"),
+        (7, "signed 7"),
+        (8, "signed 8"),
+    ]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_versions_that_do_not_grow_are_a_conflict(db: Database, tenant_id: str, version: int) -> None:
+    package = add_package(db, tenant_id)
+    publish(db, package, version=2)
+    with pytest.raises(ConflictError, match="above 2"):
+        publish(db, package, version=version)
+
+
+def test_a_yanked_version_is_not_used_again(db: Database, tenant_id: str) -> None:
+    package = add_package(db, tenant_id)
+    publish(db, package)
+    with db.write() as session:
+        releases.yank(session, tenant_id=tenant_id, name="tiny", version=1, reason="broken")
+        again = releases.yank(session, tenant_id=tenant_id, name="tiny", version=1, reason="other")
+        assert again.yanked_reason == "broken"
+        with pytest.raises(ConflictError, match="yanked"):
+            releases.set_alias(session, tenant_id=tenant_id, name="tiny", alias="stable", version=1)
+    assert publish(db, package).version == 2
+
+
+def test_aliases_move(db: Database, tenant_id: str) -> None:
+    package = add_package(db, tenant_id)
+    publish(db, package, alias="stable")
+    publish(db, package, alias="canary")
+    with db.write() as session:
+        stable = releases.resolve_alias(session, tenant_id=tenant_id, name="tiny", alias="stable")
+        assert stable.version == 1
+        releases.set_alias(session, tenant_id=tenant_id, name="tiny", alias="stable", version=2)
+    with db.write() as session:
+        moved = releases.resolve_alias(session, tenant_id=tenant_id, name="tiny", alias="stable")
+        assert moved.version == 2
+        releases.delete_alias(session, tenant_id=tenant_id, name="tiny", alias="canary")
+        assert [row.alias for row in releases.list_aliases(session, tenant_id=tenant_id)] == ["stable"]
+    with pytest.raises(NotFoundError), db.write() as session:
+        releases.set_alias(session, tenant_id=tenant_id, name="tiny", alias="stable", version=9)
+
+
+def test_releases_of_another_tenant_do_not_exist(db: Database, tenant_id: str, other_tenant_id: str) -> None:
+    publish(db, add_package(db, tenant_id), alias="stable")
+    with pytest.raises(NotFoundError), db.read() as session:
+        releases.resolve_alias(session, tenant_id=other_tenant_id, name="tiny", alias="stable")
+    with db.read() as session:
+        assert releases.list_releases(session, tenant_id=other_tenant_id).items == ()
+
+
+def test_devices_read_only_what_their_release_publishes(db: Database, tenant_id: str) -> None:
+    package = add_package(db, tenant_id)
+    publish(db, package)
+
+    def readable(release: str, **options: bool) -> str:
+        with db.read() as session:
+            return results.get_package_for_device(
+                session, tenant_id=tenant_id, release=release, digest=package.digest, **options
+            ).digest
+
+    assert readable("tiny") == package.digest
+    with pytest.raises(NotFoundError):
+        readable("other")
+    with db.write() as session:
+        releases.yank(session, tenant_id=tenant_id, name="tiny", version=1, reason="broken")
+    with pytest.raises(NotFoundError):
+        readable("tiny")
+    assert readable("tiny", include_yanked=True) == package.digest
+
+
+def test_a_package_is_stored_once_and_its_size_counts_a_blob_once(db: Database, tenant_id: str) -> None:
+    first, again = add_package(db, tenant_id), add_package(db, tenant_id)
+    assert (again.id, again.size_bytes) == (first.id, 7)
+    with db.read() as session:
+        assert results.get_package_blob(session, package=first, blob_digest=LAYER).size_bytes == 7
+        with pytest.raises(NotFoundError):
+            results.get_package_blob(session, package=first, blob_digest=LOG)
+
+
+def test_signing_keys_rotate(db: Database, tenant_id: str) -> None:
+    with db.write() as session:
+        for key_id in ("one", "two", "one"):
+            releases.register_signing_key(session, tenant_id=tenant_id, key_id=key_id, public_key=key_id)
+        releases.retire_signing_key(session, tenant_id=tenant_id, key_id="one")
+        assert [key.key_id for key in releases.list_signing_keys(session, tenant_id=tenant_id)] == ["two"]
+
+
+# --- operators
+
+
+def test_operator_tokens_expire_and_are_revoked(db: Database, tenant_id: str, clock: Clock) -> None:
+    with db.write() as session:
+        until = clock.at + timedelta(hours=1)
+        token, secret = access.create_token(
+            session, tenant_id=tenant_id, name="ci", role=Role.VIEWER, expires_at=until
+        )
+        forever, other_secret = access.create_token(session, tenant_id=tenant_id, name="me", role=Role.ADMIN)
+    with db.write() as session:
+        found = access.authenticate_operator(session, secret)
+        assert found is not None
+        assert (found.id, found.role) == (token.id, "viewer")
+        assert access.authenticate_operator(session, secret + "x") is None
+        clock.forward(3600)
+        assert access.authenticate_operator(session, secret) is None
+        assert access.authenticate_operator(session, other_secret) is not None
+        access.revoke_token(session, tenant_id=tenant_id, token_id=forever.id)
+        assert access.authenticate_operator(session, other_secret) is None
+
+
+def test_another_tenants_token_cannot_be_revoked(db: Database, tenant_id: str, other_tenant_id: str) -> None:
+    with db.write() as session:
+        token, _ = access.create_token(session, tenant_id=tenant_id, name="ci", role=Role.ADMIN)
+    with pytest.raises(NotFoundError), db.write() as session:
+        access.revoke_token(session, tenant_id=other_tenant_id, token_id=token.id)
+
+
+def test_tenant_names_are_taken_once(db: Database, tenant_id: str) -> None:
+    with pytest.raises(ConflictError, match="acme"), db.write() as session:
+        access.create_tenant(session, name="acme")
+
+
+# --- runs
+
+
+@pytest.fixture
+def device_id(db: Database, tenant_id: str) -> str:
+    with db.write() as session:
+        _, code = devices.invite(session, tenant_id=tenant_id, release="tiny", alias="stable")
+        return devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device.id
+
+
+def report(db: Database, tenant_id: str, device_id: str, run_id: str = "run", steps: int = 1) -> bool:
+    with db.write() as session:
+        return runs.report(
+            session, tenant_id=tenant_id, device_id=device_id, run_id=run_id, metrics={"steps": steps}
+        )[1]
+
+
+def attach(db: Database, tenant_id: str, device_id: str, run_id: str = "run", log: str = LOG) -> str:
+    with db.write() as session:
+        _, job = runs.attach_log(
+            session, tenant_id=tenant_id, device_id=device_id, run_id=run_id, log_digest=log, size_bytes=9
+        )
+        return job.id
+
+
+def test_a_run_is_reported_once(db: Database, tenant_id: str, device_id: str) -> None:
+    assert report(db, tenant_id, device_id)
+    assert not report(db, tenant_id, device_id)
+    with pytest.raises(ConflictError):
+        report(db, tenant_id, device_id, steps=2)
+
+
+def test_a_log_is_replayed_once_and_not_replaced(db: Database, tenant_id: str, device_id: str) -> None:
+    report(db, tenant_id, device_id)
+    assert attach(db, tenant_id, device_id) == attach(db, tenant_id, device_id)
+    with pytest.raises(ConflictError, match="another log"):
+        attach(db, tenant_id, device_id, log=LAYER)
+
+
+def test_a_deleted_log_takes_its_job_and_verdict_along(db: Database, tenant_id: str, device_id: str) -> None:
+    report(db, tenant_id, device_id)
+    job_id = attach(db, tenant_id, device_id)
+    with db.write() as session:
+        assert runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id) == LOG
+        assert runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id) is None
+        assert jobs.get(session, tenant_id=tenant_id, job_id=job_id).state == "cancelled"
+        runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, state=LogState.VERIFIED)
+        row = runs.get(session, tenant_id=tenant_id, run_id="run")
+        assert (row.log_state, row.log_digest) == (None, None)
+
+
+def test_a_blob_that_something_else_needs_is_not_given_to_delete(
+    db: Database, tenant_id: str, device_id: str
+) -> None:
+    add_package(db, tenant_id)
+    for run_id, log in (("one", LOG), ("two", LOG), ("layer", LAYER)):
+        report(db, tenant_id, device_id, run_id)
+        attach(db, tenant_id, device_id, run_id, log)
+    with db.write() as session:
+        assert runs.delete_log(session, tenant_id=tenant_id, run_id="layer") is None
+        assert runs.delete_log(session, tenant_id=tenant_id, run_id="one") is None
+        assert runs.delete_log(session, tenant_id=tenant_id, run_id="two") == LOG
+
+
+def test_a_deleted_run_is_gone(db: Database, tenant_id: str, device_id: str) -> None:
+    report(db, tenant_id, device_id)
+    attach(db, tenant_id, device_id)
+    with db.write() as session:
+        assert runs.delete_run(session, tenant_id=tenant_id, run_id="run") == LOG
+    with pytest.raises(NotFoundError), db.read() as session:
+        runs.get(session, tenant_id=tenant_id, run_id="run")
+
+
+def test_runs_of_others_do_not_exist(
+    db: Database, tenant_id: str, other_tenant_id: str, device_id: str
+) -> None:
+    report(db, tenant_id, device_id)
+    for tenant, device in ((other_tenant_id, None), (tenant_id, "dev_other")):
+        with pytest.raises(NotFoundError), db.read() as session:
+            runs.get(session, tenant_id=tenant, run_id="run", device_id=device)
+
+
+def test_a_replay_that_cannot_end_does_not_leave_its_log_pending(
+    db: Database, tenant_id: str, device_id: str
+) -> None:
+    from permille.store import claims
+
+    report(db, tenant_id, device_id)
+    attach(db, tenant_id, device_id)
+    with db.write() as session:
+        claim = claims.claim(session, worker="w", lease_s=30)
+        assert claim is not None
+        claims.fail(session, claim, error={"type": "T", "message": "no disk"}, retryable=False)
+    with db.read() as session:
+        row = runs.get(session, tenant_id=tenant_id, run_id="run")
+    assert (row.log_state, row.log_reason) == ("refused", "replay-failed: no disk")

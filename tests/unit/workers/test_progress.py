@@ -1,0 +1,145 @@
+"""Progress: throttled, with an estimate; hand-over by the pipe; folders and lean processes."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from permille.errors import InputError
+from permille.store import access, claims, jobs
+from permille.store.claims import Claim
+from permille.store.database import Database
+from permille.store.errors import StaleClaimError
+from permille.store.schema import migrate
+from permille.store.tables import Job
+from workers.context import JobCancelledError, Progress
+from workers.handover import decode_handover, encode_handover
+from workers.settings import WorkerSettings
+from workers.work_folders import locked_work_folder, remove_ended
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[Database]:
+    url = f"sqlite:///{tmp_path}/permille.db"
+    migrate(url)
+    database = Database(url)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def claim(db: Database) -> Claim:
+    with db.write() as session:
+        tenant = access.create_tenant(session, name="acme")
+        jobs.submit(session, tenant_id=tenant.id, kind="mask", payload={})
+    with db.write() as session:
+        found = claims.claim(session, worker="w", lease_s=600)
+    assert found is not None
+    return found
+
+
+class Seconds:
+    """A monotonic clock that stands until it is moved."""
+
+    at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def read(db: Database, claim: Claim) -> Job:
+    with db.read() as session:
+        return jobs.get(session, tenant_id=claim.tenant_id, job_id=claim.job_id)
+
+
+def test_progress_is_told_once_a_second_and_at_each_stage(db: Database, claim: Claim) -> None:
+    clock = Seconds()
+    progress = Progress(db, claim, clock=clock)
+    told = []
+    for at, message in ((0.0, "fisher 1/9"), (0.5, "fisher 2/9"), (0.6, "selecting"), (5.0, "selecting")):
+        clock.at = at
+        progress(at / 10, message)
+        told.append((read(db, claim).progress, read(db, claim).message))
+    assert told == [(0.0, "fisher 1/9"), (0.0, "fisher 1/9"), (0.06, "selecting"), (0.5, "selecting")]
+
+
+def test_the_estimate_takes_the_pace_of_this_attempt(db: Database, claim: Claim) -> None:
+    clock = Seconds()
+    progress = Progress(db, claim, clock=clock)
+    progress(0.5, "resumed half way")
+    clock.at = 10.0
+    progress(0.6, "fisher")
+    row = read(db, claim)
+    assert row.eta_at is not None
+    assert (row.eta_at - row.updated_at).total_seconds() == pytest.approx(40, abs=0.01)
+
+
+def test_progress_stops_a_job_that_is_to_be_cancelled(db: Database, claim: Claim) -> None:
+    with db.write() as session:
+        jobs.request_cancel(session, tenant_id=claim.tenant_id, job_id=claim.job_id)
+    with pytest.raises(JobCancelledError):
+        Progress(db, claim)(0.5, "working")
+
+
+def test_progress_stops_a_stale_attempt(db: Database, claim: Claim) -> None:
+    with pytest.raises(StaleClaimError):
+        Progress(db, replace(claim, fence=0))(0.5, "working")
+
+
+def settings(tmp_path: Path) -> WorkerSettings:
+    return WorkerSettings.model_validate(
+        {
+            "database_url": "postgresql+psycopg://me:secret@host/name",
+            "blob_root": tmp_path / "b",
+            "model_root": tmp_path / "m",
+            "corpus_root": tmp_path / "c",
+            "work_root": tmp_path / "w",
+            "threads": 2,
+            "lease_s": 7.5,
+        }
+    )
+
+
+def test_the_child_gets_claim_and_settings_by_the_pipe(tmp_path: Path, claim: Claim) -> None:
+    given = settings(tmp_path)
+    line = encode_handover(claim, given)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert decode_handover(line) == (claim, given)
+    assert "secret" not in repr(given)
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"{}", b'{"claim": {}, "settings": {}}'])
+def test_a_line_that_is_none_of_ours_is_refused(line: bytes) -> None:
+    with pytest.raises(InputError, match="a line of a supervisor"):
+        decode_handover(line)
+
+
+def test_work_folders_go_with_their_jobs(db: Database, claim: Claim, tmp_path: Path) -> None:
+    with locked_work_folder(tmp_path, claim.job_id) as folder:
+        (folder / "sums").write_text("x")
+    (tmp_path / "jobs" / "job_unknown").mkdir()
+    assert remove_ended(db, tmp_path) == ["job_unknown"]
+    assert (folder / "sums").exists()
+    with db.write() as session:
+        claims.complete(session, claim, result_kind="mask", result_id="mask_1")
+    assert remove_ended(db, tmp_path) == [claim.job_id]
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("permille.store.dispatch", ("celery", "kombu", "redis")),
+        ("workers.__main__", ("celery", "torch", "transformers", "matplotlib")),
+        ("workers.child", ("torch", "transformers", "matplotlib", "datasets")),
+    ],
+)
+def test_processes_import_only_what_they_need(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, json, {module}; json.dump(sorted(sys.modules), sys.stdout)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert not set(absent) & set(json.loads(done.stdout))
