@@ -146,7 +146,7 @@ def test_losses_whose_difference_overflows_are_rejected() -> None:
     assert record.flags is StepFlag.REJECTED
 
 
-@pytest.mark.parametrize("exponent", [-100, -149])
+@pytest.mark.parametrize("exponent", [-26, -100, -149])
 def test_a_coefficient_beyond_the_format_is_rejected_not_saturated(exponent: int) -> None:
     engine = BrokenEngine([2.0, 1.0], [])
     header = make_header(queries=1, step_unit_exponent=exponent)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
+from permille.zo.directions import Distribution
 from permille.zo.frames import encode_header, parse_journal
 from permille.zo.journal import Journal, read_journal
 from permille.zo.log import StepFlag, StepRecord
@@ -222,6 +223,19 @@ def test_a_record_that_does_not_continue_the_journal_is_not_written(path: Path, 
             journal.append(record)
         assert path.stat().st_size == size
         journal.append(make_records(ROWS)[0])
+
+
+def test_a_record_that_could_leave_the_exact_range_is_not_written(path: Path) -> None:
+    header = make_header(queries=1024, distribution=Distribution.BINOMIAL64)
+    largest = make_records([[-(2**31) + 1] * 1024] * 129)
+    with Journal.create(path, header, fsync_every=1000) as journal:
+        for record in largest[:128]:
+            journal.append(record)
+        with pytest.raises(InputError, match="2\\*\\*53"):
+            journal.append(largest[128])
+        assert journal.next_step == 128
+    with Journal.open(path) as journal, pytest.raises(InputError, match="2\\*\\*53"):
+        journal.append(largest[128])
 
 
 def test_every_append_is_synced_unless_told_otherwise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
