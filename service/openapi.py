@@ -53,6 +53,18 @@ def _complete(app: FastAPI) -> dict[str, Any]:
     problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(problem.pop("$defs", {}))
     schemas["Problem"] = problem
+    for item in document["paths"].values():
+        for operation in item.values():
+            for parameter in operation.get("parameters", ()):
+                _drop_null(parameter)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     return document
+
+
+def _drop_null(parameter: dict[str, Any]) -> None:
+    """A parameter that may be left out is not one that may be the word `null`."""
+    schema = parameter["schema"]
+    kinds = [kind for kind in schema.pop("anyOf", ()) if kind != {"type": "null"}]
+    if kinds:
+        schema.update(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})

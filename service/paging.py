@@ -14,9 +14,7 @@ Record = TypeVar("Record")
 Limit = Annotated[int, Query(ge=1, le=paging.MAX_LIMIT, description="rows of a page")]
 Cursor = Annotated[
     str | None,
-    Query(
-        pattern=r"^[A-Za-z0-9_.-]{1,200}$", description="`next_cursor` of the page before", examples=[None]
-    ),
+    Query(pattern=r"^[A-Za-z0-9_.-]{1,200}$", description="`next_cursor` of the page before"),
 ]
 DEFAULT_LIMIT = 50
 

@@ -144,6 +144,9 @@ async def _on_validation_error(request: Request, exc: Exception) -> Response:
         for error in found[:20]
     ]
     detail = "; ".join(f"{error.location}: {error.message}" for error in errors[:3])
+    if errors and all(error.location.startswith("path.") for error in errors):
+        # What cannot be the name of anything names nothing.
+        return problem_response(request.url.path, ProblemType.NOT_FOUND, detail, errors=errors)
     return problem_response(request.url.path, ProblemType.INVALID, detail, errors=errors)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Id, Name, Timestamp
+from permille.schemas.fields import Closed, Id, Name, Timestamp, WholeNumber
 
 
 class Role(StrEnum):
@@ -36,7 +36,7 @@ class TokenCreate(Closed):
     name: Name = Field(examples=["ci"])
     role: Role
     tenant_id: Id | None = None
-    expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650)] | None = None
+    expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650), WholeNumber] | None = None
 
 
 class Token(Closed):

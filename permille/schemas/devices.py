@@ -86,7 +86,7 @@ class InvitationRecord(Closed):
     release: Name
     alias: Name
     state: InvitationState
-    device_id: Id | None
+    used_by: Id | None = Field(description="the device that it enrolled")
     created_at: Timestamp
     expires_at: Timestamp
 

@@ -6,7 +6,7 @@ accepts a field that it does not know. Numbers are strict: `"5"` is not 5.
 
 from typing import Annotated, Generic, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 Item = TypeVar("Item")
 
@@ -19,14 +19,22 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 ID_PATTERN = r"^[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}$"
 TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]+$"
 
+
+def _whole(value: object) -> object:
+    """JSON has one kind of number: 5.0 is the integer 5 (JSON Schema); "5" and true are not."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WholeNumber = BeforeValidator(_whole)
+
 Digest = Annotated[
     str, StringConstraints(pattern=DIGEST_PATTERN), Field(examples=["sha256:" + "0123456789abcdef" * 4])
 ]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN), Field(examples=["tiny-llama"])]
 Id = Annotated[str, StringConstraints(pattern=ID_PATTERN), Field(examples=["job_01jd3kq8z7m4n5p6r7s8t9v0wx"])]
-Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
-Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
-Seed = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER, examples=[0])]
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER), WholeNumber]
+Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER), WholeNumber]
+Seed = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER, examples=[0]), WholeNumber]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Density = Annotated[
     float,
@@ -80,4 +88,5 @@ __all__ = [
     "Positive",
     "Seed",
     "Timestamp",
+    "WholeNumber",
 ]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, Timestamp
+from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, Timestamp, WholeNumber
 
 
 class MaskMethod(StrEnum):
@@ -33,8 +33,8 @@ class Allocation(StrEnum):
     GLOBAL = "global"
 
 
-Sequences = Annotated[int, Field(strict=True, ge=1, le=100_000, examples=[100])]
-SequenceLength = Annotated[int, Field(strict=True, ge=8, le=32_768, examples=[512])]
+Sequences = Annotated[int, Field(strict=True, ge=1, le=100_000, examples=[100]), WholeNumber]
+SequenceLength = Annotated[int, Field(strict=True, ge=8, le=32_768, examples=[512]), WholeNumber]
 
 
 class _AnyMask(Closed):

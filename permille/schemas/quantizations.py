@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp
+from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp, WholeNumber
 
 
 class SchemeName(StrEnum):
@@ -15,14 +15,14 @@ class SchemeName(StrEnum):
     INT4 = "int4"
 
 
-EvaluationTokens = Annotated[int, Field(strict=True, ge=256, le=10_000_000, examples=[8192])]
+EvaluationTokens = Annotated[int, Field(strict=True, ge=256, le=10_000_000, examples=[8192]), WholeNumber]
 
 
 class Nf4(Closed):
     """NormalFloat codes in flat blocks of 64."""
 
     scheme: Literal[SchemeName.NF4]
-    group_size: Literal[64] = 64
+    group_size: Annotated[Literal[64], WholeNumber] = 64
     evaluation_tokens: EvaluationTokens = 8192
 
 
@@ -30,7 +30,7 @@ class Int4(Closed):
     """Symmetric integers in groups along a row."""
 
     scheme: Literal[SchemeName.INT4]
-    group_size: Literal[32, 128] = 128
+    group_size: Annotated[Literal[32, 128], WholeNumber] = 128
     evaluation_tokens: EvaluationTokens = 8192
 
 

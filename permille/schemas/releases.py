@@ -5,11 +5,20 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from permille.schemas.devices import Signature
-from permille.schemas.fields import MAX_INTEGER, TEXT_PATTERN, Closed, Count, Digest, Name, Timestamp
+from permille.schemas.fields import (
+    MAX_INTEGER,
+    TEXT_PATTERN,
+    Closed,
+    Count,
+    Digest,
+    Name,
+    Timestamp,
+    WholeNumber,
+)
 
 RELEASE_CONTEXT: Final = b"permille-release-1\0"
 
-Version = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1])]
+Version = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1]), WholeNumber]
 
 
 class ReleaseCreate(Closed):
@@ -18,7 +27,7 @@ class ReleaseCreate(Closed):
     name: Name
     package_digest: Digest
     version: Version | None = None
-    expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650)] = 365
+    expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650), WholeNumber] = 365
     alias: Name | None = Field(default=None, description="alias to point at this version, e.g. `stable`")
 
 

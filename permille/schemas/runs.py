@@ -6,7 +6,7 @@ from typing import Annotated, Final
 from pydantic import Field, StringConstraints
 
 from permille.schemas.devices import AgentVersion
-from permille.schemas.fields import Closed, Count, Digest, Finite, Id, Name, Timestamp
+from permille.schemas.fields import Closed, Count, Digest, Finite, Id, Name, Timestamp, WholeNumber
 from permille.schemas.releases import Version
 
 LOG_MEDIA_TYPE: Final = "application/vnd.permille.log"
@@ -94,7 +94,7 @@ class RunMetrics(Closed):
     improvement_high: Finite | None
     learning_rate: Rate
     epsilon: Rate
-    step_unit_exponent: Annotated[int, Field(strict=True, ge=-1074, le=1023)]
+    step_unit_exponent: Annotated[int, Field(strict=True, ge=-1074, le=1023), WholeNumber]
     k: Count
     peak_rss_bytes: Count
     log_bytes: Count

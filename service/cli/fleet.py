@@ -15,7 +15,7 @@ tenants = typer.Typer(no_args_is_help=True, help="Tenants.")
 
 RELEASE_COLUMNS = ("name", "version", "aliases", "manifest_digest", "size_bytes", "yanked", "published_at")
 DEVICE_COLUMNS = ("id", "name", "state", "release", "alias", "agent_version", "last_seen_at")
-INVITATION_COLUMNS = ("id", "release", "alias", "state", "device_id", "expires_at")
+INVITATION_COLUMNS = ("id", "release", "alias", "state", "used_by", "expires_at")
 RUN_COLUMNS = (
     "run_id",
     "device_id",

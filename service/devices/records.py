@@ -41,7 +41,7 @@ def present_invitation(row: tables.Invitation, at: datetime) -> InvitationRecord
         release=row.release,
         alias=row.alias,
         state=state,
-        device_id=row.device_id,
+        used_by=row.device_id,
         created_at=row.created_at,
         expires_at=row.expires_at,
     )

@@ -22,6 +22,12 @@ from service.problems import PRIVATE, documented
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
+STREAM_SCHEMA = {
+    "type": "object",
+    "description": "one event of the stream; `data` is a JobEvent as one line of JSON",
+    "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
+    "required": ["id", "event", "data"],
+}
 Credentials = Annotated[HTTPAuthorizationCredentials, Depends(bearer)]
 After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="events with a larger `seq`")]
 LastEventId = Annotated[
@@ -93,7 +99,7 @@ def list_job_events(
     responses={
         200: {
             "description": "the events; the stream ends with the job",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": {"text/event-stream": {"schema": STREAM_SCHEMA}},
         },
         204: {"description": "the job has ended and every event was told: stop asking"},
     },
