@@ -1,16 +1,20 @@
 """What every worker does now and then: expired leases, builds, lost messages, old work folders."""
 
 import logging
+import time
 from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
 
 from permille.store import claims, devices
+from permille.store.blobs import FolderBlobStore
 from permille.store.database import Database
 from permille.store.dispatch import Dispatcher
 from workers.settings import WorkerSettings
 from workers.supervisor import Shutdown
 from workers.work_folders import remove_ended
+
+_UNFINISHED_BLOB_S = 86_400.0  # what a killed writer left; a living one has written within a day
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class Sweeper:
         with self.db.write() as session:
             devices.purge_expired(session)
         remove_ended(self.db, self.settings.work_root)
+        FolderBlobStore(self.settings.blob_root).sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
     def _resend(self) -> None:
         if self.dispatcher is None:
