@@ -93,6 +93,18 @@ def mean_loss(engine: Engine, values_K: NDArray[np.float32], rows: Sequence[Row]
     return total / tokens
 
 
+def by_group(losses: DocumentLosses, groups: Sequence[str]) -> DocumentLosses:
+    """The sums of documents of one group together: documents of one group are not independent."""
+    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    place_D = np.array([places[group] for group in groups], dtype=np.int64)
+    nats_G = np.zeros(len(places), dtype=np.float64)
+    tokens_G, bytes_G = np.zeros(len(places), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
+    np.add.at(nats_G, place_D, losses.nats_D)
+    np.add.at(tokens_G, place_D, losses.tokens_D)
+    np.add.at(bytes_G, place_D, losses.bytes_D)
+    return DocumentLosses(nats_G, tokens_G, bytes_G)
+
+
 def paired_bootstrap(
     first_D: NDArray[np.float64],
     second_D: NDArray[np.float64],

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from edge_agent.activation import Active
 from edge_agent.data import DataReport
-from edge_agent.evaluate import Comparison, DocumentLosses, document_losses, paired_bootstrap
+from edge_agent.evaluate import Comparison, DocumentLosses, by_group, document_losses, paired_bootstrap
 from edge_agent.prepare import tokenize
 from edge_agent.rows import document_rows
-from edge_agent.run_folder import Json, RunFolder
+from edge_agent.run_folder import Json, RunFolder, finite_or_none
 from edge_agent.search import Setup, search_seed
 from edge_agent.tokens import TextTokenizer
 from edge_agent.trainer import Chosen
@@ -51,8 +51,8 @@ def judge(setup: Setup, run: RunFolder, chosen: Chosen, incumbent: Active, open_
                 chosen.s_K, mask_digest=setup.mask_digest, step_unit_exponent=exponent
             ),
             "incumbent": asdict(incumbent),
-            "loss_base": base.per_token,
-            "bits_per_byte_base": base.bits_per_byte,
+            "loss_base": finite_or_none(base.per_token),
+            "bits_per_byte_base": finite_or_none(base.bits_per_byte),
         }
         if chosen.step == 0:
             return decision | {"adopted": False, "reason": _no_step(chosen.stopped)}
@@ -60,9 +60,9 @@ def judge(setup: Setup, run: RunFolder, chosen: Chosen, incumbent: Active, open_
         seed = search_seed(setup.options.seed, "bootstrap")
         against_base = paired_bootstrap(base.nats_D, personal.nats_D, base.tokens_D, seed=seed)
         decision |= {
-            "loss_personal": personal.per_token,
-            "bits_per_byte_personal": personal.bits_per_byte,
-            "against_base": asdict(against_base),
+            "loss_personal": finite_or_none(personal.per_token),
+            "bits_per_byte_personal": finite_or_none(personal.bits_per_byte),
+            "against_base": _json(against_base),
         }
         if not against_base.better:
             return decision | {"adopted": False, "reason": "not surely better than the base on held-out text"}
@@ -73,7 +73,7 @@ def judge(setup: Setup, run: RunFolder, chosen: Chosen, incumbent: Active, open_
         if not against_active.better:
             reason = "better than the base, but not surely better than the active model on held-out text"
         return decision | {
-            "against_active": asdict(against_active),
+            "against_active": _json(against_active),
             "adopted": against_active.better,
             "reason": reason,
         }
@@ -84,45 +84,49 @@ def judge(setup: Setup, run: RunFolder, chosen: Chosen, incumbent: Active, open_
 def _against_active(
     run: RunFolder, setup: Setup, personal: DocumentLosses, open_incumbent: OpenModel, seed: int
 ) -> Comparison:
-    known = run.once("losses-active", lambda: _active_losses(setup, open_incumbent))
+    known = run.once("losses-active", lambda: _to_json(_active_losses(setup, open_incumbent)))
     active = _from_json(known)
-    both_D = active.tokens_D > 0
+    both_G = active.tokens_D > 0
     return paired_bootstrap(
-        active.nats_D[both_D], personal.nats_D[both_D], personal.bytes_D[both_D], seed=seed
+        active.nats_D[both_G], personal.nats_D[both_G], personal.bytes_D[both_G], seed=seed
     )
 
 
-def _active_losses(setup: Setup, open_incumbent: OpenModel) -> Json:
+def _active_losses(setup: Setup, open_incumbent: OpenModel) -> DocumentLosses:
+    """Losses of the active model by group; 0 tokens where its tokenizer or template refused a document."""
     engine, values_K, tokenizer = open_incumbent()
     documents = setup.prepared.test_documents
     row_tokens = setup.options.row_tokens
     known, tokenized = tokenize(documents, tokenizer, DataReport(), row_tokens=row_tokens)
     found = document_losses(engine, values_K, document_rows(tokenized, row_tokens), len(known))
-    places = {document.group: index for index, document in enumerate(known)}
-    all_D = DocumentLosses(
+    of_document = {id(document): index for index, document in enumerate(known)}
+    refused = {document.group for document in documents if id(document) not in of_document}
+    losses = DocumentLosses(
         np.zeros(len(documents)), np.zeros(len(documents), np.int64), np.zeros(len(documents), np.int64)
     )
-    for index, document in enumerate(documents):
-        if (place := places.get(document.group)) is not None:
-            all_D.nats_D[index] = found.nats_D[place]
-            all_D.tokens_D[index] = found.tokens_D[place]
-            all_D.bytes_D[index] = found.bytes_D[place]
-    return _to_json(all_D)
+    for place, document in enumerate(documents):
+        if document.group not in refused:
+            index = of_document[id(document)]
+            losses.nats_D[place] = found.nats_D[index]
+            losses.tokens_D[place] = found.tokens_D[index]
+            losses.bytes_D[place] = found.bytes_D[index]
+    return by_group(losses, [document.group for document in documents])
 
 
 def _losses(run: RunFolder, name: str, setup: Setup, values_K: NDArray[np.float32]) -> DocumentLosses:
-    documents = len(setup.prepared.test_documents)
+    """Losses on the test split by group of documents, measured once."""
+    documents = setup.prepared.test_documents
 
     def measure() -> Json:
-        return _to_json(document_losses(setup.engine, values_K, setup.prepared.test, documents))
+        losses = document_losses(setup.engine, values_K, setup.prepared.test, len(documents))
+        return _to_json(by_group(losses, [document.group for document in documents]))
 
     return _from_json(run.once(f"losses-{name}", measure))
 
 
 def _to_json(losses: DocumentLosses) -> Json:
-    """Sums that are not finite are written as null: JSON has no other word for them."""
-    finite = [nats if np.isfinite(nats) else None for nats in losses.nats_D.tolist()]
-    return {"nats": finite, "tokens": losses.tokens_D.tolist(), "bytes": losses.bytes_D.tolist()}
+    nats = [finite_or_none(nats) for nats in losses.nats_D.tolist()]
+    return {"nats": nats, "tokens": losses.tokens_D.tolist(), "bytes": losses.bytes_D.tolist()}
 
 
 def _from_json(known: Json) -> DocumentLosses:
@@ -131,6 +135,10 @@ def _from_json(known: Json) -> DocumentLosses:
         np.array(known["tokens"], dtype=np.int64),
         np.array(known["bytes"], dtype=np.int64),
     )
+
+
+def _json(comparison: Comparison) -> Json:
+    return {name: finite_or_none(number) for name, number in asdict(comparison).items()}
 
 
 def _no_step(stopped: str) -> str:

@@ -28,8 +28,8 @@ class TrainOptions:
     steps: int | None = None
     minutes: float | None = None
     estimator: EstimatorKind = EstimatorKind.SPSA
-    queries: int = 4
-    batch_rows: int = 4
+    queries: int = 8
+    batch_rows: int = 2
     row_tokens: int = 128
     schedule: Schedule = Schedule.LINEAR
     patience: int | None = None

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 
 from edge_agent.data import DataReport, Document
 from edge_agent.rows import Row, document_rows, packed_rows, rows_digest
-from edge_agent.splits import Split, SplitCount, assign, count, position
+from edge_agent.splits import Split, SplitCount, assign, count
 from edge_agent.tokens import TextTokenizer, TokenizedDocument
 from permille.errors import InputError, PackageError
-
-# More would make every evaluation slower and the decision hardly surer: documents beyond are not read.
-MAX_SELECT_TOKENS = 4_000
-MAX_TEST_TOKENS = 40_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +45,16 @@ def prepare(
     """
     known, tokenized = tokenize(documents, tokenizer, report, row_tokens=row_tokens)
     splits = assign([d.group for d in known], [t.targets for t in tokenized], seed)
-    order = sorted(range(len(known)), key=lambda i: (position(known[i].group, seed), i))
-    chosen = {
-        Split.TRAIN: [i for i in range(len(known)) if splits[i] is Split.TRAIN],
-        Split.SELECT: _first(
-            (i for i in reversed(order) if splits[i] is Split.SELECT), tokenized, MAX_SELECT_TOKENS
-        ),
-        Split.TEST: _first((i for i in order if splits[i] is Split.TEST), tokenized, MAX_TEST_TOKENS),
-    }
-    train = packed_rows([tokenized[i] for i in chosen[Split.TRAIN]], row_tokens)
-    select = document_rows([tokenized[i] for i in chosen[Split.SELECT]], row_tokens)
-    test = document_rows([tokenized[i] for i in chosen[Split.TEST]], row_tokens)
-    used = [(split, i) for split, indices in chosen.items() for i in indices]
+    parts = {split: [i for i in range(len(known)) if splits[i] is split] for split in Split}
+    train = packed_rows([tokenized[i] for i in parts[Split.TRAIN]], row_tokens)
+    select = document_rows([tokenized[i] for i in parts[Split.SELECT]], row_tokens)
+    test = document_rows([tokenized[i] for i in parts[Split.TEST]], row_tokens)
     return Prepared(
         train=train,
         select=select,
         test=test,
-        test_documents=[known[i] for i in chosen[Split.TEST]],
-        counts=count([split for split, _ in used], [tokenized[i].targets for _, i in used]),
+        test_documents=[known[i] for i in parts[Split.TEST]],
+        counts=count(splits, [t.targets for t in tokenized]),
         digest=rows_digest([train, select, test]),
     )
 
@@ -99,14 +87,3 @@ def tokenize(
             else:
                 report.bad("document", "no token that counts")
     return known, tokenized
-
-
-def _first(indices: Iterable[int], tokenized: Sequence[TokenizedDocument], limit: int) -> list[int]:
-    chosen: list[int] = []
-    tokens = 0
-    for index in indices:
-        if tokens >= limit:
-            break
-        chosen.append(index)
-        tokens += tokenized[index].targets
-    return chosen

@@ -18,6 +18,7 @@ again.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import uuid
@@ -112,6 +113,11 @@ class RunFolder:
 
     def _evaluations_path(self, attempt: int) -> Path:
         return self.path / f"attempt-{attempt}.jsonl"
+
+
+def finite_or_none(number: float) -> float | None:
+    """`number` as JSON can hold it: there is no word for what is not finite but null."""
+    return number if math.isfinite(number) else None
 
 
 def open_run(home: Home, definition: Mapping[str, Any]) -> RunFolder:

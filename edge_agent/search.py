@@ -24,7 +24,7 @@ from edge_agent.evaluate import mean_loss
 from edge_agent.options import TrainOptions
 from edge_agent.prepare import Prepared
 from edge_agent.rows import TrainingBatches
-from edge_agent.run_folder import Json, RunFolder
+from edge_agent.run_folder import Json, RunFolder, finite_or_none
 from permille.engines.interface import Engine
 from permille.errors import PermilleError
 from permille.zo.directions import Distribution
@@ -100,7 +100,7 @@ def find_epsilon(setup: Setup, run: RunFolder) -> Json:
     """
     start = EPSILON_NORM / math.sqrt(len(setup.w_base_K))
     if setup.options.estimator is EstimatorKind.FORWARD:
-        probe = run.once("search-forward", lambda: {"g_rms": _finite(_rms(_projected(setup, start)))})
+        probe = run.once("search-forward", lambda: {"g_rms": finite_or_none(_rms(_projected(setup, start)))})
         g_rms = probe["g_rms"]
         if not g_rms:
             raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {g_rms}")
@@ -126,7 +126,7 @@ def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: floa
         SearchFailed: no learning rate gave a finite loss.
     """
     start = STEP_NORM * math.sqrt(setup.options.queries) / (g_rms * math.sqrt(len(setup.w_base_K)))
-    base_loss = run.once("search-base", lambda: {"loss": _finite(_base_loss(setup))})["loss"]
+    base_loss = run.once("search-base", lambda: {"loss": finite_or_none(_base_loss(setup))})["loss"]
     if base_loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")
     losses: dict[int, float] = {}
@@ -142,7 +142,7 @@ def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: floa
     return {
         "learning_rate": start * RACE_FACTOR**best,
         "start": start,
-        "races": {str(power): _finite(loss) for power, loss in sorted(losses.items())},
+        "races": {str(power): finite_or_none(loss) for power, loss in sorted(losses.items())},
         "base_loss": base_loss,
     }
 
@@ -154,7 +154,7 @@ def _raced(
 
     def race() -> Json:
         loss = _race(setup, epsilon, g_rms, learning_rate, steps)
-        return {"learning_rate": learning_rate, "steps": steps, "loss": _finite(loss)}
+        return {"learning_rate": learning_rate, "steps": steps, "loss": finite_or_none(loss)}
 
     result = run.once(f"search-race-{power}", race)
     return math.inf if result["loss"] is None else float(result["loss"])
@@ -187,7 +187,7 @@ def _probe(setup: Setup, epsilon: float) -> Json:
     g2_N = np.asarray(_projected(setup, 2 * epsilon))
     with np.errstate(invalid="ignore", divide="ignore"):
         error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
-    return {"relative_error": _finite(error), "g_rms": _finite(_rms(g_N.tolist()))}
+    return {"relative_error": finite_or_none(error), "g_rms": finite_or_none(_rms(g_N.tolist()))}
 
 
 def _projected(setup: Setup, epsilon: float) -> list[float]:
@@ -204,7 +204,3 @@ def _projected(setup: Setup, epsilon: float) -> list[float]:
 
 def _rms(scalars: list[float]) -> float:
     return math.sqrt(sum(g * g for g in scalars) / len(scalars))
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -1,24 +1,28 @@
 """Which documents train, which select the state, and which are kept to judge the result at the end.
 
-A document's split is a function of its group and the seed alone: more text, another order or another package
-moves no document from one split to another. Only the shares widen, in fixed nested levels, where there is
-little text: the test part must hold `MIN_TEST_TOKENS` target tokens, or a difference between two models is
-luck.
+Groups of documents stand in an order that their hash and the seed decide. The test part is taken from the
+front of it, the select part from the back, each as large as it has to be; the rest trains. So nothing depends
+on the order of files, and added text moves few documents, those near a boundary. The test part must hold
+`MIN_TEST_TOKENS` target tokens of `MIN_TEST_GROUPS` groups, or a difference between two models is luck.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from permille.errors import InputError
 
-MIN_TEST_TOKENS = 2000
+TEST_SHARE = 0.2
+SELECT_SHARE = 0.1
+MIN_TEST_TOKENS = 2_000
+MIN_TEST_GROUPS = 8
 MIN_SELECT_TOKENS = 800
-MIN_TRAIN_TOKENS = 2000
-MIN_TEST_DOCUMENTS = 8
-# (test, select): each level contains the one before it.
-SHARES = ((0.20, 0.10), (0.30, 0.15), (0.40, 0.20))
+MIN_TRAIN_TOKENS = 2_000
+# More would make evaluations slower and hardly surer.
+MAX_TEST_TOKENS = 40_000
+MAX_SELECT_TOKENS = 4_000
 
 
 class Split(StrEnum):
@@ -44,7 +48,7 @@ def position(group: str, seed: int) -> float:
 
 
 def assign(groups: Sequence[str], target_tokens: Sequence[int], seed: int) -> list[Split]:
-    """The split of each document, at the first level of shares that gives every split what it needs.
+    """The split of each document.
 
     Args:
         groups: the group of each document.
@@ -54,14 +58,29 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int], seed: int) -> li
     Raises:
         InputError: too little text; the message says how much is needed and how much came.
     """
-    places = [position(group, seed) for group in groups]
-    counts: dict[Split, SplitCount] = {}
-    for test_share, select_share in SHARES:
-        splits = [_split(place, test_share, select_share) for place in places]
-        counts = count(splits, target_tokens)
-        if _enough(counts):
-            return splits
-    raise InputError(_too_little(counts))
+    tokens: dict[str, int] = defaultdict(int)
+    for group, number in zip(groups, target_tokens, strict=True):
+        tokens[group] += number
+    order = sorted(tokens, key=lambda group: (position(group, seed), group))
+    total = sum(tokens.values())
+    test = _taken(
+        order, tokens, _wanted(TEST_SHARE, total, MIN_TEST_TOKENS, MAX_TEST_TOKENS), MIN_TEST_GROUPS
+    )
+    rest = order[len(test) :]
+    wanted = _wanted(SELECT_SHARE, total, MIN_SELECT_TOKENS, MAX_SELECT_TOKENS)
+    select = _taken(reversed(rest), tokens, wanted, 1)
+    split_of = dict.fromkeys(rest, Split.TRAIN) | dict.fromkeys(test, Split.TEST)
+    split_of |= dict.fromkeys(select, Split.SELECT)
+    splits = [split_of[group] for group in groups]
+    counts = count(splits, target_tokens)
+    if (
+        counts[Split.TEST].tokens < MIN_TEST_TOKENS
+        or len(test) < MIN_TEST_GROUPS
+        or counts[Split.SELECT].tokens < MIN_SELECT_TOKENS
+        or counts[Split.TRAIN].tokens < MIN_TRAIN_TOKENS
+    ):
+        raise InputError(_too_little(counts, total, len(order)))
+    return splits
 
 
 def count(splits: Sequence[Split], target_tokens: Sequence[int]) -> dict[Split, SplitCount]:
@@ -73,29 +92,28 @@ def count(splits: Sequence[Split], target_tokens: Sequence[int]) -> dict[Split, 
     return result
 
 
-def _split(place: float, test_share: float, select_share: float) -> Split:
-    if place < test_share:
-        return Split.TEST
-    return Split.SELECT if place >= 1.0 - select_share else Split.TRAIN
+def _wanted(share: float, total: int, least: int, most: int) -> int:
+    return min(most, max(least, int(share * total)))
 
 
-def _enough(counts: dict[Split, SplitCount]) -> bool:
-    return (
-        counts[Split.TEST].tokens >= MIN_TEST_TOKENS
-        and counts[Split.TEST].documents >= MIN_TEST_DOCUMENTS
-        and counts[Split.SELECT].tokens >= MIN_SELECT_TOKENS
-        and counts[Split.TRAIN].tokens >= MIN_TRAIN_TOKENS
-    )
+def _taken(order: Iterable[str], tokens: dict[str, int], wanted: int, least_groups: int) -> list[str]:
+    """The first groups of `order` that hold as many tokens as wanted, and are as many as needed."""
+    taken: list[str] = []
+    have = 0
+    for group in order:
+        if have >= wanted and len(taken) >= least_groups:
+            break
+        taken.append(group)
+        have += tokens[group]
+    return taken
 
 
-def _too_little(counts: dict[Split, SplitCount]) -> str:
-    total = sum(split.tokens for split in counts.values())
-    documents = sum(split.documents for split in counts.values())
+def _too_little(counts: dict[Split, SplitCount], total: int, groups: int) -> str:
     needed = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
     return (
-        f"expected at least {MIN_TEST_TOKENS} held-out tokens in {MIN_TEST_DOCUMENTS} or more documents to "
-        f"judge the result, {MIN_SELECT_TOKENS} to select the state and {MIN_TRAIN_TOKENS} to train (about "
-        f"{needed} tokens in all, some more because documents are not divided), got "
-        f"{counts[Split.TEST].tokens} tokens in {counts[Split.TEST].documents} documents, "
-        f"{counts[Split.SELECT].tokens} and {counts[Split.TRAIN].tokens} ({total} in {documents} documents)"
+        f"expected at least {needed} tokens of text that count ({MIN_TEST_TOKENS} held-out ones in "
+        f"{MIN_TEST_GROUPS} or more documents to judge the result, {MIN_SELECT_TOKENS} to select the state, "
+        f"{MIN_TRAIN_TOKENS} to train; somewhat more where documents are long, they are not divided), got "
+        f"{total} tokens in {groups} documents, which leaves {counts[Split.TEST].tokens}, "
+        f"{counts[Split.SELECT].tokens} and {counts[Split.TRAIN].tokens}"
     )

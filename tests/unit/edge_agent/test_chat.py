@@ -1,0 +1,125 @@
+"""Chat templates: rendered in a sandbox with limits; which characters the assistant said."""
+
+import time
+
+import pytest
+
+from edge_agent.chat import ChatTemplate
+from permille.errors import InputError, PackageError
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TALK = (
+    ("system", "Be brief."),
+    ("user", "Hi"),
+    ("assistant", "Hello you"),
+    ("user", "Bye"),
+    ("assistant", "See you"),
+)
+
+
+def _targets(template: str | None, messages: tuple[tuple[str, str], ...]) -> tuple[str, list[str]]:
+    with ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}) as chat:
+        text, spans = chat.render_with_targets(messages)
+    return text, [text[start:end] for start, end in spans]
+
+
+def test_the_default_template_counts_turns_and_their_ends() -> None:
+    text, targets = _targets(None, TALK)
+
+    assert text == (
+        "<s>System: Be brief.\nUser: Hi\nAssistant: Hello you</s>\nUser: Bye\nAssistant: See you</s>\n"
+    )
+    assert targets == [" Hello you</s>\n", " See you</s>\n"]
+
+
+def test_chatml_counts_turns_and_their_ends() -> None:
+    _, targets = _targets(CHATML, TALK)
+
+    assert targets == ["Hello you<|im_end|>\n", "See you<|im_end|>\n"]
+
+
+def test_a_template_that_rewrites_earlier_turns_still_finds_them() -> None:
+    strips = (
+        "{% for message in messages %}[{{ message['role'] }}]{% if loop.last %}<think></think>{% endif %}"
+        "{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    text, targets = _targets(strips, TALK)
+
+    assert targets[0].strip() == "Hello you"
+    assert targets[1].endswith("See you")
+    assert "Bye" not in "".join(targets)
+    assert text.count("Hello you") == 1
+
+
+def test_generation_marks_of_templates_are_understood() -> None:
+    marked = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}{% else %}{{ m['content'] }}|{% endif %}{% endfor %}"
+    )
+    assert _targets(marked, (("user", "Hi"), ("assistant", "Ho"))) == ("Hi|Ho", ["Ho"])
+
+
+def test_a_turn_that_the_template_drops_is_refused() -> None:
+    with pytest.raises(InputError, match="does not appear"):
+        _targets("{{ messages[0]['content'] }}", (("user", "Hi"), ("assistant", "Ho")))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for %}",
+        "{{ 1 // 0 }}",
+        "{{ messages[99].content.x }}",
+        "{{ range(999999999) }}",
+    ],
+)
+def test_templates_that_break_out_or_fail_are_refused(template: str) -> None:
+    with ChatTemplate(template, {}) as chat, pytest.raises(PackageError, match="chat-template"):
+        chat.render((("user", "Hi"),))
+
+
+def test_an_endless_template_is_stopped_and_the_next_one_works() -> None:
+    endless = (
+        "{% if messages[0]['content'] == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+        "{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}{% endif %}done"
+    )
+    with ChatTemplate(endless, {}, render_timeout_s=0.5, start_timeout_s=30.0) as chat:
+        assert chat.render((("user", "fine"),)) == "done"
+        began = time.monotonic()
+        with pytest.raises(PackageError, match="chat-template-limit"):
+            chat.render((("user", "loop"),))
+        assert time.monotonic() - began < 30.0
+        assert chat.render((("user", "fine"),)) == "done"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(9999) %}{{ 'x' * 10000 }}{% endfor %}",
+        "{{ 'x' * 4000000000 }}",
+        "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+    ],
+)
+def test_a_template_that_grows_without_end_is_refused(template: str) -> None:
+    with ChatTemplate(template, {}) as chat, pytest.raises(PackageError, match="chat-template"):
+        chat.render((("user", "Hi"),))
+
+
+def test_a_template_that_is_too_long_is_refused_before_it_is_rendered() -> None:
+    with pytest.raises(PackageError, match="at most 65536 characters, got 70000"):
+        ChatTemplate("x" * 70_000, {})
+
+
+def test_undefined_names_render_as_nothing_and_json_is_available() -> None:
+    with ChatTemplate("{{ tools }}{{ messages | tojson }}", {}) as chat:
+        assert chat.render((("user", "é"),)) == '[{"role": "user", "content": "é"}]'

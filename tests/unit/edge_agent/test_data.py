@@ -1,0 +1,196 @@
+"""Reading the user's text: formats, bad rows, duplicates, sections."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edge_agent import data
+from edge_agent.data import (
+    Completion,
+    Conversation,
+    PlainText,
+    characters,
+    normalised,
+    read_documents,
+    sections,
+)
+from permille.errors import InputError
+from tests.packages import sentences
+
+
+def _jsonl(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [{"text": "one text"}, {"prompt": "Q: ", "completion": "A"}, {"messages": chat}]
+
+    documents, report = read_documents([_jsonl(tmp_path / "a.jsonl", rows)])
+
+    assert [document.content for document in documents] == [
+        PlainText("one text"),
+        Completion("Q: ", "A"),
+        Conversation((("user", "Hi"), ("assistant", "Hello"))),
+    ]
+    assert report.as_json() == {
+        "files": 1,
+        "ignored_files": 0,
+        "rows": 3,
+        "bad_rows": {},
+        "duplicates": 0,
+        "repeated_paragraphs": 0,
+        "documents": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{not json", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1]", "not a JSON object"),
+        ({"title": "x"}, "not exactly one of `text`, `messages`, `completion`"),
+        ({"text": "x", "completion": "y"}, "not exactly one of `text`, `messages`, `completion`"),
+        ({"text": 5}, "`text` is not a string"),
+        ({"text": " \n"}, "`text` is empty"),
+        ({"text": "x\ud800"}, "a lone surrogate"),
+        ({"text": "x", "group": 4}, "`group` is not a string"),
+        ({"completion": "y"}, "`prompt` is not a string"),
+        ({"prompt": "x", "completion": ""}, "`completion` is empty"),
+        ({"messages": []}, "`messages` is not a list with at least one message"),
+        ({"messages": ["x"]}, "a message is not an object with a `content` string"),
+        (
+            {"messages": [{"role": "user", "content": [1]}]},
+            "a message is not an object with a `content` string",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "a message's role is not one of system, user, assistant",
+        ),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
+    ],
+)
+def test_counts_bad_rows_with_file_and_line(tmp_path: Path, row: object, reason: str) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", [{"text": "a good row"}, row])
+
+    documents, report = read_documents([path])
+
+    assert [document.content for document in documents] == [PlainText("a good row")]
+    assert dict(report.bad_rows) == {reason: 1}
+    assert report.examples == [f"{path}:2: {reason}"]
+
+
+def test_counts_rows_that_are_too_long_or_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_ROW_BYTES", 40)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n{"text": "' + b"x" * 50 + b'"}\n\n')
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_bytes(b" \n")
+
+    _, report = read_documents([tmp_path])
+
+    assert dict(report.bad_rows) == {"not UTF-8": 2, "longer than 40 bytes": 1, "empty": 1}
+
+
+def test_reads_folders_in_order_without_hidden_files_links_and_other_kinds(tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    (folder / "b.txt").write_text("second")
+    (folder / "a.txt").write_text("\ufefffirst")
+    (folder / "sub" / "c.TXT").write_text("third")
+    (folder / ".hidden" / "d.txt").write_text("hidden")
+    (folder / "photo.jpg").write_text("no text")
+    (tmp_path / "outside.txt").write_text("outside")
+    (folder / "link.txt").symlink_to(tmp_path / "outside.txt")
+
+    documents, report = read_documents([folder, folder / "a.txt"])
+
+    assert [characters(document.content) for document in documents] == ["first", "second", "third"]
+    assert (report.files, report.ignored_files) == (3, 1)
+
+
+def test_refuses_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.pdf").write_text("x")
+    (tmp_path / "big.txt").write_text("x" * 100)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(InputError, match="found none"):
+        read_documents([tmp_path / "missing.txt"])
+    with pytest.raises(InputError, match=r"ends in \.txt or \.jsonl"):
+        read_documents([tmp_path / "a.pdf"])
+    with pytest.raises(InputError, match="at least one file"):
+        read_documents([])
+    with pytest.raises(InputError, match="got none in 1 files"):
+        read_documents([tmp_path / "empty.jsonl"])
+    monkeypatch.setattr(data, "MAX_TOTAL_BYTES", 99)
+    with pytest.raises(InputError, match="at most 99 bytes of text, got 100"):
+        read_documents([tmp_path / "big.txt"])
+
+
+def test_leaves_out_duplicates_by_what_they_say(tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"text": "The Same  text"},
+        {"text": "the same text"},
+        {"text": "ｔｈｅ same text\n"},
+        {"text": "another text"},
+        {"prompt": "p", "completion": "c"},
+        {"prompt": "P", "completion": "c "},
+    ]
+    documents, report = read_documents([_jsonl(tmp_path / "a.jsonl", rows)])
+
+    assert len(documents) == 3
+    assert report.duplicates == 3
+    assert normalised("ＡB\n c") == "ab c"
+
+
+def test_leaves_out_long_paragraphs_that_came_before(tmp_path: Path) -> None:
+    signature = "With kind regards from the whole crew of the harbour office, second floor, door nine."
+    rows: list[object] = [
+        {"text": f"First letter.\n\n{signature}"},
+        {"text": f"Second letter.\n\n{signature}\n\nYes."},
+        {"text": "Third.\n\nYes."},
+        {"text": signature + "\n"},
+    ]
+    documents, report = read_documents([_jsonl(tmp_path / "a.jsonl", rows)])
+
+    texts = [characters(document.content) for document in documents]
+    assert texts == [f"First letter.\n\n{signature}", "Second letter.\n\nYes.", "Third.\n\nYes."]
+    assert report.repeated_paragraphs == 2
+
+
+def test_cuts_few_long_texts_into_sections_and_leaves_many_documents_whole(tmp_path: Path) -> None:
+    story = "\n\n".join(sentences(200))
+    (tmp_path / "one.txt").write_text(story)
+    many: list[object] = [{"text": f"{number}: {story[:3000]}{number}"} for number in range(45)]
+
+    few, _ = read_documents([tmp_path / "one.txt"])
+    whole, _ = read_documents([_jsonl(tmp_path / "many.jsonl", many)])
+
+    assert "\n\n".join(characters(document.content) for document in few) == story
+    assert all(300 < len(characters(document.content)) <= data.SECTION_CHARACTERS for document in few)
+    assert len({document.group for document in few}) == len(few)
+    assert len(whole) == 45
+
+
+def test_rows_of_one_group_have_one_group_and_are_not_cut(tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"text": "x " * 2000, "group": "diary"},
+        {"text": "y", "group": "diary"},
+        {"text": "z"},
+    ]
+
+    documents, _ = read_documents([_jsonl(tmp_path / "a.jsonl", rows)])
+
+    assert len(documents) == 3
+    assert documents[0].group == documents[1].group != documents[2].group
+
+
+@pytest.mark.parametrize("text", ["word " * 900, "x" * 2500, "line\n" * 700, "a\n\n" * 900])
+def test_sections_hold_the_whole_text_in_order(text: str) -> None:
+    pieces = sections(text)
+
+    assert "".join("".join(pieces).split()) == "".join(text.split())
+    assert all(len(piece) <= data.SECTION_CHARACTERS + 1 for piece in pieces)

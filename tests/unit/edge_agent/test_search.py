@@ -1,0 +1,198 @@
+"""Epsilon and step size: the rules, their limits, and that nothing is computed twice."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edge_agent.home import open_home
+from edge_agent.run_folder import RunFolder, open_run
+from edge_agent.search import (
+    EPSILON_NORM,
+    RACE_FACTOR,
+    STEP_NORM,
+    SearchFailed,
+    Setup,
+    find_epsilon,
+    find_learning_rate,
+    search_seed,
+)
+from permille.engines.interface import Batch
+from permille.package.reader import Package
+from permille.zo.log import EstimatorKind
+from tests.bigram_engine import BigramEngine
+from tests.packages import tiny_package
+from tests.unit.edge_agent.runs import setup_of, user_text
+
+Function = Callable[[NDArray[np.float64]], float]
+
+
+class FunctionEngine(BigramEngine):
+    """The loss is a function of the distance from the base, not of the text."""
+
+    def __init__(self, package: Package, function: Function, slope: float = 0.0) -> None:
+        super().__init__(package)
+        self._base_K = package.values().astype(np.float64)
+        self._function = function
+        self._slope = slope
+        self.calls = 0
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """The function of each variant."""
+        self.calls += 1
+        return np.array([self._function(values_K - self._base_K) for values_K in values_VK], dtype=np.float32)
+
+    def directional_derivatives(
+        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
+    ) -> NDArray[np.float64]:
+        """A constant slope along the first weight."""
+        return self._slope * directions_QK[:, 0].astype(np.float64)
+
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """The function at every target."""
+        loss = self._function(values_K - self._base_K)
+        return np.full(int(batch.target_BT.sum()), loss, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return tiny_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return open_run(open_home(tmp_path / "home"), {"test": 1})
+
+
+def _setup(
+    package: Package, tmp_path: Path, function: Function, **changes: Any
+) -> tuple[Setup, FunctionEngine]:
+    engine = FunctionEngine(package, function, slope=2.0)
+    return setup_of(package, engine, user_text(tmp_path), **changes), engine
+
+
+def test_epsilon_starts_at_a_norm_of_a_half(package: Package, run: RunFolder, tmp_path: Path) -> None:
+    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]))
+
+    found = find_epsilon(setup, run)
+
+    assert found["epsilon"] * math.sqrt(package.k) == pytest.approx(EPSILON_NORM)
+    assert found["g_rms"] == pytest.approx(0.5, rel=1e-3)
+    assert found["relative_error"] < 1e-3
+
+
+def test_epsilon_shrinks_where_the_loss_is_too_curved(
+    package: Package, run: RunFolder, tmp_path: Path
+) -> None:
+    start = EPSILON_NORM / math.sqrt(package.k)
+    # A sine of this frequency turns between start and 2 start, and hardly at a quarter of that.
+    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + math.sin(1.4 * float(d[0]) / start))
+
+    found = find_epsilon(setup, run)
+
+    assert found["epsilon"] in (pytest.approx(start / 2), pytest.approx(start / 4))
+    assert found["relative_error"] <= 0.3
+
+
+def test_epsilon_grows_where_the_arithmetic_is_coarse(
+    package: Package, run: RunFolder, tmp_path: Path
+) -> None:
+    start = EPSILON_NORM / math.sqrt(package.k)
+    grid = 1.7 * start
+    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + round(float(d[0]) / grid) * grid)
+
+    assert find_epsilon(setup, run)["epsilon"] > start
+
+
+def test_no_usable_epsilon_is_refused(package: Package, run: RunFolder, tmp_path: Path) -> None:
+    noise = np.random.Generator(np.random.PCG64(0))
+    setup, _ = _setup(package, tmp_path, lambda _d: float(noise.normal()))
+
+    with pytest.raises(SearchFailed, match=r"relative error of the gradient of at most 0\.3"):
+        find_epsilon(setup, run)
+
+
+@pytest.mark.parametrize("flat", [0.0, math.nan])
+def test_a_loss_without_gradient_is_refused(
+    package: Package, run: RunFolder, tmp_path: Path, flat: float
+) -> None:
+    setup, _ = _setup(package, tmp_path, lambda _d: flat)
+
+    with pytest.raises(SearchFailed):
+        find_epsilon(setup, run)
+
+
+def test_forward_mode_needs_no_epsilon(package: Package, run: RunFolder, tmp_path: Path) -> None:
+    setup, _ = _setup(package, tmp_path, lambda _d: 1.0, estimator=EstimatorKind.FORWARD)
+
+    found = find_epsilon(setup, run)
+
+    assert found["relative_error"] == 0.0
+    assert found["g_rms"] == pytest.approx(2.0)
+
+
+def _bowl(package: Package, best_norm: float) -> Function:
+    """Falls along the way to a point at this distance, and rises behind it."""
+    target_K = np.full(package.k, best_norm / math.sqrt(package.k))
+    return lambda d: 3.0 + float(np.linalg.norm(d - target_K)) / (1.0 + best_norm)
+
+
+def test_the_race_starts_at_the_norm_rule_and_takes_the_best(
+    package: Package, run: RunFolder, tmp_path: Path
+) -> None:
+    setup, _ = _setup(package, tmp_path, _bowl(package, 2.0))
+
+    found = find_learning_rate(setup, run, 0.01, g_rms=0.3, race_steps=3)
+
+    norm = found["start"] * 0.3 * math.sqrt(package.k / setup.options.queries)
+    assert norm == pytest.approx(STEP_NORM)
+    races = {int(power): loss for power, loss in found["races"].items()}
+    assert races[min(races, key=lambda power: races[power])] == min(races.values())
+    best = min(races, key=lambda power: races[power])
+    assert found["learning_rate"] == pytest.approx(found["start"] * RACE_FACTOR**best)
+    assert set(races) >= {-1, 0, 1}
+
+
+def test_the_race_grows_where_the_best_is_at_the_end(
+    package: Package, run: RunFolder, tmp_path: Path
+) -> None:
+    falling, _ = _setup(package, tmp_path, lambda d: 3.0 + float(d @ d))
+
+    found = find_learning_rate(falling, run, 0.01, g_rms=0.001, race_steps=2)
+
+    assert min(int(power) for power in found["races"]) < -1
+
+
+def test_losses_that_are_not_finite_lose_the_race(package: Package, run: RunFolder, tmp_path: Path) -> None:
+    setup, _ = _setup(package, tmp_path, lambda d: 3.0 if np.linalg.norm(d) < 0.4 else math.nan)
+
+    found = find_learning_rate(setup, run, 0.001, g_rms=0.3, race_steps=3)
+
+    assert found["learning_rate"] > 0
+    assert all(loss is None or loss == 3.0 for loss in found["races"].values())
+
+
+def test_a_base_without_a_finite_loss_is_refused(package: Package, run: RunFolder, tmp_path: Path) -> None:
+    setup, _ = _setup(package, tmp_path, lambda _d: math.inf)
+
+    with pytest.raises(SearchFailed, match="finite loss of the base"):
+        find_learning_rate(setup, run, 0.01, g_rms=0.3, race_steps=2)
+
+
+def test_what_was_found_is_not_computed_again(package: Package, run: RunFolder, tmp_path: Path) -> None:
+    setup, engine = _setup(package, tmp_path, _bowl(package, 2.0))
+    first = find_epsilon(setup, run), find_learning_rate(setup, run, 0.01, g_rms=0.3, race_steps=2)
+    calls = engine.calls
+
+    assert (find_epsilon(setup, run), find_learning_rate(setup, run, 0.01, g_rms=0.3, race_steps=2)) == first
+    assert engine.calls == calls
+
+
+def test_thrown_away_directions_are_never_those_of_the_run() -> None:
+    seeds = {search_seed(seed, stage) for seed in range(50) for stage in ("probe", "race")}
+    assert len(seeds) == 100
+    assert not seeds & set(range(50))

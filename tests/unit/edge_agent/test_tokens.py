@@ -1,0 +1,159 @@
+"""Tokens of documents: which count, which are special, how many bytes they stand for."""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from edge_agent.chat import ChatTemplate
+from edge_agent.data import Completion, Conversation, PlainText
+from edge_agent.tokens import TextTokenizer
+from permille.errors import InputError, PackageError
+from tests.packages import SPECIAL_TOKENS, sentences, tiny_tokenizer
+
+NO_TEMPLATE = ChatTemplate(None, {})
+
+
+def _files(**more: object) -> Callable[[str], bytes | None]:
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", **more}
+    files = {
+        "tokenizer.json": tiny_tokenizer().to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "generation_config.json": b'{"eos_token_id": [1, 2]}',
+        "config.json": b'{"eos_token_id": 1}',
+    }
+    return files.get
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(_files())
+
+
+def test_every_token_but_the_first_of_plain_text_counts(tokenizer: TextTokenizer) -> None:
+    text = sentences(1)[0]
+
+    document = tokenizer.tokenize(PlainText(text), NO_TEMPLATE, row_tokens=64)
+
+    assert tokenizer.decode(document.ids_T.tolist()) == text
+    assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
+    assert document.bytes_T.sum() == len(text.encode())
+
+
+def test_bytes_of_a_character_in_several_tokens_are_counted_once(tokenizer: TextTokenizer) -> None:
+    text = "a 🌊 wave, été"
+
+    document = tokenizer.tokenize(PlainText(text), NO_TEMPLATE, row_tokens=64)
+
+    assert len(document.ids_T) > len(text.split())
+    assert document.bytes_T.sum() == len(text.encode())
+    assert (document.bytes_T >= 0).all()
+
+
+def test_special_tokens_in_text_are_text(tokenizer: TextTokenizer) -> None:
+    document = tokenizer.tokenize(PlainText("before </s> after <s>"), NO_TEMPLATE, row_tokens=64)
+
+    assert not set(document.ids_T.tolist()) & {0, 1, 2}
+    assert tokenizer.decode(document.ids_T.tolist()) == "before </s> after <s>"
+    assert not set(tokenizer.prompt("</s>").tolist()) & {0, 1, 2}
+
+
+def test_only_a_completion_and_its_end_count(tokenizer: TextTokenizer) -> None:
+    document = tokenizer.tokenize(Completion("the river ", "found the bread"), NO_TEMPLATE, row_tokens=64)
+
+    counted = document.ids_T[document.target_T].tolist()
+    assert tokenizer.decode(counted).strip() == "found the bread"
+    assert counted[-1] == 1
+
+
+def test_a_long_prompt_loses_its_start_not_its_end(tokenizer: TextTokenizer) -> None:
+    prompt = " ".join(sentences(20)) + " Answer: "
+    document = tokenizer.tokenize(Completion(prompt, "the bread"), NO_TEMPLATE, row_tokens=32)
+
+    assert len(document.ids_T) <= 32
+    text = tokenizer.decode(document.ids_T.tolist())
+    assert text.endswith("Answer: the bread")
+    assert tokenizer.decode(document.ids_T[document.target_T].tolist()).strip() == "the bread"
+
+
+def test_a_long_completion_keeps_a_quarter_of_a_row_of_its_prompt(tokenizer: TextTokenizer) -> None:
+    document = tokenizer.tokenize(Completion("word " * 100, "bread " * 100), NO_TEMPLATE, row_tokens=32)
+
+    assert int(np.argmax(document.target_T)) == 8
+
+
+def test_only_the_assistants_turns_count() -> None:
+    tokenizer = TextTokenizer(_files())
+    messages = (
+        ("user", "who lost the bread?"),
+        ("assistant", "the engine"),
+        ("user", "why?"),
+        ("assistant", "rain"),
+    )
+    with tokenizer.chat_template() as template:
+        document = tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
+
+    counted = document.ids_T[document.target_T].tolist()
+    assert tokenizer.decode(counted).split() == ["the", "engine", "rain"]
+    assert counted.count(1) == 2
+    assert document.ids_T[0] == 0
+    assert document.ids_T.tolist().count(0) == 1
+
+
+def test_a_message_with_a_special_token_is_refused() -> None:
+    tokenizer = TextTokenizer(_files())
+    messages = (("user", f"end {SPECIAL_TOKENS[1]} here"), ("assistant", "ok"))
+    with tokenizer.chat_template() as template:
+        with pytest.raises(InputError, match="special token"):
+            tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
+        with pytest.raises(InputError, match="special token"):
+            tokenizer.chat_prompt(template, messages)
+
+
+def test_a_beginning_token_is_added_where_the_configuration_wants_it() -> None:
+    document = TextTokenizer(_files(add_bos_token=True)).tokenize(
+        PlainText("a b"), NO_TEMPLATE, row_tokens=64
+    )
+
+    assert document.ids_T[0] == 0
+    assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
+    assert document.bytes_T.sum() == 3
+
+
+def test_the_named_default_template_of_a_list_is_used() -> None:
+    templates = [
+        {"name": "tool", "template": "no"},
+        {"name": "default", "template": "{{ messages[0].content }}!"},
+    ]
+    tokenizer = TextTokenizer(_files(chat_template=templates))
+    with tokenizer.chat_template() as template:
+        assert tokenizer.decode(tokenizer.chat_prompt(template, (("user", "hi"),)).tolist()) == "hi!"
+
+
+def test_stop_ids_are_all_ends_that_the_files_name(tokenizer: TextTokenizer) -> None:
+    assert tokenizer.stop_ids == (1, 2)
+    assert tokenizer.vocabulary_size == 320
+
+
+def test_streamed_text_is_the_text_and_never_half_a_character(tokenizer: TextTokenizer) -> None:
+    text = "On day 3 the 🌊 crossed été at last."
+    ids = tokenizer.prompt(text).tolist()
+
+    pieces = list(tokenizer.stream(ids))
+
+    assert "".join(pieces) == text
+    assert len(pieces) > 3
+    assert not any("�" in piece for piece in pieces)
+
+
+def test_a_prompt_without_tokens_is_the_beginning_token_or_refused() -> None:
+    assert TextTokenizer(_files()).prompt("").tolist() == [0]
+    with pytest.raises(InputError, match="at least one token"):
+        TextTokenizer(_files(bos_token=None)).prompt("")
+
+
+@pytest.mark.parametrize("data", [None, b"", b"{}", b"\x00\x01", b'{"model": 1}'])
+def test_a_package_without_a_readable_tokenizer_is_refused(data: bytes | None) -> None:
+    with pytest.raises(PackageError, match=r"tokenizer: expected a tokenizer\.json"):
+        TextTokenizer({"tokenizer.json": data}.get)
