@@ -287,11 +287,11 @@ Ratios travel, absolute times do not.
 {rows}
 
 Peak is what the process ever held, mapped files included, two steps after loading. Anonymous is what no
-file backs: what a machine short of memory cannot drop and read again. Both hold some 260 MiB of libraries.
+file backs: what a machine short of memory cannot drop and read again. Libraries are some 250 MiB of it.
 
-Greedy generation: {made["cached"]} tokens a second with weights kept dequantized, {made["not cached"]} without.
+Generation: {made["cached"]} tokens a second with weights kept dequantized, {made["not cached"]} if not.
 
-Error of the estimators' scalar against forward-mode in float32, four directions, epsilon * sqrt(k) = 0.5:
+Error of the estimated scalars against forward-mode in float32 (4 directions, epsilon * sqrt(k) = 0.5):
 
 | estimate | relative error |
 |---|---|

@@ -6,7 +6,7 @@ import torch
 from permille.engines.head import OutputHead
 
 # More than one block of the vocabulary and of the rows.
-VOCABULARY, HIDDEN, ROWS = 9000, 6, 1100
+VOCABULARY, HIDDEN, ROWS = 4100, 6, 1030
 
 
 @pytest.fixture(params=[None, 3.0], ids=["plain", "softcap"])

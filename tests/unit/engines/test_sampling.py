@@ -22,7 +22,7 @@ def sampling(**changes: Any) -> Sampling:
     return Sampling(**(settings | changes))
 
 
-def frequencies(draws: int = 20_000, **changes: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+def frequencies(draws: int = 4_000, **changes: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     rng = np.random.default_rng(0)
     tokens = [next_token(LOGITS, sampling(**changes), rng) for _ in range(draws)]
     return np.bincount(tokens, minlength=4) / draws
@@ -35,16 +35,16 @@ def test_temperature_0_takes_the_most_likely_and_the_first_of_equals() -> None:
 
 
 def test_tokens_come_with_their_probability() -> None:
-    np.testing.assert_allclose(frequencies(), [0.1, 0.5, 0.15, 0.25], atol=0.015)
+    np.testing.assert_allclose(frequencies(), [0.1, 0.5, 0.15, 0.25], atol=0.03)
 
 
 def test_a_higher_temperature_flattens() -> None:
     expected = np.sqrt([0.1, 0.5, 0.15, 0.25])
-    np.testing.assert_allclose(frequencies(temperature=2.0), expected / expected.sum(), atol=0.015)
+    np.testing.assert_allclose(frequencies(temperature=2.0), expected / expected.sum(), atol=0.03)
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    np.testing.assert_allclose(frequencies(top_p=0.7), [0, 2 / 3, 0, 1 / 3], atol=0.015)
+    np.testing.assert_allclose(frequencies(top_p=0.7), [0, 2 / 3, 0, 1 / 3], atol=0.03)
     np.testing.assert_allclose(frequencies(draws=200, top_p=0.4), [0, 1, 0, 0])
 
 
