@@ -96,16 +96,20 @@ def expected_tensors(config: Config) -> dict[str, Shape]:
 def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple[int, int]], ...]:
     """The linear layers that a mask may cover, in tensor_id order: by layer, then in the family's order.
 
-    `scope` is "all", or a range of layers from 0, both ends included: "layers:11-", "layers:4-7", "layers:3".
+    `scope` is "all", "attention", "mlp", or a range of layers from 0, both ends included: "layers:11-",
+    "layers:4-7", "layers:3".
 
     Raises:
         InputError: as `expected_tensors`, or a scope of another form or outside the model's layers.
     """
     layout = _LAYOUTS[family_of(config)](config)
+    linear, layers = layout.linear, range(layout.layers)
+    if scope in ("attention", "mlp"):
+        linear = {name: shape for name, shape in linear.items() if _part_of(name) == scope}
+    else:
+        layers = _layers_in(scope, layout.layers)
     return tuple(
-        (f"{layout.prefix}.{index}.{name}", shape)
-        for index in _layers_in(scope, layout.layers)
-        for name, shape in layout.linear.items()
+        (f"{layout.prefix}.{index}.{name}", shape) for index in layers for name, shape in linear.items()
     )
 
 
@@ -324,13 +328,19 @@ def _divides(hidden: int, heads: int) -> None:
         raise InputError(f"expected hidden_size to be a multiple of {heads} heads, got {hidden}")
 
 
+def _part_of(name: str) -> str:
+    return "attention" if name.startswith(("self_attn.", "attention.")) else "mlp"
+
+
 def _layers_in(scope: str, layers: int) -> range:
     if scope == "all":
         return range(layers)
     form, _, bounds = scope.partition(":")
     first, dash, last = bounds.partition("-")
     if form != "layers" or not _is_index(first) or (last != "" and not _is_index(last)):
-        raise InputError(f'expected scope "all", "layers:4-7", "layers:4-" or "layers:4", got {scope!r}')
+        raise InputError(
+            f"expected scope all, attention, mlp, layers:4-7, layers:4- or layers:4, got {scope!r}"
+        )
     start = int(first)
     stop = (int(last) + 1 if last else layers) if dash else start + 1
     if not start < stop <= layers:

@@ -98,6 +98,16 @@ def test_scope_is_every_linear_layer_of_the_blocks_and_nothing_else(
     assert layers == sorted(layer for layer in layers if layer is not None)
 
 
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_attention_and_mlp_are_the_two_parts_of_the_scope(family: str, changes: dict[str, Any]) -> None:
+    config = config_of(family, changes)
+    attention, mlp = scoped_tensors(config, "attention"), scoped_tensors(config, "mlp")
+    assert all("attn" in name or "attention" in name for name, _ in attention)
+    assert not any("attn" in name or "attention" in name for name, _ in mlp)
+    assert [item for item in scoped_tensors(config) if item in attention] == list(attention)
+    assert len(attention) + len(mlp) == len(scoped_tensors(config))
+
+
 def test_every_family_has_a_case() -> None:
     assert {family for family, _ in CASES} == set(Family)
 
@@ -126,7 +136,7 @@ def test_scope_selects_a_range_of_layers(scope: str, layers: set[int]) -> None:
         "layers:0-3",
         "layers:2-1",
         "layers:a",
-        "mlp",
+        "MLP",
         "layers:٣",
     ],
 )
