@@ -41,9 +41,8 @@ def _settings(
     ] = False,
 ) -> None:
     settings = read_settings(home, log_level)
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("permille").setLevel(settings.log_level.upper())
     context.obj = settings
 
 

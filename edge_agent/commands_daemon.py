@@ -1,6 +1,5 @@
 """Commands around the daemon: run, install-service, policy."""
 
-import logging
 import signal
 import sys
 import threading
@@ -38,7 +37,6 @@ def run(
     from edge_agent.daemon import Daemon
     from edge_agent.lock import hold_daemon_lock
 
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     home = home_of(context)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,7 +79,7 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
     """Show the policy that holds, from policy.toml in the home folder, and whether training may start now.
 
     Keys of the file: hours = ["22:00-07:00"], require_ac = true, min_battery = 50, max_load = 0.5,
-    minutes_per_day = 60.
+    minutes_per_day = 60, minutes_per_run = 30.
 
     [bold]Examples[/bold]
 

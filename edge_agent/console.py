@@ -69,6 +69,8 @@ def show(
         render(console)
         return
     table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
     for key, value in document.items():
         table.add_row(key.replace("_", " "), Text(_words(value)))
     console.print(table)

@@ -35,8 +35,6 @@ POLL_LIMIT_S = 6 * 3600.0
 POLICY_CHECK_S = 60.0
 JITTER = 0.25
 RETRY_TRAINING_S = 3600.0
-# A run is given less than the day's minutes, so that its judgement fits in, too.
-RUN_SHARE = 0.8
 
 log = logging.getLogger("permille.agent")
 
@@ -164,13 +162,11 @@ class Daemon:
     def _train(self, policy: Policy, wanted: str) -> bool:
         request = TrainingRequest(
             data_paths=read_references(self._home),
-            minutes=max(1.0, float(round(policy.minutes_per_day * RUN_SHARE))),
+            minutes=policy.minutes_per_run,
             seed=0,
             share_log=shares_log(self._home),
         )
-        log.info(
-            "training starts: %d data references, %.0f minutes", len(request.data_paths), request.minutes
-        )
+        log.info("training starts: %d data references, %g minutes", len(request.data_paths), request.minutes)
         meter = _Meter(self, policy)
         try:
             outcome = self._world.train(self._home, request, meter.keep_going)

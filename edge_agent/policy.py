@@ -4,7 +4,8 @@
     require_ac = true           # only while plugged in (machines without a battery always are)
     min_battery = 50            # percent, checked where there is a battery
     max_load = 0.5              # load of one minute, a core, before training starts
-    minutes_per_day = 60
+    minutes_per_day = 60          # of training; a run that is not done by then goes on the next day
+    minutes_per_run = 30          # search and judgement included
 
 Each key may be left out. A key that is not known is refused by name: a typing error must not switch a limit
 off. Deciding is pure; reading the machine is in `machine.py`.
@@ -23,6 +24,8 @@ from permille.errors import InputError
 
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)|00:00-24:00", re.ASCII)
 LIMIT_BYTES = 64 << 10
+# Nothing is started for the last part of a day's minutes: loading the model would use it up.
+LAST_START = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,8 @@ class Policy:
     require_ac: bool = True
     min_battery: int = 50
     max_load: float = 0.5
-    minutes_per_day: int = 60
+    minutes_per_day: float = 60.0
+    minutes_per_run: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +78,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Whether training may start, for how many minutes, and everything that speaks against it."""
+    """Whether training may start or go on, and everything that speaks against it."""
 
-    minutes: float
     reasons: tuple[str, ...]
 
     @property
@@ -88,15 +91,14 @@ class Decision:
 def decide(policy: Policy, machine: Machine, *, now: datetime, minutes_used: float) -> Decision:
     """Whether training may start at local time `now`, after `minutes_used` today."""
     reasons = [*_may_go_on(policy, machine, now), *_load_reasons(policy, machine)]
-    minutes = max(0.0, policy.minutes_per_day - minutes_used)
-    if minutes < 1.0:
-        reasons.append(f"{minutes_used:.0f} of {policy.minutes_per_day} minutes of today are used")
-    return Decision(minutes=minutes, reasons=tuple(reasons))
+    if minutes_used >= LAST_START * policy.minutes_per_day:
+        reasons.append(f"{minutes_used:.0f} of {policy.minutes_per_day:g} minutes of today are used")
+    return Decision(reasons=tuple(reasons))
 
 
 def may_continue(policy: Policy, machine: Machine, *, now: datetime) -> Decision:
     """Whether a training that runs may go on. Load does not count here: the training itself is load."""
-    return Decision(minutes=0.0, reasons=tuple(_may_go_on(policy, machine, now)))
+    return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
 
 
 def read_policy(home: Home) -> Policy:
@@ -139,9 +141,8 @@ def parse_policy(document: Mapping[str, Any]) -> Policy:
         require_ac=_boolean(document, "require_ac", default.require_ac),
         min_battery=int(_number(document, "min_battery", default.min_battery, 0, 100, whole=True)),
         max_load=_number(document, "max_load", default.max_load, 0.0, 1000.0),
-        minutes_per_day=int(
-            _number(document, "minutes_per_day", default.minutes_per_day, 0, 1440, whole=True)
-        ),
+        minutes_per_day=_number(document, "minutes_per_day", default.minutes_per_day, 0.0, 1440.0),
+        minutes_per_run=_number(document, "minutes_per_run", default.minutes_per_run, 0.1, 1440.0),
     )
 
 

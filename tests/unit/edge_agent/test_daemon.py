@@ -94,7 +94,7 @@ def test_one_pass_pulls_trains_and_notes_it(
     assert installed_release(home) is not None
     (request,) = outside.requests
     assert request == TrainingRequest(
-        data_paths=(tmp_path / "notes.txt",), minutes=48.0, seed=0, share_log=False
+        data_paths=(tmp_path / "notes.txt",), minutes=30.0, seed=0, share_log=False
     )
     state = read_daemon_state(home)
     assert (state.last_outcome, state.seconds_used, state.poll_error, state.training_error) == (
