@@ -38,6 +38,8 @@ SequenceLength = Annotated[int, Field(strict=True, ge=8, le=32_768, examples=[51
 
 
 class _AnyMask(Closed):
+    """What every way of choosing has."""
+
     density: Density = 0.001
     seed: Seed = 0
     scope: Scope = "all"

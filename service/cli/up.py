@@ -1,6 +1,7 @@
 """`permille up`: the API and a local worker as two processes, until SIGINT or SIGTERM; both are stopped
 cleanly."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from service.settings import Settings
 START_S = 60.0
 STOP_S = 30.0
 POLL_S = 0.1
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,13 @@ def _start(module: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
+
+
+def _end_with_parent() -> None:
+    """In the child: ask Linux for a SIGTERM when `permille up` itself is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_for_url(path: Path, processes: list[subprocess.Popen[bytes]]) -> str:

@@ -27,7 +27,7 @@ def judge(needs: Needs, machine: Machine) -> Preflight:
         (
             "time",
             "seconds",
-            round(needs.seconds, 1),
+            needs.seconds,
             machine.max_job_s,
             "estimated from the floating-point work",
         ),

@@ -1,0 +1,198 @@
+"""Jobs over the API: accepted or refused with figures, followed by list and stream, cancelled, retried."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from permille.schemas.problems import TYPE_BASE
+from permille.store import claims
+from tests.api_service import Api, running_api
+from tests.tiny_model import write_corpus, write_model
+
+MASK = {"method": "random", "density": 0.01, "seed": 7}
+
+
+@pytest.fixture
+def stocked(tmp_path: Path) -> Iterator[Api]:
+    """A service with a model folder `tiny` and a corpus file `texts.jsonl`."""
+    write_model(tmp_path / "models" / "tiny")
+    write_corpus(tmp_path / "corpora" / "texts.jsonl")
+    roots: dict[str, Any] = {"model_root": tmp_path / "models", "corpus_root": tmp_path / "corpora"}
+    with running_api(tmp_path, stream_s=2.0, **roots) as api:
+        yield api
+
+
+def add_model(api: Api) -> str:
+    answer = api.post("/v1/models", {"name": "tiny", "source": {"kind": "folder", "path": "tiny"}})
+    assert answer.status_code == 201, answer.text
+    model_id: str = answer.json()["id"]
+    return model_id
+
+
+def add_corpus(api: Api) -> str:
+    source = {"kind": "file", "path": "texts.jsonl"}
+    corpus_id: str = api.post("/v1/corpora", {"name": "texts", "source": source}).json()["id"]
+    return corpus_id
+
+
+def add_mask(api: Api, **options: Any) -> dict[str, Any]:
+    answer = api.post("/v1/masks", {"model_id": add_model(api), **MASK}, **options)
+    assert answer.status_code == 202, answer.text
+    job: dict[str, Any] = answer.json()
+    assert answer.headers["location"] == f"/v1/jobs/{job['id']}"
+    return job
+
+
+def test_job_is_accepted_with_its_place_and_payload(stocked: Api) -> None:
+    model_id, corpus_id = add_model(stocked), add_corpus(stocked)
+    body = {"method": "fisher", "model_id": model_id, "corpus_id": corpus_id, "sequences": 8, "length": 32}
+    job = stocked.post("/v1/masks", body).json()
+    assert (job["kind"], job["state"], job["progress"]["fraction"]) == ("mask", "queued", 0.0)
+    with stocked.service.database.write() as session:
+        claim = claims.claim(session, worker="test", lease_s=60)
+    assert claim is not None
+    assert claim.payload == {
+        "model_id": model_id,
+        "corpus_id": corpus_id,
+        "method": "fisher",
+        "density": 0.001,
+        "sequences": 8,
+        "length": 32,
+        "seed": 0,
+        "scope": "all",
+        "allocation": "tensor",
+    }
+
+
+def test_same_key_is_the_same_job_and_another_body_a_conflict(stocked: Api) -> None:
+    model_id = add_model(stocked)
+    first = stocked.post("/v1/masks", {"model_id": model_id, **MASK}, key="m-1")
+    again = stocked.post("/v1/masks", {"model_id": model_id, **MASK}, key="m-1")
+    assert first.json()["id"] == again.json()["id"]
+    other = stocked.post("/v1/masks", {"model_id": model_id, **MASK, "seed": 8}, key="m-1")
+    assert other.status_code == 409
+    assert other.json()["type"] == TYPE_BASE + "idempotency-conflict"
+    elsewhere = stocked.post("/v1/quantizations", {"model_id": model_id}, key="m-1")
+    assert elsewhere.status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [({"memory_bytes": 1_000_000}, "memory"), ({"max_job_s": 1e-6}, "time")],
+)
+def test_work_that_the_machine_cannot_hold_is_refused_with_figures(
+    tmp_path: Path, setting: dict[str, Any], name: str
+) -> None:
+    write_model(tmp_path / "models" / "tiny")
+    with running_api(tmp_path, model_root=tmp_path / "models", **setting) as api:
+        model_id = add_model(api)
+        body = {"model_id": model_id, "mask": MASK}
+        for path, request in (("/v1/masks", {"model_id": model_id, **MASK}), ("/v1/builds", body)):
+            answer = api.post(path, request)
+            assert answer.status_code == 409
+            assert answer.json()["type"] == TYPE_BASE + "preflight-refused"
+            missing = [figure for figure in answer.json()["figures"] if not figure["enough"]]
+            assert [figure["name"] for figure in missing] == [name]
+            assert missing[0]["needed"] > missing[0]["available"]
+        asked = api.post("/v1/preflights", {"kind": "build", "request": body})
+        assert (asked.status_code, asked.json()["accepted"]) == (200, False)
+        assert api.get("/v1/jobs").json()["items"] == []
+
+
+def test_repeated_request_is_answered_even_when_the_machine_is_full_now(tmp_path: Path) -> None:
+    write_model(tmp_path / "models" / "tiny")
+    with running_api(tmp_path, model_root=tmp_path / "models") as api:
+        body = {"model_id": add_model(api), **MASK}
+        job_id = api.post("/v1/masks", body, key="k").json()["id"]
+    with running_api(tmp_path, model_root=tmp_path / "models", memory_bytes=1) as api:
+        assert api.post("/v1/masks", body, key="k").json()["id"] == job_id
+        assert api.post("/v1/masks", body, key="other").status_code == 409
+
+
+def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
+    model_id = add_model(stocked)
+    nobody = "01jd3kq8z7m4n5p6r7s8t9v0wx"
+    refused = {
+        "unknown model": ("/v1/masks", {"model_id": f"model_{nobody}", **MASK}, 404),
+        "unknown corpus": (
+            "/v1/masks",
+            {"model_id": model_id, "method": "fisher", "corpus_id": f"corpus_{nobody}"},
+            404,
+        ),
+        "fisher without corpus": ("/v1/masks", {"model_id": model_id, "method": "fisher"}, 422),
+        "scope outside": ("/v1/masks", {"model_id": model_id, **MASK, "scope": "layers:40-50"}, 409),
+        "nf4 in groups of 32": (
+            "/v1/quantizations",
+            {"model_id": model_id, "options": {"scheme": "nf4", "group_size": 32}},
+            422,
+        ),
+        "unknown mask": ("/v1/quantizations", {"model_id": model_id, "mask_id": f"mask_{nobody}"}, 404),
+        "unknown parts": (
+            "/v1/packages",
+            {"mask_id": f"mask_{nobody}", "quantization_id": f"quant_{nobody}"},
+            404,
+        ),
+    }
+    for name, (path, body, status) in refused.items():
+        assert stocked.post(path, body).status_code == status, name
+    assert stocked.get("/v1/jobs").json()["items"] == []
+
+
+def test_build_has_children_and_is_cancelled_with_them(stocked: Api) -> None:
+    body = {"model_id": add_model(stocked), "mask": MASK, "mask_aware": False}
+    job = stocked.post("/v1/builds", body).json()
+    kinds = {stocked.get(f"/v1/jobs/{child}").json()["kind"] for child in job["children"]}
+    assert kinds == {"mask", "quantization"}
+    build = stocked.get(f"/v1/builds/{job['id']}").json()
+    assert (build["state"], build["package_digest"]) == ("running", None)
+    assert stocked.post(f"/v1/jobs/{job['id']}/cancel").json()["state"] == "cancelled"
+    assert {item["state"] for item in stocked.get("/v1/jobs").json()["items"]} == {"cancelled"}
+    assert stocked.get(f"/v1/builds/{job['children'][0]}").status_code == 404
+
+
+def test_cancelled_job_is_retried_and_a_queued_one_is_not(stocked: Api) -> None:
+    job = add_mask(stocked)
+    path = f"/v1/jobs/{job['id']}"
+    assert stocked.post(f"{path}/retry").status_code == 409
+    assert stocked.post(f"{path}/cancel").json()["state"] == "cancelled"
+    assert stocked.post(f"{path}/cancel").json()["state"] == "cancelled"
+    assert stocked.post(f"{path}/retry").json()["state"] == "queued"
+
+
+def test_events_are_listed_after_a_number(stocked: Api) -> None:
+    job = add_mask(stocked)
+    stocked.post(f"/v1/jobs/{job['id']}/cancel")
+    events = stocked.get(f"/v1/jobs/{job['id']}/events").json()
+    assert [event["seq"] for event in events] == [1, 2, 3]
+    rest = stocked.get(f"/v1/jobs/{job['id']}/events", params={"after": 2}).json()
+    assert rest == events[2:]
+
+
+def stream(api: Api, job_id: str, last: int | None = None) -> tuple[int, list[dict[str, Any]], list[str]]:
+    """Status, events and ids of a stream that is read to its end."""
+    headers = api.auth() | ({} if last is None else {"Last-Event-ID": str(last)})
+    answer = api.client.get(f"/v1/jobs/{job_id}/events/stream", headers=headers)
+    lines = answer.text.splitlines()
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    return answer.status_code, data, [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
+
+
+def test_stream_tells_all_ends_with_the_job_and_is_resumed(stocked: Api) -> None:
+    job = add_mask(stocked)
+    stocked.post(f"/v1/jobs/{job['id']}/cancel")
+    status, events, ids = stream(stocked, job["id"])
+    assert status == 200
+    assert ids == ["1", "2", "3"]
+    assert events == stocked.get(f"/v1/jobs/{job['id']}/events").json()
+    assert stream(stocked, job["id"], 2)[2] == ["3"]
+    assert stream(stocked, job["id"], 3)[0] == 204
+
+
+def test_stream_of_an_open_job_ends_after_its_time(stocked: Api) -> None:
+    job = add_mask(stocked)
+    status, _, ids = stream(stocked, job["id"])
+    assert (status, ids) == (200, ["1"])
+    assert stream(stocked, job["id"], 1)[:2] == (200, [])

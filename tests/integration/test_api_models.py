@@ -1,0 +1,116 @@
+"""Registering models and corpora: only what is below its root, of a known family, and nothing that could
+run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api_service import Api, running_api
+from tests.packages import TINY_LLAMA
+from tests.tiny_model import write_corpus, write_model
+
+
+def register(api: Api, path: str) -> Any:
+    return api.post("/v1/models", {"name": "m", "source": {"kind": "folder", "path": path}})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    return folder
+
+
+def test_folder_is_registered_with_what_its_files_say(tmp_path: Path, root: Path) -> None:
+    write_model(root / "team" / "tiny")
+    with running_api(tmp_path, model_root=root) as api:
+        model = register(api, "team/tiny").json()
+        assert (model["family"], model["parameters"], model["scoped_parameters"]) == ("llama", 28832, 18432)
+        assert model["size_bytes"] == 4 * 28832
+        assert api.get(f"/v1/models/{model['id']}").json() == model
+        assert api.delete(f"/v1/models/{model['id']}").status_code == 204
+        assert api.get(f"/v1/models/{model['id']}").status_code == 404
+        assert (root / "team" / "tiny" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret", "/etc", "a/../../secret", "a//b", ".", "..", "a/.hidden/..", "a\u0000b", "a\\..\\b"]
+)
+def test_path_that_could_leave_the_root_is_refused(api: Api, path: str) -> None:
+    assert register(api, path).status_code == 422
+
+
+def test_link_out_of_the_root_is_refused(tmp_path: Path, root: Path) -> None:
+    outside = write_model(tmp_path / "outside")
+    (root / "link").symlink_to(outside)
+    inside = write_model(root / "inside")
+    (inside / "model.safetensors").unlink()
+    (inside / "model.safetensors").symlink_to(outside / "model.safetensors")
+    with running_api(tmp_path, model_root=root) as api:
+        assert register(api, "link").status_code == 409
+        assert register(api, "inside").status_code == 409
+        assert register(api, "missing").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mamba"}, "llama"),
+        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(
+    tmp_path: Path, root: Path, change: dict[str, Any], named: str
+) -> None:
+    folder = write_model(root / "m")
+    (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, **change}))
+    with running_api(tmp_path, model_root=root) as api:
+        answer = register(api, "m")
+        assert answer.status_code == 409
+        assert named in answer.json()["detail"]
+
+
+def test_pickled_weights_are_refused(tmp_path: Path, root: Path) -> None:
+    folder = write_model(root / "m")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with running_api(tmp_path, model_root=root) as api:
+        assert register(api, "m").status_code == 409
+
+
+def test_hub_model_needs_a_full_commit_and_no_url(api: Api) -> None:
+    def hub(repository: str, commit: str) -> int:
+        source = {"kind": "hub", "repository": repository, "commit": commit}
+        status: int = api.post("/v1/models", {"name": "m", "source": source}).status_code
+        return status
+
+    assert hub("owner/name", "0" * 40) == 201
+    assert hub("owner/name", "main") == 422
+    assert hub("owner/name", "0" * 39) == 422
+    assert hub("https://evil.example/x", "0" * 40) == 422
+    assert hub("../x", "0" * 40) == 422
+
+
+def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpora" / "texts.jsonl")
+    (tmp_path / "corpora" / "data.bin").write_bytes(b"x")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "corpora" / "link.txt").symlink_to(tmp_path / "secret.txt")
+
+    with running_api(tmp_path, corpus_root=tmp_path / "corpora") as api:
+
+        def add(source: dict[str, str]) -> Any:
+            return api.post("/v1/corpora", {"name": "c", "source": source})
+
+        made = add({"kind": "file", "path": "texts.jsonl"})
+        assert made.status_code == 201
+        assert made.json()["size_bytes"] == (tmp_path / "corpora" / "texts.jsonl").stat().st_size
+        assert add({"kind": "file", "path": "data.bin"}).status_code == 409
+        assert add({"kind": "file", "path": "link.txt"}).status_code == 409
+        assert add({"kind": "file", "path": "none.txt"}).status_code == 404
+        assert add({"kind": "file", "path": "../secret.txt"}).status_code == 422
+        assert add({"kind": "streamed", "dataset": "c4"}).status_code == 201
+        assert add({"kind": "streamed", "dataset": "https://evil.example"}).status_code == 422

@@ -1,0 +1,95 @@
+"""The real thing for tests: `permille up` as a process, with or without its worker."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+STOP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A service that is up."""
+
+    url: str
+    token: str
+    data_dir: Path
+    process: subprocess.Popen[str]
+
+    def client(self) -> httpx.Client:
+        """A client of the first administrator."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30.0, trust_env=False)
+
+    def permille(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the operator's command line against this service."""
+        return permille("--data-dir", str(self.data_dir), *arguments)
+
+    def answer(self, *arguments: str) -> Any:
+        """The JSON of a command that succeeds."""
+        done = self.permille(*arguments, "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+
+def permille(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the operator's command line, away from the caller's own settings."""
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+        check=False,
+    )
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without settings of ours, one compute thread."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PERMILLE_")}
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
+
+
+@contextmanager
+def running_service(folder: Path, *options: str, **settings: str) -> Iterator[Running]:
+    """`permille up` with its data below `folder`, stopped by SIGTERM at the end."""
+    data_dir = folder / "data"
+    command = [sys.executable, "-m", "service.cli.main", "up", "--data-dir", str(data_dir), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--json", *options],
+        stdout=subprocess.PIPE,
+        stderr=(folder / "up.log").open("w"),
+        text=True,
+        env=environment(**settings),
+    )
+    try:
+        answer = _first_document(process)
+        token = Path(answer["token_file"]).read_text().strip()
+        yield Running(url=answer["url"], token=token, data_dir=data_dir, process=process)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(STOP_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _first_document(process: subprocess.Popen[str]) -> dict[str, Any]:
+    if process.stdout is None:
+        raise RuntimeError("expected a pipe")
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.rstrip() == "}":
+            document: dict[str, Any] = json.loads("".join(lines))
+            return document
+    raise RuntimeError(f"expected the service to start, got {''.join(lines)!r}")

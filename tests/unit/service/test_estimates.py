@@ -1,0 +1,63 @@
+"""Estimates against sizes counted by hand, and the verdict."""
+
+import pytest
+
+from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
+from permille.schemas.quantizations import Nf4, SchemeName
+from service.preflights.estimates import PROCESS_BYTES, Needs, mask_needs, quantization_needs, sizes_of
+from service.preflights.machine import Machine
+from service.preflights.verdict import judge, require
+from service.problems import ApiError
+from tests.packages import TINY_LLAMA
+
+CORPUS = "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx"
+SIZES = sizes_of(TINY_LLAMA)
+FISHER = FisherMask(method=MaskMethod.FISHER, corpus_id=CORPUS, sequences=10, length=16)
+
+
+def test_sizes_are_counted_from_the_config() -> None:
+    # A layer: q, o 32x32; k, v 16x32; gate, up, down 64x32.
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
+    assert (SIZES.layers, SIZES.scoped, SIZES.largest) == (2, 2 * layer, 64 * 32)
+    assert SIZES.parameters == 320 * 32 + 2 * (layer + 2 * 32) + 32
+    assert (SIZES.hidden, SIZES.vocabulary) == (32, 320)
+    assert sizes_of(TINY_LLAMA, "layers:1").scoped == layer
+
+
+def test_fisher_holds_weights_and_scores_and_spills_scores_that_do_not_fit() -> None:
+    roomy = mask_needs(SIZES, FISHER, memory_bytes=None, flops_per_s=1e9)
+    tight = mask_needs(SIZES, FISHER, memory_bytes=roomy.memory_bytes - 1, flops_per_s=1e9)
+    assert roomy.memory_bytes > PROCESS_BYTES + 4 * (SIZES.parameters + SIZES.scoped)
+    assert roomy.memory_bytes - tight.memory_bytes == 4 * SIZES.scoped
+    work = 10 * 16 * SIZES.parameters * 8
+    assert roomy.seconds == pytest.approx(work / 1e9, rel=0.1)
+
+
+def test_other_methods_hold_one_tensor() -> None:
+    needs = mask_needs(SIZES, WeightMask(method=MaskMethod.MAGNITUDE), memory_bytes=None, flops_per_s=1e9)
+    assert needs.memory_bytes < PROCESS_BYTES + 4 * 5 * SIZES.largest
+
+
+def test_perplexity_costs_memory_and_time() -> None:
+    options = Nf4(scheme=SchemeName.NF4)
+    with_it = quantization_needs(SIZES, options, evaluated=True, flops_per_s=1e9)
+    without = quantization_needs(SIZES, options, evaluated=False, flops_per_s=1e9)
+    assert with_it.seconds - without.seconds == pytest.approx(8192 * SIZES.parameters * 4 / 1e9)
+    assert with_it.memory_bytes > without.memory_bytes
+
+
+def test_steps_in_a_row_need_the_larger_memory_and_the_sum_of_the_rest() -> None:
+    first = Needs(memory_bytes=5, disk_bytes=1, seconds=2.0)
+    assert first.then(Needs(memory_bytes=3, disk_bytes=4, seconds=1.0)) == Needs(
+        memory_bytes=5, disk_bytes=5, seconds=3.0
+    )
+
+
+def test_verdict_names_what_is_missing_and_lets_the_unknown_pass() -> None:
+    needs = Needs(memory_bytes=100, disk_bytes=100, seconds=10.0)
+    unknown = Machine(memory_bytes=None, disk_bytes=None, flops_per_s=1.0, max_job_s=10.0)
+    assert judge(needs, unknown).accepted
+    small = Machine(memory_bytes=99, disk_bytes=100, flops_per_s=1.0, max_job_s=9.0)
+    with pytest.raises(ApiError, match=r"memory.*time") as caught:
+        require(needs, small)
+    assert [figure.enough for figure in caught.value.figures or ()] == [False, True, False]

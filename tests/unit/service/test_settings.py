@@ -1,0 +1,47 @@
+"""Settings are safe by default and refuse what is not."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from service.settings import is_loopback, load
+
+
+def test_everything_is_below_the_data_folder_unless_named(tmp_path: Path) -> None:
+    settings = load(data_dir=tmp_path, corpus_root=tmp_path / "texts")
+    assert settings.blob_root == tmp_path / "blobs"
+    assert settings.corpus_root == tmp_path / "texts"
+    assert settings.database_url.get_secret_value() == f"sqlite:///{tmp_path}/permille.db"
+    assert (settings.host, settings.broker_url) == ("127.0.0.1", None)
+
+
+def test_environment_names_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERMILLE_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("PERMILLE_PORT", "9")
+    monkeypatch.setenv("PERMILLE_ALLOWED_HOSTS", '["a.example"]')
+    settings = load()
+    assert (settings.data_dir, settings.port, settings.allowed_hosts) == (tmp_path, 9, ("a.example",))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "models.example"])
+def test_open_bind_needs_tls(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ValidationError, match="tls_certificate"):
+        load(data_dir=tmp_path, host=host)
+    files = {"tls_certificate": tmp_path / "c.pem", "tls_key": tmp_path / "k.pem"}
+    assert load(data_dir=tmp_path, host=host, **files).host == host
+
+
+def test_half_of_tls_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="together"):
+        load(data_dir=tmp_path, tls_key=tmp_path / "k.pem")
+
+
+def test_loopback_is_told_from_the_rest() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "localhost.evil.example", "")))
+
+
+def test_database_password_is_not_shown(tmp_path: Path) -> None:
+    settings = load(data_dir=tmp_path, database_url="postgresql+psycopg://u:hunter2@db/x")
+    assert "hunter2" not in repr(settings)
