@@ -114,6 +114,7 @@ def run_training(
         return _refused(home, release, package, options, documents, report, str(exc))
     run = _run(home, package, options, prepared.digest, data_paths)
     if (ended := run.load("outcome")) is not None:
+        _activate_again(home, run, package)
         return _result(run, ended, known=True)
     progress.phase("loading the model")
     engine = engine_of(package)
@@ -259,6 +260,15 @@ def _run(
     run = open_run(home, definition)
     run.once("data", lambda: {"paths": [str(path.absolute()) for path in data_paths]})
     return run
+
+
+def _activate_again(home: Home, run: RunFolder, package: Package) -> None:
+    """After `reset` or `rollback`, the same command brings the run back that was adopted before."""
+    decision = run.load("decision") or {}
+    if decision.get("adopted"):
+        incumbent = Active(**decision["incumbent"])
+        if active_model(home) == incumbent:
+            activate(home, Active(package=package.digest, run=run.name), expected=incumbent)
 
 
 def _refused(

@@ -123,6 +123,8 @@ class LocalModel:
         self, prompt_ids: NDArray[np.int64], variant: Variant, sampling: Sampling
     ) -> tuple[Generated, Iterator[str]]:
         generated = Generated(prompt_tokens=len(prompt_ids))
+        positions = int(self.package.config.get("max_position_embeddings") or 1 << 31)
+        limit = min(sampling.max_new_tokens, positions - len(prompt_ids))
         ids = self.engine.generate(
             self.values(variant),
             prompt_ids,
@@ -132,7 +134,7 @@ class LocalModel:
             seed=sampling.seed,
             stop_ids=self.tokenizer.stop_ids,
         )
-        pieces = self.tokenizer.stream(_counted(ids, generated, sampling.max_new_tokens))
+        pieces = self.tokenizer.stream(_counted(ids, generated, limit))
         return generated, until_stop(pieces, sampling.stop, generated)
 
 

@@ -1,0 +1,13 @@
+"""SIGKILL at random moments of a run changes nothing of how it ends. 50 kills: `python -m
+benchmarks.kill_agent`."""
+
+from pathlib import Path
+
+from benchmarks.kill_agent import bigram_command, kill_runs
+
+
+def test_ten_kills_change_no_bit(tmp_path: Path) -> None:
+    report = kill_runs(tmp_path, bigram_command, kills=10, seed=1)
+
+    assert report.kills == 10
+    assert report.differences == []

@@ -1,0 +1,37 @@
+"""`train` as a process of its own, on the engine of tests: it starts fast enough to be killed often.
+
+python -m tests.bigram_agent HOME TEXT STEPS
+"""
+
+import sys
+from pathlib import Path
+
+from edge_agent.home import open_home
+from edge_agent.lock import hold_lock
+from edge_agent.options import TrainOptions
+from edge_agent.run_reports import collect_reports
+from edge_agent.training_job import run_training
+from tests.bigram_engine import bigram_engine
+
+
+def main(arguments: list[str]) -> int:
+    """What `permille-agent train` does, with another engine and short rows."""
+    home = open_home(Path(arguments[0]))
+    options = TrainOptions(seed=0, steps=int(arguments[2]), queries=2, batch_rows=2, row_tokens=32)
+    with hold_lock(home, "train", wait_s=10.0):
+        run_training(
+            home,
+            data_paths=[Path(arguments[1])],
+            steps=None,
+            minutes=None,
+            seed=0,
+            share_log=True,
+            options=options,
+            engine_of=bigram_engine,
+        )
+        collect_reports(home)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
