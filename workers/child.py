@@ -6,6 +6,7 @@ pipe.
 """
 
 import ctypes
+import errno
 import faulthandler
 import logging
 import os
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from permille.errors import InputError, OperatorError, PackageError
+from permille.errors import InputError, OperatorError, PackageError, PermilleError
 from permille.store import claims
 from permille.store.blobs import FolderBlobStore
 from permille.store.claims import Claim
@@ -30,6 +31,8 @@ from workers.work_folders import locked_work_folder
 MAX_HANDOVER_BYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
 _FINAL = (InputError, PackageError, OperatorError)  # trying again changes nothing
+# Disk full, quota, permissions, a file system that is read-only.
+_MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 _log = logging.getLogger(__name__)
 
@@ -85,16 +88,21 @@ def publish_result(db: Database, claim: Claim, publish: Publish) -> None:
 
 
 def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
-    """End the attempt with its error. Only bugs carry a traceback."""
+    """End the attempt with its error. Only what nobody has foreseen carries a traceback."""
     error: dict[str, Any] = {"type": type(exc).__name__, "message": str(exc) or type(exc).__name__}
-    final = isinstance(exc, _FINAL)
-    if not final:
+    final = is_final(exc)
+    if not isinstance(exc, PermilleError):
         error["traceback"] = "".join(traceback.format_exception(exc))[-8000:]
     try:
         with db.write() as session:
             claims.fail(session, claim, error=error, retryable=not final)
     except StaleClaimError as stale:
         _log.warning("another attempt has begun: %s", stale)
+
+
+def is_final(exc: Exception) -> bool:
+    """Whether trying again changes nothing: wrong input, or a machine that a person must look after."""
+    return isinstance(exc, _FINAL) or (isinstance(exc, OSError) and exc.errno in _MACHINE_ERRNOS)
 
 
 def die_with_parent() -> None:

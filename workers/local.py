@@ -51,6 +51,6 @@ class LocalWorker:
                     self.shutdown.asked.wait(self.settings.poll_s)
                     continue
                 supervisor.run(claim)
-            except DBAPIError as exc:
-                _log.warning("database is out of reach: %s", exc)
+            except (DBAPIError, OSError) as exc:  # a slot outlives both: the lease takes care of the job
+                _log.warning("database or machine cannot serve, will try again: %s", exc)
                 self.shutdown.asked.wait(self.settings.poll_s)

@@ -1,5 +1,6 @@
 """Progress: throttled, with an estimate; hand-over by the pipe; folders and lean processes."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from permille.errors import InputError
+from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.store import access, claims, jobs
 from permille.store.claims import Claim
 from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.schema import migrate
 from permille.store.tables import Job
+from workers.child import record_failure
 from workers.context import JobCancelledError, Progress
 from workers.handover import decode_handover, encode_handover
 from workers.settings import WorkerSettings
@@ -143,3 +145,26 @@ def test_processes_import_only_what_they_need(module: str, absent: tuple[str, ..
     code = f"import sys, json, {module}; json.dump(sorted(sys.modules), sys.stdout)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert not set(absent) & set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("exc", "final"),
+    [
+        (InputError("bad"), True),
+        (PackageError("blob-digest", "bad"), True),
+        (OperatorError("bad"), True),
+        (OSError(errno.ENOSPC, "disk full"), True),
+        (RetryableError("later"), False),
+        (OSError(errno.EIO, "wire"), False),
+        (ValueError("a bug"), False),
+    ],
+)
+def test_only_failures_that_may_pass_are_tried_again(
+    db: Database, claim: Claim, exc: Exception, final: bool
+) -> None:
+    record_failure(db, claim, exc)
+    row = read(db, claim)
+    assert row.state == ("failed" if final else "queued")
+    assert row.error is not None
+    assert row.error["retryable"] is not final
+    assert ("traceback" in row.error) is isinstance(exc, OSError | ValueError)
