@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,31 @@ def test_derivatives_agree_with_reverse_mode_in_float64(family: str, tmp_path: P
     got_Q = engine.directional_derivatives(values_K, z_QK, batch)
     # 1e-6: rotary angles, and the norms of some families, are float32 in transformers whatever the dtype.
     np.testing.assert_allclose(got_Q, z_QK @ masked_K, rtol=0, atol=2e-6 * np.abs(z_QK @ masked_K).max())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rotary_positions_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    model = tiny_model("llama", rope_parameters=rope | {"rope_theta": 500.0})
+    package = write_package(BlobFolder(tmp_path), model, Scheme.INT4)
+    batch = tiny_batch(lengths=(40,))
+    got = TorchEngine(package).token_losses(package.values(), batch)
+    expected = reference_token_losses(reference_model(package, model), batch).numpy()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
 def test_derivatives_agree_with_finite_differences(llama: Tiny) -> None:

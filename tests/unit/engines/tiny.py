@@ -68,9 +68,10 @@ class Tiny:
     reference: Any
 
 
-def tiny_model(family: str, *, seed: int = 0) -> Any:
+def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """A random float32 model; norms and biases are not all ones and zeros, or a bug there would not show."""
-    config = AutoConfig.for_model(family, **_SHARED, **CONFIGS[family], max_position_embeddings=POSITIONS)
+    settings = _SHARED | CONFIGS[family] | {"max_position_embeddings": POSITIONS} | changes
+    config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
