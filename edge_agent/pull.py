@@ -32,6 +32,8 @@ from permille.package.plan import DownloadPlan, check_plan
 from permille.package.reader import Package
 from permille.package.signing import Release, signed_release_from_json, verify_release
 
+STALE_S = 3600.0
+
 Progress = Callable[[int, int], None]
 
 
@@ -113,7 +115,8 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
         if digest not in needed:
             freed += blobs.size(digest)
             blobs.delete(digest)
-    blobs.sweep(before_s=now_s - 3600.0)
+    blobs.sweep(before_s=now_s - STALE_S)
+    _sweep_temporary(home, before_s=now_s - STALE_S)
     return freed + _clear_partial(home)
 
 
@@ -212,6 +215,14 @@ def _free_bytes(home: Home) -> int:
         return shutil.disk_usage(home.root).free + partial
     except OSError as exc:
         raise OperatorError(f"expected to learn the free space of {home.root}: {exc}") from exc
+
+
+def _sweep_temporary(home: Home, *, before_s: float) -> None:
+    """Remove what a kill in the middle of an atomic write left beside its target."""
+    for folder in (home.root, home.reports, home.partial):
+        for path in folder.glob(".*.tmp"):
+            if path.stat().st_mtime < before_s:
+                path.unlink()
 
 
 def _clear_partial(home: Home) -> int:

@@ -1,5 +1,6 @@
 """From alias to installed package: what is refused, what is kept, what is fetched, what is thrown away."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,6 +248,17 @@ def test_nothing_is_collected_where_a_manifest_in_use_cannot_be_read(
     path.write_bytes(b"{}")
     assert collect_garbage(home, now_s=NOW_S) == 0
     assert blobs.has(stray)
+
+
+def test_what_killed_writers_left_is_swept_once_it_is_old(
+    home: Home, api: DeviceApi, enrolment: Enrolment
+) -> None:
+    old, new = home.root / ".releases.json.abc.tmp", home.reports / ".x.json.abc.tmp"
+    for path, age_s in ((old, 7200.0), (new, 60.0)):
+        path.touch()
+        os.utime(path, (NOW_S - age_s, NOW_S - age_s))
+    pulled(home, api, enrolment)
+    assert (old.exists(), new.exists()) == (False, True)
 
 
 def test_progress_ends_at_the_whole(

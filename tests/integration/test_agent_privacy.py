@@ -1,0 +1,183 @@
+"""What leaves the device: canaries in the user's text, all traffic and all logs searched for them.
+
+The whole way is walked with the real commands and the real engine: enroll, pull, train, report, and the
+daemon. A canary counts as found in clear, in another case, URL-encoded, in hexadecimal, in base64 at any
+offset, or in pieces of `PIECE` characters spread over fields or requests.
+"""
+
+import base64
+import json
+import random
+import socket
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote_to_bytes
+
+import pytest
+
+from tests.device_service import INVITATION, DeviceService, serving
+from tests.integration.agent_site import AgentSite, Ended
+from tests.packages import sentences, tiny_package
+
+PIECE = 6
+RNG = random.Random(20260301)
+LETTERS = string.ascii_letters + string.digits
+TEXT, PROMPT, COMPLETION, CHAT, GROUP, FILE_NAME, BAD_ROW, USER = (
+    "".join(RNG.choices(LETTERS, k=24)) for _ in range(8)
+)
+POLICY = """
+require_ac = false
+min_battery = 0
+max_load = 1000.0
+minutes_per_day = 1440
+minutes_per_run = 0.2
+"""
+CANARIES = (TEXT, PROMPT, COMPLETION, CHAT, GROUP, FILE_NAME, BAD_ROW, USER)
+
+
+def write_user_data(folder: Path) -> Path:
+    """Text of a user, enough to be trained on, with a canary in every place that a format has."""
+    folder.mkdir()
+    plain = [f"{line} {TEXT}" if number % 20 == 0 else line for number, line in enumerate(sentences(500))]
+    for start in range(0, len(plain), 20):
+        (folder / f"notes-{FILE_NAME}-{start}.txt").write_text("\n\n".join(plain[start : start + 20]))
+    rows: list[object] = [
+        {"text": f"{TEXT} {line}", "group": GROUP} if number % 9 == 0 else {"text": line}
+        for number, line in enumerate(sentences(60, seed=1))
+    ]
+    rows.append({"prompt": PROMPT, "completion": COMPLETION})
+    rows.append({"messages": [{"role": "user", "content": CHAT}, {"role": "assistant", "content": CHAT}]})
+    rows.append({"text": 7, BAD_ROW: BAD_ROW})
+    lines = [json.dumps(row) for row in rows] + [f'{{"text": "{BAD_ROW}']
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def forms(canary: str) -> Iterator[bytes]:
+    """Every way in which `canary` may be written."""
+    raw = canary.encode()
+    yield raw
+    yield quote(canary).encode()
+    yield "".join(f"%{byte:02x}" for byte in raw).encode()
+    yield raw.hex().encode()
+    yield "".join(f"\\u{byte:04x}" for byte in raw).encode()
+    for offset in range(3):
+        known = slice(
+            -(-offset * 8 // 6), (offset + len(raw)) * 8 // 6
+        )  # characters that `raw` alone decides
+        yield base64.b64encode(bytes(offset) + raw)[known]
+        yield base64.urlsafe_b64encode(bytes(offset) + raw)[known]
+
+
+def found(canary: str, data: bytes) -> list[bytes]:
+    """Forms and pieces of `canary` in `data`, which is also looked at URL-decoded and without punctuation."""
+    views = (data, unquote_to_bytes(data), bytes(byte for byte in data if chr(byte).isalnum()))
+    lower = [view.lower() for view in views]
+    whole = [form for form in forms(canary) if any(form.lower() in view for view in lower)]
+    pieces = [canary[i : i + PIECE].encode() for i in range(len(canary) - PIECE + 1)]
+    return whole + [piece for piece in pieces if any(piece in view for view in views)]
+
+
+def assert_clean(data: bytes, *, logged_here: bool = False) -> None:
+    """No canary, in any form; what is logged here may name the agent's own folder, and `USER` in it."""
+    for canary in CANARIES:
+        assert found(canary, data) == [] or (canary is USER and logged_here)
+    assert len(data) > 100
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The whole way, walked once: by hand, with metrics only; then by the daemon, with a shared log."""
+
+    site: AgentSite
+    by_hand: tuple[Ended, ...]
+    traffic_by_hand: bytes
+    metrics_by_hand: dict[str, Any]
+    logs_by_hand: int
+    daemon: Ended
+    traffic: bytes
+    service: DeviceService
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
+    """A device whose user and folders have telling names, and a service that takes note of every byte."""
+    folder = tmp_path_factory.mktemp("privacy") / f"of-{USER}"
+    folder.mkdir()
+    data = str(write_user_data(folder / "data"))
+    package = tiny_package(folder / "published")
+    site = AgentSite(folder, USER=USER, LOGNAME=USER, HOSTNAME=USER)
+    with serving(folder / "published") as service:
+        service.publish(package.digest, 1)
+        by_hand = (
+            site.run("enroll", service.url, INVITATION),
+            site.run("pull"),
+            site.run("--log-level", "debug", "train", data, "--steps", "3"),
+            site.run("--log-level", "debug", "report"),
+        )
+        seen = b"\n".join(service.traffic)
+        metrics, logs = next(iter(service.runs.values()), {}), len(service.logs)
+        site.json("data", "add", data)
+        site.json("share-log", "on")
+        (site.home / "policy.toml").write_text(POLICY)
+        daemon = site.run("--log-level", "debug", "run", "--once")
+        traffic = b"\n".join(service.traffic)
+        yield Walk(site, by_hand, seen, metrics, logs, daemon, traffic, service)
+
+
+@pytest.mark.parametrize("canary", CANARIES)
+def test_the_search_finds_what_it_looks_for(canary: str) -> None:
+    coded = [
+        canary.encode(),
+        quote(f"/{canary}/").encode(),
+        b"xx" + canary.swapcase().encode(),
+        canary.encode().hex().encode(),
+        *(base64.b64encode(bytes(n) + canary.encode() + b"tail") for n in range(3)),
+        *(base64.urlsafe_b64encode(bytes(n) + canary.encode() + b"tail") for n in range(3)),
+        json.dumps({"a": canary[:12], "b": canary[12:]}).encode(),
+        json.dumps([canary[i : i + PIECE] for i in range(0, 24, PIECE)]).encode(),
+        "".join(f"%{ord(c):02X}" for c in canary).encode(),
+        "".join(f"\\u{ord(c):04x}" for c in canary).encode(),
+    ]
+    assert all(found(canary, data) for data in coded)
+
+
+def test_by_default_only_numbers_leave_the_device(walk: Walk) -> None:
+    assert [ended.code for ended in walk.by_hand] in ([0, 0, 0, 0], [0, 0, 7, 0]), walk.by_hand
+    assert walk.metrics_by_hand["steps"] == 3
+    assert walk.metrics_by_hand["state_digest"] is None
+    assert walk.logs_by_hand == 0
+    assert_clean(walk.traffic_by_hand)
+
+
+def test_the_daemon_and_a_shared_log_send_no_text_either(walk: Walk) -> None:
+    assert walk.daemon.code == 0, walk.daemon.errors
+    assert "training ended" in walk.daemon.errors
+    assert len(walk.service.runs) == 2
+    shared = [metrics for metrics in walk.service.runs.values() if metrics["state_digest"] is not None]
+    assert len(shared) == len(walk.service.logs)
+    assert_clean(walk.traffic)
+
+
+def test_nothing_is_sent_in_a_form_that_the_search_cannot_read(walk: Walk) -> None:
+    assert b"\ncontent-encoding" not in walk.traffic.lower()
+    assert b"\ntransfer-encoding" not in walk.traffic.lower()
+
+
+def test_the_machine_is_not_named(walk: Walk) -> None:
+    assert socket.gethostname().encode() not in walk.traffic
+    assert b"cookie" not in walk.traffic.lower()
+
+
+def test_the_logs_of_the_device_hold_no_text(walk: Walk) -> None:
+    printed = "".join(ended.output + ended.errors for ended in (*walk.by_hand, walk.daemon))
+    assert_clean(printed.encode(), logged_here=True)
+
+
+def test_the_device_talks_to_its_service_alone(walk: Walk) -> None:
+    port = int(walk.service.url.rpartition(":")[2])
+    assert walk.site.connections() <= {repr(("127.0.0.1", port)), repr(("127.0.0.1",))}
+    assert repr(("127.0.0.1", port)) in walk.site.connections()
