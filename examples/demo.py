@@ -116,7 +116,7 @@ def personalise(url: str) -> dict[str, Any]:
     """Enrol, pull, train, compare, report: what the end of the demo needs to know."""
     title("3. The device: enrol, download, verify")
     invitation = permille("invitations", "create", "--release", "demo")
-    agent("enroll", url, invitation["code"], "--name", "demo")
+    agent("enroll", url, invitation["invitation"], "--name", "demo")
     agent("pull")
     before = agent("generate", PROMPT, "--base", *SAMPLE)
     title("4. The user: forward passes on the gardener's notes, on the device")
