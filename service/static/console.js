@@ -5,7 +5,7 @@ window.addEventListener("load", () => {
     dom_id: "#console",
     deepLinking: true,
     displayRequestDuration: true,
-    docExpansion: "none",
+    docExpansion: "list",
     filter: true,
     persistAuthorization: false,
     tryItOutEnabled: true,

@@ -1,7 +1,6 @@
 """The operator's command line against a real service: `up`, its commands, its exit codes, its end."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -184,6 +183,6 @@ def test_import_of_the_command_line_is_light() -> None:
         text=True,
         check=True,
         env=environment(),
-        cwd=os.getcwd(),
+        cwd=Path.cwd(),
     )
     assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,160 @@
+"""The console in a real Chromium, without a network: authorize, create a mask job, see it finish.
+
+`PERMILLE_CHROMIUM` names the browser; else `chromium`, `chromium-browser` or `google-chrome` of the PATH.
+`PERMILLE_SCREENSHOTS` names a folder to keep the pictures in.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Locator, Page, Request, Route, sync_playwright
+
+from tests.running_service import Running, running_service
+from tests.tiny_model import write_corpus, write_model
+
+FINISH_S = 240.0
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """API and worker, with a model folder and a corpus file below their roots."""
+    folder = tmp_path_factory.mktemp("console")
+    write_model(folder / "models" / "tiny")
+    write_corpus(folder / "corpora" / "texts.jsonl")
+    roots = ("--model-root", str(folder / "models"), "--corpus-root", str(folder / "corpora"))
+    with running_service(folder, *roots) as running:
+        yield running
+
+
+@pytest.fixture
+def foreign() -> list[str]:
+    """Requests of the page to elsewhere: all are blocked, none should be made."""
+    return []
+
+
+@pytest.fixture
+def page(up: Running, foreign: list[str]) -> Iterator[Page]:
+    """A page of a headless browser that reaches the service alone."""
+    home = urlsplit(up.url).netloc
+
+    def only_home(route: Route, request: Request) -> None:
+        target = urlsplit(request.url)
+        if target.scheme == "data" or target.netloc == home:
+            route.continue_()
+        else:
+            foreign.append(request.url)
+            route.abort()
+
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=arguments)
+        opened = browser.new_page(viewport={"width": 1280, "height": 1600})
+        opened.route("**/*", only_home)
+        opened.set_default_timeout(60_000)
+        yield opened
+        browser.close()
+
+
+def find_chromium() -> str:
+    """The browser's path."""
+    named = os.environ.get("PERMILLE_CHROMIUM")
+    found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"expected PERMILLE_CHROMIUM or one of {', '.join(NAMES)}; try: apt install chromium"
+        )
+    return found
+
+
+def open_operation(page: Page, name: str) -> Locator:
+    """Unfold an operation of the console."""
+    block = page.locator(f"[id$='-{name}']")
+    block.locator(".opblock-summary-control").click()
+    block.locator("button.execute").wait_for()
+    return block
+
+
+def execute(block: Locator) -> tuple[int, Any]:
+    """Press Execute; return status and JSON of the answer shown."""
+    clear = block.locator("button.btn-clear")
+    if clear.count():
+        clear.click()
+    block.locator("button.execute").click()
+    shown = block.locator(".live-responses-table .response")
+    shown.wait_for()
+    status = int(shown.locator(".response-col_status").inner_text().split()[0])
+    text = shown.locator(".highlight-code").first.inner_text()
+    return status, json.loads(text[text.index("{") :])
+
+
+def keep_picture(page: Page, name: str) -> None:
+    """Save a screenshot where the environment asks for it."""
+    folder = os.environ.get("PERMILLE_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def test_operator_creates_a_mask_in_the_console_and_sees_it_finish(
+    up: Running, page: Page, foreign: list[str]
+) -> None:
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    with up.client() as client:
+        source: dict[str, str] = {"kind": "folder", "path": "tiny"}
+        model = client.post("/v1/models", json={"name": "tiny", "source": source}).json()
+        source = {"kind": "file", "path": "texts.jsonl"}
+        corpus = client.post("/v1/corpora", json={"name": "texts", "source": source}).json()
+
+    page.goto(f"{up.url}/docs")
+    page.locator(".opblock").first.wait_for()
+    keep_picture(page, "console")
+    assert errors == []
+
+    block = open_operation(page, "create_mask")
+    body = {
+        "method": "fisher",
+        "model_id": model["id"],
+        "corpus_id": corpus["id"],
+        "sequences": 4,
+        "length": 16,
+    }
+    block.locator("textarea.body-param__text").fill(json.dumps(body))
+    assert execute(block)[0] == 401, "nobody is authorized yet"
+
+    page.locator("button.authorize").first.click()
+    page.locator(".auth-container input").fill(up.token)
+    page.locator(".auth-container button.authorize").click()
+    page.locator(".auth-container button.btn-done").click()
+    status, job = execute(block)
+    assert status == 202
+    assert (job["kind"], job["state"]) == ("mask", "queued")
+    keep_picture(page, "created")
+
+    block.locator(".opblock-summary-control").click()
+    block = open_operation(page, "get_job")
+    block.locator("tr[data-param-name='job_id'] input").fill(job["id"])
+    deadline = time.monotonic() + FINISH_S
+    while job["state"] in ("queued", "running") and time.monotonic() < deadline:
+        time.sleep(1)
+        status, job = execute(block)
+        assert status == 200
+    keep_picture(page, "finished")
+    assert (job["state"], job["error"]) == ("succeeded", None)
+    with up.client() as client:
+        mask = client.get(job["result"]).json()
+        assert mask["k"] > 0
+        report = client.get(f"{job['result']}/report").json()
+        assert report["k"] == mask["k"]
+        picture = client.get(f"{job['result']}/report.png")
+        assert picture.headers["content-type"] == "image/png"
+        assert picture.content.startswith(b"\x89PNG")
+    assert foreign == []
