@@ -2,6 +2,7 @@
 library."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from edge_agent.home import Home, open_home
+from edge_agent.releases import InstalledRelease, record_installed
 from permille.models.loading import load_model
 from permille.package.limits import FILE_NAMES
 from permille.package.reader import Package
@@ -58,3 +61,26 @@ def _texts(corpus: Path) -> Iterator[str]:
     with corpus.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)["text"]
+
+
+def installed_home(home_folder: Path, model: Path, packages: Path, corpus: Path, density: float) -> Home:
+    """A home with the package of `model` installed; a package that was made before in `packages` is used
+    again."""
+    packages.mkdir(parents=True, exist_ok=True)
+    known = packages / f"{model.name}-{density}.digest"
+    if not known.exists():
+        known.write_text(package_of_model(model, packages / "blobs", corpus, density=density).digest)
+    home = open_home(home_folder)
+    shutil.copytree(packages / "blobs", home.blobs, dirs_exist_ok=True)
+    record_installed(home, InstalledRelease(name="benchmark", version=1, manifest_digest=known.read_text()))
+    return home
+
+
+def speaker_text(data: Path, speaker: str, folder: Path) -> Path:
+    """The speeches of one of Shakespeare's speakers as JSON lines: one user."""
+    source = data / "data/users/shakespeare/tinyshakespeare_by_speaker.jsonl"
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    (speeches,) = [row["text"] for row in rows if row["user"] == speaker]
+    path = folder / "user.jsonl"
+    path.write_text("".join(json.dumps({"text": speech}) + "\n" for speech in speeches))
+    return path

@@ -1,0 +1,87 @@
+"""From the command line to a better model, on the real engine: train, compare, generate, export, replay."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_agent import cli
+from edge_agent.activation import active_model
+from edge_agent.home import Home
+from edge_agent.personal import canonical_log, checked_replay, chosen_log, model_values
+from edge_agent.run_folder import find_run
+from permille.errors import PackageError
+from permille.zo.lattice import state_digest, values
+from permille.zo.log import decode_canonical
+from permille.zo.replay import replay
+from tests.unit.edge_agent.runs import home_with_package, user_text
+
+STEPS = "24"
+
+
+def _json(home: Home, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    code = cli.main(["--home", str(home.root), *arguments, "--json"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    document: dict[str, Any] = json.loads(captured.out)
+    return document
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("personal")
+
+
+def test_a_users_text_makes_the_model_better_on_text_it_never_saw(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, package = home_with_package(folder / "home")
+    text = str(user_text(folder, 320))
+
+    trained = _json(home, capsys, "train", text, "--steps", STEPS, "--threads", "1")
+
+    decision = trained["decision"]
+    against = decision["against_base"]
+    assert trained["outcome"] == "adopted"
+    assert against["improvement"] > 3 * against["standard_error"]
+
+    compared = _json(home, capsys, "compare", "--max-tokens", "8", "--threads", "1")
+    assert compared["losses"]["personal"] == decision["loss_personal"]
+    measured = _json(home, capsys, "compare", "--data", text, "--max-tokens", "4", "--threads", "1")
+    assert measured["losses"]["personal"] < measured["losses"]["base"]
+
+    generated = _json(home, capsys, "generate", "On day", "--max-tokens", "5", "--threads", "1")
+    assert generated["model"] == "personal"
+    assert generated["completion_tokens"] <= 5
+
+    run = find_run(home, trained["run"])
+    log = decode_canonical(canonical_log(run), max_bytes=1 << 20, max_steps=1000)
+    s_K = replay(log.header, log.coefficients_TQ)
+    exponent = log.header.step_unit_exponent
+    digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
+    assert digest == decision["state_digest"]
+    active = active_model(home)
+    assert active is not None
+    assert (model_values(home, active, package) == values(package.values(), s_K, exponent)).all()
+
+    header, records = chosen_log(run, decision)
+    flipped = [replace(records[0], coefficients=(-records[0].coefficients[0], *records[0].coefficients[1:]))]
+    with pytest.raises(PackageError, match="state-digest"):
+        checked_replay(header, flipped + records[1:], decision["state_digest"])
+
+
+def test_two_machines_with_the_same_build_end_with_the_same_bits(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = []
+    for name in ("first", "second"):
+        home, _ = home_with_package(folder / name)
+        (folder / name / "text").mkdir()
+        text = str(user_text(folder / name / "text", 320))
+        trained = _json(home, capsys, "train", text, "--steps", "4", "--threads", "1")
+        ends.append((trained["plan"], trained["decision"]))
+
+    assert ends[0] == ends[1]

@@ -1,0 +1,115 @@
+"""The active model: switched atomically, with a way back, never lost to a new package."""
+
+from pathlib import Path
+
+import pytest
+
+from edge_agent.activation import (
+    MAX_HISTORY,
+    Active,
+    activate,
+    active_model,
+    history,
+    referenced_packages,
+    referenced_runs,
+    reset,
+    rollback,
+)
+from edge_agent.home import Home, open_home
+from edge_agent.releases import InstalledRelease, record_installed
+from permille.errors import InputError, OperatorError, RetryableError
+
+OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+BASE = Active(package=OLD)
+FIRST, SECOND = Active(package=OLD, run="one"), Active(package=OLD, run="two")
+
+
+def _install(home: Home, digest: str, version: int = 1) -> None:
+    record_installed(home, InstalledRelease(name="tiny", version=version, manifest_digest=digest))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = open_home(tmp_path / "home")
+    _install(home, OLD)
+    return home
+
+
+def test_before_the_first_pull_nothing_is_active(tmp_path: Path) -> None:
+    home = open_home(tmp_path / "empty")
+    assert active_model(home) is None
+    assert referenced_packages(home) == set()
+    with pytest.raises(InputError, match="permille-agent pull"):
+        reset(home)
+
+
+def test_the_installed_base_is_active_until_a_run_is_adopted(home: Home) -> None:
+    assert active_model(home) == BASE
+    activate(home, FIRST, expected=BASE)
+    assert active_model(home) == FIRST
+    assert history(home) == (BASE,)
+
+
+def test_a_new_package_replaces_a_base_but_not_a_personalisation(home: Home) -> None:
+    _install(home, NEW, 2)
+    assert active_model(home) == Active(package=NEW)
+    activate(home, FIRST, expected=Active(package=NEW))
+    _install(home, NEW, 3)
+    assert active_model(home) == FIRST
+    assert referenced_packages(home) == {OLD, NEW}
+
+
+def test_activating_twice_changes_nothing(home: Home) -> None:
+    activate(home, FIRST, expected=BASE)
+    activate(home, FIRST, expected=BASE)
+    assert history(home) == (BASE,)
+
+
+def test_a_decision_against_another_model_is_not_carried_out(home: Home) -> None:
+    activate(home, FIRST, expected=BASE)
+    with pytest.raises(RetryableError, match="expected the base of"):
+        activate(home, SECOND, expected=BASE)
+    assert active_model(home) == FIRST
+
+
+def test_rollback_goes_back_step_by_step(home: Home) -> None:
+    activate(home, FIRST, expected=BASE)
+    activate(home, SECOND, expected=FIRST)
+    assert referenced_runs(home) == {"one", "two"}
+
+    assert rollback(home) == FIRST
+    assert rollback(home) == BASE
+    with pytest.raises(InputError, match="there is none"):
+        rollback(home)
+    assert active_model(home) == BASE
+
+
+def test_reset_goes_to_the_installed_base_and_can_be_rolled_back(home: Home) -> None:
+    activate(home, FIRST, expected=BASE)
+    _install(home, NEW, 2)
+
+    assert reset(home) == Active(package=NEW)
+    assert active_model(home) == Active(package=NEW)
+    assert rollback(home) == FIRST
+
+
+def test_the_history_is_bounded(home: Home) -> None:
+    before = BASE
+    for number in range(MAX_HISTORY + 5):
+        new = Active(package=OLD, run=f"run-{number}")
+        activate(home, new, expected=before)
+        before = new
+    assert len(history(home)) == MAX_HISTORY
+    assert history(home)[-1] == Active(package=OLD, run=f"run-{MAX_HISTORY + 3}")
+
+
+@pytest.mark.parametrize("entry", ['"text"', '{"package": "x"}', "[1]"])
+def test_a_damaged_file_is_refused(home: Home, entry: str) -> None:
+    home.current.write_text(f'{{"active": {entry}, "history": []}}')
+    with pytest.raises(OperatorError, match="expected package and run"):
+        active_model(home)
+
+
+def test_the_file_is_readable_by_its_owner_only(home: Home) -> None:
+    activate(home, FIRST, expected=BASE)
+    assert home.current.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,231 @@
+"""The commands that train and use the model: arguments, output, exit codes."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import permille.engines.factory
+from edge_agent import cli
+from edge_agent.home import Home
+from edge_agent.lock import hold_lock
+from edge_agent.options import TrainOptions
+from edge_agent.report import read_reports
+from permille.errors import InputError
+from permille.package.reader import Package
+from permille.zo.log import EstimatorKind
+from tests.bigram_engine import BigramEngine
+from tests.unit.edge_agent.runs import home_with_package, user_text
+
+
+@pytest.fixture(autouse=True)
+def quick_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line asks the factory; here it gives the engine of tests."""
+
+    def open_engine(package: Package, **_choices: object) -> BigramEngine:
+        return BigramEngine(package)
+
+    monkeypatch.setattr(permille.engines.factory, "open_engine", open_engine)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return home_with_package(tmp_path / "home")[0]
+
+
+def _run(home: Home, *arguments: str) -> int:
+    return cli.main(["--home", str(home.root), *arguments])
+
+
+def _json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_train_adopts_reports_and_says_what_it_did(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = str(user_text(tmp_path))
+
+    assert _run(home, "train", text, "--steps", "6", "--json") == 0
+
+    document = _json(capsys)
+    assert document["outcome"] == "adopted"
+    assert document["plan"]["options"]["steps"] == 6
+    assert document["decision"]["against_base"]["low"] > 0
+    (report,) = read_reports(home)
+    assert report.metrics is not None
+    assert report.metrics["outcome"] == "adopted"
+    assert report.metrics["state_digest"] is None
+    assert _run(home, "train", text, "--steps", "6") == 0
+    shown = capsys.readouterr().out
+    assert "adopted" in shown
+    assert "held-out loss" in shown
+    assert "had ended before" in shown
+
+
+def test_the_log_is_shared_only_where_the_user_says_so(home: Home, tmp_path: Path) -> None:
+    text = str(user_text(tmp_path))
+
+    assert _run(home, "train", text, "--steps", "5", "--share-log", "--json") == 0
+    assert _run(home, "train", text, "--steps", "6", "--json") in (0, 7)
+
+    digests = [(report.metrics or {})["state_digest"] for report in read_reports(home)]
+    assert sorted(digest is None for digest in digests) == [False, True]
+
+
+def test_train_uses_the_data_that_was_added(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(home, "train", "--steps", "5", "--json") == 3
+    assert "data add" in capsys.readouterr().err
+    assert _run(home, "data", "add", str(user_text(tmp_path))) == 0
+    assert _run(home, "train", "--steps", "5", "--json") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--steps", "5", "--minutes", "1"], 3, "both or neither"),
+        (["--steps", "0"], 3, "1 to 1,000,000 steps, got 0"),
+        (["--minutes", "-1"], 3, "more than 0"),
+        (["--seed", "-1", "--steps", "5"], 3, "a seed from 0"),
+    ],
+)
+def test_train_refuses_what_no_run_can_have(
+    home: Home,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    assert _run(home, "train", str(user_text(tmp_path)), *arguments, "--json") == code
+    assert words in json.loads(capsys.readouterr().err)["error"]["message"]
+
+
+def test_too_little_text_has_an_exit_code_of_its_own(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(home, "train", str(user_text(tmp_path, 10)), "--steps", "5") == 3
+    assert "held-out ones" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_is_not_better_keeps_what_is_there(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = str(user_text(tmp_path))
+    assert _run(home, "train", text, "--steps", "20", "--json") == 0
+    capsys.readouterr()
+
+    assert _run(home, "train", text, "--steps", "1", "--json") == 7
+
+    assert _json(capsys)["outcome"] == "kept_base"
+
+
+def test_after_a_rollback_the_same_command_brings_the_run_back(home: Home, tmp_path: Path) -> None:
+    text = str(user_text(tmp_path))
+    assert _run(home, "train", text, "--steps", "6", "--json") == 0
+    adopted = home.current.read_text()
+    assert _run(home, "reset", "--json") == 0
+    assert home.current.read_text() != adopted
+    assert _run(home, "rollback", "--json") == 0
+    assert _run(home, "rollback", "--json") == 0
+
+    assert _run(home, "train", text, "--steps", "6", "--json") == 0
+
+    assert home.current.read_text() == adopted
+
+
+def test_train_waits_for_nobody_who_writes(home: Home, tmp_path: Path) -> None:
+    text = str(user_text(tmp_path))
+    with hold_lock(home, "run"):
+        command = [
+            sys.executable,
+            "-m",
+            "edge_agent",
+            "--home",
+            str(home.root),
+            "train",
+            text,
+            "--steps",
+            "5",
+        ]
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 5
+    assert "permille-agent run" in refused.stderr
+
+
+def test_generate_prints_text_or_json(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--max-tokens", "6", "--temperature", "0"]
+    assert _run(home, "generate", "On day 3", *options) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("On day 3")
+    assert _run(home, "generate", "On day 3", "--json", *options) == 0
+    document = _json(capsys)
+    assert shown == f"On day 3{document['text']}\n"
+    assert document["model"] == "base"
+    assert document["completion_tokens"] == 6
+
+
+def test_chat_keeps_the_conversation_until_it_is_reset(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nbad </s>\nagain\n/reset\nnew\n/exit\nnever\n"))
+
+    assert _run(home, "chat", "--max-tokens", "3", "--system", "Be brief.") == 0
+
+    captured = capsys.readouterr()
+    assert "not sent: a message contains a special token" in captured.err
+    assert "never" not in captured.out
+
+
+def test_compare_without_a_personalisation_says_what_to_do(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(home, "compare", "--json") == 3
+    assert "permille-agent train" in capsys.readouterr().err
+
+
+def test_compare_shows_both_models(home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(home, "train", str(user_text(tmp_path)), "--steps", "6", "--json") == 0
+    capsys.readouterr()
+    assert _run(home, "compare", "--max-tokens", "4") == 0
+    shown = capsys.readouterr().out
+    assert "loss per token" in shown
+    assert "bits per byte" in shown
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "generate", "chat", "serve", "export"])
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert "Examples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"queries": 0},
+        {"batch_rows": 257},
+        {"patience": 0},
+        {"row_tokens": 4},
+        {"seed": 2**63},
+        {"steps": None},
+        {"steps": 1_000_001},
+    ],
+)
+def test_options_refuse_numbers_that_no_run_can_have(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="expected"):
+        TrainOptions(**{"steps": 5, **changes})
+
+
+def test_every_option_that_decides_results_is_in_the_definition() -> None:
+    assert set(TrainOptions(steps=5).definition()) == {field.name for field in fields(TrainOptions)}
+    forward = TrainOptions(steps=5, estimator=EstimatorKind.FORWARD)
+    assert forward.definition() != TrainOptions(steps=5).definition()
+    assert TrainOptions(steps=5).within(16).row_tokens == 16

@@ -1,0 +1,175 @@
+"""Using the model: variants, generation, stop strings, comparison, export."""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_agent import cli
+from edge_agent.activation import Active, activate
+from edge_agent.home import Home
+from edge_agent.local.compare import compare
+from edge_agent.local.model import Generated, LocalModel, Sampling, Variant, until_stop
+from edge_agent.training_job import run_training
+from permille.errors import InputError, OperatorError
+from tests.bigram_engine import BigramEngine, bigram_engine
+from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
+
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    folder = tmp_path_factory.mktemp("trained")
+    home, _ = home_with_package(folder / "home")
+    run_training(
+        home,
+        data_paths=[user_text(folder)],
+        steps=None,
+        minutes=None,
+        seed=0,
+        share_log=False,
+        options=QUICK,
+        engine_of=bigram_engine,
+    )
+    return home
+
+
+def test_without_a_personalisation_there_is_only_the_base(tmp_path: Path) -> None:
+    home, package = home_with_package(tmp_path / "home")
+    with LocalModel(home, bigram_engine) as model:
+        assert model.variants == (Variant.BASE,)
+        assert (model.values(Variant.BASE) == package.values()).all()
+        with pytest.raises(InputError, match="permille-agent train"):
+            model.values(Variant.PERSONAL)
+        with pytest.raises(InputError, match="permille-agent train"):
+            compare(home, model, data_paths=[], prompts=[], sampling=GREEDY)
+
+
+def test_nothing_installed_is_refused(tmp_path: Path) -> None:
+    home, _ = home_with_package(tmp_path / "home")
+    home.releases.unlink()
+    with pytest.raises(OperatorError, match="permille-agent pull"):
+        LocalModel(home, bigram_engine)
+
+
+def test_the_personal_model_writes_otherwise_than_the_base(trained: Home) -> None:
+    with LocalModel(trained, bigram_engine) as model:
+        assert model.variants == (Variant.PERSONAL, Variant.BASE)
+        texts = {}
+        for variant in model.variants:
+            generated, pieces = model.complete("On day 3 the", variant, GREEDY)
+            texts[variant] = "".join(pieces)
+            assert generated.completion_tokens == 12
+            assert generated.finish_reason == "length"
+        assert texts[Variant.BASE] != texts[Variant.PERSONAL]
+
+
+def test_a_reply_goes_through_the_chat_template(trained: Home) -> None:
+    with LocalModel(trained, bigram_engine) as model:
+        generated, pieces = model.reply([("user", "hello")], Variant.BASE, GREEDY)
+        assert isinstance("".join(pieces), str)
+        prompt = model.tokenizer.prompt("<s>User: hello\nAssistant:")
+        assert 0 < generated.prompt_tokens < len(prompt)
+
+
+class _FewPositions(BigramEngine):
+    """Ends at the model's last position, as a real engine does."""
+
+    def generate(self, values_K: Any, prompt_ids: Any, **arguments: Any) -> Iterator[int]:
+        """At most as many tokens as there are positions."""
+        return islice(super().generate(values_K, prompt_ids, **arguments), 128 - len(prompt_ids))
+
+
+def test_a_text_that_reaches_the_last_position_says_so(trained: Home) -> None:
+    with LocalModel(trained, _FewPositions) as model:
+        long = Sampling(max_new_tokens=500, temperature=0.0)
+        generated, pieces = model.complete("bread " * 20, Variant.BASE, long)
+        "".join(pieces)
+        assert generated.prompt_tokens + generated.completion_tokens == 128
+        assert generated.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ((), "one two three"),
+        (("two",), "one "),
+        (("ree",), "one two th"),
+        (("x", "e t"), "on"),
+        (("zz",), "one two three"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 13])
+def test_text_ends_before_the_first_stop_string_however_it_comes(
+    stop: tuple[str, ...], expected: str, size: int
+) -> None:
+    text = "one two three"
+    pieces = iter([text[start : start + size] for start in range(0, len(text), size)])
+
+    assert "".join(until_stop(pieces, stop, Generated(prompt_tokens=1))) == expected
+
+
+def test_a_stop_string_is_the_reason(trained: Home) -> None:
+    generated = Generated(prompt_tokens=1, finish_reason="length")
+    assert list(until_stop(iter(["ab", "c"]), ("b",), generated)) == ["a"]
+    assert generated.finish_reason == "stop"
+
+
+def test_compare_shows_the_runs_own_judgement_and_samples_of_the_test_split(trained: Home) -> None:
+    with LocalModel(trained, bigram_engine) as model:
+        result = compare(trained, model, data_paths=[], prompts=[], sampling=GREEDY)
+
+    assert result["losses"]["personal"] < result["losses"]["base"]
+    assert result["losses"]["improvement"]["low"] > 0
+    assert len(result["samples"]) == 2
+    assert all(sample["prompt"].startswith("On day") for sample in result["samples"])
+    assert all({"base", "personal"} <= set(sample) for sample in result["samples"])
+
+
+def test_compare_measures_on_other_text(trained: Home, tmp_path: Path) -> None:
+    other = user_text(tmp_path, 60, seed=77)
+    with LocalModel(trained, bigram_engine) as model:
+        result = compare(trained, model, data_paths=[other], prompts=["The river"], sampling=GREEDY)
+
+    assert result["losses"]["personal"] < result["losses"]["base"]
+    assert result["samples"][0]["prompt"] == "The river"
+
+
+def test_compare_needs_no_file_of_the_user_for_its_losses(tmp_path: Path) -> None:
+    home, package = home_with_package(tmp_path / "home")
+    text = user_text(tmp_path)
+    result = run_training(
+        home,
+        data_paths=[text],
+        steps=None,
+        minutes=None,
+        seed=0,
+        share_log=False,
+        options=QUICK,
+        engine_of=bigram_engine,
+    )
+    activate(home, Active(package=package.digest, run=result.run), expected=Active(package=package.digest))
+    text.unlink()
+    with LocalModel(home, bigram_engine) as model:
+        shown = compare(home, model, data_paths=[], prompts=[], sampling=GREEDY)
+    assert shown["samples"][0]["prompt"] == "The"
+    assert shown["losses"]["base"] > 0
+
+
+def test_export_merges_the_personal_values(
+    trained: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, more in (("personal", []), ("base", ["--base"])):
+        code = cli.main(["--home", str(trained.root), "export", str(tmp_path / name), "--json", *more])
+        assert code == 0
+        assert json.loads(capsys.readouterr().out)["personal"] is (name == "personal")
+    personal = (tmp_path / "personal" / "model.safetensors").read_bytes()
+    base = (tmp_path / "base" / "model.safetensors").read_bytes()
+    assert len(personal) == len(base)
+    assert personal != base
+    assert cli.main(["--home", str(trained.root), "export", str(tmp_path / "base"), "--json"]) == 3
+    assert cli.main(["--home", str(trained.root), "export", str(tmp_path / "no" / "x"), "--json"]) == 3

@@ -1,0 +1,107 @@
+"""Durable results of a run: written once, found again, torn lines cut, old runs pruned."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from edge_agent.home import Home, open_home
+from edge_agent.run_folder import (
+    Evaluation,
+    RunFolder,
+    find_run,
+    finite_or_none,
+    list_runs,
+    open_run,
+    prune_runs,
+)
+from permille.errors import OperatorError
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return open_home(tmp_path / "home")
+
+
+def test_the_same_definition_finds_the_same_run(home: Home) -> None:
+    run = open_run(home, {"package": "a", "options": {"seed": 0}})
+
+    again = open_run(home, {"options": {"seed": 0}, "package": "a"})
+
+    assert again == run
+    assert again.require("run")["run_id"] == run.require("run")["run_id"]
+    assert open_run(home, {"package": "a", "options": {"seed": 1}}) != run
+    assert find_run(home, run.name) == run
+
+
+def test_a_result_is_computed_once_and_read_back_exactly(home: Home) -> None:
+    run = open_run(home, {})
+    numbers = {"x": 0.1 + 0.2, "y": 1e-300, "n": None}
+
+    assert run.once("plan", lambda: numbers) == numbers
+    assert run.once("plan", lambda: {"x": 1.0}) == numbers
+    assert RunFolder(run.path).require("plan") == numbers
+
+
+def test_a_result_that_fails_is_not_written(home: Home) -> None:
+    run = open_run(home, {})
+
+    def fail() -> dict[str, int]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.once("plan", fail)
+    assert run.load("plan") is None
+    with pytest.raises(OperatorError, match=r"expected plan\.json"):
+        run.require("plan")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run.store("plan", {"x": float("nan")})
+
+
+def test_evaluations_survive_a_torn_line(home: Home) -> None:
+    run = open_run(home, {})
+    whole = [Evaluation(0, 5.25), Evaluation(10, None), Evaluation(20, 0.1 + 0.2)]
+    assert run.evaluations(0) == []
+    for evaluation in whole:
+        run.append_evaluation(0, evaluation)
+    path = run.path / "attempt-0.jsonl"
+    data = path.read_bytes()
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        expected = whole[: data[:cut].count(b"\n")]
+        assert run.evaluations(0) == expected
+        run.append_evaluation(0, Evaluation(99, 1.0))
+        assert run.evaluations(0) == [*expected, Evaluation(99, 1.0)]
+
+
+def test_attempts_do_not_mix(home: Home) -> None:
+    run = open_run(home, {})
+    run.append_evaluation(0, Evaluation(1, 1.0))
+    run.append_evaluation(1, Evaluation(2, 2.0))
+    assert run.evaluations(1) == [Evaluation(2, 2.0)]
+    assert run.journal(0) != run.journal(1)
+
+
+@pytest.mark.parametrize("name", ["missing", "../runs", ".hidden", ".."])
+def test_a_run_that_is_not_there_is_refused(home: Home, name: str) -> None:
+    open_run(home, {})
+    with pytest.raises(OperatorError, match="found none"):
+        find_run(home, name)
+
+
+def test_old_runs_are_pruned_but_those_in_use(home: Home) -> None:
+    runs = [open_run(home, {"n": number}) for number in range(9)]
+    for age, run in enumerate(runs):
+        os.utime(run.path / "run.json", ns=(0, age * 10**9))
+    leftover = home.runs / ".deleted-before"
+    leftover.mkdir()
+
+    deleted = prune_runs(home, keep={runs[1].name}, newest=5)
+
+    assert set(deleted) == {runs[0].name, runs[2].name, runs[3].name}
+    assert [run.name for run in list_runs(home)] == [runs[1].name, *(run.name for run in runs[4:])]
+    assert not leftover.exists()
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    assert [finite_or_none(x) for x in (1.5, float("nan"), float("inf"))] == [1.5, None, None]
