@@ -13,7 +13,7 @@ class BuildCreate(Closed):
     model_id: Id
     mask: MaskRequest
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
-    mask_aware: bool = True
+    mask_aware: bool = False
     evaluation_corpus_id: Id | None = None
 
 

@@ -182,7 +182,7 @@ def create_build(
     group_size: GroupSize = None,
     mask_aware: Annotated[
         bool, typer.Option("--mask-aware/--mask-unaware", help="Leave the mask's weights out of the scales.")
-    ] = True,
+    ] = False,
     evaluate_on: Evaluate = None,
     evaluation_tokens: EvaluationTokens = 8192,
     wait: Wait = True,
