@@ -69,9 +69,10 @@ def listen(settings: Settings) -> socket.socket:
 
 
 def url_of(settings: Settings, port: int) -> str:
-    """Where clients find the service."""
+    """Where clients of this machine find the service; a bind to every address is reached by loopback."""
     scheme = "https" if settings.tls_certificate else "http"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
+    host = f"[{host}]" if ":" in host else host
     return f"{scheme}://{host}:{port}"
 
 

@@ -37,7 +37,9 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._hosts = frozenset((*LOOPBACK_NAMES, *(host.lower() for host in settings.allowed_hosts)))
+        self._hosts = frozenset(
+            (*LOOPBACK_NAMES, _bracketed(settings.host), *(host.lower() for host in settings.allowed_hosts))
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an HTTP request on, or answer it."""
@@ -92,6 +94,11 @@ def _host_name(host: str) -> str:
     """The name of a Host header without its port, in lower case."""
     name, _, port = host.lower().rpartition(":")
     return name if name and port.isdecimal() else host.lower()
+
+
+def _bracketed(host: str) -> str:
+    """An address as a Host header has it."""
+    return f"[{host}]" if ":" in host else host.lower()
 
 
 def _with_security_headers(send: Send) -> Send:

@@ -30,7 +30,7 @@ class Int4(Closed):
     """Symmetric integers in groups along a row."""
 
     scheme: Literal[SchemeName.INT4]
-    group_size: Annotated[Literal[32, 128], WholeNumber] = 128
+    group_size: Annotated[Literal[32, 128], WholeNumber] = 32
     evaluation_tokens: EvaluationTokens = 8192
 
 
