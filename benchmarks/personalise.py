@@ -124,11 +124,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         "# Personalisation of real models",
         "",
         "Made by `python -m benchmarks.personalise --data DIR --out docs/results`; the numbers are in",
-        "`personalisation.json`. Defaults of `permille-agent train`, one thread, float32; loss in nats per token on the",
-        "test split, which neither steps nor selection had looked at. SE: standard error of the paired bootstrap",
-        "over documents. Swap: what the same state gains on another speaker's test split.",
+        "`personalisation.json`. Defaults of `permille-agent train`, one thread, float32; loss in nats per",
+        "token on the test split, which neither steps nor selection had looked at. SE: standard error of the",
+        "paired bootstrap over documents. Swap: what the same state gains on another speaker's test split.",
         "",
-        "| model | k | speaker | seed | steps | base | personal | fall | in SE | swap: fall for another | log bytes |",
+        "| model | k | speaker | seed | steps | base | personal | fall | in SE | swap | log bytes |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

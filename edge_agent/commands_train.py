@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from edge_agent.training_job import RunResult
 
 
+SHOWN_EXAMPLES = 5
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
     app.command()(train)
@@ -136,6 +139,10 @@ def _render(console: Console, result: "RunResult") -> None:
     console.print(f"[{colour}]{result.outcome.value.replace('_', ' ')}[/{colour}]: {result.message}")
     if result.known:
         console.print("This run had ended before; nothing was computed.")
+    for reason, count in result.details.get("data", {}).get("bad_rows", {}).items():
+        console.print(f"left out: {count} x {reason}")
+    for example in result.details.get("bad_row_examples", [])[:SHOWN_EXAMPLES]:
+        console.print(f"  {example}", markup=False, highlight=False)
     if "against_base" not in decision:
         return
     against = decision["against_base"]

@@ -1,8 +1,8 @@
 """Whether the chosen state is adopted: judged once, on text that nothing has looked at.
 
 Adopted means better than the base and, where another personalised model is active, better than that one, each
-by the lower end of a 95% interval (`evaluate.py`). The active model may belong to another package with
-another
+by the lower end of a 95% interval (`evaluate.py`). An active model that cannot be opened any more protects
+nothing. The active model may belong to another package with another
 tokenizer: it is judged under its own, on the same documents, in nats per document.
 """
 
@@ -22,6 +22,7 @@ from edge_agent.search import Setup, search_seed
 from edge_agent.tokens import TextTokenizer
 from edge_agent.trainer import Chosen
 from permille.engines.interface import Engine
+from permille.errors import OperatorError, PackageError
 from permille.zo.lattice import state_digest, values
 
 # Opens the model that is active now: its engine, values and tokenizer.
@@ -68,7 +69,11 @@ def judge(setup: Setup, run: RunFolder, chosen: Chosen, incumbent: Active, open_
             return decision | {"adopted": False, "reason": "not surely better than the base on held-out text"}
         if incumbent.run is None:
             return decision | {"adopted": True, "reason": "better than the base on held-out text"}
-        against_active = _against_active(run, setup, personal, open_incumbent, seed)
+        try:
+            against_active = _against_active(run, setup, personal, open_incumbent, seed)
+        except (PackageError, OperatorError) as exc:
+            # It cannot be used either: nothing is lost, and it stays in the history.
+            return decision | {"adopted": True, "reason": f"the active model cannot be opened: {exc}"}
         reason = "better than the base and than the active model on held-out text"
         if not against_active.better:
             reason = "better than the base, but not surely better than the active model on held-out text"

@@ -5,6 +5,7 @@ message that contains a special token is refused there.
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,8 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_buffer(data)
         except Exception as exc:
             raise PackageError("tokenizer", f"expected a tokenizer.json that can be read: {exc}") from exc
+        # Whether special tokens are text is a switch of the tokenizer, and a server has several threads.
+        self._lock = threading.Lock()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _json(read_file("tokenizer_config.json"))
@@ -89,7 +92,7 @@ class TextTokenizer:
         Raises:
             InputError: no token at all comes out.
         """
-        ids = self._encode(text, literal=True).ids
+        ids = self._encode_literal(text).ids
         if not ids and self.bos is not None and (bos := self._tokenizer.token_to_id(self.bos)) is not None:
             ids = [bos]
         if not ids:
@@ -105,8 +108,7 @@ class TextTokenizer:
         """
         self._refuse_special(messages)
         text = template.render(messages, add_generation_prompt=True)
-        self._tokenizer.encode_special_tokens = False
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return np.asarray(self._encode_rendered(text).ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
@@ -141,7 +143,7 @@ class TextTokenizer:
         """
         match content:
             case PlainText(text):
-                encoding = self._encode(text, literal=True)
+                encoding = self._encode_literal(text)
                 return _document(encoding, text, ((0, len(text)),))
             case Completion(prompt, completion):
                 return self._completion(prompt, completion, row_tokens)
@@ -150,7 +152,7 @@ class TextTokenizer:
 
     def _completion(self, prompt: str, completion: str, row_tokens: int) -> TokenizedDocument:
         text = prompt + completion
-        whole = _document(self._encode(text, literal=True), text, ((len(prompt), len(text)),))
+        whole = _document(self._encode_literal(text), text, ((len(prompt), len(text)),))
         if self.eos is not None and (eos := self._tokenizer.token_to_id(self.eos)) is not None:
             whole = TokenizedDocument(
                 np.append(whole.ids_T, np.int64(eos)),
@@ -168,19 +170,24 @@ class TextTokenizer:
     def _conversation(self, messages: Sequence[tuple[str, str]], template: ChatTemplate) -> TokenizedDocument:
         self._refuse_special(messages)
         text, spans = template.render_with_targets(messages)
-        self._tokenizer.encode_special_tokens = False
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return _document(encoding, text, spans)
+        return _document(self._encode_rendered(text), text, spans)
 
-    def _encode(self, text: str, *, literal: bool) -> Any:
-        self._tokenizer.encode_special_tokens = literal
-        if self._add_bos and self.bos is not None:
+    def _encode_literal(self, text: str) -> Any:
+        """Tokens of a user's text: special tokens in it are text. With the tokenizer's own beginning."""
+        with self._lock:
+            self._tokenizer.encode_special_tokens = True
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
+        if self._add_bos and self.bos is not None:
             bos = self._tokenizer.token_to_id(self.bos)
             if bos is not None and encoding.ids[:1] != [bos]:
                 return _Prepended(encoding, bos)
-            return encoding
-        return self._tokenizer.encode(text, add_special_tokens=True)
+        return encoding
+
+    def _encode_rendered(self, text: str) -> Any:
+        """Tokens of what a chat template rendered: special tokens in it are special."""
+        with self._lock:
+            self._tokenizer.encode_special_tokens = False
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _refuse_special(self, messages: Sequence[tuple[str, str]]) -> None:
         for _, content in messages:
@@ -205,11 +212,20 @@ def _document(encoding: Any, text: str, spans: Sequence[tuple[int, int]]) -> Tok
     target_T[:1] = False
     # Several tokens of one character have the same offsets: its bytes are counted once.
     seen_T = np.concatenate([[0], np.maximum.accumulate(ends_T)[:-1]]) if len(ends_T) else ends_T
-    bytes_before = np.concatenate([[0], np.cumsum([len(c.encode()) for c in text], dtype=np.int64)])
+    bytes_before = np.concatenate([[0], np.cumsum(_utf8_lengths(text))])
     bytes_T = np.maximum(
         bytes_before[ends_T] - bytes_before[np.maximum(starts_T, np.minimum(seen_T, ends_T))], 0
     )
     return TokenizedDocument(ids_T, target_T, bytes_T)
+
+
+def _utf8_lengths(text: str) -> NDArray[np.int64]:
+    """How many bytes each character of `text` has in UTF-8."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    lengths = np.ones(len(points), dtype=np.int64)
+    for first in (0x80, 0x800, 0x10000):
+        lengths += points >= first
+    return lengths
 
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

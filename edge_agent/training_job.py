@@ -112,7 +112,7 @@ def run_training(
         prepared = prepare(documents, tokenizer, report, seed=options.seed, row_tokens=options.row_tokens)
     except InputError as exc:
         return _refused(home, release, package, options, documents, report, str(exc))
-    run = _run(home, package, options, prepared.digest, data_paths)
+    run = _run(home, package, options, prepared.digest, data_paths, report)
     if (ended := run.load("outcome")) is not None:
         _activate_again(home, run, package)
         return _result(run, ended, known=True)
@@ -249,7 +249,12 @@ class _Job:
 
 
 def _run(
-    home: Home, package: Package, options: TrainOptions, data_digest: str, data_paths: Sequence[Path]
+    home: Home,
+    package: Package,
+    options: TrainOptions,
+    data_digest: str,
+    data_paths: Sequence[Path],
+    report: DataReport,
 ) -> RunFolder:
     definition = {
         "format": "permille-run-1",
@@ -258,7 +263,8 @@ def _run(
         "options": options.definition(),
     }
     run = open_run(home, definition)
-    run.once("data", lambda: {"paths": [str(path.absolute()) for path in data_paths]})
+    places = {"paths": [str(path.absolute()) for path in data_paths], "bad_rows": report.examples}
+    run.once("data", lambda: places)
     return run
 
 
@@ -282,7 +288,7 @@ def _refused(
 ) -> RunResult:
     """The end of a run that has too little text to begin: reported once for the same text."""
     digest = hashlib.sha256("\0".join(document.group for document in documents).encode()).hexdigest()
-    run = _run(home, package, options, f"refused:{digest}", ())
+    run = _run(home, package, options, f"refused:{digest}", (), report)
     facts = RunFacts(release=release, options=options, k=package.k, outcome=Outcome.REFUSED_DATA, seconds=0.0)
     metrics = run_metrics(facts).model_dump(mode="json")
     known = run.load("outcome") is not None
@@ -291,7 +297,13 @@ def _refused(
 
 
 def _result(run: RunFolder, end: Json, *, known: bool) -> RunResult:
-    details = {"decision": run.load("decision"), "plan": run.load("plan"), **end}
+    bad_rows = (run.load("data") or {}).get("bad_rows", [])
+    details = {
+        "decision": run.load("decision"),
+        "plan": run.load("plan"),
+        "bad_row_examples": bad_rows,
+        **end,
+    }
     outcome = Outcome(end["metrics"]["outcome"])
     return RunResult(run=run.name, outcome=outcome, message=end["message"], known=known, details=details)
 

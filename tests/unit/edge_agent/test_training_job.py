@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import edge_agent.home
 import edge_agent.personal
 import permille.zo.journal
-from edge_agent.activation import Active, active_model
+from edge_agent.activation import Active, activate, active_model
 from edge_agent.home import Home
 from edge_agent.interruption import InterruptibleEngine
 from edge_agent.personal import canonical_log, model_values
@@ -401,3 +401,26 @@ def test_the_definition_of_a_run_names_everything_that_decides_it(tmp_path: Path
     assert definition["options"]["seed"] == 0
     other = _train(home, user_text(tmp_path, 330))
     assert other.run != result.run
+
+
+def test_an_active_model_that_cannot_be_opened_protects_nothing(tmp_path: Path) -> None:
+    home, package = home_with_package(tmp_path / "home")
+    activate(home, Active(package=package.digest, run="gone"), expected=Active(package=package.digest))
+
+    result = _train(home, user_text(tmp_path))
+
+    assert result.outcome is Outcome.ADOPTED
+    assert "cannot be opened" in result.message
+    assert active_model(home) == Active(package=package.digest, run=result.run)
+
+
+def test_bad_rows_are_counted_in_the_outcome_and_named_only_beside_it(tmp_path: Path) -> None:
+    home, _ = home_with_package(tmp_path / "home")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{not json\n")
+
+    result = _train(home, user_text(tmp_path), data_paths=[user_text(tmp_path), bad])
+
+    assert result.details["data"]["bad_rows"] == {"not JSON": 1}
+    assert result.details["bad_row_examples"] == [f"{bad}:1: not JSON"]
+    assert "bad.jsonl" not in (home.runs / str(result.run) / "outcome.json").read_text()
