@@ -16,7 +16,7 @@ from typing import Any
 from permille.store import access, jobs
 from permille.store.database import Database
 from permille.store.schema import migrate
-from permille.store.tables import Job, PackageRow
+from permille.store.tables import ENDED, Job, PackageRow
 
 TIMEOUT_S = 240.0
 
@@ -40,7 +40,7 @@ class Site:
             "MODEL_ROOT": str(self.root / "models"),
             "CORPUS_ROOT": str(self.root / "corpora"),
             "WORK_ROOT": str(self.root / "work"),
-            "LEASE_S": "1.5",
+            "LEASE_S": "30",
             "POLL_S": "0.05",
             "SWEEP_S": "0.2",
             "RESEND_AFTER_S": "2",
@@ -93,9 +93,15 @@ class Site:
         return [line.split() for line in self.trace.read_text().splitlines()] if self.trace.exists() else []
 
     def wait_for_state(self, job: Job, *states: str) -> Job:
-        """Wait until the job is in one of the states."""
-        wait_until(lambda: self.read(job).state in states, self.explain)
-        return self.read(job)
+        """Wait until the job is in one of the states.
+
+        Raises AssertionError when it has ended in another.
+        """
+        wait_until(lambda: self.read(job).state in {*states, *ENDED}, self.explain)
+        found = self.read(job)
+        if found.state not in states:
+            raise AssertionError(f"expected {states}, got {found.state}: {found.error}; {self.explain()}")
+        return found
 
     def wait_for_attempts(self, count: int) -> list[list[str]]:
         """Wait until so many attempts have begun."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError, RetryableError
+from permille.files import write_atomic
 from permille.store import results
 from workers.__main__ import run_worker
 from workers.child import run_child
@@ -36,7 +37,7 @@ def scripted(context: TaskContext) -> Publish:
         if not payload.get("deaf"):
             context.progress(step / payload["steps"], f"step {step}")
         time.sleep(payload["step_s"])
-        done.write_text(str(step + 1))
+        write_atomic(done, str(step + 1).encode())
     if payload.get("ends") == "badly":
         raise InputError("expected good input, got bad")
     if payload.get("ends") == "flakily" and claim.attempt == 1:

@@ -26,7 +26,6 @@ def test_the_worker_process_makes_a_package(site: Site) -> None:
     (site.root / "models").mkdir()
     save_model(site.root / "models" / "tiny")
     (site.root / "corpora" / "text.txt").write_text("\n\n".join(sentences(200)))
-    site.settings["LEASE_S"] = "30"
     with site.db.write() as session:
         model = models.register(
             session, tenant_id=site.tenant_id, name="tiny", kind="folder", location="tiny"
@@ -51,8 +50,7 @@ def test_the_worker_process_makes_a_package(site: Site) -> None:
             [sys.executable, "-m", "workers"], env=site.environment(), stdout=log, stderr=log
         )
     site.processes.append(worker)
-    after = site.wait_for_state(build, "succeeded", "failed", "dead")
-    assert after.state == "succeeded", after.error
+    after = site.wait_for_state(build, "succeeded")
     with site.db.read() as session:
         package = results.get_package_by_id(
             session, tenant_id=site.tenant_id, package_id=str(after.result_id)
