@@ -28,6 +28,7 @@ from workers.settings import WorkerSettings
 
 CHILD_COMMAND = (sys.executable, "-m", "workers.child")
 _TAIL_LINES = 40
+_LAST_WORDS_S = 5.0
 # Libraries must neither paint bars into the diagnosis nor tell anyone what runs here.
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -102,7 +103,9 @@ class Supervisor:
             try:
                 cancel = self._look(claim, renew=at - renewed_at >= renew_every_s)
             except StaleClaimError as exc:
-                _log.warning("lost %s: %s", claim.job_id, exc)
+                # Usually the child has just published its result and is on its way out.
+                if not _exited(child, _LAST_WORDS_S):
+                    _log.warning("lost %s: %s", claim.job_id, exc)
                 return
             except DBAPIError as exc:
                 _log.warning("database is out of reach: %s", exc)
