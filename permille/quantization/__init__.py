@@ -18,7 +18,7 @@ from permille.errors import InputError
 from permille.quantization import int4, nf4
 from permille.quantization.types import QuantizedTensor, Scheme
 
-__all__ = ["QuantizedTensor", "Scheme", "dequantize", "quantize"]
+__all__ = ["QuantizedTensor", "Scheme", "default_group_size", "dequantize", "quantize"]
 
 
 def quantize(
@@ -50,3 +50,8 @@ def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
     if quantized.scheme is Scheme.NF4:
         return nf4.dequantize(quantized)
     return int4.dequantize(quantized)
+
+
+def default_group_size(scheme: Scheme) -> int:
+    """64 for NF4, 32 for INT4 (ADR 30)."""
+    return nf4.BLOCK_SIZE if scheme is Scheme.NF4 else 32
