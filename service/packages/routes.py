@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 from sqlalchemy.orm import Session
 
 from permille.errors import PackageError
+from permille.package.limits import MEDIA_TYPES
 from permille.package.manifest import Manifest
 from permille.schemas.fields import Page
 from permille.schemas.jobs import Job, JobKind
@@ -25,7 +26,9 @@ router = APIRouter(
     prefix="/v1/packages", tags=["packages"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
 
-_BINARY: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_BINARY: dict[str, Any] = {
+    media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in MEDIA_TYPES.values()
+}
 _BLOB_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "the blob", "content": _BINARY},
     206: {"description": "the range that was asked for", "content": _BINARY},

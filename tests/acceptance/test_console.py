@@ -99,7 +99,7 @@ def keep_picture(page: Page, name: str) -> None:
     """Save a screenshot where the environment asks for it."""
     folder = os.environ.get("PERMILLE_SCREENSHOTS")
     if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png")
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def test_operator_creates_a_mask_in_the_console_and_sees_it_finish(

@@ -1,0 +1,145 @@
+"""schemathesis against the embedded server: authenticated, all checks, nothing excluded.
+
+    python -m tests.api_fuzz --examples 200
+
+Two passes: every operation as the administrator, then a device's own operations as a device. A model, a
+corpus, a finished build, a release and a device are made first, so that requests reach more than 404. The
+worker then stops: what schemathesis asks for is queued, not computed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.api_service import new_run_id, run_metrics, running_api
+from tests.running_service import Running, environment, running_service
+from tests.tiny_model import write_corpus, write_model
+
+UNLIMITED = "1000000000"
+DEVICE_OPERATIONS = (
+    "get_own_device",
+    "create_run",
+    "get_run",
+    "put_run_log",
+    "delete_run_log",
+    "resolve_alias",
+    "get_package_manifest",
+    "get_package_blob",
+    "head_package_blob",
+    "create_nonce",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What schemathesis said of one pass."""
+
+    name: str
+    returncode: int
+    output: str
+
+
+def fuzz(folder: Path, *, examples: int, seed: int | None = None, workers: int = 2) -> list[Pass]:
+    """Run both passes on a service whose data is below `folder`."""
+    write_model(folder / "models" / "tiny-llama")
+    write_corpus(folder / "corpora" / "texts.jsonl")
+    roots = ("--model-root", str(folder / "models"), "--corpus-root", str(folder / "corpora"))
+    with running_service(folder, *roots) as running:
+        known = _stock(running)
+    device_token, enrolled = _enrol(folder)
+    config = _configure(folder, known | enrolled)
+    options = [
+        "--checks=all",
+        f"--max-examples={examples}",
+        f"--workers={workers}",
+        "--continue-on-failure",
+        "--no-color",
+        *([] if seed is None else [f"--seed={seed}"]),
+    ]
+    device_options = [*options, *(f"--include-operation-id={name}" for name in DEVICE_OPERATIONS)]
+    settings = {"PERMILLE_STREAM_S": "0.5", "PERMILLE_ENROLMENTS_PER_MINUTE": UNLIMITED}
+    with running_service(folder, *roots, "--no-worker", **settings) as running:
+        # The device first: the administrator's pass may revoke it.
+        return [
+            _run("device", config, running.url, device_token, device_options),
+            _run("administrator", config, running.url, running.token, options),
+        ]
+
+
+def _run(name: str, config: Path, url: str, token: str, options: Sequence[str]) -> Pass:
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
+    done = subprocess.run(
+        [*command, f"{url}/openapi.json", f"--header=Authorization: Bearer {token}", *options],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=config.parent,
+        check=False,
+    )
+    return Pass(name=name, returncode=done.returncode, output=done.stdout + done.stderr)
+
+
+def _configure(folder: Path, known: Mapping[str, str]) -> Path:
+    """Values that exist, by path parameter; schemathesis makes others beside them."""
+    config = folder / "schemathesis.toml"
+    lines = [f"{json.dumps(f'path.{name}')} = {json.dumps(value)}" for name, value in known.items()]
+    config.write_text("\n".join(["[parameters]", *lines, ""]))
+    return config
+
+
+def _stock(running: Running) -> dict[str, str]:
+    """Ids of what a build makes, by parameter."""
+    model = running.answer("models", "add", "tiny", "--folder", "tiny-llama")
+    corpus = running.answer("corpora", "add", "texts", "--file", "texts.jsonl")
+    job = running.answer(
+        "builds", "create", "--model", model["id"], "--method", "magnitude", "--density", "0.01"
+    )
+    build = running.answer("builds", "show", job["id"])
+    digest = build["package_digest"]
+    running.answer("releases", "publish", "tiny-llama", "--package", digest, "--alias", "stable")
+    return {
+        "model_id": model["id"],
+        "corpus_id": corpus["id"],
+        "job_id": job["id"],
+        "build_id": job["id"],
+        "mask_id": build["mask_id"],
+        "quantization_id": build["quantization_id"],
+        "digest": digest,
+        "blob_digest": running.answer("packages", "show", digest)["layers"][0]["digest"],
+        "name": "tiny-llama",
+        "alias": "stable",
+    }
+
+
+def _enrol(folder: Path) -> tuple[str, dict[str, str]]:
+    """A device that reported a run, put into the same database: its token and the ids."""
+    with running_api(folder) as api:
+        device = api.device(release="tiny-llama")
+        token, run_id = device.token(), new_run_id()
+        answer = api.post("/v1/runs", {"run_id": run_id, "metrics": run_metrics()}, token)
+        if answer.status_code != 201:
+            raise RuntimeError(f"expected 201, got {answer.status_code}: {answer.text}")
+    return token, {"device_id": device.id, "run_id": run_id}
+
+
+def main() -> int:
+    """Fuzz in a temporary folder; 0 when no pass found anything."""
+    parser = argparse.ArgumentParser(description="schemathesis against the embedded server")
+    parser.add_argument("--examples", type=int, default=200, help="test cases an operation")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="permille-fuzz-") as folder:
+        passes = fuzz(Path(folder), examples=given.examples, seed=given.seed, workers=given.workers)
+    for one in passes:
+        sys.stdout.write(f"{one.output}\n{one.name}: exit code {one.returncode}\n")
+    return max(one.returncode for one in passes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
