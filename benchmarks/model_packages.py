@@ -1,5 +1,4 @@
-"""Packages of real models for benchmarks: a transformers folder, scored on public text, written by the
-library."""
+"""Packages of real models for benchmarks: scored on public text, written by the library."""
 
 import json
 import shutil
@@ -64,8 +63,7 @@ def _texts(corpus: Path) -> Iterator[str]:
 
 
 def installed_home(home_folder: Path, model: Path, packages: Path, corpus: Path, density: float) -> Home:
-    """A home with the package of `model` installed; a package that was made before in `packages` is used
-    again."""
+    """A home with the package of `model` installed; what was made before in `packages` is used again."""
     packages.mkdir(parents=True, exist_ok=True)
     known = packages / f"{model.name}-{density}.digest"
     if not known.exists():

@@ -21,8 +21,7 @@ MEMORY_BYTES = 1 << 30
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` renders its body: templates mark the assistant's turns with
-    it."""
+    """`{% generation %}...{% endgeneration %}` renders its body: so templates mark the assistant's turns."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
 

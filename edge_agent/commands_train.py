@@ -14,7 +14,7 @@ from rich.table import Table
 from edge_agent.console import ExitCode, JsonOption, home_of, show
 
 if TYPE_CHECKING:
-    from edge_agent.training_job import RunResult
+    from edge_agent.run_end import RunResult
 
 
 SHOWN_EXAMPLES = 5

@@ -14,58 +14,24 @@ Nothing here knows a tokenizer: the same text gives the same documents under eve
 
 import hashlib
 import json
-import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edge_agent.documents import Content, Document, PlainText, characters, parse_row
+from edge_agent.paragraphs import normalised, sections
+from edge_agent.paragraphs import paragraphs as split_paragraphs
 from permille.errors import InputError
 
 MAX_TOTAL_BYTES = 256 << 20
 MAX_ROW_BYTES = 4 << 20
 MAX_EXAMPLES = 20
 FEW_DOCUMENTS = 40
-SECTION_CHARACTERS = 1000
 # A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
-ROLES = ("system", "user", "assistant")
 SUFFIXES = (".txt", ".jsonl")
-
-
-@dataclass(frozen=True, slots=True)
-class PlainText:
-    """Text of which every token counts in the loss."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A prompt and what should follow it; only the completion counts in the loss."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Chat messages as (role, content); only the assistant's turns count in the loss."""
-
-    messages: tuple[tuple[str, str], ...]
-
-
-Content = PlainText | Completion | Conversation
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document. `group` is the sha256 of what decides its split."""
-
-    group: str
-    content: Content
 
 
 @dataclass(slots=True)
@@ -122,22 +88,6 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
         )
     report.documents = len(documents)
     return documents, report
-
-
-def normalised(text: str) -> str:
-    """`text` without differences of case, width and white space: equal results are duplicates."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
-def characters(content: Content) -> str:
-    """Everything that a document says, as one string (not what a model is shown)."""
-    match content:
-        case PlainText(text):
-            return text
-        case Completion(prompt, completion):
-            return f"{prompt}\n\n{completion}"
-        case Conversation(messages):
-            return "\n\n".join(f"{role}: {text}" for role, text in messages)
 
 
 def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
@@ -197,66 +147,13 @@ def _read_jsonl(path: Path, report: DataReport) -> Iterator[tuple[str | None, Co
                 report.bad(f"{path}:{number}", f"longer than {MAX_ROW_BYTES} bytes")
                 continue
             try:
-                yield _row(json.loads(line.decode("utf-8-sig")))
+                yield parse_row(json.loads(line.decode("utf-8-sig")))
             except UnicodeDecodeError:
                 report.bad(f"{path}:{number}", "not UTF-8")
             except (json.JSONDecodeError, RecursionError):
                 report.bad(f"{path}:{number}", "not JSON")
             except InputError as exc:
                 report.bad(f"{path}:{number}", str(exc))
-
-
-def _row(row: object) -> tuple[str | None, Content]:
-    """The content of one parsed row. The messages carry no text of the user: they end up in a report."""
-    if not isinstance(row, dict):
-        raise InputError("not a JSON object")
-    group = row.get("group")
-    if group is not None and not isinstance(group, str):
-        raise InputError("`group` is not a string")
-    kinds = [name for name in ("text", "messages", "completion") if name in row]
-    if len(kinds) != 1:
-        raise InputError("not exactly one of `text`, `messages`, `completion`")
-    match kinds[0]:
-        case "text":
-            return group, PlainText(_string(row, "text"))
-        case "completion":
-            prompt = row.get("prompt")
-            if not isinstance(prompt, str):
-                raise InputError("`prompt` is not a string")
-            return group, Completion(_encodable(prompt), _string(row, "completion"))
-    return group, Conversation(_messages(row["messages"]))
-
-
-def _string(row: dict[str, Any], name: str) -> str:
-    value = row[name]
-    if not isinstance(value, str):
-        raise InputError(f"`{name}` is not a string")
-    if not value.strip():
-        raise InputError(f"`{name}` is empty")
-    return _encodable(value)
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise InputError("a lone surrogate") from exc
-    return text
-
-
-def _messages(messages: object) -> tuple[tuple[str, str], ...]:
-    if not isinstance(messages, list) or not messages:
-        raise InputError("`messages` is not a list with at least one message")
-    turns = []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise InputError("a message is not an object with a `content` string")
-        if message.get("role") not in ROLES:
-            raise InputError(f"a message's role is not one of {', '.join(ROLES)}")
-        turns.append((str(message["role"]), _encodable(message["content"])))
-    if not any(role == "assistant" and content.strip() for role, content in turns):
-        raise InputError("no assistant message")
-    return tuple(turns)
 
 
 def _without_duplicates(
@@ -283,7 +180,7 @@ def _without_duplicates(
 def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
     """`text` without the long paragraphs that an earlier text, or this one, already had."""
     kept = []
-    for paragraph in _paragraphs(text):
+    for paragraph in split_paragraphs(text):
         plain = normalised(paragraph)
         if len(plain) >= REPEATED_PARAGRAPH_CHARACTERS:
             key = _key(plain)
@@ -310,40 +207,6 @@ def _documents(rows: list[tuple[str | None, Content]]) -> list[Document]:
 def _group(group: str | None, content: Content) -> str:
     key = f"content\0{characters(content)}" if group is None else f"group\0{group}"
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def sections(text: str) -> list[str]:
-    """`text` in contiguous sections of whole paragraphs (long ones: lines, then words), about 1,000
-    characters each."""
-    result: list[str] = []
-    current = ""
-    for piece in _pieces(text):
-        if current and len(current) + len(piece) > SECTION_CHARACTERS:
-            result.append(current)
-            current = ""
-        current += piece
-    if current.strip():
-        result.append(current)
-    trimmed = [section.strip("\n") for section in result]
-    return [section for section in trimmed if section.strip()]
-
-
-def _pieces(text: str) -> Iterator[str]:
-    for paragraph in _paragraphs(text):
-        for line in (
-            [paragraph] if len(paragraph) <= SECTION_CHARACTERS else paragraph.splitlines(keepends=True)
-        ):
-            if len(line) <= SECTION_CHARACTERS:
-                yield line
-            else:
-                yield from re.findall(
-                    rf"(?s).{{1,{SECTION_CHARACTERS}}}(?:\s+|$)|.{{1,{SECTION_CHARACTERS}}}", line
-                )
-
-
-def _paragraphs(text: str) -> list[str]:
-    """The paragraphs of `text`, each with the blank lines that follow it: joined, they are `text` again."""
-    return re.findall(r"(?s).+?(?:\n[ \t]*\n\s*|\Z)", text)
 
 
 def _key(text: str) -> bytes:

@@ -1,5 +1,4 @@
-"""Stopping a run between two calls of the engine: everything durable stays, and the same command goes on
-later."""
+"""Stopping a run between two calls of the engine: what is durable stays, the same command goes on later."""
 
 import threading
 from collections.abc import Collection, Iterator

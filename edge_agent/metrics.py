@@ -1,5 +1,4 @@
-"""The metrics of a run: the only thing that leaves the device by default. Numbers and closed sets, no
-text."""
+"""The metrics of a run, the only thing that leaves the device by default: numbers and closed sets."""
 
 import platform
 import sys

@@ -6,7 +6,8 @@ A pure function of (documents, tokenizer, seed, row length): its digest names wh
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from edge_agent.data import DataReport, Document
+from edge_agent.data import DataReport
+from edge_agent.documents import Document
 from edge_agent.rows import Row, document_rows, packed_rows, rows_digest
 from edge_agent.splits import Split, SplitCount, assign, count
 from edge_agent.tokens import TextTokenizer, TokenizedDocument

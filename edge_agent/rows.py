@@ -52,8 +52,7 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> li
 
 
 def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
-    """The rows of `document_rows`, several short ones put together where they fit: best fit in decreasing
-    length."""
+    """The rows of `document_rows`, short ones put together: best fit in decreasing length."""
     pieces = document_rows(documents, row_tokens)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]

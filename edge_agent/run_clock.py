@@ -15,8 +15,7 @@ SEARCH_SHARE = 0.25
 
 
 class RunClock:
-    """The time of one run. What was spent since the last `store` is lost by a kill, and then worked once
-    more."""
+    """The time of one run. A kill loses what was spent since the last `store`."""
 
     def __init__(
         self, run: RunFolder, *, minutes: float | None, monotonic: Callable[[], float] = time.monotonic

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from edge_agent.chat import ChatTemplate
-from edge_agent.data import Completion, Content, Conversation, PlainText
+from edge_agent.documents import Completion, Content, Conversation, PlainText
 from permille.errors import InputError, PackageError
 
 ReadFile = Callable[[str], bytes | None]

@@ -15,52 +15,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.activation import Active, activate, active_model, referenced_runs
-from edge_agent.data import DataReport, Document, read_documents
+from edge_agent.data import DataReport, read_documents
+from edge_agent.documents import Document
 from edge_agent.home import Home
 from edge_agent.interruption import InterruptibleEngine, RunInterrupted
 from edge_agent.judge import judge
 from edge_agent.metrics import RunFacts, run_metrics
 from edge_agent.options import TrainOptions
-from edge_agent.personal import canonical_log, model_values, store_state
+from edge_agent.personal import model_values, store_state
 from edge_agent.prepare import Prepared, prepare
 from edge_agent.progress import RunProgress, SilentProgress
 from edge_agent.releases import InstalledRelease, installed_release
 from edge_agent.rows import TrainingBatches
 from edge_agent.run_clock import RunClock
+from edge_agent.run_end import RunResult, log_facts, result_of
 from edge_agent.run_folder import Json, RunFolder, open_run, prune_runs
 from edge_agent.search import SearchFailed, Setup
 from edge_agent.tokens import TextTokenizer
-from edge_agent.trainer import Chosen, attempt_header, make_plan, train_attempts
+from edge_agent.trainer import Chosen, make_plan, train_attempts
 from permille.engines.factory import open_engine
-from permille.engines.interface import Engine, EngineInfo
+from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
-from permille.files import write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
-from permille.zo.journal import read_journal
-from permille.zo.log import StepFlag
 
 OpenEngine = Callable[[Package], Engine]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """How a run ended.
-
-    Attributes:
-        run: folder name of the run; None where it never began.
-        outcome: as it is reported.
-        message: for the user.
-        known: the run had ended before; nothing was computed.
-        details: decision, plan and metrics as JSON.
-    """
-
-    run: str | None
-    outcome: Outcome
-    message: str
-    known: bool = False
-    details: Json
 
 
 def run_training(
@@ -115,7 +95,7 @@ def run_training(
     run = _run(home, package, options, prepared.digest, data_paths, report)
     if (ended := run.load("outcome")) is not None:
         _activate_again(home, run, package)
-        return _result(run, ended, known=True)
+        return result_of(run, ended, known=True)
     progress.phase("loading the model")
     engine = engine_of(package)
     if stop_event is not None:
@@ -217,35 +197,17 @@ class _Job:
             plan=plan,
             decision=decision,
             engine=self.engine.info(),
-            **self._log_facts(setup, plan, decision, chosen),
+            **({} if chosen is None else log_facts(self.run, setup, plan, decision, chosen, self.share_log)),
         )
         end = {
             "message": message,
             "metrics": run_metrics(facts).model_dump(mode="json"),
             "data": self.report.as_json(),
-            "engine": _engine_json(self.engine.info()),
+            "engine": dict(self.engine.info()),
         }
         self.run.store("outcome", end)
         prune_runs(self.home, keep={self.run.name, *referenced_runs(self.home)})
-        return _result(self.run, end, known=False)
-
-    def _log_facts(self, setup: Setup, plan: Json, decision: Json, chosen: Chosen | None) -> Json:
-        if chosen is None:
-            return {}
-        records = read_journal(self.run.journal(chosen.attempt)).records
-        log = canonical_log(self.run)
-        shared = self.share_log and chosen.step > 0
-        if shared:
-            write_atomic(self.run.path / "shared.log", log, mode=0o600)
-        header = attempt_header(setup, plan, chosen.attempt)
-        return {
-            "rejected_steps": sum(StepFlag.REJECTED in record.flags for record in records),
-            "tokens_trained": setup.batches.tokens(chosen.steps),
-            "learning_rate": header.learning_rate,
-            "step_unit_exponent": header.step_unit_exponent,
-            "log_bytes": len(log),
-            "shared_state_digest": decision["state_digest"] if shared else None,
-        }
+        return result_of(self.run, end, known=False)
 
 
 def _run(
@@ -293,20 +255,4 @@ def _refused(
     metrics = run_metrics(facts).model_dump(mode="json")
     known = run.load("outcome") is not None
     end = run.once("outcome", lambda: {"message": message, "metrics": metrics, "data": report.as_json()})
-    return _result(run, end, known=known)
-
-
-def _result(run: RunFolder, end: Json, *, known: bool) -> RunResult:
-    bad_rows = (run.load("data") or {}).get("bad_rows", [])
-    details = {
-        "decision": run.load("decision"),
-        "plan": run.load("plan"),
-        "bad_row_examples": bad_rows,
-        **end,
-    }
-    outcome = Outcome(end["metrics"]["outcome"])
-    return RunResult(run=run.name, outcome=outcome, message=end["message"], known=known, details=details)
-
-
-def _engine_json(info: EngineInfo) -> Json:
-    return dict(info)
+    return result_of(run, end, known=known)

@@ -1,10 +1,10 @@
-"""Base and personal model side by side: losses on held-out text, and what each writes after the same
-words."""
+"""Base and personal model side by side: losses on held-out text, and what each writes after a prompt."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_agent.data import DataReport, PlainText, read_documents
+from edge_agent.data import DataReport, read_documents
+from edge_agent.documents import PlainText
 from edge_agent.evaluate import document_losses, paired_bootstrap
 from edge_agent.home import Home
 from edge_agent.local.model import LocalModel, Sampling, Variant

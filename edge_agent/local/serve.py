@@ -10,18 +10,17 @@ import json
 import secrets
 import socket
 import threading
-import time
-import uuid
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from edge_agent.home import Home
-from edge_agent.local.model import Generated, LocalModel, Sampling, Variant
+from edge_agent.local.dialect import ChatForm, ChatRequest, CompletionForm, CompletionRequest, Form
+from edge_agent.local.model import Generated, LocalModel, Variant
 from permille.errors import InputError, OperatorError, PermilleError
 from permille.files import write_atomic
 
@@ -29,54 +28,6 @@ MAX_BODY_BYTES = 1 << 20
 MAX_REQUESTS = 8
 SOCKET_TIMEOUT_S = 30.0
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
-
-
-class Request(BaseModel):
-    """What both kinds of completion share; fields that we do not know are the client's business."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=32_768)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=32_768)
-    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
-    stop: str | list[str] | None = None
-    stream: bool = False
-    n: Literal[1] = 1
-
-    def sampling(self) -> Sampling:
-        """The choices for the engine; without a seed, a new one."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Sampling(
-            max_new_tokens=self.max_completion_tokens or self.max_tokens or 256,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
-            stop=tuple(word for word in stop if word),
-        )
-
-
-class CompletionRequest(Request):
-    """Body of POST /v1/completions."""
-
-    prompt: str
-
-
-class Message(BaseModel):
-    """One chat message."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-class ChatRequest(Request):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[Message] = Field(min_length=1, max_length=1000)
 
 
 class LocalServer(ThreadingHTTPServer):
@@ -197,13 +148,13 @@ class _Handler(BaseHTTPRequestHandler):
                 completion = CompletionRequest.model_validate_json(body)
                 variant = self._variant(completion.model)
                 generated, text = model.complete(completion.prompt, variant, completion.sampling())
-                self._send_text(_CompletionForm(variant), generated, text, stream=completion.stream)
+                self._send_text(CompletionForm(variant), generated, text, stream=completion.stream)
             elif self.path == "/v1/chat/completions":
                 chat = ChatRequest.model_validate_json(body)
                 variant = self._variant(chat.model)
                 messages = [(message.role, message.content) for message in chat.messages]
                 generated, text = model.reply(messages, variant, chat.sampling())
-                self._send_text(_ChatForm(variant), generated, text, stream=chat.stream)
+                self._send_text(ChatForm(variant), generated, text, stream=chat.stream)
             else:
                 raise _RequestError(HTTPStatus.NOT_FOUND, "expected /v1/completions or /v1/chat/completions")
         except ValidationError as exc:
@@ -230,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RequestError(HTTPStatus.NOT_FOUND, f"expected a model of {known}, got {name!r:.100}")
         return Variant(name)
 
-    def _send_text(self, form: "_Form", generated: Generated, text: Iterator[str], *, stream: bool) -> None:
+    def _send_text(self, form: Form, generated: Generated, text: Iterator[str], *, stream: bool) -> None:
         if not stream:
             self._send_json(HTTPStatus.OK, form.whole("".join(text), generated))
             return
@@ -265,57 +216,3 @@ class _Handler(BaseHTTPRequestHandler):
         kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         error = {"message": message, "type": kind, "param": None, "code": status.phrase.lower()}
         self._send_json(status, {"error": error})
-
-
-class _Form:
-    """How one kind of answer looks."""
-
-    prefix: str
-    whole_object: str
-    piece_object: str
-
-    def __init__(self, variant: Variant) -> None:
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": variant.value,
-        }
-
-    def whole(self, text: str, generated: Generated) -> dict[str, Any]:
-        """The whole answer in one."""
-        usage = {
-            "prompt_tokens": generated.prompt_tokens,
-            "completion_tokens": generated.completion_tokens,
-            "total_tokens": generated.prompt_tokens + generated.completion_tokens,
-        }
-        choice = {"index": 0, **self._text(text), "logprobs": None, "finish_reason": generated.finish_reason}
-        return {**self._head, "object": self.whole_object, "choices": [choice], "usage": usage}
-
-    def piece(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """One event of a stream."""
-        choice = {"index": 0, **self._delta(text), "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": self.piece_object, "choices": [choice]}
-
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-
-class _CompletionForm(_Form):
-    prefix = "cmpl"
-    whole_object = "text_completion"
-    piece_object = "text_completion"
-
-
-class _ChatForm(_Form):
-    prefix = "chatcmpl"
-    whole_object = "chat.completion"
-    piece_object = "chat.completion.chunk"
-
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
-
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text} if text else {}}

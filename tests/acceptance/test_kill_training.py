@@ -1,5 +1,4 @@
-"""SIGKILL at random moments of a run changes nothing of how it ends. 50 kills: `python -m
-benchmarks.kill_agent`."""
+"""SIGKILL at random moments changes nothing of a run's end. Fifty: `python -m benchmarks.kill_agent`."""
 
 from pathlib import Path
 

@@ -6,15 +6,9 @@ from pathlib import Path
 import pytest
 
 from edge_agent import data
-from edge_agent.data import (
-    Completion,
-    Conversation,
-    PlainText,
-    characters,
-    normalised,
-    read_documents,
-    sections,
-)
+from edge_agent.data import read_documents
+from edge_agent.documents import Completion, Conversation, PlainText, characters
+from edge_agent.paragraphs import SECTION_CHARACTERS, normalised, sections
 from permille.errors import InputError
 from tests.packages import sentences
 
@@ -58,6 +52,7 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
         ({"text": " \n"}, "`text` is empty"),
         ({"text": "x\ud800"}, "a lone surrogate"),
         ({"text": "x", "group": 4}, "`group` is not a string"),
+        ({"text": "x", "group": "\ud800"}, "a lone surrogate"),
         ({"completion": "y"}, "`prompt` is not a string"),
         ({"prompt": "x", "completion": ""}, "`completion` is empty"),
         ({"messages": []}, "`messages` is not a list with at least one message"),
@@ -170,7 +165,7 @@ def test_cuts_few_long_texts_into_sections_and_leaves_many_documents_whole(tmp_p
     whole, _ = read_documents([_jsonl(tmp_path / "many.jsonl", many)])
 
     assert "\n\n".join(characters(document.content) for document in few) == story
-    assert all(300 < len(characters(document.content)) <= data.SECTION_CHARACTERS for document in few)
+    assert all(300 < len(characters(document.content)) <= SECTION_CHARACTERS for document in few)
     assert len({document.group for document in few}) == len(few)
     assert len(whole) == 45
 
@@ -193,4 +188,4 @@ def test_sections_hold_the_whole_text_in_order(text: str) -> None:
     pieces = sections(text)
 
     assert "".join("".join(pieces).split()) == "".join(text.split())
-    assert all(len(piece) <= data.SECTION_CHARACTERS + 1 for piece in pieces)
+    assert all(len(piece) <= SECTION_CHARACTERS + 1 for piece in pieces)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from edge_agent.chat import ChatTemplate
-from edge_agent.data import Completion, Conversation, PlainText
+from edge_agent.documents import Completion, Conversation, PlainText
 from edge_agent.tokens import TextTokenizer
 from permille.errors import InputError, PackageError
 from tests.packages import SPECIAL_TOKENS, sentences, tiny_tokenizer

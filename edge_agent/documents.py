@@ -1,0 +1,105 @@
+"""What a document of the user can be, and what a row of a `.jsonl` file must look like to be one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from permille.errors import InputError
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """Text of which every token counts in the loss."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and what should follow it; only the completion counts in the loss."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Chat messages as (role, content); only the assistant's turns count in the loss."""
+
+    messages: tuple[tuple[str, str], ...]
+
+
+Content = PlainText | Completion | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document. `group` is the sha256 of what decides its split."""
+
+    group: str
+    content: Content
+
+
+def characters(content: Content) -> str:
+    """Everything that a document says, as one string (not what a model is shown)."""
+    match content:
+        case PlainText(text):
+            return text
+        case Completion(prompt, completion):
+            return f"{prompt}\n\n{completion}"
+        case Conversation(messages):
+            return "\n\n".join(f"{role}: {text}" for role, text in messages)
+
+
+def parse_row(row: object) -> tuple[str | None, Content]:
+    """The content of one parsed row. The messages carry no text of the user: they end up in a report."""
+    if not isinstance(row, dict):
+        raise InputError("not a JSON object")
+    group = row.get("group")
+    if group is not None:
+        group = _string(row, "group")
+    kinds = [name for name in ("text", "messages", "completion") if name in row]
+    if len(kinds) != 1:
+        raise InputError("not exactly one of `text`, `messages`, `completion`")
+    match kinds[0]:
+        case "text":
+            return group, PlainText(_string(row, "text"))
+        case "completion":
+            prompt = row.get("prompt")
+            if not isinstance(prompt, str):
+                raise InputError("`prompt` is not a string")
+            return group, Completion(_encodable(prompt), _string(row, "completion"))
+    return group, Conversation(_messages(row["messages"]))
+
+
+def _string(row: dict[str, Any], name: str) -> str:
+    value = row[name]
+    if not isinstance(value, str):
+        raise InputError(f"`{name}` is not a string")
+    if not value.strip():
+        raise InputError(f"`{name}` is empty")
+    return _encodable(value)
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InputError("a lone surrogate") from exc
+    return text
+
+
+def _messages(messages: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise InputError("`messages` is not a list with at least one message")
+    turns = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise InputError("a message is not an object with a `content` string")
+        if message.get("role") not in ROLES:
+            raise InputError(f"a message's role is not one of {', '.join(ROLES)}")
+        turns.append((str(message["role"]), _encodable(message["content"])))
+    if not any(role == "assistant" and content.strip() for role, content in turns):
+        raise InputError("no assistant message")
+    return tuple(turns)
