@@ -46,7 +46,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        guarded_send = _with_security_headers(send)
+        guarded_send = _with_security_headers(send, private=scope["path"].startswith("/v1/"))
         headers = Headers(scope=scope)
         limit = self._body_limit(scope)
         refusal = self._refusal(scope["path"], headers, limit)
@@ -101,12 +101,14 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host.lower()
 
 
-def _with_security_headers(send: Send) -> Send:
+def _with_security_headers(send: Send, *, private: bool) -> Send:
     async def guarded(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             for name, value in SECURITY_HEADERS.items():
                 headers.setdefault(name, value)
+            if private:  # only blobs and reports say otherwise
+                headers.setdefault("Cache-Control", "no-store")
         await send(message)
 
     return guarded

@@ -44,7 +44,7 @@ class Pass:
     output: str
 
 
-def fuzz(folder: Path, *, examples: int, seed: int | None = None, workers: int = 2) -> list[Pass]:
+def fuzz(folder: Path, *, examples: int, seed: int | None = None, workers: int = 1) -> list[Pass]:
     """Run both passes on a service whose data is below `folder`."""
     write_model(folder / "models" / "tiny-llama")
     write_corpus(folder / "corpora" / "texts.jsonl")
@@ -111,8 +111,6 @@ def _stock(running: Running) -> dict[str, str]:
         "quantization_id": build["quantization_id"],
         "digest": digest,
         "blob_digest": running.answer("packages", "show", digest)["layers"][0]["digest"],
-        "name": "tiny-llama",
-        "alias": "stable",
     }
 
 
@@ -132,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="schemathesis against the embedded server")
     parser.add_argument("--examples", type=int, default=200, help="test cases an operation")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="permille-fuzz-") as folder:
         passes = fuzz(Path(folder), examples=given.examples, seed=given.seed, workers=given.workers)

@@ -32,8 +32,8 @@ Digest = Annotated[
 ]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN), Field(examples=["tiny-llama"])]
 Id = Annotated[str, StringConstraints(pattern=ID_PATTERN), Field(examples=["job_01jd3kq8z7m4n5p6r7s8t9v0wx"])]
-Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER), WholeNumber]
-Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER), WholeNumber]
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER, examples=[1]), WholeNumber]
+Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1]), WholeNumber]
 Seed = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER, examples=[0]), WholeNumber]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Density = Annotated[

@@ -100,6 +100,7 @@ def test_answers_carry_security_headers_and_allow_no_other_origin(api: Api) -> N
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["x-frame-options"] == "DENY"
         assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert api.get("/v1/masks").headers["cache-control"] == "no-store"
     asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "GET"}
     for answer in (
         api.client.get("/v1/health", headers=asked),
