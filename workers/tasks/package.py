@@ -3,30 +3,13 @@
 The reader verifies the package, as a stranger would, before its row is written.
 """
 
-from collections.abc import Iterator
-
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
-from permille.models.checkpoint import Checkpoint, inside
-from permille.models.families import scoped_tensors
-from permille.package.blobs import BlobFolder
 from permille.package.canonical import JSON
-from permille.package.config_files import clean_config, config_bytes
-from permille.package.layers import masked_values, write_file, write_values
-from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES
-from permille.package.manifest import (
-    Layer,
-    Manifest,
-    MaskInfo,
-    ModelInfo,
-    Quantization,
-    TensorInfo,
-    decimal_text,
-    sort_layers,
-)
+from permille.package.manifest import Quantization
 from permille.package.reader import verify_package
-from permille.package.writer import write_manifest
+from permille.packing import write_package
 from permille.quantization import Scheme
 from permille.store import results
 from permille.store.results import LayerRecord
@@ -49,33 +32,22 @@ def run(context: TaskContext) -> Publish:
     context.progress(0.0, "opening the model")
     model = open_model(context, mask_row.model_id)
     _check_same_weights(model.provenance, mask_row, quantization)
-    checkpoint = model.checkpoint
     mask = read_mask(context.blobs, mask_row.mask_digest)
-    scoped = scoped_tensors(checkpoint.config)
-    order = [name for name, _ in scoped]
     context.progress(0.2, "writing the values")
-    values = write_values(
-        context.blobs, (masked_values(checkpoint.raw(name), mask[name]) for name in order), order
-    )
-    files = list(_files(context.blobs, checkpoint))
-    config = next(layer for layer in files if layer.path == "config.json")
-    stored = [
-        layer_of(record) for record in (quantization.dense_layer, quantization.plain_layer, mask_row.layer)
-    ]
-    manifest = Manifest(
-        model=ModelInfo(family=checkpoint.family.value, config=config.digest),
+    stored = (quantization.dense_layer, quantization.plain_layer, mask_row.layer)
+    dense, plain, mask_layer = (layer_of(record) for record in stored)
+    manifest = write_package(
+        context.blobs,
+        model.checkpoint,
+        mask,
+        layers=(dense, plain, mask_layer),
         scheme=_scheme(quantization),
-        mask=MaskInfo(
-            method=str(mask_row.options["method"]),
-            density=decimal_text(float(mask_row.options["density"])),
-            scope=str(mask_row.options["scope"]),
-            k=mask_row.k,
-        ),
-        tensors=tuple(TensorInfo(name=name, shape=shape, count=mask[name].size) for name, shape in scoped),
-        layers=sort_layers([*stored, values, *files]),
+        method=str(mask_row.options["method"]),
+        density=str(mask_row.options["density"]),
+        scope=str(mask_row.options["scope"]),
         provenance=_provenance(mask_row, quantization),
     )
-    digest = write_manifest(context.blobs, manifest)
+    digest = manifest.digest
     context.progress(0.6, "verifying")
     verify_package(context.blobs, digest)
 
@@ -139,18 +111,3 @@ def _scheme(quantization: QuantizationRow) -> Quantization:
 def _provenance(mask: Mask, quantization: QuantizationRow) -> dict[str, JSON]:
     """Where it comes from: no clock, no row ids, so that the same inputs give the same package."""
     return {"mask": mask.provenance, "quantization": quantization.provenance}
-
-
-def _files(blobs: BlobFolder, checkpoint: Checkpoint) -> Iterator[Layer]:
-    yield write_file(blobs, "config.json", config_bytes(clean_config(checkpoint.config)))
-    for name in sorted(FILE_NAMES - {"config.json"}):
-        if (checkpoint.folder / name).exists():
-            yield write_file(blobs, name, _read(checkpoint, name))
-
-
-def _read(checkpoint: Checkpoint, name: str) -> bytes:
-    path = inside(checkpoint.folder, name)
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise InputError(f"expected {name} of at most {MAX_FILE_BYTES} bytes, got {size}")
-    return path.read_bytes()

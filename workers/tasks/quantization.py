@@ -14,7 +14,7 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.canonical import JSON
 from permille.package.layers import write_dense, write_plain
-from permille.package.safetensors_io import RawTensor
+from permille.packing import plain_tensors
 from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
 from permille.quantization.report import ErrorReport, keep_of, overlaid
 from permille.sensitivity.plots import error_picture
@@ -50,7 +50,7 @@ def run(context: TaskContext) -> Publish:
     tensors = _quantized(context, model.checkpoint, scheme, payload, mask, errors)
     dense = write_dense(context.blobs, tensors, scheme)
     context.progress(_QUANTIZED, "writing the plain layer")
-    plain = write_plain(context.blobs, _plain(model.checkpoint))
+    plain = write_plain(context.blobs, plain_tensors(model.checkpoint))
     summary = errors.summary()
     perplexity = _perplexity(context, model, payload, scheme, mask_row, mask)
     provenance: dict[str, JSON] = {
@@ -113,11 +113,6 @@ def _quantized(
         quantized = quantize(w_NK, scheme, payload.group_size, keep, name=name)
         errors.add(name, w_NK, overlaid(dequantize(quantized), w_NK, indices))
         yield name, quantized
-
-
-def _plain(checkpoint: Checkpoint) -> Iterator[RawTensor]:
-    scoped = {name for name, _ in scoped_tensors(checkpoint.config)}
-    return (checkpoint.raw(name) for name in checkpoint.names if name not in scoped)
 
 
 def _perplexity(
