@@ -1,0 +1,56 @@
+"""The session of docs/guide/library.md, run as it stands in a process of its own.
+
+The blocks are joined in their order and run in a folder that has the repository's examples, with the names of
+the page afterwards looked at by `CHECKS`.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guide" / "library.md"
+FENCE = re.compile(r"^```(?P<mark>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+CHECKS = """
+assert loss_personal < loss_base, (loss_personal, loss_base)
+assert np.any(s_K), "expected the steps to move the state"
+assert np.array_equal(replayed_K, s_K)
+assert log.steps == STEPS
+assert len(log_bytes) < 2048
+again = BlobFolder(WORK / "again")
+assert package.digest == pack_model(again, checkpoint, mask, method="fisher", density=DENSITY)
+exported = dict(plain.named_parameters())
+start = 0
+for info in package.manifest.tensors:
+    merged = exported[info.name].detach().numpy().reshape(-1)[package.mask(info.name)]
+    assert np.array_equal(merged, personal_K[start : start + info.count]), info.name
+    start += info.count
+assert start == package.k
+import torch
+ids_BT = torch.from_numpy(held_out.input_ids_BT)
+theirs = plain(ids_BT, labels=ids_BT).loss.item()
+assert abs(theirs - loss_personal) < 1e-4, (theirs, loss_personal)
+print("all checks passed")
+"""
+
+
+def session(page: Path) -> str:
+    """All blocks of a page, joined. Fails on a block of another language."""
+    blocks = list(FENCE.finditer(page.read_text(encoding="utf-8")))
+    assert {match["mark"] for match in blocks} == {"python"}
+    return "\n".join(match["text"] for match in blocks)
+
+
+def test_the_session_of_the_library_guide(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    script = tmp_path / "session.py"
+    script.write_text(session(GUIDE) + CHECKS, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-P", script.name], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all checks passed\n")
+    assert "carry" in done.stdout
