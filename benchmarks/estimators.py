@@ -1,8 +1,7 @@
 """Which estimator, how many queries, which schedule: held-out loss after the same number of forward tokens.
 
-    python -m benchmarks.estimators --data DIR --out docs/results/estimators.json
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m benchmarks.estimators
 
-`DIR` holds `models/` (transformers folders), `data/text/c4_en/c4_sample.jsonl` and `data/users/shakespeare/`.
 Every setting reads the same number of tokens forward (2 x queries x rows x tokens x steps for finite
 differences), except forward mode, which is given the same number of steps. One speaker, one seed, one model:
 a choice, not a law.
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_packages import installed_home, speaker_text
+from benchmarks.model_packages import Sources, installed_home, sources_from_environment, speaker_text
 from edge_agent.options import TrainOptions
 from edge_agent.run_folder import find_run
 from edge_agent.training_job import run_training
@@ -50,12 +49,10 @@ SETTINGS = (
 )
 
 
-def measure(data: Path, setting: Setting, package_folder: Path, folder: Path) -> dict[str, Any]:
+def measure(sources: Sources, setting: Setting, packages: Path, folder: Path) -> dict[str, Any]:
     """One run; what it was, what it found, how it ended."""
-    home = installed_home(
-        folder, data / "models" / MODEL, package_folder, data / "data/text/c4_en/c4_sample.jsonl", DENSITY
-    )
-    text = speaker_text(data, SPEAKER, folder)
+    home = installed_home(folder, sources, MODEL, packages, DENSITY)
+    text = speaker_text(sources, SPEAKER, folder)
     options = TrainOptions(row_tokens=ROW_TOKENS, **asdict(setting))
     began = time.process_time()
     result = run_training(
@@ -90,14 +87,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/estimators.json"))
     arguments = parser.parse_args()
+    sources = sources_from_environment()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for index, setting in enumerate(SETTINGS):
             folder = Path(name) / str(index)
-            rows.append(measure(arguments.data, setting, Path(name) / "packages", folder))
+            rows.append(measure(sources, setting, Path(name) / "packages", folder))
             sys.stderr.write(json.dumps(rows[-1]) + "\n")
     document = {
         "model": MODEL,

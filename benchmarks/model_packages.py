@@ -1,8 +1,10 @@
 """Packages of real models for benchmarks: scored on public text, written by the library."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,36 @@ from permille.quantization import Scheme
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import MaskMethod, select_mask
 from tests.packages import write_package
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where models and texts are.
+
+    Attributes:
+        models: transformers folders by name.
+        data: holds `text/c4_en/c4_sample.jsonl` and `users/shakespeare/tinyshakespeare_by_speaker.jsonl`.
+    """
+
+    models: Path
+    data: Path
+
+    @property
+    def corpus(self) -> Path:
+        """JSON lines with `text`, for scores."""
+        return self.data / "text/c4_en/c4_sample.jsonl"
+
+
+def sources_from_environment() -> Sources:
+    """The folders that PERMILLE_MODELS and PERMILLE_DATA name.
+
+    Raises:
+        SystemExit: one of them is not set.
+    """
+    try:
+        return Sources(models=Path(os.environ["PERMILLE_MODELS"]), data=Path(os.environ["PERMILLE_DATA"]))
+    except KeyError as exc:
+        raise SystemExit(f"expected the environment variable {exc.args[0]} to name a folder") from exc
 
 
 def package_of_model(
@@ -62,21 +94,23 @@ def _texts(corpus: Path) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
-def installed_home(home_folder: Path, model: Path, packages: Path, corpus: Path, density: float) -> Home:
+def installed_home(home_folder: Path, sources: Sources, model: str, packages: Path, density: float) -> Home:
     """A home with the package of `model` installed; what was made before in `packages` is used again."""
     packages.mkdir(parents=True, exist_ok=True)
-    known = packages / f"{model.name}-{density}.digest"
+    known = packages / f"{model}-{density}.digest"
     if not known.exists():
-        known.write_text(package_of_model(model, packages / "blobs", corpus, density=density).digest)
+        folder = sources.models / model
+        package = package_of_model(folder, packages / "blobs", sources.corpus, density=density)
+        known.write_text(package.digest)
     home = open_home(home_folder)
     shutil.copytree(packages / "blobs", home.blobs, dirs_exist_ok=True)
     record_installed(home, InstalledRelease(name="benchmark", version=1, manifest_digest=known.read_text()))
     return home
 
 
-def speaker_text(data: Path, speaker: str, folder: Path) -> Path:
+def speaker_text(sources: Sources, speaker: str, folder: Path) -> Path:
     """The speeches of one of Shakespeare's speakers as JSON lines: one user."""
-    source = data / "data/users/shakespeare/tinyshakespeare_by_speaker.jsonl"
+    source = sources.data / "users/shakespeare/tinyshakespeare_by_speaker.jsonl"
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     (speeches,) = [row["text"] for row in rows if row["user"] == speaker]
     path = folder / "user.jsonl"

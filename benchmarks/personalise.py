@@ -1,12 +1,10 @@
-"""Does `permille-agent train`, untuned, make a real model better on one person's text? Several people, three
-seeds.
+"""Does `permille-agent train`, untuned, make a real model better on one person's text?
 
-    python -m benchmarks.personalise --data DIR --out docs/results
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m benchmarks.personalise
 
-`DIR` holds `models/`, `data/text/c4_en/c4_sample.jsonl` and `data/users/shakespeare/`. A speaker of
-Shakespeare's plays stands for a user. Each run goes through the agent as the command line does: search,
-steps, judgement on a test split that nothing had looked at. The swap control judges each speaker's state on
-another speaker's test split: what it gains there is the domain, only the rest is the person.
+A speaker of Shakespeare's plays stands for a user. Each run goes through the agent as the command line does:
+search, steps, judgement on a test split that nothing had looked at. The swap control judges each speaker's
+state on another speaker's test split: what it gains there is the domain, only the rest is the person.
 
 Writes personalisation.json after each run (a run that is in it is not made again) and personalisation.md at
 the end.
@@ -21,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_packages import installed_home, speaker_text
+from benchmarks.model_packages import Sources, installed_home, sources_from_environment, speaker_text
 from edge_agent.activation import Active
 from edge_agent.data import DataReport, read_documents
 from edge_agent.evaluate import document_losses, paired_bootstrap
@@ -47,7 +45,7 @@ class Case:
 
 CASES = (
     Case(model="stories260K-hf", density=0.01, steps=200),
-    Case(model="reference-7M", density=0.001, steps=100),
+    Case(model="reference-7M", density=0.001, steps=60),
 )
 SPEAKERS = ("GLOUCESTER", "DUKE VINCENTIO", "KING RICHARD II")
 SEEDS = (0, 1, 2)
@@ -57,11 +55,12 @@ def _engine(package: Package) -> Engine:
     return open_engine(package, threads=1)
 
 
-def measure(data: Path, case: Case, speaker: str, seed: int, packages: Path, folder: Path) -> dict[str, Any]:
+def measure(
+    sources: Sources, case: Case, speaker: str, seed: int, packages: Path, folder: Path
+) -> dict[str, Any]:
     """One person, one seed."""
-    corpus = data / "data/text/c4_en/c4_sample.jsonl"
-    home = installed_home(folder, data / "models" / case.model, packages, corpus, case.density)
-    text = speaker_text(data, speaker, folder)
+    home = installed_home(folder, sources, case.model, packages, case.density)
+    text = speaker_text(sources, speaker, folder)
     began = time.process_time()
     result = run_training(
         home,
@@ -74,6 +73,7 @@ def measure(data: Path, case: Case, speaker: str, seed: int, packages: Path, fol
     )
     decision, metrics, plan = (result.details[name] for name in ("decision", "metrics", "plan"))
     against = decision["against_base"]
+    other = SPEAKERS[(SPEAKERS.index(speaker) + 1) % len(SPEAKERS)]
     return {
         "model": case.model,
         "density": case.density,
@@ -97,16 +97,14 @@ def measure(data: Path, case: Case, speaker: str, seed: int, packages: Path, fol
         "log_bytes": metrics["log_bytes"],
         "peak_rss_bytes": metrics["peak_rss_bytes"],
         "cpu_seconds": round(time.process_time() - began, 1),
-        "swap": _swap(
-            data, home, str(result.run), seed, SPEAKERS[(SPEAKERS.index(speaker) + 1) % len(SPEAKERS)]
-        ),
+        "swap": _swap(sources, home, str(result.run), seed, other),
     }
 
 
-def _swap(data: Path, home: Home, run: str, seed: int, other: str) -> dict[str, Any]:
+def _swap(sources: Sources, home: Home, run: str, seed: int, other: str) -> dict[str, Any]:
     """The improvement that this run's state brings on another speaker's test split."""
     with tempfile.TemporaryDirectory() as name, LocalModel(home, _engine) as model:
-        documents, _ = read_documents([speaker_text(data, other, Path(name))])
+        documents, _ = read_documents([speaker_text(sources, other, Path(name))])
         row_tokens = TrainOptions(steps=1).row_tokens
         prepared = prepare(documents, model.tokenizer, DataReport(), seed=seed, row_tokens=row_tokens)
         count = len(prepared.test_documents)
@@ -123,7 +121,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Personalisation of real models",
         "",
-        "Made by `python -m benchmarks.personalise --data DIR --out docs/results`; the numbers are in",
+        "Made by `python -m benchmarks.personalise`; the numbers are in",
         "`personalisation.json`. Defaults of `permille-agent train`, one thread, float32; loss in nats per",
         "token on the test split, which neither steps nor selection had looked at. SE: standard error of the",
         "paired bootstrap over documents. Swap: what the same state gains on another speaker's test split.",
@@ -147,10 +145,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--model", choices=[case.model for case in CASES], help="only this one")
     arguments = parser.parse_args()
+    sources = sources_from_environment()
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "personalisation.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
@@ -162,7 +160,7 @@ def main() -> int:
                     if (case.model, speaker, seed) in known or arguments.model not in (None, case.model):
                         continue
                     folder = Path(name) / f"{case.model}-{speaker.replace(' ', '-')}-{seed}"
-                    rows.append(measure(arguments.data, case, speaker, seed, Path(name) / "packages", folder))
+                    rows.append(measure(sources, case, speaker, seed, Path(name) / "packages", folder))
                     path.write_text(json.dumps(rows, indent=1) + "\n")
                     sys.stderr.write(f"{json.dumps(rows[-1])}\n")
     (arguments.out / "personalisation.md").write_text(table(rows))
