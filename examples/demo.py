@@ -31,14 +31,17 @@ STANDARD_ERRORS_OF_95 = 2 * 1.96
 START_S = 90.0
 
 REPLAY = """
-import json, sys
+import sys
 from pathlib import Path
+import numpy as np
+from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest
-from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
-log = decode_canonical(Path(sys.argv[1]).read_bytes(), max_bytes=1 << 26, max_steps=1 << 20)
-header = log.header
-s = replay(header, log.coefficients_TQ)
+path, steps = Path(sys.argv[1]), int(sys.argv[2])
+contents = read_journal(path)
+header, records = contents.header, contents.records[:steps]
+rows = np.array([record.coefficients for record in records], dtype=np.int64)
+s = replay(header, rows.reshape(len(records), header.queries))
 print(state_digest(s, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent))
 """
 
@@ -132,18 +135,18 @@ def personalise(url: str) -> dict[str, Any]:
 def replays(trained: dict[str, Any]) -> dict[str, str]:
     """The state's digest as the device, the service and a fresh process have it."""
     (reported,) = permille("runs", "list")
-    shown = permille("runs", "show", reported["run_id"])
     deadline = time.monotonic() + START_S
-    while shown["log"]["state"] == "pending" and time.monotonic() < deadline:
-        time.sleep(0.5)
-        shown = permille("runs", "show", shown["run_id"])
-    if shown["log"]["state"] != "verified":
-        raise DemoError(f"expected the service to verify the log, got {shown['log']}")
-    log = next((WORK / "device").rglob("shared.log"))
-    fresh = run([sys.executable, "-c", REPLAY, str(log)]).strip()
+    while reported["log"]["state"] == "pending" and time.monotonic() < deadline:
+        time.sleep(1.0)
+        reported = permille("runs", "show", reported["run_id"])
+    if reported["log"]["state"] != "verified":
+        raise DemoError(f"expected the service to verify the log, got {reported['log']}")
+    decision = trained["decision"]
+    journal = WORK / "device" / "runs" / trained["run"] / f"attempt-{decision['attempt']}.journal"
+    fresh = run([sys.executable, "-c", REPLAY, journal, str(decision["step"])]).strip()
     return {
         "device": trained["decision"]["state_digest"],
-        "service": shown["log"]["state_digest"],
+        "service": reported["log"]["state_digest"],
         "fresh process": fresh,
     }
 

@@ -114,7 +114,9 @@ def die_with_parent() -> None:
 
 
 def _die_at_end(pipe: BinaryIO) -> None:
-    pipe.read()
+    # By the descriptor: a thread inside the buffered reader would hold its lock when the process ends.
+    while os.read(pipe.fileno(), 4096):
+        pass
     os._exit(70)
 
 
