@@ -190,7 +190,7 @@ def _measure_memory(arguments: argparse.Namespace, name: str, folder: Path) -> d
         for key in ("layers", "hidden", "inner", "vocabulary", "sequences", "tokens", "threads")
     ]
     command = [sys.executable, "-m", "benchmarks.engine", *sizes, "--child", name, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return measured
 
@@ -304,12 +304,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--inner", type=int, default=2816)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for engine.json and engine.md")
