@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from edge_agent.client import AccessRefusedError, Body, Connection, ServiceUnavailableError, read_object
+from edge_agent.client import (
+    AccessRefusedError,
+    Body,
+    Connection,
+    RequestRefusedError,
+    ServiceUnavailableError,
+    read_object,
+)
 from edge_agent.identity import Identity
 from permille import __version__
 from permille.errors import OperatorError
@@ -134,9 +141,11 @@ class DeviceApi:
 
     def _sign_in(self, credentials: Credentials) -> None:
         asked = {"device_id": credentials.device_id}
-        nonce = _parse(
-            devices.DeviceNonce, self.connection.call("POST", "/v1/device-tokens/nonces", body=asked)
-        ).nonce
+        try:
+            answer = self.connection.call("POST", "/v1/device-tokens/nonces", body=asked)
+        except RequestRefusedError as exc:
+            raise AccessRefusedError(f"expected the service to know this device: {exc}") from exc
+        nonce = _parse(devices.DeviceNonce, answer).nonce
         signature = credentials.identity.sign_nonce(credentials.device_id, nonce)
         body = {**asked, "nonce": nonce, "signature": signature}
         answer = self.connection.call("POST", "/v1/device-tokens", body=body)

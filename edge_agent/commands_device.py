@@ -24,7 +24,8 @@ share_log = typer.Typer(
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    app.command()(enroll)
+    # An invitation may begin with a dash: what is no option of ours is an argument.
+    app.command(context_settings={"ignore_unknown_options": True})(enroll)
     app.command()(pull)
     app.command()(status)
     app.command()(report)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from edge_agent.api import Credentials, DeviceApi
-from edge_agent.client import Connection, RequestRefusedError, check_server
+from edge_agent.client import AccessRefusedError, Connection, RequestRefusedError, check_server
 from edge_agent.home import Home, read_state, write_state
 from edge_agent.identity import Identity, decode_bytes, load_identity, load_or_create_identity
 from permille.errors import InputError, OperatorError
@@ -131,7 +131,7 @@ def enroll(
     with connection(server, ca_file) as opened:
         try:
             answer = DeviceApi(opened).enrol(invitation, identity, name)
-        except RequestRefusedError as exc:
+        except (RequestRefusedError, AccessRefusedError) as exc:
             raise InputError(f"expected an invitation that is valid and unused: {exc}") from exc
     if not answer.signing_keys:
         raise OperatorError("expected at least one signing key from the service, got none: it cannot publish")

@@ -36,6 +36,7 @@ from permille.schemas.runs import RunMetrics
 
 INVITATION = "q83vASNFZ4mrze8BI0VniQ"
 RELEASE_NAME = "tiny-llama"
+ANY_DEVICE = "d"
 FAR_FUTURE_S = 4_000_000_000
 
 
@@ -185,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         service, asked = self.service, json.loads(self.body)
         known = asked["public_key"] in service.devices
         if not known and asked["invitation"] not in service.invitations:
-            self._problem(410, "gone")
+            self._problem(403, "forbidden")
             return
         service.invitations.discard(asked["invitation"])
         device_id = service.devices.setdefault(asked["public_key"], new_id("dev"))
@@ -202,8 +203,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(200 if known else 201, answer)
 
     def _nonce(self, _fault: Fault | None) -> None:
+        device_id = json.loads(self.body)["device_id"]
+        known = set(self.service.devices.values()) - self.service.revoked
+        if device_id not in known and device_id != ANY_DEVICE:
+            self._problem(404, "not-found")
+            return
         nonce = encode_base64url(uuid.uuid4().bytes)
-        self.service.nonces[nonce] = json.loads(self.body)["device_id"]
+        self.service.nonces[nonce] = device_id
         self._json(201, {"nonce": nonce, "expires_at": "2099-01-01T00:00:00Z"})
 
     def _token(self, _fault: Fault | None) -> None:
@@ -211,9 +217,6 @@ class _Handler(BaseHTTPRequestHandler):
         keys = {device_id: key for key, device_id in service.devices.items()}
         if service.nonces.pop(asked["nonce"], None) != asked["device_id"] or asked["device_id"] not in keys:
             self._problem(401, "unauthenticated")
-            return
-        if asked["device_id"] in service.revoked:
-            self._problem(403, "forbidden")
             return
         key = Ed25519PublicKey.from_public_bytes(decode_base64url(keys[asked["device_id"]]))
         try:

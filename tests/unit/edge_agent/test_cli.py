@@ -88,6 +88,13 @@ def test_enroll_pull_status_tell_what_they_did(
     assert status["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
 
 
+@pytest.mark.parametrize("invitation", ["-" + INVITATION[1:], "--" + INVITATION[2:], "-h" + INVITATION[2:]])
+def test_an_invitation_may_begin_with_a_dash(agent: Agent, service: DeviceService, invitation: str) -> None:
+    service.invitations.add(invitation)
+    assert agent("enroll", service.url, invitation, "--name", "kitchen").code == ExitCode.OK
+    assert agent("enroll", service.url, invitation, "--nmae", "kitchen").code == ExitCode.USAGE
+
+
 def test_status_is_readable_without_json(enrolled: Agent, service: DeviceService) -> None:
     enrolled("pull")
     shown = enrolled("status").output

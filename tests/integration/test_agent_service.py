@@ -1,0 +1,238 @@
+"""The device against the real service, over TLS with a certificate of its own: every call of the contract."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from edge_agent.cli import main
+from edge_agent.download import Download
+from edge_agent.home import open_home
+from edge_agent.report import enqueue
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package, verify_package
+from permille.store import results, tables
+from permille.store.database import Database
+from permille.store.results import LayerRecord
+from tests.packages import tiny_package
+from tests.running_service import Running, running_service
+from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
+
+RELEASE = "tiny"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for this machine that no authority signed, and its key beside it."""
+    folder = tmp_path_factory.mktemp("tls")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ed25519",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=permille",
+    ]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, *names, *files], check=True, capture_output=True)
+    return folder / "cert.pem"
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iterator[Running]:
+    """The service without its worker."""
+    options = ("--tls-certificate", str(certificate), "--tls-key", str(certificate.with_name("key.pem")))
+    with running_service(tmp_path_factory.mktemp("service"), "--no-worker", *options) as running:
+        yield running
+
+
+Operator = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def operator(up: Running, certificate: Path) -> Operator:
+    """The operator's command line."""
+    return lambda *arguments: up.answer("--ca-file", str(certificate), *arguments)
+
+
+@pytest.fixture(scope="module")
+def package(up: Running) -> Package:
+    """A package in the service's store, as a package job leaves it."""
+    return add_package(up, seed=0)
+
+
+def add_package(up: Running, *, seed: int) -> Package:
+    """Write a package's blobs and rows."""
+    package = tiny_package(up.data_dir / "blobs", seed=seed)
+    layers = [
+        LayerRecord(
+            role=layer.role, media_type=layer.media_type, digest=layer.digest, size_bytes=layer.size_bytes
+        )
+        for layer in package.manifest.layers
+    ]
+    with Database(f"sqlite:///{up.data_dir / 'permille.db'}").write() as session:
+        results.add_package(
+            session,
+            tenant_id=session.scalars(select(tables.Tenant.id)).one(),
+            job_id=None,
+            model_id=None,
+            mask_id=None,
+            quantization_id=None,
+            digest=package.digest,
+            manifest=package.manifest.to_bytes(),
+            k=package.k,
+            layers=layers,
+        )
+    return package
+
+
+class Device:
+    """`permille-agent` in a home folder."""
+
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.home = home
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, Any]:
+        """Exit code and JSON of a command; the error's where it fails."""
+        self._capsys.readouterr()
+        code = main(["--home", str(self.home), *arguments, "--json"])
+        printed = self._capsys.readouterr()
+        return code, json.loads(printed.out or printed.err)
+
+
+@pytest.fixture
+def device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Device:
+    """A device that is not enrolled."""
+    return Device(tmp_path / "home", capsys)
+
+
+@pytest.fixture
+def enrolled(device: Device, up: Running, certificate: Path, operator: Operator, package: Package) -> Device:
+    """A device that follows the release."""
+    if RELEASE not in {release["name"] for release in operator("releases", "list")}:
+        operator("releases", "publish", RELEASE, "--package", package.digest, "--alias", "stable")
+    code, answer = device("enroll", up.url, invite(operator), "--ca-file", str(certificate))
+    assert code == 0, answer
+    return device
+
+
+def invite(operator: Operator) -> str:
+    """A new invitation."""
+    return str(operator("invitations", "create", "--release", RELEASE)["invitation"])
+
+
+def test_the_certificate_is_checked(device: Device, up: Running) -> None:
+    code, answer = device("enroll", up.url, "A" * 22)
+    assert code == 6
+    assert "certificate" in answer["error"]["message"]
+    assert "--ca-file" in answer["error"]["message"]
+
+
+def test_a_package_is_pulled_and_verified(enrolled: Device, package: Package) -> None:
+    code, answer = enrolled("pull")
+    assert (code, answer["package"], answer["version"]) == (0, package.digest, 1)
+    blobs = BlobFolder(open_home(enrolled.home).blobs)
+    assert verify_package(blobs, package.digest, deep=True).k == package.k
+    assert enrolled("pull")[1]["download_bytes"] == 0
+
+
+def refuse_to_lose_bytes(download: Download) -> None:
+    """In place of a restart: there is nothing to lose where nothing is stored."""
+    assert download._stored_bytes() == 0, "the service did not continue the range"
+
+
+def test_a_download_is_continued_by_range(
+    enrolled: Device, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = open_home(enrolled.home)
+    layer = max(package.manifest.layers, key=lambda layer: layer.size_bytes)
+    data = package.blobs.path(layer.digest).read_bytes()
+    half = len(data) // 2
+    part = home.partial / f"{layer.digest.removeprefix('sha256:')}.part"
+    monkeypatch.setattr(Download, "_restart", refuse_to_lose_bytes)
+    part.write_bytes(data[:half])
+    part.with_suffix(".etag").write_text(f'"{layer.digest}"')
+    code, answer = enrolled("pull")
+    assert code == 0, answer
+    assert verify_package(BlobFolder(home.blobs), package.digest, deep=True).k == package.k
+
+
+def test_an_invitation_is_good_once(
+    enrolled: Device,
+    up: Running,
+    certificate: Path,
+    operator: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    invitation = invite(operator)
+    others = [Device(tmp_path / name, capsys) for name in ("first", "second")]
+    codes = [other("enroll", up.url, invitation, "--ca-file", str(certificate))[0] for other in others]
+    assert codes == [0, 3]
+
+
+def test_the_same_device_enrols_again(
+    enrolled: Device, up: Running, certificate: Path, operator: Operator
+) -> None:
+    before = enrolled("status")[1]["enrolment"]
+    code, _ = enrolled(
+        "enroll", up.url, invite(operator), "--ca-file", str(certificate), "--name", before["name"]
+    )
+    assert code == 0
+    assert enrolled("status")[1]["enrolment"] == before
+
+
+def test_reports_logs_and_their_deletion(
+    enrolled: Device, package: Package, up: Running, operator: Operator
+) -> None:
+    home = open_home(enrolled.home)
+    real = {"package_digest": package.digest, "release": RELEASE, "k": package.k}
+    enqueue(home, RUN_ID, metrics(**real), shared_log=None)
+    enqueue(home, OTHER_RUN_ID, metrics(**real), shared_log=b"not a log, which only the replay finds out")
+    assert enrolled("report") == (0, {"delivered": 2, "refused": 0})
+    assert enrolled("report") == (0, {"delivered": 0, "refused": 0})
+    runs = {run["run_id"]: run for run in operator("runs", "list")}
+    assert runs[RUN_ID]["log"] is None
+    assert runs[RUN_ID]["metrics"]["state_digest"] is None
+    assert runs[OTHER_RUN_ID]["log"]["state"] == "pending"
+    assert enrolled("share-log", "delete") == (0, {"deleted": 1})
+    assert {run["run_id"]: run["log"] for run in operator("runs", "list")}[OTHER_RUN_ID] is None
+
+
+def test_a_revoked_device_is_refused_at_once_and_may_leave(enrolled: Device, operator: Operator) -> None:
+    device_id = enrolled("status")[1]["enrolment"]["device_id"]
+    operator("devices", "revoke", device_id)
+    assert enrolled("pull")[0] == 6
+    assert enrolled("unenroll")[0] == 0
+    assert enrolled("status")[1]["enrolment"] is None
+
+
+def test_unenroll_is_known_to_the_service(enrolled: Device, operator: Operator) -> None:
+    device_id = enrolled("status")[1]["enrolment"]["device_id"]
+    assert enrolled("unenroll")[0] == 0
+    states = {device["id"]: device["state"] for device in operator("devices", "list")}
+    assert states[device_id] == "unenrolled"
+
+
+def test_a_new_version_replaces_and_a_yanked_one_is_refused(
+    enrolled: Device, up: Running, operator: Operator
+) -> None:
+    assert enrolled("pull")[0] == 0
+    second = add_package(up, seed=1)
+    release = operator("releases", "publish", RELEASE, "--package", second.digest, "--alias", "stable")
+    code, answer = enrolled("pull")
+    assert (code, answer["package"], answer["changed"]) == (0, second.digest, True)
+    operator("releases", "yank", RELEASE, str(release["version"]))
+    code, answer = enrolled("pull")
+    assert code in (4, 6), answer
+    assert enrolled("status")[1]["release"]["package"] == second.digest
