@@ -19,7 +19,7 @@ from permille.errors import InputError, PackageError
 MAX_TEMPLATE_CHARACTERS = 64 << 10
 MAX_RENDERED_CHARACTERS = 8 << 20
 RENDER_TIMEOUT_S = 5.0
-# The first answer waits for Python and jinja2 to be loaded, too, on a machine that may be busy.
+# Python and jinja2 are loaded first, on a machine that may be busy.
 START_TIMEOUT_S = 60.0
 
 DEFAULT_TEMPLATE = (
@@ -140,29 +140,32 @@ class ChatTemplate:
         return text.index(content, start) + len(content)
 
     def _ask(self, request: str) -> str:
-        timeout_s = self._render_timeout_s
         if self._child is None:
             self._start()
-            timeout_s += self._start_timeout_s
         child = self._child
-        if child is None or child.stdin is None:
-            raise PackageError(
-                "chat-template-limit", "expected the child that renders templates to run, it ended"
-            )
         try:
+            if child is None or child.stdin is None:
+                raise BrokenPipeError
             child.stdin.write(request + "\n")
             child.stdin.flush()
+        except OSError as exc:
+            self.close()
+            raise PackageError(
+                "chat-template-limit", "expected the rendering child to run, it ended"
+            ) from exc
+        return self._answer(self._render_timeout_s)
+
+    def _answer(self, timeout_s: float) -> str:
+        try:
             answer = self._answers.get(timeout=timeout_s)
-        except (queue.Empty, OSError) as exc:
+        except queue.Empty as exc:
             self.close()
             raise PackageError(
                 "chat-template-limit", f"expected the template to render within {timeout_s:g} s, it did not"
             ) from exc
         if not answer:
             self.close()
-            raise PackageError(
-                "chat-template-limit", "expected rendered text, the child that renders templates ended"
-            )
+            raise PackageError("chat-template-limit", "expected rendered text, the child that renders ended")
         return answer
 
     def _start(self) -> None:
@@ -176,6 +179,7 @@ class ChatTemplate:
         )
         self._answers = queue.Queue()
         threading.Thread(target=_read_answers, args=(self._child, self._answers), daemon=True).start()
+        self._answer(self._start_timeout_s)  # the child's first line says that it is ready
 
 
 def _read_answers(child: subprocess.Popen[str], answers: queue.Queue[str]) -> None:

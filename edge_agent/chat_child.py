@@ -39,9 +39,9 @@ def main() -> int:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
+    _say({"ready": "yes"})
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(_answer(environment, json.loads(line))) + "\n")
-        sys.stdout.flush()
+        _say(_answer(environment, json.loads(line)))
     return 0
 
 
@@ -66,6 +66,11 @@ def _answer(environment: ImmutableSandboxedEnvironment, request: dict[str, Any])
         return {"error": f"expected at most {MEMORY_BYTES} bytes of memory, the template needs more"}
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
         return {"error": f"{type(exc).__name__} in the template"}
+
+
+def _say(answer: dict[str, str]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

@@ -9,20 +9,13 @@ from collections.abc import Callable
 
 from edge_agent.run_folder import RunFolder
 
-# Of the time of a run with a limit: kept for judging the result, and spent at most on the search.
-JUDGEMENT_SHARE = 0.10
-SEARCH_SHARE = 0.25
-
 
 class RunClock:
     """The time of one run. A kill loses what was spent since the last `store`."""
 
-    def __init__(
-        self, run: RunFolder, *, minutes: float | None, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, run: RunFolder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._run = run
         self._monotonic = monotonic
-        self._limit_s = None if minutes is None else 60.0 * minutes * (1.0 - JUDGEMENT_SHARE)
         self._before_s = float((run.load("time") or {"seconds": 0.0})["seconds"])
         self._stop = run.load("stop")
         self._start = monotonic()
@@ -35,10 +28,10 @@ class RunClock:
         """Make the time spent durable."""
         self._run.store("time", {"seconds": self.seconds()})
 
-    def passed(self, attempt: int, step: int) -> bool:
-        """Whether the time is over before this step."""
-        if self._limit_s is None:
+    def passed(self, attempt: int, step: int, limit_s: float | None) -> bool:
+        """Whether the time is over before this step; None is no limit."""
+        if limit_s is None:
             return False
-        if self._stop is None and self.seconds() >= self._limit_s:
+        if self._stop is None and self.seconds() >= limit_s:
             self._stop = self._run.once("stop", lambda: {"attempt": attempt, "step": step})
         return self._stop is not None and (self._stop["attempt"], self._stop["step"]) <= (attempt, step)

@@ -21,7 +21,7 @@ MIN_TEST_GROUPS = 8
 MIN_SELECT_TOKENS = 800
 MIN_TRAIN_TOKENS = 2_000
 # More would make evaluations slower and hardly surer.
-MAX_TEST_TOKENS = 40_000
+MAX_TEST_TOKENS = 20_000
 MAX_SELECT_TOKENS = 4_000
 
 

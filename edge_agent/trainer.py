@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.evaluate import mean_loss
+from edge_agent.pace import find_lengths
 from edge_agent.progress import RunProgress
-from edge_agent.run_clock import JUDGEMENT_SHARE, SEARCH_SHARE, RunClock
+from edge_agent.run_clock import RunClock
 from edge_agent.run_folder import Evaluation, Json, RunFolder
 from edge_agent.search import Setup, find_epsilon, find_learning_rate
 from permille.zo.estimators import apply_record, take_step
@@ -40,12 +41,6 @@ MAX_REJECTED_SHARE = 0.1
 MIN_REJECTED = 5
 # A projected gradient so far beyond the usual is an outlier of the batch: its step is bounded, and flagged.
 CLIP_RMS = 8.0
-EVALUATIONS = 20
-RACE_SHARE = 10
-RACE_STEPS = (5, 40)
-# For planning a run with a time limit: racers of a usual search, and how much longer evaluations make a run.
-RACERS = 4
-EVALUATION_OVERHEAD = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +74,9 @@ def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClo
     def plan() -> Json:
         progress.phase("finding epsilon")
         epsilon = find_epsilon(setup, run)
-        steps, race_steps = _lengths(setup, run, epsilon["epsilon"], clock)
+        lengths = find_lengths(setup, run, epsilon["epsilon"], clock)
         progress.phase("finding the step size")
-        rate = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], race_steps)
+        rate = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], lengths.race_steps)
         return {
             "epsilon": epsilon["epsilon"],
             "epsilon_search": epsilon,
@@ -89,9 +84,10 @@ def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClo
             "learning_rate": rate["learning_rate"],
             "learning_rate_search": rate,
             "base_loss": rate["base_loss"],
-            "total_steps": steps,
-            "evaluate_every": max(1, math.ceil(steps / EVALUATIONS)),
+            "total_steps": lengths.steps,
+            "evaluate_every": max(1, math.ceil(lengths.steps / lengths.evaluations)),
             "clip": CLIP_RMS * epsilon["g_rms"],
+            "limit_s": lengths.limit_s,
             "options": setup.options.definition(),
         }
 
@@ -142,7 +138,7 @@ def _attempt(
         evaluations = run.evaluations(attempt)
         while True:
             step = journal.next_step
-            out_of_time = clock.passed(attempt, step)
+            out_of_time = clock.passed(attempt, step, plan["limit_s"])
             if _due(step, plan, evaluations, out_of_time):
                 evaluation = _evaluate(setup, plan, header, s_K, step)
                 run.append_evaluation(attempt, evaluation)
@@ -218,26 +214,3 @@ def _choose(journal: Journal, attempt: int, evaluations: Sequence[Evaluation], s
     return Chosen(
         attempt=attempt, step=step, steps=journal.next_step, s_K=s_K, header=journal.header, stopped=stopped
     )
-
-
-def _lengths(setup: Setup, run: RunFolder, epsilon: float, clock: RunClock) -> tuple[int, int]:
-    """Steps of the run and of each racer; with a time limit, from the measured time of a step."""
-    low, high = RACE_STEPS
-    if setup.options.steps is not None:
-        return setup.options.steps, min(high, max(low, setup.options.steps // RACE_SHARE))
-    step_s = run.once("search-pace", lambda: {"step_s": _step_seconds(setup, epsilon, clock)})["step_s"]
-    available_s = 60.0 * float(setup.options.minutes or 0.0)
-    race_steps = min(high, max(2, int(SEARCH_SHARE * available_s / step_s / RACERS)))
-    left_s = available_s * (1.0 - JUDGEMENT_SHARE) - RACERS * race_steps * step_s
-    return max(1, int(left_s / step_s / EVALUATION_OVERHEAD)), race_steps
-
-
-def _step_seconds(setup: Setup, epsilon: float, clock: RunClock) -> float:
-    header = setup.header(seed=0, epsilon=epsilon)
-    s_K = np.zeros(header.k, dtype=np.int64)
-    durations = []
-    for step in range(3):
-        start = clock.seconds()
-        take_step(setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step, clip=None)
-        durations.append(clock.seconds() - start)
-    return max(1e-6, sorted(durations)[1])

@@ -126,7 +126,7 @@ class _Job:
 
     def run_to_end(self, progress: RunProgress, engine_of: OpenEngine) -> RunResult:
         """All phases; those with a durable result are not computed again."""
-        clock = RunClock(self.run, minutes=self.options.minutes)
+        clock = RunClock(self.run)
         setup = self._setup()
         try:
             plan = make_plan(setup, self.run, progress, clock)

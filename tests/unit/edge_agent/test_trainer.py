@@ -57,7 +57,7 @@ def _train(
     package: Package, text: Path, run: RunFolder, engine: Engine | None = None, **changes: Any
 ) -> tuple[Json, Chosen]:
     setup = setup_of(package, engine or BigramEngine(package), text, **changes)
-    clock = RunClock(run, minutes=setup.options.minutes)
+    clock = RunClock(run)
     plan = make_plan(setup, run, SilentProgress(), clock)
     return plan, train_attempts(setup, run, plan, SilentProgress(), clock)
 
@@ -85,7 +85,7 @@ def test_the_plan_is_written_before_the_first_step_and_holds_what_the_header_nee
 ) -> None:
     run = _run(tmp_path)
     setup = setup_of(package, BigramEngine(package), text)
-    plan = make_plan(setup, run, SilentProgress(), RunClock(run, minutes=None))
+    plan = make_plan(setup, run, SilentProgress(), RunClock(run))
 
     assert run.load("plan") == plan
     assert not run.journal(0).exists()
@@ -114,7 +114,7 @@ def test_another_seed_goes_another_way(package: Package, text: Path, tmp_path: P
 def test_patience_ends_a_run_that_learns_no_more(package: Package, text: Path, tmp_path: Path) -> None:
     run = _run(tmp_path)
     setup = setup_of(package, BigramEngine(package), text, steps=40, patience=2)
-    clock = RunClock(run, minutes=None)
+    clock = RunClock(run)
     plan = make_plan(setup, run, SilentProgress(), clock)
     plan = {**plan, "learning_rate": plan["learning_rate"] * 1e-9}
 
@@ -129,7 +129,7 @@ def test_a_growing_loss_halves_the_steps_and_starts_again(
 ) -> None:
     run = _run(tmp_path)
     setup = setup_of(package, BigramEngine(package), text, steps=30)
-    clock = RunClock(run, minutes=None)
+    clock = RunClock(run)
     plan = make_plan(setup, run, SilentProgress(), clock)
     run.store("plan", {**plan, "learning_rate": plan["learning_rate"] * 40})
     plan = run.require("plan")
@@ -146,7 +146,7 @@ def test_when_every_step_size_diverges_the_base_is_chosen(
 ) -> None:
     run = _run(tmp_path)
     setup = setup_of(package, BigramEngine(package), text, steps=30)
-    clock = RunClock(run, minutes=None)
+    clock = RunClock(run)
     plan = make_plan(setup, run, SilentProgress(), clock)
     plan = {**plan, "learning_rate": plan["learning_rate"] * 1e5}
 
@@ -161,7 +161,7 @@ def test_some_losses_that_are_not_finite_are_rejected_steps(
 ) -> None:
     run = _run(tmp_path)
     setup = setup_of(package, BigramEngine(package), text, steps=60)
-    plan = make_plan(setup, run, SilentProgress(), RunClock(run, minutes=None))
+    plan = make_plan(setup, run, SilentProgress(), RunClock(run))
     spoilt = SpoiltEngine(package, lambda losses, call: losses * (np.nan if call % 20 == 0 else 1))
 
     _, chosen = _train(package, text, run, spoilt, steps=60)
@@ -176,9 +176,7 @@ def test_many_losses_that_are_not_finite_end_the_run_with_the_base(
     package: Package, text: Path, tmp_path: Path
 ) -> None:
     run = _run(tmp_path)
-    make_plan(
-        setup_of(package, BigramEngine(package), text), run, SilentProgress(), RunClock(run, minutes=None)
-    )
+    make_plan(setup_of(package, BigramEngine(package), text), run, SilentProgress(), RunClock(run))
     spoilt = SpoiltEngine(package, lambda losses, call: losses * np.nan)
 
     _, chosen = _train(package, text, run, spoilt)
@@ -202,11 +200,11 @@ def test_a_time_limit_decides_how_many_steps_and_a_restart_ends_at_the_same(
 ) -> None:
     run = _run(tmp_path)
     setup = setup_of(package, BigramEngine(package), text, steps=None, minutes=2.0)
-    clock = RunClock(run, minutes=2.0, monotonic=FakeClock())
+    clock = RunClock(run, monotonic=FakeClock())
     plan = make_plan(setup, run, SilentProgress(), clock)
     chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
 
-    late = RunClock(run, minutes=2.0, monotonic=FakeClock())
+    late = RunClock(run, monotonic=FakeClock())
     again = train_attempts(setup, run, plan, SilentProgress(), late)
 
     assert 1 <= chosen.steps <= plan["total_steps"] < 120
@@ -216,17 +214,18 @@ def test_a_time_limit_decides_how_many_steps_and_a_restart_ends_at_the_same(
 
 def test_time_spent_counts_across_restarts(tmp_path: Path) -> None:
     run = _run(tmp_path)
-    clock = RunClock(run, minutes=1.0, monotonic=FakeClock())
+    clock = RunClock(run, monotonic=FakeClock())
     for _ in range(30):
         clock.seconds()
     clock.store()
 
-    later = RunClock(run, minutes=1.0, monotonic=FakeClock())
+    later = RunClock(run, monotonic=FakeClock())
 
-    assert not later.passed(0, 3)
+    assert not later.passed(0, 3, 54.0)
     for _ in range(30):
         later.seconds()
-    assert later.passed(0, 4)
+    assert not later.passed(0, 4, None)
+    assert later.passed(0, 4, 54.0)
     assert run.load("stop") == {"attempt": 0, "step": 4}
-    assert RunClock(run, minutes=1.0, monotonic=FakeClock()).passed(0, 5)
-    assert not RunClock(run, minutes=1.0, monotonic=FakeClock()).passed(0, 3)
+    assert RunClock(run, monotonic=FakeClock()).passed(0, 5, 54.0)
+    assert not RunClock(run, monotonic=FakeClock()).passed(0, 3, 54.0)
