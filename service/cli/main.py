@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from pydantic import ValidationError
+from rich.markup import escape
 
 from permille import __version__
 from permille.files import write_atomic
@@ -158,7 +159,7 @@ def _show_error(error: CommandError, *, as_json: bool) -> None:
         print_json({"error": str(error), "exit_code": int(error.code), "problem": error.problem})
         return
     console = make_output(as_json=False).errors
-    console.print(f"[red]permille:[/red] {error}", highlight=False)
+    console.print(f"[red]permille:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
     figures = (error.problem or {}).get("figures")
     if isinstance(figures, list):
         from service.cli.output import table_of

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -59,7 +60,7 @@ def table_of(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column.rpartition(".")[2], overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(_inside(row, column)) for column in columns))
+        table.add_row(*(escape(_cell(_inside(row, column))) for column in columns))
     return table
 
 
@@ -69,7 +70,7 @@ def fields_of(answer: dict[str, Any]) -> Table:
     table.add_column()
     table.add_column(overflow="fold")
     for name, value in answer.items():
-        table.add_row(f"[bold]{name}[/bold]", _cell(value))
+        table.add_row(f"[bold]{escape(name)}[/bold]", escape(_cell(value)))
     return table
 
 
