@@ -170,7 +170,7 @@ class ChatTemplate:
 
     def _start(self) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "edge_agent.chat_child"],
+            [sys.executable, "-P", "-m", "edge_agent.chat_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -63,7 +63,7 @@ class ServiceFile:
 def agent_command(home: Path) -> list[str]:
     """The command that starts the daemon of `home` with the program that runs now."""
     program = shutil.which("permille-agent", path=str(Path(sys.executable).parent))
-    start = [program] if program else [sys.executable, "-m", "edge_agent"]
+    start = [program] if program else [sys.executable, "-P", "-m", "edge_agent"]
     return [*start, "--home", str(home), "run"]
 
 

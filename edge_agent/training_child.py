@@ -50,7 +50,7 @@ def train_in_child(home: Home, request: TrainingRequest, keep_going: Callable[[]
         PermilleError: what the child raised.
         RetryableError: the child died without an answer.
     """
-    command = [sys.executable, "-m", "edge_agent.training_child"]
+    command = [sys.executable, "-P", "-m", "edge_agent.training_child"]
     line = json.dumps({"home": str(home.root), **asdict(request)}, default=str) + "\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         answer = _supervise(child, line, keep_going)

@@ -26,7 +26,7 @@ from permille.store.errors import StaleClaimError
 from workers.handover import encode_handover
 from workers.settings import WorkerSettings
 
-CHILD_COMMAND = (sys.executable, "-m", "workers.child")
+CHILD_COMMAND = (sys.executable, "-P", "-m", "workers.child")
 _TAIL_LINES = 40
 _LAST_WORDS_S = 5.0
 # Libraries must neither paint bars into the diagnosis nor tell anyone what runs here.

@@ -111,7 +111,7 @@ def _start(module: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
     # Its own session: Ctrl-C in the terminal reaches `permille up` alone, which then stops the others in
     # order.
     return subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-P", "-m", module],
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         start_new_session=True,

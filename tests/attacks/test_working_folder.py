@@ -1,0 +1,56 @@
+"""The folder that a command is started in, such as a download or a stranger's texts, brings no code.
+
+`python -m` puts that folder first on the path of a child process. Ours are started with `-P`, which does not.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edge_agent.chat import ChatTemplate
+from edge_agent.home import open_home
+from edge_agent.training_child import TrainingRequest, train_in_child
+from permille.errors import OperatorError
+from service.cli.up import _start
+from workers.supervisor import CHILD_COMMAND
+
+PLANTED = ("permille", "service", "workers", "edge_agent", "jinja2", "numpy", "json")
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder holds packages of well-known names; whichever is imported leaves this file."""
+    found = tmp_path / "executed"
+    for name in PLANTED:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"open({str(found)!r}, 'a').write({name!r})")
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def test_the_child_that_renders_chat_templates(marker: Path) -> None:
+    with ChatTemplate(None, {}) as template:
+        assert "hello" in template.render([("user", "hello")])
+    assert not marker.exists()
+
+
+def test_the_child_that_trains(marker: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = open_home(tmp_path_factory.mktemp("home"))
+    request = TrainingRequest(data_paths=(Path("/no/such/file"),), minutes=1.0, seed=0, share_log=False)
+    with pytest.raises(OperatorError, match="installed package"):
+        train_in_child(home, request, lambda: True)
+    assert not marker.exists()
+
+
+def test_the_child_that_works(marker: Path) -> None:
+    subprocess.run(CHILD_COMMAND, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("module", ["service", "workers"])
+def test_the_processes_of_permille_up(marker: Path, module: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PERMILLE_")}
+    assert _start(module, environment).wait() in (1, 2)  # the settings are missing
+    assert not marker.exists()
