@@ -1,21 +1,30 @@
-"""`permille-agent pull`, killed at random moments: the next one goes on, and the package is the right one."""
+"""Pull and daemon, killed at random moments: the next one goes on, and ends as if nothing had happened."""
 
 import random
 import signal
+import subprocess
+import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from edge_agent.activation import active_model
+from edge_agent.consent import set_share_log
+from edge_agent.enrolment import enroll
 from edge_agent.home import open_home
+from edge_agent.references import add_references
 from edge_agent.releases import installed_release
+from edge_agent.report import read_reports
 from permille.package.blobs import BlobFolder
 from permille.package.reader import verify_package
 from tests.device_service import INVITATION, DeviceService, Fault, serving
-from tests.integration.agent_site import AgentSite
-from tests.packages import tiny_package
+from tests.integration.agent_site import ROOT, AgentSite
+from tests.packages import sentences, tiny_package
 
 KILLS = 12
+DAEMON_KILLS = 8
 SEED = 7
 
 
@@ -78,3 +87,73 @@ def test_a_download_that_is_killed_again_and_again_ends_with_the_right_package(
     assert list(home.partial.iterdir()) == []
     assert any(service.ranges), "nothing was continued"
     assert service.blob_bytes_sent < size + KILLS * 16_384
+
+
+class Daemons:
+    """One device in a folder, and its daemon as processes of one pass each."""
+
+    STEPS = 60
+
+    def __init__(self, folder: Path, service: DeviceService) -> None:
+        self.home = open_home(folder / "home")
+        self._log = folder / "daemon.log"
+        folder.joinpath("notes.txt").write_text("\n\n".join(sentences(800)))
+        service.invitations.add(INVITATION)
+        enroll(self.home, service.url, INVITATION)
+        add_references(self.home, [folder / "notes.txt"])
+        set_share_log(self.home, True, now=datetime.now(UTC))
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Start a pass."""
+        command = [sys.executable, "-m", "tests.bigram_daemon", str(self.home.root), str(self.STEPS)]
+        return subprocess.Popen(command, cwd=ROOT, stdout=self._log.open("ab"), stderr=subprocess.STDOUT)
+
+    def finish(self) -> None:
+        """A pass to its end."""
+        with self.start() as process:
+            code = process.wait()
+        assert code == 0, self._log.read_text()
+
+    def kill(self, after_s: float) -> bool:
+        """A pass that is killed; whether it was still running."""
+        with self.start() as process:
+            try:
+                process.wait(after_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return True
+        assert process.returncode == 0, self._log.read_text()
+        return False
+
+
+def test_a_daemon_that_is_killed_again_and_again_ends_with_the_same_bits_and_one_report(
+    tmp_path: Path,
+) -> None:
+    package = tiny_package(tmp_path / "published")
+    rng = random.Random(SEED)
+    with serving(tmp_path / "published") as service:
+        service.publish(package.digest, 1)
+        undisturbed, disturbed = (Daemons(make(tmp_path / name), service) for name in ("a", "b"))
+        started = time.monotonic()
+        undisturbed.finish()
+        duration_s = time.monotonic() - started
+        assert len(service.runs) == len(service.logs) == 1
+
+        kills = 0
+        while kills < DAEMON_KILLS:
+            kills += disturbed.kill(rng.uniform(0.1, 1.0) * duration_s)
+        disturbed.finish()
+        disturbed.finish()
+    assert len(service.runs) == 2
+    first, second = service.logs.values()
+    assert first == second
+    outcomes = [metrics["state_digest"] for metrics in service.runs.values()]
+    assert outcomes[0] == outcomes[1] is not None
+    assert not any(report.waits for report in read_reports(disturbed.home))
+    assert active_model(disturbed.home) == active_model(undisturbed.home)
+
+
+def make(folder: Path) -> Path:
+    """A new folder."""
+    folder.mkdir()
+    return folder

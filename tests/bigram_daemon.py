@@ -1,0 +1,48 @@
+"""`permille-agent run --once` as a process, on the engine of tests: it starts fast enough to be killed often.
+
+python -m tests.bigram_daemon HOME STEPS
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from edge_agent.daemon import Daemon, World
+from edge_agent.home import Home, open_home
+from edge_agent.lock import hold_daemon_lock, hold_lock
+from edge_agent.options import TrainOptions
+from edge_agent.policy import Machine
+from edge_agent.training_child import TrainingRequest
+from edge_agent.training_job import run_training
+from tests.bigram_engine import bigram_engine
+
+IDLE = Machine(on_ac=True, battery=None, load=0.0)
+
+
+def main(arguments: list[str]) -> int:
+    """One pass, training in this process."""
+    options = TrainOptions(seed=0, steps=int(arguments[1]), queries=2, batch_rows=2, row_tokens=32)
+
+    def train(home: Home, request: TrainingRequest, _keep_going: Callable[[], bool]) -> str:
+        with hold_lock(home, "run"):
+            result = run_training(
+                home,
+                data_paths=request.data_paths,
+                steps=None,
+                minutes=None,
+                seed=0,
+                share_log=request.share_log,
+                options=options,
+                engine_of=bigram_engine,
+            )
+        return result.outcome.value
+
+    home = open_home(Path(arguments[0]))
+    with hold_daemon_lock(home):
+        Daemon(home, threading.Event(), World(train=train, machine=lambda: IDLE)).run_once()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
