@@ -26,6 +26,7 @@ SHUTDOWN_S = 5
 def main() -> int:
     """Serve until SIGINT or SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
         settings = load()
         app = create_app(settings)

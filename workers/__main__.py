@@ -58,6 +58,7 @@ def _on_signals(shutdown: Shutdown, drain_s: float) -> None:
 def main() -> None:
     """Entry of the worker process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     run_worker(WorkerSettings.model_validate({}))
 
 
