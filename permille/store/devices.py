@@ -7,7 +7,7 @@ the used code or with a new one. A revoked or unenrolled device has no valid tok
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import CursorResult, select, update
+from sqlalchemy import CursorResult, delete, select, update
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -140,9 +140,14 @@ def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
 
 
 def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
-    """The device leaves by its own wish; a new invitation lets it come back. Raises NotFoundError."""
+    """The device leaves by its own wish; a new invitation lets it come back. Raises NotFoundError.
+
+    Its tokens and nonces are removed: they would be good again once it is back.
+    """
     device = get(session, tenant_id=tenant_id, device_id=device_id)
     device.unenrolled_at = device.unenrolled_at or now(session)
+    for table in (DeviceNonce, DeviceToken):
+        session.execute(delete(table).where(table.device_id == device.id))
     return device
 
 

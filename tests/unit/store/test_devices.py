@@ -144,6 +144,18 @@ def test_a_revoked_key_stays_out_and_an_unenrolled_one_may_come_back(db: Databas
         enrol(db, invite(db, tenant_id))
 
 
+def test_what_a_device_held_when_it_left_stays_useless_once_it_is_back(db: Database, tenant_id: str) -> None:
+    device = enrol(db, invite(db, tenant_id)).device
+    secret = token_of(db, device)
+    with db.write() as session:
+        nonce, _ = devices.create_nonce(session, device_id=device.id)
+        devices.unenrol(session, tenant_id=tenant_id, device_id=device.id)
+    assert enrol(db, invite(db, tenant_id)).device.id == device.id
+    assert authenticated(db, secret) is None
+    with db.write() as session:
+        assert devices.use_nonce(session, device_id=device.id, nonce=nonce) is None
+
+
 def test_another_tenants_device_does_not_exist(db: Database, tenant_id: str, other_tenant_id: str) -> None:
     device = enrol(db, invite(db, tenant_id)).device
     with pytest.raises(NotFoundError), db.write() as session:
