@@ -1,15 +1,27 @@
 """Commands around the daemon: run, install-service, policy."""
 
+import json
+import logging
 import signal
 import sys
 import threading
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from edge_agent.console import JsonOption, home_of, show
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of one record."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        return json.dumps({"time": at, "level": record.levelname.lower(), "message": record.getMessage()})
 
 
 def register(app: typer.Typer) -> None:
@@ -24,10 +36,12 @@ def run(
     once: Annotated[
         bool, typer.Option("--once", help="One pass: pull, train if allowed, report; then end.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Keep this device up to date: pull new packages, train when your policy allows, report.
 
-    Ends cleanly on SIGTERM and Ctrl-C, and loses nothing when killed. Logs to standard error.
+    Ends cleanly on SIGTERM and Ctrl-C, and loses nothing when killed. Logs to standard error, with --json one
+    object a line.
 
     [bold]Examples[/bold]
 
@@ -38,6 +52,9 @@ def run(
     from edge_agent.lock import hold_daemon_lock
 
     home = home_of(context)
+    if as_json:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonLines())
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _set_from_signal(stop))
@@ -85,8 +102,6 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent policy
     """
-    from datetime import datetime
-
     from edge_agent.daemon_state import read_daemon_state
     from edge_agent.machine import read_machine
     from edge_agent.policy import decide, read_policy

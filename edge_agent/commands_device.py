@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -211,13 +212,15 @@ def unenroll(
 
 def _set_share_log(context: typer.Context, *, share: bool, as_json: bool) -> None:
     from edge_agent.consent import set_share_log
-    from edge_agent.lock import hold_lock
+    from edge_agent.lock import LockedError, hold_lock
     from edge_agent.report import withdraw_logs
 
     home = home_of(context)
-    with hold_lock(home, "share-log", wait_s=10.0):
-        set_share_log(home, share, now=datetime.now(UTC))
-        withdrawn = 0 if share else withdraw_logs(home)
+    set_share_log(home, share, now=datetime.now(UTC))
+    withdrawn = 0
+    if not share:
+        with contextlib.suppress(LockedError), hold_lock(home, "share-log", wait_s=2.0):
+            withdrawn = withdraw_logs(home)  # whoever holds the lock sees the choice before it sends
     show({"share_log": share, "withdrawn_logs": withdrawn}, as_json=as_json)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from edge_agent.api import DeviceApi
 from edge_agent.client import RequestRefusedError
+from edge_agent.consent import is_withdrawn
 from edge_agent.home import Home, read_state, write_state
 from permille.errors import InputError, OperatorError
 from permille.files import write_atomic
@@ -127,15 +128,17 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def withdraw_logs(home: Home) -> int:
-    """Remove every log that waits to be sent, queued or still beside its run; returns how many there were."""
+    """Remove every log that waits to be sent, queued or still beside its run; returns how many there were.
+
+    An upload that was cut off may have arrived although nothing here says so: where the service knows the
+    run, it is asked to delete the log.
+    """
     unqueued = list(home.runs.glob("*/shared.log"))
     for path in unqueued:
         path.unlink()
     queued = [report for report in read_reports(home) if report.log_delivery is Delivery.QUEUED]
     for report in queued:
-        _log_path(home, report.run_id).unlink(missing_ok=True)
-        metrics = None if report.metrics is None else {**report.metrics, "state_digest": None}
-        _save(home, replace(report, log_delivery=Delivery.NONE, metrics=metrics))
+        _withdraw(home, report)
     return len(queued) + len(unqueued)
 
 
@@ -155,7 +158,16 @@ def want_deletion(home: Home, run_id: str | None) -> int:
     return len(uploaded)
 
 
+def _withdraw(home: Home, report: Report) -> Report:
+    _log_path(home, report.run_id).unlink(missing_ok=True)
+    metrics = None if report.metrics is None else {**report.metrics, "state_digest": None}
+    return _save(home, replace(report, log_delivery=Delivery.NONE, metrics=metrics))
+
+
 def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:
+    log = _log_path(home, report.run_id)
+    if report.log_delivery is Delivery.QUEUED and (not log.is_file() or is_withdrawn(home, log)):
+        report = _withdraw(home, report)
     if report.metrics_delivery is Delivery.QUEUED and report.metrics is not None:
         report = _send_metrics(home, api, report)
     if report.log_delivery is Delivery.QUEUED:
@@ -181,8 +193,6 @@ def _send_log(home: Home, api: DeviceApi, report: Report) -> Report:
     try:
         api.upload_log(report.run_id, path.read_bytes())
         report = replace(report, log_delivery=Delivery.SENT)
-    except FileNotFoundError:
-        report = replace(report, log_delivery=Delivery.NONE)
     except RequestRefusedError as exc:
         report = replace(report, log_delivery=Delivery.REFUSED, reason=str(exc)[:500])
     _save(home, report)

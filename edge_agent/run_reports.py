@@ -6,6 +6,7 @@ A run that ended while nothing could queue it (a kill between the two) is found 
 
 from pydantic import ValidationError
 
+from edge_agent.consent import is_withdrawn
 from edge_agent.home import Home
 from edge_agent.report import enqueue, read_report
 from edge_agent.run_folder import RunFolder, list_runs
@@ -38,6 +39,7 @@ def _collect(home: Home, run: RunFolder) -> int:
         raise OperatorError(
             f"expected metrics of the closed schema in {run.path}: {', '.join(fields)}"
         ) from exc
-    enqueue(home, run_id, metrics, shared_log=log.read_bytes() if log.is_file() else None)
+    shared = log.is_file() and not is_withdrawn(home, run.path / "run.json")
+    enqueue(home, run_id, metrics, shared_log=log.read_bytes() if shared else None)
     log.unlink(missing_ok=True)
     return 1

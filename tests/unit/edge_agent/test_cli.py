@@ -1,6 +1,7 @@
 """The command line: help for each command, JSON everywhere, exit codes for scripts, a light start."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import typer
 
 from edge_agent.activation import Active, activate, active_model
 from edge_agent.cli import app, main
+from edge_agent.commands_daemon import JsonLines
 from edge_agent.console import EXIT_CODE_HELP, ExitCode, exit_code_of
 from edge_agent.home import Home
 from edge_agent.report import enqueue, read_report
@@ -25,6 +27,7 @@ from permille.errors import InputError, OperatorError, PackageError, RetryableEr
 from permille.package.reader import Package
 from tests.device_service import INVITATION, DeviceService, Fault
 from tests.unit.edge_agent.samples import RUN_ID, metrics
+from tests.unit.edge_agent.test_lock import another_process_holds
 
 OWN_COMMANDS = (
     "enroll", "pull", "status", "report", "share-log", "unenroll", "run", "install-service", "policy", "data",
@@ -260,8 +263,27 @@ def test_the_service_file_is_printed_or_written(
     assert Path(written["written"]).read_text() == printed.output
 
 
+def test_consent_can_be_withdrawn_while_a_training_holds_the_lock(
+    enrolled: Agent, home: Home, service: DeviceService
+) -> None:
+    enrolled("share-log", "on")
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    with another_process_holds(home):
+        withdrawn = enrolled("share-log", "off", "--json")
+        assert (withdrawn.code, withdrawn.document["share_log"]) == (ExitCode.OK, False)
+    assert enrolled("report").code == ExitCode.OK
+    assert service.runs[RUN_ID]["state_digest"] is None
+    assert service.logs == {}
+
+
+def test_the_daemons_log_can_be_one_object_a_line() -> None:
+    record = logging.LogRecord("permille.agent", logging.INFO, "daemon.py", 1, 'a "%s"', ("b",), None)
+    line = json.loads(JsonLines().format(record))
+    assert (line["level"], line["message"]) == ("info", 'a "b"')
+
+
 def test_one_pass_of_the_daemon_ends_by_itself(enrolled: Agent, package: Package) -> None:
-    assert enrolled("run", "--once").code == ExitCode.OK
+    assert enrolled("run", "--once", "--json").code == ExitCode.OK
     assert enrolled("status", "--json").document["release"]["package"] == package.digest
 
 
@@ -297,7 +319,7 @@ def test_every_command_has_help_and_json(agent: Agent) -> None:
         shown = agent(*command, "--help")
         assert shown.code == 0, command
         assert len(re.sub(r"\s+", " ", shown.output)) > 100, command
-        if command[0] in OWN_COMMANDS and command != ("run",):
+        if command[0] in OWN_COMMANDS:
             assert "--json" in shown.output, command
 
 

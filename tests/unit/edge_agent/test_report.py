@@ -1,5 +1,6 @@
 """Reports: on disk until delivered, each once, metrics by default, logs by consent only."""
 
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -127,6 +128,21 @@ def test_withdrawn_consent_removes_the_log_that_waits(
     assert not list(home.reports.glob("*.log"))
 
 
+def test_withdrawn_consent_reaches_an_upload_whose_answer_was_lost(
+    home: Home, api: DeviceApi, service: DeviceService
+) -> None:
+    enqueue(home, RUN_ID, metrics(), shared_log=LOG)
+    service.faults = [Fault(path="log", status=503, times=99)]
+    with pytest.raises(ServiceUnavailableError):
+        deliver(home, api)
+    service.faults = []
+    service.logs[RUN_ID] = LOG  # it had arrived
+    assert withdraw_logs(home) == 1
+    deliver(home, api)
+    assert service.logs == {}
+    assert not any(report.waits for report in read_reports(home))
+
+
 def test_an_uploaded_log_is_deleted_on_request(home: Home, api: DeviceApi, service: DeviceService) -> None:
     enqueue(home, RUN_ID, metrics(), shared_log=LOG)
     deliver(home, api)
@@ -196,6 +212,20 @@ def test_a_run_that_ended_before_it_was_reported_is_found(
     deliver(home, api)
     assert set(service.runs) == {RUN_ID, OTHER_RUN_ID}
     assert service.logs == {OTHER_RUN_ID: LOG}
+
+
+def test_consent_withdrawn_during_a_run_holds_for_its_log(
+    home: Home, api: DeviceApi, service: DeviceService
+) -> None:
+    before, after = finished_run(home, "a", RUN_ID), finished_run(home, "b", OTHER_RUN_ID)
+    for run, begun_s in ((before, 1000.0), (after, 3000.0)):
+        (run.path / "shared.log").write_bytes(LOG)
+        os.utime(run.path / "run.json", (begun_s, begun_s))
+    set_share_log(home, False, now=datetime.fromtimestamp(2000.0, UTC))
+    collect_reports(home)
+    deliver(home, api)
+    assert service.logs == {OTHER_RUN_ID: LOG}
+    assert service.runs[RUN_ID]["state_digest"] is None
 
 
 def test_a_run_that_goes_on_is_not_reported(home: Home) -> None:
