@@ -10,13 +10,14 @@ so.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from edge_agent.api import DeviceApi
 from edge_agent.client import AccessRefusedError, RequestRefusedError
 from edge_agent.home import Home, open_home, write_state
 from edge_agent.releases import forget_versions
-from edge_agent.report import Delivery, deliver, read_reports, want_deletion
+from edge_agent.report import Delivery, deliver, read_reports, want_deletion, withdraw_logs
 from permille.errors import OperatorError
 from permille.files import fsync_folder
 
@@ -43,26 +44,30 @@ def forget(home: Home) -> Erased:
     lock.
 
     Uploaded logs are marked for deletion at the service: `deliver` asks for it, now or when there is a
-    network.
+    network. The marks are durable before anything is erased.
 
     Raises:
         OperatorError: a file cannot be erased; calling again continues.
     """
+    withdraw_logs(home)
     want_deletion(home, None)
-    deletions = [
-        report.run_id for report in read_reports(home) if report.log_delivery is Delivery.DELETION_WANTED
-    ]
+    deletions = {
+        home.reports / f"{report.run_id}.json": report.run_id
+        for report in read_reports(home)
+        if report.log_delivery is Delivery.DELETION_WANTED
+    }
     files = size_bytes = 0
     try:
+        for path, run_id in deletions.items():
+            size_bytes += _keep_deletion(path, run_id)
         for path in _erasable(home):
-            size_bytes += _erase(path)
-            files += 1
+            if path not in deletions:
+                size_bytes += _erase(path)
+                files += 1
         _remove_folders(home)
     except OSError as exc:
         raise OperatorError(f"expected to erase the files in {home.root}: {exc}") from exc
     open_home(home.root)
-    for run_id in deletions:
-        _keep_deletion(home, run_id)
     return Erased(files=files, size_bytes=size_bytes, deletions_waiting=len(deletions))
 
 
@@ -92,6 +97,7 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
 
 def _leave_service(home: Home, api: DeviceApi) -> None:
     try:
+        withdraw_logs(home)
         want_deletion(home, None)
         deliver(home, api)
         api.unenrol()
@@ -102,7 +108,8 @@ def _leave_service(home: Home, api: DeviceApi) -> None:
             raise
 
 
-def _keep_deletion(home: Home, run_id: str) -> None:
+def _keep_deletion(path: Path, run_id: str) -> int:
+    """Keep of a report only that its log is to be deleted; what it said is overwritten."""
     entry = {
         "run_id": run_id,
         "metrics": None,
@@ -110,7 +117,9 @@ def _keep_deletion(home: Home, run_id: str) -> None:
         "log_delivery": Delivery.DELETION_WANTED,
         "reason": "",
     }
-    write_state(home.reports / f"{run_id}.json", entry)
+    with path.open("r+b", buffering=0) as old:
+        write_state(path, entry)
+        return _overwrite(old)
 
 
 def _erasable(home: Home) -> Iterator[Path]:
@@ -138,17 +147,24 @@ def _erase(path: Path) -> int:
     if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
         path.chmod(0o600)
         with path.open("r+b", buffering=0) as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            for start in range(0, size_bytes, CHUNK_BYTES):
-                file.write(bytes(min(CHUNK_BYTES, size_bytes - start)))
-            os.fsync(file.fileno())
+            size_bytes = _overwrite(file)
     path.unlink()
+    return size_bytes
+
+
+def _overwrite(file: FileIO) -> int:
+    """Zeros over all bytes of an open file; returns how many."""
+    size_bytes = os.fstat(file.fileno()).st_size
+    for start in range(0, size_bytes, CHUNK_BYTES):
+        file.write(bytes(min(CHUNK_BYTES, size_bytes - start)))
+    os.fsync(file.fileno())
     return size_bytes
 
 
 def _remove_folders(home: Home) -> None:
     for folder, _folders, _names in os.walk(home.root, topdown=False, followlinks=False):
         path = Path(folder)
-        if path != home.root and home.blobs not in (path, *path.parents) and path != home.partial:
+        kept = path in (home.root, home.partial, home.reports) or home.blobs in (path, *path.parents)
+        if not kept:
             path.rmdir()
     fsync_folder(home.root)

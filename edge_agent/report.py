@@ -161,7 +161,9 @@ def want_deletion(home: Home, run_id: str | None) -> int:
 def _withdraw(home: Home, report: Report) -> Report:
     _log_path(home, report.run_id).unlink(missing_ok=True)
     metrics = None if report.metrics is None else {**report.metrics, "state_digest": None}
-    return _save(home, replace(report, log_delivery=Delivery.NONE, metrics=metrics))
+    known = report.metrics_delivery is Delivery.SENT
+    log = Delivery.DELETION_WANTED if known else Delivery.NONE
+    return _save(home, replace(report, log_delivery=log, metrics=metrics))
 
 
 def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:

@@ -127,6 +127,54 @@ def test_uploaded_logs_are_deleted_at_the_service_even_later(
     assert not any(report.waits for report in read_reports(home))
 
 
+def test_the_wish_to_delete_survives_what_cannot_be_erased(
+    home: Home, api: DeviceApi, service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    deliver(home, api)
+    (home.root / "stuck").write_bytes(SECRET)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "stuck":
+            raise PermissionError("read-only file")
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        patch.setattr(
+            "os.walk",
+            lambda *_, **__: iter(
+                [(str(home.reports), [], [f"{RUN_ID}.json"]), (str(home.root), [], ["stuck"])]
+            ),
+        )
+        with pytest.raises(OperatorError):
+            forget(home)
+    deliver(home, api)
+    assert service.logs == {}
+
+
+def test_a_log_whose_upload_was_cut_off_is_deleted_too(
+    home: Home, api: DeviceApi, service: DeviceService
+) -> None:
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    service.faults = [Fault(path="log", status=503, times=99)]
+    with pytest.raises(ServiceUnavailableError):
+        deliver(home, api)
+    service.faults = []
+    service.logs[RUN_ID] = b"log"  # it had arrived, and only the answer was lost
+    assert forget(home).deletions_waiting == 1
+    deliver(home, api)
+    assert service.logs == {}
+
+
+def test_who_leaves_uploads_nothing_more(home: Home, api: DeviceApi, service: DeviceService) -> None:
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    unenroll(home, api)
+    assert service.logs == {}
+    assert service.runs[RUN_ID]["state_digest"] is None
+
+
 def test_the_promise_says_what_cannot_be_promised() -> None:
     for word in ("snapshots", "backups", "swap", "not touched"):
         assert word in PROMISE
