@@ -1,17 +1,23 @@
-"""Cursor pagination: pages are cut by id, so that rows added meanwhile neither repeat nor hide others."""
+"""Cursor pagination: pages are cut by id, or by time and id. So rows added meanwhile neither repeat nor hide
+others.
+"""
 
 import base64
 import binascii
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Generic, TypeVar
 
-from sqlalchemy import ColumnElement, Select
+from sqlalchemy import ColumnElement, Select, and_, or_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
 
 Row = TypeVar("Row")
 MAX_LIMIT = 200
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_LONGEST_TIME = 17  # decimal digits: up to the year 5138
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +45,7 @@ def fetch_page(
     Raises:
         InputError: limit out of range, or a cursor that no page gave.
     """
-    if not 1 <= limit <= MAX_LIMIT:
-        raise InputError(f"expected a limit of 1 to {MAX_LIMIT}, got {limit}")
+    _check_limit(limit)
     if cursor is not None:
         before: ColumnElement[bool] = key < decode_cursor(cursor)
         query = query.where(before)
@@ -48,6 +53,37 @@ def fetch_page(
     items = tuple(rows[:limit])
     more = len(rows) > limit
     return Page(items=items, next_cursor=encode_cursor(getattr(items[-1], key.key)) if more else None)
+
+
+def fetch_newest(
+    session: Session,
+    query: Select[Row],
+    time_key: InstrumentedAttribute[datetime],
+    key: InstrumentedAttribute[str],
+    *,
+    limit: int,
+    cursor: str | None,
+) -> Page[Row]:
+    """As `fetch_page`, the newest first, for rows whose ids do not sort by time: others made them.
+
+    Args:
+        time_key: when the row was made.
+        key: a unique column; it orders rows of the same time.
+
+    Raises:
+        InputError: as `fetch_page`.
+    """
+    _check_limit(limit)
+    if cursor is not None:
+        at, before = _decode_moment(cursor)
+        query = query.where(or_(time_key < at, and_(time_key == at, key < before)))
+    rows = session.scalars(query.order_by(time_key.desc(), key.desc()).limit(limit + 1)).all()
+    items = tuple(rows[:limit])
+    next_cursor = None
+    if len(rows) > limit:
+        last = items[-1]
+        next_cursor = encode_cursor(f"{_microseconds(getattr(last, time_key.key))}.{getattr(last, key.key)}")
+    return Page(items=items, next_cursor=next_cursor)
 
 
 def encode_cursor(key: str) -> str:
@@ -62,3 +98,20 @@ def decode_cursor(cursor: str) -> str:
         return base64.b64decode(padded.encode("ascii"), altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeError, ValueError) as exc:
         raise InputError(f"expected a cursor that a page returned, got {cursor[:80]!r}") from exc
+
+
+def _decode_moment(cursor: str) -> tuple[datetime, str]:
+    """The time and the key of a cursor `<microseconds>.<key>`. Raises InputError."""
+    number, point, key = decode_cursor(cursor).partition(".")
+    if not (point and number.isascii() and number.isdecimal() and len(number) <= _LONGEST_TIME):
+        raise InputError(f"expected a cursor that a page returned, got {cursor[:80]!r}")
+    return _EPOCH + int(number) * _MICROSECOND, key
+
+
+def _microseconds(at: datetime) -> int:
+    return (at - _EPOCH) // _MICROSECOND
+
+
+def _check_limit(limit: int) -> None:
+    if not 1 <= limit <= MAX_LIMIT:
+        raise InputError(f"expected a limit of 1 to {MAX_LIMIT}, got {limit}")

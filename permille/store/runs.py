@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from permille.store import jobs, results
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.paging import Page, fetch_page
+from permille.store.paging import Page, fetch_newest
 from permille.store.tables import Job, JobKind, LogState, Run
 
 
@@ -53,11 +53,11 @@ def list_runs(
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page[Run]:
-    """List runs (ordered by their ids, which devices made)."""
+    """List runs, the newest first. Their ids, which devices made, say nothing about time."""
     query = select(Run).where(Run.tenant_id == tenant_id, Run.deleted_at.is_(None))
     if device_id is not None:
         query = query.where(Run.device_id == device_id)
-    return fetch_page(session, query, Run.run_id, limit=limit, cursor=cursor)
+    return fetch_newest(session, query, Run.created_at, Run.run_id, limit=limit, cursor=cursor)
 
 
 def attach_log(

@@ -65,7 +65,7 @@ def list_runs(
     limit: Limit = DEFAULT_LIMIT,
     cursor: Cursor = None,
 ) -> Page[Run]:
-    """List runs."""
+    """List runs, the newest first."""
     with service.database.read() as session:
         page = runs.list_runs(
             session,

@@ -4,9 +4,11 @@ from datetime import timedelta
 
 import pytest
 
+from permille.errors import InputError
 from permille.store import access, devices, jobs, releases, results, runs
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
+from permille.store.paging import encode_cursor
 from permille.store.releases import Signature
 from permille.store.results import LayerRecord
 from permille.store.tables import LogState, PackageRow, Release, Role
@@ -207,6 +209,29 @@ def test_a_run_is_reported_once(db: Database, tenant_id: str, device_id: str) ->
     assert not report(db, tenant_id, device_id)
     with pytest.raises(ConflictError):
         report(db, tenant_id, device_id, steps=2)
+
+
+def test_runs_are_listed_the_newest_first_whatever_their_ids(
+    db: Database, tenant_id: str, device_id: str, clock: Clock
+) -> None:
+    told = ["m", "z", "a", "q", "b"]
+    for number, run_id in enumerate(told):
+        report(db, tenant_id, device_id, run_id)
+        if number != 3:  # q and b are of the same moment: then the larger id is first
+            clock.forward(1)
+    found: list[str] = []
+    cursor = None
+    with db.read() as session:
+        while True:
+            page = runs.list_runs(session, tenant_id=tenant_id, limit=2, cursor=cursor)
+            found += [row.run_id for row in page.items]
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        for foreign in ("?", *map(encode_cursor, ("m", "1e3.m", "9" * 18 + ".m"))):
+            with pytest.raises(InputError, match="cursor"):
+                runs.list_runs(session, tenant_id=tenant_id, cursor=foreign)
+    assert found == ["q", "b", "a", "z", "m"]
 
 
 def test_a_log_is_replayed_once_and_not_replaced(db: Database, tenant_id: str, device_id: str) -> None:
