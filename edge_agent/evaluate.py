@@ -111,43 +111,55 @@ def paired_bootstrap(
     weight_D: NDArray[np.int64],
     *,
     seed: int,
+    second_weight_D: NDArray[np.int64] | None = None,
     resamples: int = RESAMPLES,
 ) -> Comparison:
     """Compare two models by their loss sums over the same documents.
 
-    `improvement = sum_D (first - second) / sum_D weight`, and the same for each resample of D documents with
-    replacement; the interval is the resamples' 2.5% and 97.5% quantiles.
+    `improvement = sum_D first / sum_D weight - sum_D second / sum_D second_weight`, and the same for each
+    resample of D documents with replacement; the interval is the resamples' 2.5% and 97.5% quantiles.
 
     Args:
         first_D: nats of each document under the first model.
         second_D: nats of each document under the second model.
         weight_D: tokens or bytes of each document.
+        second_weight_D: those of the second model, where they are others: under another tokenizer, other
+            bytes of a document count (the first token of a row is no target).
         seed: of the resampling (PCG64): the same arguments give the same bits with one numpy version.
         resamples: how many.
 
     Raises:
         InputError: fewer than two documents, or lengths that differ.
     """
-    if not len(first_D) == len(second_D) == len(weight_D) >= 2:
+    second_weight_D = weight_D if second_weight_D is None else second_weight_D
+    if not len(first_D) == len(second_D) == len(weight_D) == len(second_weight_D) >= 2:
         raise InputError(
             "expected the losses of the same two or more documents, "
             f"got {len(first_D)}, {len(second_D)} and {len(weight_D)}"
         )
-    difference_D = first_D - second_D
-    improvement = float(difference_D.sum() / weight_D.sum())
+    improvement = float(first_D.sum() / weight_D.sum() - second_D.sum() / second_weight_D.sum())
     if not math.isfinite(improvement):
         return Comparison(improvement=-math.inf, low=-math.inf, high=math.inf, standard_error=math.inf)
     rng = np.random.Generator(np.random.PCG64(seed))
-    count = len(difference_D)
+    count = len(first_D)
     resampled = np.empty(resamples, dtype=np.float64)
     block = max(1, 1_000_000 // count)
     for start in range(0, resamples, block):
         stop = min(start + block, resamples)
         chosen_RD = rng.integers(0, count, size=(stop - start, count))
-        resampled[start:stop] = difference_D[chosen_RD].sum(axis=1) / np.maximum(
-            weight_D[chosen_RD].sum(axis=1), 1
-        )
+        resampled[start:stop] = _rates(first_D, weight_D, chosen_RD)
+        resampled[start:stop] -= _rates(second_D, second_weight_D, chosen_RD)
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Comparison(
         improvement=improvement, low=float(low), high=float(high), standard_error=float(resampled.std(ddof=1))
     )
+
+
+def _rates(
+    nats_D: NDArray[np.float64], weight_D: NDArray[np.int64], chosen_RD: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Loss per unit of weight of each resample, [R]."""
+    rates_R: NDArray[np.float64] = nats_D[chosen_RD].sum(axis=1) / np.maximum(
+        weight_D[chosen_RD].sum(axis=1), 1
+    )
+    return rates_R

@@ -3,7 +3,7 @@
 Adopted means better than the base and, where another personalised model is active, better than that one, each
 by the lower end of a 95% interval (`evaluate.py`). An active model that cannot be opened any more protects
 nothing. The active model may belong to another package with another
-tokenizer: it is judged under its own, on the same documents, in nats per document.
+tokenizer: it is judged under its own, on the same documents, in nats per byte of its own targets.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ from permille.engines.interface import Engine
 from permille.errors import OperatorError, PackageError
 from permille.zo.lattice import state_digest, values
 
-# Opens the model that is active now: its engine, values and tokenizer.
-OpenModel = Callable[[], tuple[Engine, NDArray[np.float32], TextTokenizer]]
+# Opens the model that is active now: its engine, values, tokenizer, and how long its rows may be.
+OpenModel = Callable[[], tuple[Engine, NDArray[np.float32], TextTokenizer, int]]
 
 
 def judge(setup: Setup, run: RunFolder, chosen: Chosen, incumbent: Active, open_incumbent: OpenModel) -> Json:
@@ -93,15 +93,18 @@ def _against_active(
     active = _from_json(known)
     both_G = active.tokens_D > 0
     return paired_bootstrap(
-        active.nats_D[both_G], personal.nats_D[both_G], personal.bytes_D[both_G], seed=seed
+        active.nats_D[both_G],
+        personal.nats_D[both_G],
+        active.bytes_D[both_G],
+        second_weight_D=personal.bytes_D[both_G],
+        seed=seed,
     )
 
 
 def _active_losses(setup: Setup, open_incumbent: OpenModel) -> DocumentLosses:
     """Losses of the active model by group; 0 tokens where its tokenizer or template refused a document."""
-    engine, values_K, tokenizer = open_incumbent()
+    engine, values_K, tokenizer, row_tokens = open_incumbent()
     documents = setup.prepared.test_documents
-    row_tokens = setup.options.row_tokens
     known, tokenized = tokenize(documents, tokenizer, DataReport(), row_tokens=row_tokens)
     found = document_losses(engine, values_K, document_rows(tokenized, row_tokens), len(known))
     of_document = {id(document): index for index, document in enumerate(known)}

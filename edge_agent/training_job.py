@@ -84,7 +84,7 @@ def run_training(
     if release is None:
         raise OperatorError("expected an installed package, found none: run `permille-agent pull`")
     package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
-    options = options.within(int(package.config.get("max_position_embeddings") or options.row_tokens))
+    options = _fitting(options, package)
     progress.phase("reading the text")
     documents, report = read_documents(data_paths)
     tokenizer = package_tokenizer(package)
@@ -170,12 +170,12 @@ class _Job:
 
     def _open(
         self, active: Active, engine_of: OpenEngine
-    ) -> tuple[Engine, NDArray[np.float32], TextTokenizer]:
-        if active.package == self.package.digest:
-            values_K = model_values(self.home, active, self.package)
-            return self.engine, values_K, package_tokenizer(self.package)
-        package = Package.open(BlobFolder(self.home.blobs), active.package)
-        return engine_of(package), model_values(self.home, active, package), package_tokenizer(package)
+    ) -> tuple[Engine, NDArray[np.float32], TextTokenizer, int]:
+        same = active.package == self.package.digest
+        package = self.package if same else Package.open(BlobFolder(self.home.blobs), active.package)
+        values_K = model_values(self.home, active, package)
+        engine = self.engine if same else engine_of(package)
+        return engine, values_K, package_tokenizer(package), _fitting(self.options, package).row_tokens
 
     def _end(
         self,
@@ -208,6 +208,11 @@ class _Job:
         self.run.store("outcome", end)
         prune_runs(self.home, keep={self.run.name, *referenced_runs(self.home)})
         return result_of(self.run, end, known=False)
+
+
+def _fitting(options: TrainOptions, package: Package) -> TrainOptions:
+    """The options with rows that fit the package's model."""
+    return options.within(int(package.config.get("max_position_embeddings") or options.row_tokens))
 
 
 def _run(

@@ -104,6 +104,23 @@ def test_the_same_seed_gives_the_same_bits_whatever_the_blocks() -> None:
     assert first != paired_bootstrap(base_D, personal_D, np.full(50, 3), seed=10)
 
 
+def test_a_model_is_not_better_because_its_tokenizer_leaves_bytes_out() -> None:
+    bytes_D = np.arange(40, 80)
+    fewer_D = bytes_D - 5  # short documents, whose first token is no target
+    nats_D, equal_D, worse_D = (
+        0.7 * bytes_D.astype(np.float64),
+        0.7 * fewer_D.astype(np.float64),
+        0.75 * fewer_D.astype(np.float64),
+    )
+
+    equal = paired_bootstrap(nats_D, equal_D, bytes_D, second_weight_D=fewer_D, seed=0)
+
+    assert not equal.better
+    assert equal.improvement == pytest.approx(0.0, abs=1e-12)
+    assert paired_bootstrap(nats_D, worse_D, bytes_D, second_weight_D=fewer_D, seed=0).high < 0
+    assert paired_bootstrap(nats_D, worse_D, bytes_D, seed=0).better  # what the bytes left out would hide
+
+
 def test_refuses_one_document_or_lengths_that_differ() -> None:
     one = np.ones(1)
     with pytest.raises(InputError, match="two or more documents, got 1, 1 and 1"):

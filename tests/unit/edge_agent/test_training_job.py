@@ -403,6 +403,34 @@ def test_the_definition_of_a_run_names_everything_that_decides_it(tmp_path: Path
     assert other.run != result.run
 
 
+def test_an_active_model_with_fewer_positions_is_judged_on_rows_that_fit_it(tmp_path: Path) -> None:
+    home, _ = home_with_package(tmp_path / "home")
+    short = tiny_package(home.blobs, seed=1, config={"max_position_embeddings": 16})
+    record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=short.digest))
+
+    def bounded(package: Package) -> BigramEngine:
+        engine = BigramEngine(package)
+        losses, positions = engine.token_losses, int(package.config["max_position_embeddings"])
+
+        def token_losses(values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+            if batch.input_ids_BT.shape[1] > positions:
+                raise InputError(f"expected at most {positions} tokens a sequence")
+            return losses(values_K, batch)
+
+        engine.token_losses = token_losses  # type: ignore[method-assign]
+        return engine
+
+    first = _train(home, user_text(tmp_path), engine_of=bounded)
+    assert first.outcome is Outcome.ADOPTED
+    roomy = tiny_package(home.blobs, seed=2)
+    record_installed(home, InstalledRelease(name="tiny", version=3, manifest_digest=roomy.digest))
+
+    second = _train(home, user_text(tmp_path), engine_of=bounded)
+
+    assert second.outcome in (Outcome.ADOPTED, Outcome.KEPT_BASE)
+    assert "against_active" in second.details["decision"]
+
+
 def test_an_active_model_that_cannot_be_opened_protects_nothing(tmp_path: Path) -> None:
     home, package = home_with_package(tmp_path / "home")
     activate(home, Active(package=package.digest, run="gone"), expected=Active(package=package.digest))
