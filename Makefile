@@ -57,6 +57,9 @@ fuzz: $(VENV)/.installed  ## Fuzz the package reader for ten minutes
 kill-agent: $(VENV)/.installed  ## Kill a training agent at 50 random moments and compare its bits
 	$(BIN)/python -m benchmarks.kill_agent --kills 50
 
+schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks
+	$(BIN)/python -m tests.api_fuzz --examples 200
+
 bench-replay: $(VENV)/.installed  ## Replay of 20,000 steps of 1.1M values
 	$(BIN)/python -m benchmarks.replay
 
