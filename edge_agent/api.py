@@ -150,6 +150,8 @@ class DeviceApi:
         body = {**asked, "nonce": nonce, "signature": signature}
         answer = self.connection.call("POST", "/v1/device-tokens", body=body)
         token = _parse(devices.DeviceToken, answer)
+        if not (token.access_token.isascii() and token.access_token.isprintable()):
+            raise ServiceUnavailableError("expected a token of printable ASCII from the service")
         self._token = token.access_token
         self._token_until = self._monotonic() + max(0.0, token.expires_in - TOKEN_MARGIN_S)
 

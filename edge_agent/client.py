@@ -204,7 +204,7 @@ def read_object(data: bytes) -> dict[str, Any]:
     """
     try:
         document = json.loads(data)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ServiceUnavailableError(f"expected JSON from the service, got {data[:40]!r}") from exc
     if not isinstance(document, dict):
         raise ServiceUnavailableError(
@@ -289,7 +289,7 @@ def _read_problem(data: bytes) -> tuple[str, str]:
     try:
         document = json.loads(data)
         return str(document["type"]).rsplit("/", 1)[-1], str(document["detail"])[:500]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return "", ""
 
 

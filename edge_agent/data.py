@@ -150,7 +150,7 @@ def _read_jsonl(path: Path, report: DataReport) -> Iterator[tuple[str | None, Co
                 yield parse_row(json.loads(line.decode("utf-8-sig")))
             except UnicodeDecodeError:
                 report.bad(f"{path}:{number}", "not UTF-8")
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):  # what is no JSON, or a number of thousands of digits
                 report.bad(f"{path}:{number}", "not JSON")
             except InputError as exc:
                 report.bad(f"{path}:{number}", str(exc))

@@ -238,7 +238,7 @@ def _json(data: bytes | None) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(data)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise PackageError("tokenizer", f"expected JSON in the tokenizer's files: {exc}") from exc
     return value if isinstance(value, dict) else {}
 
@@ -251,7 +251,10 @@ def _token(value: object) -> str | None:
 
 def _template(file: bytes | None, config: dict[str, Any]) -> str | None:
     if file is not None:
-        return file.decode("utf-8", errors="strict")
+        try:
+            return file.decode("utf-8")
+        except UnicodeDecodeError as exc:
+            raise PackageError("chat-template", "expected a chat template in UTF-8, got other bytes") from exc
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -14,6 +14,7 @@ from edge_agent.client import (
     RequestRefusedError,
     ServiceUnavailableError,
     check_server,
+    read_object,
 )
 from permille import __version__
 from permille.errors import InputError, OperatorError
@@ -163,6 +164,15 @@ def test_an_error_page_that_is_no_problem_document_is_still_an_error(
     with pytest.raises(RequestRefusedError) as refused:
         connection.call("POST", "/v1/device-tokens/nonces", body={})
     assert refused.value.problem == ""
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_an_answer_nested_without_end_is_an_error_like_others(
+    service: DeviceService, connection: Connection, status: int
+) -> None:
+    service.faults = [Fault(path="/v1/health", status=status, body=b"[" * 100_000)]
+    with pytest.raises((ServiceUnavailableError, RequestRefusedError)):
+        read_object(connection.call("GET", "/v1/health"))
 
 
 def test_no_server_is_try_later(waits: Waits) -> None:

@@ -45,6 +45,7 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
     [
         ("{not json", "not JSON"),
         ("[" * 100_000, "not JSON"),
+        ('{"text": "a", "number": ' + "1" * 5000 + "}", "not JSON"),
         ("[1]", "not a JSON object"),
         ({"title": "x"}, "not exactly one of `text`, `messages`, `completion`"),
         ({"text": "x", "completion": "y"}, "not exactly one of `text`, `messages`, `completion`"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edge_agent.api import Credentials, DeviceApi
-from edge_agent.client import AccessRefusedError
+from edge_agent.client import AccessRefusedError, ServiceUnavailableError
 from edge_agent.enrolment import Enrolment, enroll, load_enrolment, open_api, require_enrolment
 from edge_agent.home import Home, open_home
 from edge_agent.identity import load_identity, load_or_create_identity
@@ -154,3 +154,13 @@ def test_a_copied_enrolment_without_its_key_is_worth_nothing(
 def test_enrolment_is_written_whole_or_not_at_all(home: Home, enrolment: Enrolment) -> None:
     assert replace(enrolment) == load_enrolment(home)
     assert not list(home.root.glob(".enrolment*"))
+
+
+def test_a_token_that_no_header_can_carry_is_the_services_fault(
+    home: Home, enrolment: Enrolment, service: DeviceService
+) -> None:
+    body = json.dumps({"access_token": "tok\u00e9n\r\n", "token_type": "Bearer", "expires_in": 60}).encode()
+    service.faults = [Fault(path="/v1/device-tokens$", status=201, body=body)]
+    api = open_api(home, connection=fast_connection)
+    with api.connection, pytest.raises(ServiceUnavailableError, match="printable"):
+        api.device()

@@ -131,6 +131,15 @@ def test_the_named_default_template_of_a_list_is_used() -> None:
         assert tokenizer.decode(tokenizer.chat_prompt(template, (("user", "hi"),)).tolist()) == "hi!"
 
 
+@pytest.mark.parametrize(
+    ("name", "data"), [("chat_template.jinja", b"\xff"), ("special_tokens_map.json", b"[" * 100_000)]
+)
+def test_a_package_with_other_files_that_cannot_be_read_is_refused(name: str, data: bytes) -> None:
+    files = _files()
+    with pytest.raises(PackageError):
+        TextTokenizer(lambda asked: data if asked == name else files(asked))
+
+
 def test_stop_ids_are_all_ends_that_the_files_name(tokenizer: TextTokenizer) -> None:
     assert tokenizer.stop_ids == (1, 2)
     assert tokenizer.vocabulary_size == 320
