@@ -1,6 +1,7 @@
 """The errors of the whole product, split by what the caller does next.
 
-Every message holds what was expected and what came. Nothing here is raised for a bug: bugs raise what Python raises.
+Every message holds what was expected and what came. Nothing here is raised for a bug: bugs raise what Python
+raises.
 """
 
 
