@@ -19,8 +19,9 @@ from edge_agent.home import Home
 from edge_agent.interruption import InterruptibleEngine
 from edge_agent.personal import canonical_log, model_values
 from edge_agent.releases import InstalledRelease, record_installed
+from edge_agent.run_end import RunResult
 from edge_agent.run_folder import RunFolder, find_run, list_runs
-from edge_agent.training_job import RunResult, run_training
+from edge_agent.training_job import run_training
 from permille.engines.interface import Batch
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
