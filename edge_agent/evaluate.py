@@ -11,6 +11,7 @@ Shapes: D documents, N targets, K masked weights.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,8 @@ def paired_bootstrap(
     """Compare two models by their loss sums over the same documents.
 
     `improvement = sum_D first / sum_D weight - sum_D second / sum_D second_weight`, and the same for each
-    resample of D documents with replacement; the interval is the resamples' 2.5% and 97.5% quantiles.
+    resample of D documents with replacement; the interval is the resamples' 2.5% and 97.5% quantiles, moved
+    outwards where documents are few (`_tail`).
 
     Args:
         first_D: nats of each document under the first model.
@@ -149,10 +151,24 @@ def paired_bootstrap(
         chosen_RD = rng.integers(0, count, size=(stop - start, count))
         resampled[start:stop] = _rates(first_D, weight_D, chosen_RD)
         resampled[start:stop] -= _rates(second_D, second_weight_D, chosen_RD)
-    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    tail = _tail(count)
+    low, high = np.quantile(resampled, [tail, 1 - tail])
     return Comparison(
         improvement=improvement, low=float(low), high=float(high), standard_error=float(resampled.std(ddof=1))
     )
+
+
+def _tail(count: int) -> float:
+    """Which quantile of the resamples ends a two-sided 95% interval of `count` documents.
+
+    Plain quantiles of few documents lie too close together: of 8 documents without any difference, they call
+    6% better instead of 2.5%. The expanded percentile interval (Hesterberg 2015, "What teachers should know
+    about the bootstrap", section 5.3) has the width of Student's t; its quantile is Cornish and Fisher's.
+    """
+    z, freedom = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), count - 1
+    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    return NormalDist().cdf(-t * math.sqrt(count / freedom))
 
 
 def _rates(

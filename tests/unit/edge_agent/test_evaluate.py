@@ -67,6 +67,16 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 175 <= covered <= 199
 
 
+def test_few_documents_without_a_difference_are_seldom_better() -> None:
+    rng = np.random.Generator(np.random.PCG64(5))
+    better = 0
+    for trial in range(600):
+        difference_D = rng.normal(0.0, 1.0, 8)
+        found = paired_bootstrap(difference_D, np.zeros(8), np.ones(8, np.int64), seed=trial, resamples=1000)
+        better += found.better
+    assert better <= 24  # 2.5% are 15; plain quantiles give 36
+
+
 def test_pairing_sees_small_steady_differences_between_documents_that_differ_much() -> None:
     base_D = np.linspace(1.0, 100.0, 30)
 
