@@ -12,7 +12,6 @@ from permille.schemas.problems import ProblemType
 from permille.schemas.runs import LOG_MEDIA_TYPE, LogAccepted, LogState, Run, RunCreate, RunLog, RunMetrics
 from permille.store import runs, tables
 from permille.store.dispatch import dispatch
-from permille.store.errors import ConflictError, NotFoundError
 from service.access.principals import RANK, Anyone, CallingDevice, DevicePrincipal, Operator, Viewer
 from service.context import Served, Service
 from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
@@ -169,7 +168,7 @@ def _check_run(service: Service, device: DevicePrincipal, run_id: str) -> None:
 
 
 def _attach(service: Service, device: DevicePrincipal, run_id: str, digest: str, size_bytes: int) -> str:
-    """Store that the log has come; where that is refused, its bytes go again."""
+    """Store that the log has come; where that is refused or fails, its bytes go again."""
     try:
         with service.database.write() as session:
             _, job = runs.attach_log(
@@ -181,7 +180,7 @@ def _attach(service: Service, device: DevicePrincipal, run_id: str, digest: str,
                 size_bytes=size_bytes,
             )
             return job.id
-    except (ConflictError, NotFoundError):
+    except BaseException:
         with service.database.read() as session:
             kept = runs.log_is_kept(session, log_digest=digest)
         if not kept:

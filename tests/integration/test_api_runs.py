@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from permille.package.blobs import digest_of
 from permille.schemas.runs import LOG_MEDIA_TYPE
@@ -75,6 +76,16 @@ def test_second_log_of_a_run_is_refused_and_leaves_no_bytes(api: Api) -> None:
     assert put_log(api, run_id, b"second", token).status_code == 409
     assert not api.service.blobs.has(digest_of(b"second"))
     assert api.service.blobs.has(digest_of(b"first"))
+
+
+def test_log_leaves_no_bytes_where_the_database_fails(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OperationalError("INSERT", {}, Exception("database is locked"))
+
+    run_id, token = reported(api, api.device())
+    monkeypatch.setattr("permille.store.runs.attach_log", fail)
+    assert put_log(api, run_id, b"log bytes", token).status_code == 503
+    assert not api.service.blobs.has(digest_of(b"log bytes"))
 
 
 def test_log_is_erased_on_request_with_its_bytes(api: Api) -> None:
