@@ -1,5 +1,9 @@
 # One image for the API and the workers; the device agent is installed from the wheel on the device itself.
 #   docker build -t permille .
+# The service binds an address other than loopback only with TLS, so mount a certificate and its key:
+#   docker run -p 8321:8321 -v permille:/var/lib/permille -v ./tls:/run/tls:ro permille \
+#     up --data-dir /var/lib/permille --host 0.0.0.0 --allow-host models.example.org \
+#     --tls-certificate /run/tls/cert.pem --tls-key /run/tls/key.pem
 #   docker build --build-arg TORCH_INDEX=<address of PyTorch's wheels for your accelerator> -t permille .
 FROM python:3.12-slim AS build
 WORKDIR /src
@@ -20,6 +24,6 @@ ENV PATH=/opt/permille/bin:$PATH PYTHONUNBUFFERED=1
 USER permille
 WORKDIR /var/lib/permille
 VOLUME /var/lib/permille
-EXPOSE 8440
+EXPOSE 8321
 ENTRYPOINT ["permille"]
-CMD ["up", "--data-dir", "/var/lib/permille"]
+CMD ["up", "--data-dir", "/var/lib/permille", "--host", "0.0.0.0", "--tls-certificate", "/run/tls/cert.pem", "--tls-key", "/run/tls/key.pem"]
