@@ -1,10 +1,10 @@
 # One image for the API and the workers; the device agent is installed from the wheel on the device itself.
 #   docker build -t permille .
+#   docker build --build-arg TORCH_INDEX=<address of PyTorch's wheels for your accelerator> -t permille .
 # The service binds an address other than loopback only with TLS, so mount a certificate and its key:
 #   docker run -p 8321:8321 -v permille:/var/lib/permille -v ./tls:/run/tls:ro permille \
 #     up --data-dir /var/lib/permille --host 0.0.0.0 --allow-host models.example.org \
 #     --tls-certificate /run/tls/cert.pem --tls-key /run/tls/key.pem
-#   docker build --build-arg TORCH_INDEX=<address of PyTorch's wheels for your accelerator> -t permille .
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
