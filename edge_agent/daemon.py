@@ -28,7 +28,7 @@ from edge_agent.releases import installed_release
 from edge_agent.report import deliver
 from edge_agent.run_reports import collect_reports
 from edge_agent.training_child import TrainingRequest, train_in_child
-from permille.errors import PermilleError, RetryableError
+from permille.errors import InputError, PermilleError, RetryableError
 
 POLL_S = 900.0
 POLL_LIMIT_S = 6 * 3600.0
@@ -187,7 +187,9 @@ class Daemon:
 
     def _training_failed(self, error: PermilleError, wanted: str) -> None:
         """Try again later where that may help; else not before the package or the data change."""
-        log.warning("training: %s: %s", type(error).__name__, error)
+        # What is wrong with the user's files names them: that is for `status`, not for the system's log.
+        told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
+        log.warning("training: %s: %s", type(error).__name__, told)
         failures = read_daemon_state(self._home).failures + 1
         pause_s = min(24 * 3600.0, RETRY_TRAINING_S * 2.0 ** (failures - 1))
         changes: dict[str, Any] = {

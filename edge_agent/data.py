@@ -78,7 +78,11 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     rows: list[tuple[str | None, Content]] = []
     for path in files:
         report.files += 1
-        rows.extend(_read_text(path, report) if path.suffix.lower() == ".txt" else _read_jsonl(path, report))
+        read = _read_text if path.suffix.lower() == ".txt" else _read_jsonl
+        try:
+            rows.extend(read(path, report))
+        except OSError as exc:
+            report.bad(str(path), f"cannot be read: {exc.strerror}")
     documents = _documents(_without_duplicates(rows, report))
     if not documents:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in report.bad_rows.items())

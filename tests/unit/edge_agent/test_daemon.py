@@ -196,6 +196,17 @@ def test_data_that_cannot_be_used_is_not_tried_again_until_it_changes(
     assert len(outside.requests) == 2
 
 
+def test_the_log_does_not_name_the_users_files_when_they_cannot_be_used(
+    home: Home, daemon: Daemon, outside: Outside, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outside.outcome = InputError(f"expected text in {tmp_path / 'notes.txt'}, got none")
+    with caplog.at_level(logging.DEBUG):
+        daemon.run_once()
+    assert "training: InputError" in caplog.text
+    assert "notes" not in caplog.text
+    assert "notes" in read_daemon_state(home).training_error
+
+
 def test_training_by_hand_is_waited_for(home: Home, daemon: Daemon, outside: Outside) -> None:
     outside.outcome = LockedError("`permille-agent train` holds it")
     daemon.run_once()

@@ -1,5 +1,6 @@
 """Reading the user's text: formats, bad rows, duplicates, sections."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -89,6 +90,22 @@ def test_counts_rows_that_are_too_long_or_not_utf8(tmp_path: Path, monkeypatch: 
     _, report = read_documents([tmp_path])
 
     assert dict(report.bad_rows) == {"not UTF-8": 2, "longer than 40 bytes": 1, "empty": 1}
+
+
+def test_counts_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("One text.")
+    (tmp_path / "b.txt").write_text("Another text.")
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == "b.txt":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    documents, report = read_documents([tmp_path])
+    assert len(documents) == 1
+    assert report.bad_rows == {"cannot be read: Permission denied": 1}
 
 
 def test_reads_folders_in_order_without_hidden_files_links_and_other_kinds(tmp_path: Path) -> None:
