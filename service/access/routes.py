@@ -81,7 +81,7 @@ def create_token(
         service,
         tenant_id=operator.tenant_id,
         key=key,
-        operation="create_token",
+        operation=f"create_token {operator.token_id}",  # its secret is for the first receiver alone
         body=body,
         answer_type=TokenSecret,
         make=make,

@@ -37,7 +37,7 @@ def create_invitation(
         service,
         tenant_id=operator.tenant_id,
         key=key,
-        operation="create_invitation",
+        operation=f"create_invitation {operator.token_id}",  # its code is for the first receiver alone
         body=body,
         answer_type=Invitation,
         make=make,

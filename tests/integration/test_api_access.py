@@ -218,3 +218,16 @@ def test_private_keys_are_readable_by_their_owner_alone(api: Api) -> None:
     files = sorted(keys.iterdir())
     assert [file.name for file in files] == ["answers.key", "release-signing.key"]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/tokens", {"name": "ci", "role": "operator"}), ("/v1/invitations", {"release": "tiny"})],
+)
+def test_a_secret_is_told_again_to_its_first_receiver_alone(
+    api: Api, path: str, body: dict[str, str]
+) -> None:
+    first, other = api.operator(Role.ADMIN), api.operator(Role.ADMIN)
+    made = api.post(path, body, first, key="same-key")
+    assert api.post(path, body, first, key="same-key").json() == made.json()
+    assert api.post(path, body, other, key="same-key").status_code == 409
