@@ -12,10 +12,10 @@ import sys
 from types import FrameType
 
 import uvicorn
-from pydantic import ValidationError
 
 from permille.errors import OperatorError
 from permille.files import write_atomic
+from permille.store.settings import explain
 from service.app import create_app
 from service.settings import Settings, load
 
@@ -29,9 +29,13 @@ def main() -> int:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
         settings = load()
+    except ValueError as exc:
+        print(f"permille: {explain(exc)}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
         app = create_app(settings)
         listening = listen(settings)
-    except (ValidationError, OperatorError, OSError) as exc:
+    except (OperatorError, OSError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
         return EXIT_USAGE
     url = url_of(settings, listening.getsockname()[1])

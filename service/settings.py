@@ -1,8 +1,8 @@
 """What the API process needs to know, validated once in `main` and passed down.
 
 Every field can come from the environment (`PERMILLE_DATA_DIR`, `PERMILLE_PORT`, ...) or from a keyword.
-There is no default
-secret: tokens and keys are made at the first start, below the data folder, readable by their owner alone.
+There is no default secret: tokens and keys are made at the first start, below the data folder, readable by
+their owner alone.
 """
 
 import ipaddress
@@ -41,13 +41,6 @@ class Settings(StoreSettings):
     flops_per_s: float | None = Field(default=None, gt=0, description="default: 8e9 a processor core")
     max_job_s: float = Field(default=7 * DAY_S, gt=0, description="a job that takes longer is refused")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _below_data_dir(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("data_dir"):
-            return {**layout(Path(values["data_dir"])), **values}
-        return values
-
     @model_validator(mode="after")
     def _safe_bind(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -72,18 +65,6 @@ class Settings(StoreSettings):
 def load(**overrides: Any) -> Settings:
     """Settings from the environment, with overrides. Raises pydantic's ValidationError."""
     return Settings(**overrides)
-
-
-def layout(data_dir: Path) -> dict[str, Any]:
-    """Where everything is when only the data folder is named."""
-    root = data_dir.absolute()
-    return {
-        "database_url": f"sqlite:///{root / 'permille.db'}",
-        "blob_root": root / "blobs",
-        "model_root": root / "models",
-        "corpus_root": root / "corpora",
-        "work_root": root / "work",
-    }
 
 
 def is_loopback(host: str) -> bool:

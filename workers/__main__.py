@@ -1,6 +1,6 @@
 """`python -m workers`: a worker process. With a broker in the settings a Celery worker, else a local one.
 
-Settings come from the environment (PERMILLE_DATABASE_URL, PERMILLE_BLOB_ROOT ...). SIGTERM drains: no new
+Settings come from the environment (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...). SIGTERM drains: no new
 jobs, running ones get `PERMILLE_DRAIN_S` seconds, then they go back to the queue. A second SIGTERM does not
 wait.
 """
@@ -9,14 +9,18 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from types import FrameType
 
 from permille.store.database import Database
 from permille.store.schema import migrate
+from permille.store.settings import explain
 from workers.local import LocalWorker
 from workers.settings import WorkerSettings
 from workers.supervisor import CHILD_COMMAND, Shutdown
+
+EXIT_USAGE = 2
 
 
 def run_worker(settings: WorkerSettings, *, child_command: Sequence[str] = CHILD_COMMAND) -> None:
@@ -55,12 +59,18 @@ def _on_signals(shutdown: Shutdown, drain_s: float) -> None:
     signal.signal(signal.SIGINT, stop)
 
 
-def main() -> None:
-    """Entry of the worker process."""
+def main() -> int:
+    """Work until SIGTERM or SIGINT; the return value is the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    run_worker(WorkerSettings.model_validate({}))
+    try:
+        settings = WorkerSettings.model_validate({})
+    except ValueError as exc:
+        print(f"permille: {explain(exc)}", file=sys.stderr)
+        return EXIT_USAGE
+    run_worker(settings)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,18 +1,23 @@
 """The settings that service and workers share: each program's own settings extend these.
 
-Read from the environment with the prefix PERMILLE_ (PERMILLE_DATABASE_URL ...), once, in `main`.
+Read from the environment with the prefix PERMILLE_ (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...), once, in
+`main`.
 """
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "PERMILLE_"
 
 
 class StoreSettings(BaseSettings):
-    """Where the rows, the blobs and the inputs are.
+    """Where the rows, the blobs and the inputs are: below the data folder unless named.
 
     Attributes:
+        data_dir: folder of whatever is not named elsewhere; None where all is named.
         database_url: `sqlite:////absolute/path.db` or `postgresql+psycopg://...`.
         blob_root: folder of the blob store.
         model_root: folder below which models may be registered.
@@ -21,11 +26,53 @@ class StoreSettings(BaseSettings):
         broker_url: `redis://...` to carry jobs by Celery; None: local workers look into the database.
     """
 
-    model_config = SettingsConfigDict(env_prefix="PERMILLE_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
+    data_dir: Path | None = None
     database_url: SecretStr
     blob_root: Path
     model_root: Path
     corpus_root: Path
     work_root: Path
     broker_url: SecretStr | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _below_data_dir(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("data_dir"):
+            return {**layout(Path(values["data_dir"])), **values}
+        return values
+
+
+def layout(data_dir: Path) -> dict[str, Any]:
+    """Where everything is when only the data folder is named."""
+    root = data_dir.absolute()
+    return {
+        "database_url": f"sqlite:///{root / 'permille.db'}",
+        "blob_root": root / "blobs",
+        "model_root": root / "models",
+        "corpus_root": root / "corpora",
+        "work_root": root / "work",
+    }
+
+
+def explain(error: ValueError) -> str:
+    """What is wrong with the settings, in one line without their values: they may be secret.
+
+    Args:
+        error: pydantic's ValidationError, or its SettingsError for a variable that is no JSON.
+    """
+    if not isinstance(error, ValidationError):
+        return str(error)
+    missing, wrong = [], []
+    for entry in error.errors(include_input=False, include_url=False):
+        variable = PREFIX + "_".join(map(str, entry["loc"])).upper()
+        if entry["type"] == "missing":
+            missing.append(variable)
+        else:
+            wrong.append(f"{variable}: {entry['msg']}" if entry["loc"] else str(entry["msg"]))
+    if missing:
+        named = ", ".join(missing)
+        folder = "" if f"{PREFIX}DATA_DIR" in missing else f" or {PREFIX}DATA_DIR, which is enough,"
+        wrong.append(f"expected {named}{folder} in the environment, got none")
+    return "; ".join(wrong)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 from rich.markup import escape
 
 from permille import __version__
@@ -80,8 +79,12 @@ def _place(
 def start(
     context: typer.Context,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of rows, blobs, keys and token.")] = None,
-    host: Annotated[str, typer.Option(help="Address to bind; other than loopback needs TLS.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = DEFAULT_PORT,
+    host: Annotated[
+        str, typer.Option(envvar="PERMILLE_HOST", help="Address to bind; other than loopback needs TLS.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="PERMILLE_PORT", min=0, max=65_535, help="0: any free one.")
+    ] = DEFAULT_PORT,
     port_file: Annotated[
         Path | None, typer.Option(help="Write the port to this file once it answers.")
     ] = None,
@@ -107,6 +110,7 @@ def start(
 
       permille up --data-dir ./data --model-root ./models --corpus-root ./texts --port 0 --port-file port.txt
     """
+    from permille.store.settings import explain
     from service.cli.up import running, wait
     from service.settings import load
 
@@ -121,9 +125,11 @@ def start(
     chosen = {name: value for name, value in given.items() if value is not None}
     try:
         settings = load(data_dir=folder.absolute(), host=host, port=port, **chosen)
-    except ValidationError as exc:
-        raise CommandError("; ".join(str(error["msg"]) for error in exc.errors()), Exit.USAGE) from exc
+    except ValueError as exc:
+        raise CommandError(explain(exc), Exit.USAGE) from exc
     output = make_output(as_json=as_json)
+    if port_file is not None:
+        port_file.unlink(missing_ok=True)  # one of an earlier run: who waits for the file must not read it
     with running(settings, with_worker=worker) as up:
         if port_file is not None:
             write_atomic(port_file, f"{up.url.rpartition(':')[2]}\n".encode())

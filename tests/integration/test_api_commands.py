@@ -134,6 +134,29 @@ def test_open_bind_without_tls_is_wrong_usage(tmp_path: Path) -> None:
     assert "tls" in done.stderr
 
 
+def test_up_takes_host_and_port_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERMILLE_HOST", "192.0.2.7")
+    assert main(["up", "--data-dir", str(tmp_path)]) == 2
+    assert "'192.0.2.7'" in capsys.readouterr().err
+    monkeypatch.setenv("PERMILLE_PORT", "70000")
+    assert main(["up", "--data-dir", str(tmp_path), "--host", "127.0.0.1"]) == 2
+    assert "70000" in capsys.readouterr().err
+
+
+def test_port_file_of_an_earlier_service_is_gone_when_one_starts(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    port_file.write_text("1\n")
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        options = ("--data-dir", str(tmp_path / "data"), "--port", port, "--port-file", str(port_file))
+        assert permille("up", *options, "--no-worker").returncode == 1
+    assert not port_file.exists()
+
+
 def test_tls_service_is_reached_with_its_certificate(tmp_path: Path) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     names = "subjectAltName=IP:127.0.0.1"

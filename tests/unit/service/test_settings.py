@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from permille.store.settings import explain
 from service.settings import is_loopback, load
 
 
@@ -45,3 +46,16 @@ def test_loopback_is_told_from_the_rest() -> None:
 def test_database_password_is_not_shown(tmp_path: Path) -> None:
     settings = load(data_dir=tmp_path, database_url="postgresql+psycopg://u:hunter2@db/x")
     assert "hunter2" not in repr(settings)
+
+
+def test_errors_are_explained_in_one_line_without_values(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError) as missing:
+        load()
+    assert explain(missing.value).startswith("expected PERMILLE_DATA_DIR, ")
+    with pytest.raises(ValidationError) as wrong:
+        load(data_dir=tmp_path, database_url=["hunter2"], port=70_000)
+    line = explain(wrong.value)
+    assert "PERMILLE_PORT: " in line
+    assert "PERMILLE_DATABASE_URL: " in line
+    assert "hunter2" not in line
+    assert "\n" not in line

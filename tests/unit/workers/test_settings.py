@@ -1,0 +1,42 @@
+"""A worker finds everything by the data folder, as the API does, and says in one line what it misses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.settings import load
+from tests.running_service import environment
+from workers.settings import WorkerSettings
+
+SHARED = ("database_url", "blob_root", "model_root", "corpus_root", "work_root")
+
+
+def test_worker_and_service_derive_the_same_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERMILLE_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("PERMILLE_CORPUS_ROOT", str(tmp_path / "texts"))
+    worker, service = WorkerSettings.model_validate({}), load()
+    assert [getattr(worker, name) for name in SHARED] == [getattr(service, name) for name in SHARED]
+    assert worker.blob_root == tmp_path / "blobs"
+    assert worker.corpus_root == tmp_path / "texts"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "expected PERMILLE_DATABASE_URL, PERMILLE_BLOB_ROOT, PERMILLE_MODEL_ROOT"),
+        ({"PERMILLE_DATA_DIR": "/nowhere", "PERMILLE_LEASE_S": "0"}, "PERMILLE_LEASE_S: "),
+    ],
+)
+def test_worker_that_misses_a_setting_says_so_in_one_line(settings: dict[str, str], expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "workers"],
+        capture_output=True,
+        text=True,
+        env=environment(**settings),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"permille: {expected}")
+    assert done.stderr.count("\n") == 1
