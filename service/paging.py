@@ -1,4 +1,7 @@
-"""Pages of lists: how they are asked for, and how a page of rows becomes a page of records."""
+"""Pages of lists: how they are asked for, and how a page of rows becomes a page of records.
+
+A cursor is the key of a page's last row; in lists by time (`MomentCursor`) its microseconds and its key.
+"""
 
 from collections.abc import Callable
 from typing import Annotated, TypeVar
@@ -15,6 +18,10 @@ Limit = Annotated[int, Query(ge=1, le=paging.MAX_LIMIT, description="rows of a p
 Cursor = Annotated[
     str | None,
     Query(pattern=r"^[A-Za-z0-9_.-]{1,200}$", description="`next_cursor` of the page before"),
+]
+MomentCursor = Annotated[
+    str | None,
+    Query(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9_-]{1,180}$", description="`next_cursor` of the page before"),
 ]
 DEFAULT_LIMIT = 50
 

@@ -14,7 +14,7 @@ from permille.store import runs, tables
 from permille.store.dispatch import dispatch
 from service.access.principals import RANK, Anyone, CallingDevice, DevicePrincipal, Operator, Viewer
 from service.context import Served, Service
-from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
+from service.paging import DEFAULT_LIMIT, Limit, MomentCursor, page_of, store_cursor
 from service.parameters import RunId
 from service.problems import PRIVATE, ApiError, documented
 
@@ -62,7 +62,7 @@ def list_runs(
     operator: Viewer,
     device_id: OfDevice = None,
     limit: Limit = DEFAULT_LIMIT,
-    cursor: Cursor = None,
+    cursor: MomentCursor = None,
 ) -> Page[Run]:
     """List runs, the newest first."""
     with service.database.read() as session:
