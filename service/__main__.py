@@ -17,7 +17,7 @@ from permille.errors import OperatorError
 from permille.files import write_atomic
 from permille.store.settings import explain
 from service.app import create_app
-from service.settings import Settings, load
+from service.settings import Settings, client_url, load
 
 EXIT_USAGE = 2
 SHUTDOWN_S = 5
@@ -38,7 +38,7 @@ def main() -> int:
     except (OperatorError, OSError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
         return EXIT_USAGE
-    url = url_of(settings, listening.getsockname()[1])
+    url = client_url(settings, listening.getsockname()[1])
     url_path = settings.data_dir / "service.url"
     write_atomic(url_path, f"{url}\n".encode(), mode=0o600)
     config = uvicorn.Config(
@@ -71,14 +71,6 @@ def listen(settings: Settings) -> socket.socket:
     listening.bind((settings.host, settings.port))
     listening.listen(128)
     return listening
-
-
-def url_of(settings: Settings, port: int) -> str:
-    """Where clients of this machine find the service; a bind to every address is reached by loopback."""
-    scheme = "https" if settings.tls_certificate else "http"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
-    host = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{host}:{port}"
 
 
 if __name__ == "__main__":

@@ -75,3 +75,25 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def local_url(settings: Settings, port: int) -> str:
+    """Where this machine reaches the socket; a bind to every address is reached by loopback of its family."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
+    return _url(settings, host, port)
+
+
+def client_url(settings: Settings, port: int) -> str:
+    """Where clients find the service: what `service.url` holds.
+
+    A certificate names a host, seldom the address that was bound. So behind TLS, and where not only loopback
+    is bound, it is the first of the names that the service answers to; else the same as `local_url`.
+    """
+    if settings.tls_certificate is None or is_loopback(settings.host) or not settings.allowed_hosts:
+        return local_url(settings, port)
+    return _url(settings, settings.allowed_hosts[0], port)
+
+
+def _url(settings: Settings, host: str, port: int) -> str:
+    scheme = "https" if settings.tls_certificate else "http"
+    return f"{scheme}://[{host.strip('[]')}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

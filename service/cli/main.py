@@ -111,7 +111,7 @@ def start(
       permille up --data-dir ./data --model-root ./models --corpus-root ./texts --port 0 --port-file port.txt
     """
     from permille.store.settings import explain
-    from service.cli.up import running, wait
+    from service.cli.up import port_of, running, wait
     from service.settings import load
 
     folder = data_dir or context.ensure_object(Place).folder
@@ -132,7 +132,7 @@ def start(
         port_file.unlink(missing_ok=True)  # one of an earlier run: who waits for the file must not read it
     with running(settings, with_worker=worker) as up:
         if port_file is not None:
-            write_atomic(port_file, f"{up.url.rpartition(':')[2]}\n".encode())
+            write_atomic(port_file, f"{port_of(up.url)}\n".encode())
         answer = {"url": up.url, "token_file": str(up.token_path), "console": f"{up.url}/docs"}
         if as_json:
             print_json(answer)

@@ -16,7 +16,7 @@ from types import FrameType
 import httpx
 
 from service.cli.exits import CommandError, Exit
-from service.settings import Settings
+from service.settings import Settings, local_url
 
 START_S = 60.0
 STOP_S = 30.0
@@ -48,13 +48,18 @@ def running(settings: Settings, *, with_worker: bool) -> Iterator[Running]:
     try:
         started.append(_start("service", environment))
         url = _wait_for_url(url_path, started)
-        _wait_for_health(settings, url, started)
+        _wait_for_health(settings, local_url(settings, port_of(url)), started)
         if with_worker:
             started.append(_start("workers", environment))
         yield Running(url=url, token_path=settings.token_path, processes=tuple(started))
     finally:
         stop(started)
         url_path.unlink(missing_ok=True)
+
+
+def port_of(url: str) -> int:
+    """The port that a service's URL ends with."""
+    return int(url.rpartition(":")[2])
 
 
 def wait(up: Running) -> int:

@@ -142,7 +142,7 @@ def test_up_takes_host_and_port_from_the_environment(
     assert "'192.0.2.7'" in capsys.readouterr().err
     monkeypatch.setenv("PERMILLE_PORT", "70000")
     assert main(["up", "--data-dir", str(tmp_path), "--host", "127.0.0.1"]) == 2
-    assert "70000" in capsys.readouterr().err
+    assert "--port" in capsys.readouterr().err
 
 
 def test_port_file_of_an_earlier_service_is_gone_when_one_starts(tmp_path: Path) -> None:
@@ -158,8 +158,26 @@ def test_port_file_of_an_earlier_service_is_gone_when_one_starts(tmp_path: Path)
 
 
 def test_tls_service_is_reached_with_its_certificate(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    names = "subjectAltName=IP:127.0.0.1"
+    certificate, key = _self_signed(tmp_path, "IP:127.0.0.1")
+    options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--no-worker")
+    with running_service(tmp_path, *options) as running:
+        assert running.url.startswith("https://")
+        listed = running.permille("--ca-file", str(certificate), "models", "list", "--json")
+        assert (listed.returncode, json.loads(listed.stdout)) == (0, [])
+        assert running.permille("models", "list").returncode == 5
+
+
+def test_service_on_every_address_is_reached_by_its_name(tmp_path: Path) -> None:
+    certificate, key = _self_signed(tmp_path, "DNS:localhost")
+    options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--no-worker")
+    with running_service(tmp_path, *options, "--host", "0.0.0.0", "--allow-host", "localhost") as running:
+        assert running.url.startswith("https://localhost:")
+        listed = running.permille("--ca-file", str(certificate), "models", "list", "--json")
+        assert (listed.returncode, listed.stderr) == (0, "")
+
+
+def _self_signed(folder: Path, name: str) -> tuple[Path, Path]:
+    certificate, key = folder / "cert.pem", folder / "key.pem"
     command = [
         "openssl",
         "req",
@@ -173,16 +191,11 @@ def test_tls_service_is_reached_with_its_certificate(tmp_path: Path) -> None:
         "/CN=permille",
     ]
     subprocess.run(
-        [*command, "-addext", names, "-keyout", str(key), "-out", str(certificate)],
+        [*command, "-addext", f"subjectAltName={name}", "-keyout", str(key), "-out", str(certificate)],
         check=True,
         capture_output=True,
     )
-    options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--no-worker")
-    with running_service(tmp_path, *options) as running:
-        assert running.url.startswith("https://")
-        listed = running.permille("--ca-file", str(certificate), "models", "list", "--json")
-        assert (listed.returncode, json.loads(listed.stdout)) == (0, [])
-        assert running.permille("models", "list").returncode == 5
+    return certificate, key
 
 
 def _children(pid: int) -> list[int]:

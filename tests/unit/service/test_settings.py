@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from permille.store.settings import explain
-from service.settings import is_loopback, load
+from service.settings import client_url, is_loopback, load, local_url
 
 
 def test_everything_is_below_the_data_folder_unless_named(tmp_path: Path) -> None:
@@ -59,3 +59,27 @@ def test_errors_are_explained_in_one_line_without_values(tmp_path: Path) -> None
     assert "PERMILLE_DATABASE_URL: " in line
     assert "hunter2" not in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("host", "names", "local", "public"),
+    [
+        ("0.0.0.0", (), "https://127.0.0.1:9", "https://127.0.0.1:9"),
+        ("::", (), "https://[::1]:9", "https://[::1]:9"),
+        ("0.0.0.0", ("a.example", "b.example"), "https://127.0.0.1:9", "https://a.example:9"),
+        ("192.0.2.7", ("a.example",), "https://192.0.2.7:9", "https://a.example:9"),
+        ("192.0.2.7", (), "https://192.0.2.7:9", "https://192.0.2.7:9"),
+        ("127.0.0.1", ("a.example",), "https://127.0.0.1:9", "https://127.0.0.1:9"),
+    ],
+)
+def test_url_for_clients_is_one_that_they_can_use(
+    tmp_path: Path, host: str, names: tuple[str, ...], local: str, public: str
+) -> None:
+    files = {"tls_certificate": tmp_path / "c.pem", "tls_key": tmp_path / "k.pem"}
+    settings = load(data_dir=tmp_path, host=host, allowed_hosts=names, **files)
+    assert (local_url(settings, 9), client_url(settings, 9)) == (local, public)
+
+
+def test_url_without_tls_is_loopback(tmp_path: Path) -> None:
+    settings = load(data_dir=tmp_path, host="::1", allowed_hosts=("a.example",))
+    assert client_url(settings, 9) == "http://[::1]:9"
