@@ -118,8 +118,8 @@ def forget(
     from edge_agent.lock import hold_lock
 
     home = home_of(context)
-    if not yes and not typer.confirm(f"Erase data references, runs and personalisation in {home.root}?"):
-        raise typer.Exit(ExitCode.INPUT_REFUSED)
+    if not yes and not _agrees(f"Erase data references, runs and personalisation in {home.root}?"):
+        raise typer.Exit(ExitCode.INTERRUPTED)
     with hold_lock(home, "forget"):
         erased = erase(home)
         waiting = _delete_uploaded(context, erased.deletions_waiting)
@@ -131,6 +131,14 @@ def forget(
         "limits": PROMISE,
     }
     show(document, as_json=as_json)
+
+
+def _agrees(question: str) -> bool:
+    """Ask on standard error; no answer (Ctrl-C, or nobody there) is a no."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        return False
 
 
 def _delete_uploaded(context: typer.Context, wanted: int) -> int:

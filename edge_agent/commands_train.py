@@ -14,6 +14,7 @@ from rich.table import Table
 from edge_agent.console import ExitCode, JsonOption, home_of, show
 
 if TYPE_CHECKING:
+    from edge_agent.report import Delivery
     from edge_agent.run_end import RunResult
 
 
@@ -42,7 +43,8 @@ def train(
         bool | None,
         typer.Option(
             "--share-log/--no-share-log",
-            help="Send the training log with the report. It is personal data. Default: as `share-log` says.",
+            help="Send the training log with the report, also of a run that has ended. It is personal data. "
+            "Default: as `share-log` says.",
         ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
@@ -60,13 +62,16 @@ def train(
       permille-agent train ~/notes --minutes 20
 
       permille-agent train mail.jsonl --steps 500 --seed 1 --json
+
+      permille-agent train mail.jsonl --steps 500 --seed 1 --share-log
     """
     from edge_agent.consent import shares_log
     from edge_agent.lock import hold_lock
     from edge_agent.options import DEFAULT_MINUTES, TrainOptions
     from edge_agent.progress import BarProgress, SilentProgress
     from edge_agent.references import read_references
-    from edge_agent.run_reports import collect_reports
+    from edge_agent.run_reports import collect_reports, log_delivery
+    from edge_agent.run_reports import share_log as share_log_of
     from edge_agent.training_job import run_training
     from permille.engines.factory import open_engine
     from permille.errors import InputError
@@ -93,14 +98,19 @@ def train(
             engine_of=lambda package: open_engine(package, threads=threads, device=device),
         )
         collect_reports(home)
+        if share_log and result.known and result.run is not None:
+            share_log_of(home, result.run)
+        log = log_delivery(home, result.run_id)
     document = {
         "run": result.run,
+        "run_id": result.run_id,
+        "log_delivery": log.value,
         "outcome": result.outcome.value,
         "message": result.message,
         "known": result.known,
         **result.details,
     }
-    show(document, as_json=as_json, render=lambda console: _render(console, result))
+    show(document, as_json=as_json, render=lambda console: _render(console, result, log))
     raise typer.Exit(int(_EXIT_CODES[result.outcome.value]))
 
 
@@ -132,13 +142,15 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _render(console: Console, result: "RunResult") -> None:
+def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
     metrics = result.details.get("metrics", {})
     decision = result.details.get("decision") or {}
     colour = "green" if result.outcome.value == "adopted" else "yellow"
     console.print(f"[{colour}]{result.outcome.value.replace('_', ' ')}[/{colour}]: {result.message}")
     if result.known:
         console.print("This run had ended before; nothing was computed.")
+    if log.value == "queued":
+        console.print("Its log is shared with the next `permille-agent report`.")
     for reason, count in result.details.get("data", {}).get("bad_rows", {}).items():
         console.print(f"left out: {count} x {reason}")
     for example in result.details.get("bad_row_examples", [])[:SHOWN_EXAMPLES]:

@@ -17,6 +17,9 @@ from permille.errors import InputError, OperatorError, PackageError, PermilleErr
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
+UNWRAPPED = 4096  # columns, where there is no terminal
+
+
 class ExitCode(IntEnum):
     """Exit codes of `permille-agent`; scripts may rely on them."""
 
@@ -33,7 +36,8 @@ class ExitCode(IntEnum):
 
 EXIT_CODE_HELP = (
     "Exit codes: 0 done; 1 a bug; 2 wrong usage; 3 input refused; 4 package refused; 5 try later; "
-    "6 a person must act; 7 trained, but the base (or what was active) is kept; 130 interrupted."
+    "6 a person must act; 7 trained, but the base (or what was active) is kept; "
+    "130 interrupted, or answered with no."
 )
 
 
@@ -57,6 +61,12 @@ def home_of(context: typer.Context) -> Home:
     return open_home(settings.home)
 
 
+def output_console() -> Console:
+    """Where text goes. What is no terminal has no edge: digests and paths must not be cut in two."""
+    console = Console()
+    return console if console.is_terminal else Console(width=UNWRAPPED)
+
+
 def show(
     document: Mapping[str, Any], *, as_json: bool, render: Callable[[Console], None] | None = None
 ) -> None:
@@ -64,7 +74,7 @@ def show(
     if as_json:
         typer.echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
         return
-    console = Console()
+    console = output_console()
     if render is not None:
         render(console)
         return

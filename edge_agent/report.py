@@ -91,6 +91,17 @@ def enqueue(home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes |
     return report
 
 
+def queue_log(home: Home, report: Report, log: bytes) -> Report:
+    """Have a log follow a report that went without it. The metrics stay as they were reported.
+
+    Raises:
+        InputError: the log is larger than the service takes.
+        OperatorError: the disk is full.
+    """
+    _write_log(home, report.run_id, log)
+    return _save(home, replace(report, log_delivery=Delivery.QUEUED))
+
+
 def read_report(home: Home, run_id: str) -> Report | None:
     """One report, or None."""
     state = read_state(home.reports / f"{run_id}.json")

@@ -18,6 +18,7 @@ class RunResult:
 
     Attributes:
         run: folder name of the run; None where it never began.
+        run_id: by which the service knows the run, once it is reported.
         outcome: as it is reported.
         message: for the user.
         known: the run had ended before; nothing was computed.
@@ -25,6 +26,7 @@ class RunResult:
     """
 
     run: str | None
+    run_id: str | None
     outcome: Outcome
     message: str
     known: bool = False
@@ -40,7 +42,14 @@ def result_of(run: RunFolder, end: Json, *, known: bool) -> RunResult:
         **end,
     }
     outcome = Outcome(end["metrics"]["outcome"])
-    return RunResult(run=run.name, outcome=outcome, message=end["message"], known=known, details=details)
+    return RunResult(
+        run=run.name,
+        run_id=run.run_id,
+        outcome=outcome,
+        message=end["message"],
+        known=known,
+        details=details,
+    )
 
 
 def log_facts(

@@ -54,6 +54,11 @@ class RunFolder:
         """The folder's name: by it the active personalisation refers to the run."""
         return self.path.name
 
+    @property
+    def run_id(self) -> str:
+        """The random id by which the service knows the run, once it is reported."""
+        return str(self.require("run")["run_id"])
+
     def load(self, name: str) -> Json | None:
         """The result `name`, or None where it is not there yet."""
         return read_state(self.path / f"{name}.json")

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from edge_agent.consent import is_withdrawn
 from edge_agent.home import Home
-from edge_agent.report import enqueue, read_report
-from edge_agent.run_folder import RunFolder, list_runs
+from edge_agent.personal import canonical_log
+from edge_agent.report import Delivery, enqueue, queue_log, read_report
+from edge_agent.run_folder import RunFolder, find_run, list_runs
 from permille.errors import OperatorError
 from permille.schemas.runs import RunMetrics
 
@@ -23,11 +24,44 @@ def collect_reports(home: Home) -> int:
     return sum(_collect(home, run) for run in list_runs(home))
 
 
+def share_log(home: Home, name: str) -> Delivery:
+    """Queue the log of a run that was reported without it, by the user's word of now; the caller holds the
+    writers' lock.
+
+    Args:
+        home: the home folder.
+        name: folder name of the run.
+
+    Returns:
+        How far the log has come. `NONE`: the run has no log, or its report was refused or is not queued.
+
+    Raises:
+        OperatorError: there is no such run, or the disk is full.
+        PackageError: the log is damaged.
+        InputError: the log is larger than the service takes.
+    """
+    run = find_run(home, name)
+    report = read_report(home, run.run_id)
+    if report is None:
+        return Delivery.NONE
+    shareable = report.log_delivery in (Delivery.NONE, Delivery.DELETED)
+    has_log = (run.load("decision") or {}).get("step", 0) > 0
+    if shareable and has_log and report.metrics_delivery is not Delivery.REFUSED:
+        report = queue_log(home, report, canonical_log(run))
+    return report.log_delivery
+
+
+def log_delivery(home: Home, run_id: str | None) -> Delivery:
+    """How far the log of a run has come on its way to the service."""
+    report = None if run_id is None else read_report(home, run_id)
+    return Delivery.NONE if report is None else report.log_delivery
+
+
 def _collect(home: Home, run: RunFolder) -> int:
     outcome = run.load("outcome")
     if outcome is None or outcome.get("metrics") is None:
         return 0
-    run_id = str(run.require("run")["run_id"])
+    run_id = run.run_id
     log = run.path / "shared.log"
     if read_report(home, run_id) is not None:
         log.unlink(missing_ok=True)

@@ -76,7 +76,7 @@ def _last_run(home: Home) -> dict[str, Any] | None:
     if not runs:
         return None
     outcome = runs[-1].load("outcome")
-    run_id = runs[-1].require("run")["run_id"]
+    run_id = runs[-1].run_id
     if outcome is None:
         return {"run": runs[-1].name, "run_id": run_id, "outcome": "unfinished", "metrics": None}
     metrics = outcome.get("metrics") or {}

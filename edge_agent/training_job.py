@@ -136,7 +136,13 @@ class _Job:
             decision = judge(setup, self.run, chosen, incumbent, lambda: self._open(incumbent, engine_of))
         except RunInterrupted as exc:
             clock.store()
-            return RunResult(run=self.run.name, outcome=Outcome.INTERRUPTED, message=str(exc), details={})
+            return RunResult(
+                run=self.run.name,
+                run_id=self.run.run_id,
+                outcome=Outcome.INTERRUPTED,
+                message=str(exc),
+                details={},
+            )
         except SearchFailed as exc:
             return self._end(setup, clock, Outcome.FAILED, str(exc), {}, {}, None)
         outcome = Outcome.KEPT_BASE

@@ -1,5 +1,6 @@
 """The command line: help for each command, JSON everywhere, exit codes for scripts, a light start."""
 
+import io
 import json
 import logging
 import os
@@ -213,9 +214,11 @@ def test_forget_asks_and_tells_its_limits(
     (home.runs / "trace").write_text("secret")
     enqueue(home, RUN_ID, metrics(), shared_log=b"log")
     enrolled("report")
-    monkeypatch.setattr(typer, "confirm", lambda _question: False)
-    assert enrolled("forget").code == ExitCode.INPUT_REFUSED
-    assert (home.runs / "trace").exists()
+    for answer in ("n\n", ""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        declined = enrolled("forget", "--json")
+        assert (declined.code, declined.output.strip()) == (ExitCode.INTERRUPTED, "")
+        assert (home.runs / "trace").exists()
     document = enrolled("forget", "--yes", "--json").document
     assert (document["uploaded_logs_deleted"], document["uploaded_logs_to_delete"]) == (1, 0)
     assert "backups" in document["limits"]
@@ -327,6 +330,15 @@ def test_help_shows_exit_codes_and_examples(agent: Agent) -> None:
     assert "5 try later" in re.sub(r"\s+", " ", agent("--help").output)
     for command in ("enroll", "pull", "status", "run", "install-service", "forget", "unenroll"):
         assert f"permille-agent {command}" in agent(command, "--help").output
+
+
+def test_what_goes_into_a_pipe_is_not_wrapped(
+    enrolled: Agent, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    enrolled("pull")
+    for command in ("pull", "status"):
+        assert package.digest in enrolled(command).output, command
 
 
 def test_version(agent: Agent) -> None:

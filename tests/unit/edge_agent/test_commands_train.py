@@ -15,10 +15,10 @@ from edge_agent import cli
 from edge_agent.home import Home
 from edge_agent.lock import hold_lock
 from edge_agent.options import TrainOptions
-from edge_agent.report import read_reports
+from edge_agent.report import Delivery, read_reports
 from permille.errors import InputError
 from permille.package.reader import Package
-from permille.zo.log import EstimatorKind
+from permille.zo.log import EstimatorKind, decode_canonical
 from tests.bigram_engine import BigramEngine
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
@@ -59,6 +59,7 @@ def test_train_adopts_reports_and_says_what_it_did(
     assert document["plan"]["options"]["steps"] == 6
     assert document["decision"]["against_base"]["low"] > 0
     (report,) = read_reports(home)
+    assert (document["run_id"], document["log_delivery"]) == (report.run_id, "none")
     assert report.metrics is not None
     assert report.metrics["outcome"] == "adopted"
     assert report.metrics["state_digest"] is None
@@ -77,6 +78,36 @@ def test_the_log_is_shared_only_where_the_user_says_so(home: Home, tmp_path: Pat
 
     digests = [(report.metrics or {})["state_digest"] for report in read_reports(home)]
     assert sorted(digest is None for digest in digests) == [False, True]
+
+
+def test_the_log_of_a_run_that_has_ended_can_be_shared_later(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("train", str(user_text(tmp_path)), "--steps", "5", "--json")
+    assert _run(home, *command) == 0
+    (before,) = read_reports(home)
+    assert _run(home, "share-log", "on") == 0
+    capsys.readouterr()
+    assert _run(home, *command) == 0
+    assert _json(capsys)["log_delivery"] == "none"  # that choice is for the runs that come
+
+    assert _run(home, *command, "--share-log") == 0
+
+    document = _json(capsys)
+    (report,) = read_reports(home)
+    assert (document["known"], document["run_id"], document["log_delivery"]) == (
+        True,
+        report.run_id,
+        "queued",
+    )
+    assert report.metrics == before.metrics
+    log = decode_canonical(
+        (home.reports / f"{report.run_id}.log").read_bytes(), max_bytes=1 << 20, max_steps=5
+    )
+    assert len(log.coefficients_TQ) == document["decision"]["step"] > 0
+    assert _run(home, "share-log", "off") == 0
+    assert next(read_reports(home)).log_delivery is Delivery.NONE
+    assert not list(home.reports.glob("*.log"))
 
 
 def test_train_uses_the_data_that_was_added(

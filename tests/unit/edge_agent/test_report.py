@@ -15,6 +15,7 @@ from edge_agent.report import (
     Delivery,
     deliver,
     enqueue,
+    queue_log,
     read_report,
     read_reports,
     want_deletion,
@@ -55,6 +56,24 @@ def test_a_shared_log_follows_its_metrics(home: Home, api: DeviceApi, service: D
     assert service.runs[RUN_ID]["state_digest"] == "sha256:" + "b" * 64
     assert service.logs == {RUN_ID: LOG}
     assert not (home.reports / f"{RUN_ID}.log").exists()
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_log_can_follow_a_report_that_went_without_it(
+    home: Home, api: DeviceApi, service: DeviceService, *, reported: bool
+) -> None:
+    report = enqueue(home, RUN_ID, metrics(), shared_log=None)
+    if reported:
+        deliver(home, api)
+        report = next(read_reports(home))
+    queue_log(home, report, LOG)
+    deliver(home, api)
+    assert service.runs[RUN_ID]["state_digest"] is None
+    assert service.logs == {RUN_ID: LOG}
+    assert want_deletion(home, RUN_ID) == 1
+    deliver(home, api)
+    queue_log(home, next(read_reports(home)), LOG)
+    assert deliver(home, api).sent == 1
 
 
 def test_a_report_is_delivered_once(home: Home, api: DeviceApi, service: DeviceService) -> None:
