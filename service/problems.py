@@ -145,7 +145,10 @@ async def _on_validation_error(request: Request, exc: Exception) -> Response:
     ]
     detail = "; ".join(f"{error.location}: {error.message}" for error in errors[:3])
     if errors and all(error.location.startswith("path.") for error in errors):
-        # What cannot be the name of anything names nothing.
+        # What cannot be the name of anything names nothing: how names look is in `errors`.
+        detail = "; ".join(
+            f"no {str(error['loc'][-1]).removesuffix('_id')} {error['input']!r:.80}" for error in found
+        )
         return problem_response(request.url.path, ProblemType.NOT_FOUND, detail, errors=errors)
     return problem_response(request.url.path, ProblemType.INVALID, detail, errors=errors)
 

@@ -46,7 +46,8 @@ class JobError(Closed):
 
 
 class Job(Closed):
-    """One job. `result` is the path of what it made, once it succeeded."""
+    """One job. `result` is the path of what it made, once it succeeded; `result_id` its id (a package's
+    digest)."""
 
     id: Id
     kind: JobKind
@@ -57,6 +58,7 @@ class Job(Closed):
     progress: JobProgress
     error: JobError | None
     result: str | None = Field(examples=["/v1/masks/mask_01jd3kq8z7m4n5p6r7s8t9v0wx"])
+    result_id: str | None = Field(examples=["mask_01jd3kq8z7m4n5p6r7s8t9v0wx"])
     cancel_requested: bool
     created_at: Timestamp
     started_at: Timestamp | None

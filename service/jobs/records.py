@@ -16,7 +16,7 @@ from service.access.principals import Operator
 from service.context import Service
 from service.problems import ApiError
 
-_COLLECTIONS = {"mask": "masks", "quantization": "quantizations", "run": "runs"}
+_COLLECTIONS = {"mask": "masks", "quantization": "quantizations", "run": "runs", "package": "packages"}
 
 
 def submit(
@@ -52,6 +52,7 @@ def submit(
 
 def present(session: Session, row: tables.Job) -> Job:
     """The record of a row; a build's children are looked up."""
+    made = _result_id(session, row)
     return Job(
         id=row.id,
         kind=JobKind(row.kind),
@@ -65,7 +66,8 @@ def present(session: Session, row: tables.Job) -> Job:
             seconds_left=None if row.eta_at is None else _seconds_until(row.eta_at),
         ),
         error=_error(row.error),
-        result=_result(session, row),
+        result=_path(row.result_kind, made),
+        result_id=made,
         cancel_requested=row.cancel_requested_at is not None,
         created_at=row.created_at,
         started_at=row.started_at,
@@ -105,13 +107,16 @@ def _error(error: dict[str, Any] | None) -> JobError | None:
     )
 
 
-def _result(session: Session, row: tables.Job) -> str | None:
-    if row.result_kind is None or row.result_id is None:
-        return None
-    if row.result_kind != "package":
-        return f"/v1/{_COLLECTIONS.get(row.result_kind, row.result_kind)}/{row.result_id}"
+def _path(kind: str | None, made: str | None) -> str | None:
+    return None if kind is None or made is None else f"/v1/{_COLLECTIONS.get(kind, kind)}/{made}"
+
+
+def _result_id(session: Session, row: tables.Job) -> str | None:
+    """The id of what the job made, as its path has it; None while there is nothing."""
+    if row.result_kind != "package" or row.result_id is None:
+        return row.result_id
     try:
         package = results.get_package_by_id(session, tenant_id=row.tenant_id, package_id=row.result_id)
     except NotFoundError:
         return None
-    return f"/v1/packages/{package.digest}"
+    return package.digest

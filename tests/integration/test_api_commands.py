@@ -69,6 +69,9 @@ def test_exit_codes_tell_scripts_what_to_do(up: Running, tmp_path: Path) -> None
         nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
         assert permille("--url", nowhere, "--token", "x", "models", "list").returncode == 5
     assert up.permille("models", "show", "model_01jd3kq8z7m4n5p6r7s8t9v0wx").returncode == 4
+    nope = up.permille("runs", "show", "nope")
+    assert nope.returncode == 4
+    assert nope.stderr.endswith("no run 'nope'\n")
     assert up.permille("models", "add", "UPPER", "--folder", "tiny").returncode == 3
     assert up.permille("models", "add", "x").returncode == 2
     assert up.permille("nonsense").returncode == 2

@@ -191,6 +191,18 @@ def test_stream_tells_all_ends_with_the_job_and_is_resumed(stocked: Api) -> None
     assert stream(stocked, job["id"], 3)[0] == 204
 
 
+def test_job_names_what_it_made(stocked: Api) -> None:
+    job = add_mask(stocked)
+    assert (job["result"], job["result_id"]) == (None, None)
+    mask_id = "mask_01jd3kq8z7m4n5p6r7s8t9v0wx"
+    with stocked.service.database.write() as session:
+        claim = claims.claim(session, worker="w", lease_s=30.0)
+        assert claim is not None
+        claims.complete(session, claim, result_kind="mask", result_id=mask_id)
+    job = stocked.get(f"/v1/jobs/{job['id']}").json()
+    assert (job["result"], job["result_id"]) == (f"/v1/masks/{mask_id}", mask_id)
+
+
 def test_stream_of_an_open_job_ends_after_its_time(stocked: Api) -> None:
     job = add_mask(stocked)
     status, _, ids = stream(stocked, job["id"])
