@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from edge_agent.console import ExitCode
-from permille.store.settings import StoreSettings
+from permille.store.settings import StoreSettings, layout
 from service.cli.exits import Exit
-from service.settings import Settings, layout
+from service.settings import Settings
 from workers.settings import WorkerSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "operate.md").read_text(encoding="utf-8")
@@ -25,9 +25,11 @@ def rows(title: str) -> list[list[str]]:
 
 def readers(name: str) -> str:
     """Who reads a setting."""
+    if name == "data_dir":
+        return "API, worker, command line"
     if name in StoreSettings.model_fields:
         return "API, worker"
-    return "API, command line" if name == "data_dir" else "API" if name in Settings.model_fields else "worker"
+    return "API" if name in Settings.model_fields else "worker"
 
 
 def test_every_setting_is_named_with_who_reads_it() -> None:
