@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv demo test lint types check-imports pytest system-packages fuzz kill-agent schemathesis bench-replay bench-engine bench-personalise bench-quantization example-model clean
+.PHONY: help venv demo test lint types check-imports pytest system-packages fuzz kill-agent schemathesis bench-replay bench-engine bench-personalise bench-estimators bench-quantization example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -68,6 +68,9 @@ bench-engine: $(VENV)/.installed  ## Step time of the engine beside transformers
 
 bench-personalise: $(VENV)/.installed  ## Held-out loss of several users, three seeds (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.personalise
+
+bench-estimators: $(VENV)/.installed  ## Held-out loss by estimator at equal cost (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m benchmarks.estimators
 
 bench-quantization: $(VENV)/.installed  ## Perplexity by scheme and by knowledge of the mask (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.quantization_quality

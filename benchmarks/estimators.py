@@ -82,8 +82,31 @@ def measure(sources: Sources, setting: Setting, packages: Path, folder: Path) ->
     }
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as markdown."""
+    lines = [
+        "# Estimators at equal cost",
+        "",
+        "Made by `python -m benchmarks.estimators`; all numbers are in `estimators.json`.",
+        f"{MODEL}, density {DENSITY}, {SPEAKER}, rows of {ROW_TOKENS} tokens, one thread, one seed. Every finite",
+        "difference reads the same number of tokens; forward mode makes the same number of steps. Loss in nats",
+        "per token on the test split; SE: of the fall, paired bootstrap over documents.",
+        "",
+        "| estimator | queries | rows | steps | schedule | CPU s | base | personal | fall | SE | at a quarter |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['estimator']} | {row['queries']} | {row['batch_rows']} | {row['steps']} "
+            f"| {row['schedule']} | {row['cpu_seconds']} | {row['loss_base']:.3f} "
+            f"| {row['loss_personal']:.3f} | {row['improvement']:.3f} | {row['standard_error']:.3f} "
+            f"| {row['select_loss_at_a_quarter']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
-    """Write all rows as JSON."""
+    """Write all rows as JSON, and as a page beside it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -105,6 +128,7 @@ def main() -> int:
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    arguments.out.with_suffix(".md").write_text(table(rows))
     return 0
 
 
