@@ -88,11 +88,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         "# Estimators at equal cost",
         "",
         "Made by `python -m benchmarks.estimators`; all numbers are in `estimators.json`.",
-        f"{MODEL}, density {DENSITY}, {SPEAKER}, rows of {ROW_TOKENS} tokens, one thread, one seed. Every finite",
-        "difference reads the same number of tokens; forward mode makes the same number of steps. Loss in nats",
-        "per token on the test split; SE: of the fall, paired bootstrap over documents.",
+        f"{MODEL}, density {DENSITY}, {SPEAKER}, rows of {ROW_TOKENS} tokens, one thread, one seed.",
+        "Every finite difference reads the same number of tokens; forward mode makes the same number of",
+        "steps. Loss in nats per token on the test split; SE: of the fall, paired bootstrap over documents.",
         "",
-        "| estimator | queries | rows | steps | schedule | CPU s | base | personal | fall | SE | at a quarter |",
+        "| estimator | queries | rows | steps | schedule | CPU s | base | personal | fall | SE | at 1/4 |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
