@@ -199,7 +199,7 @@ def test_a_new_run_replaces_the_active_one_only_where_it_is_better(tmp_path: Pat
     text = user_text(tmp_path)
     long = _train(home, text, options=replace(QUICK, steps=40))
 
-    short = _train(home, text, options=replace(QUICK, steps=3))
+    short = _train(home, text, options=replace(QUICK, steps=10))
 
     assert long.outcome is Outcome.ADOPTED
     assert short.outcome is Outcome.KEPT_BASE
