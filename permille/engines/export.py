@@ -62,8 +62,7 @@ def export_transformers(
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
         _write_folder(package, values_K, temporary, dtype)
-        temporary.chmod(0o755)
-        temporary.replace(folder)
+        temporary.replace(folder)  # mode 0700, as it was made: a personal model is its user's alone
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -87,3 +87,8 @@ def test_values_that_are_wrong_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     for wrong in wrongs:
         with pytest.raises(InputError, match="expected"):
             export_transformers(tiny.package, wrong, tmp_path / "out")
+
+
+def test_only_its_user_may_read_an_export(tiny: Tiny, tmp_path: Path) -> None:
+    export_transformers(tiny.package, None, tmp_path / "out")
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
