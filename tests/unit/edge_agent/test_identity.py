@@ -3,6 +3,7 @@
 import stat
 
 import pytest
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -27,6 +28,8 @@ def test_a_signed_nonce_holds_for_its_device_alone(home: Home) -> None:
     key = Ed25519PublicKey.from_public_bytes(decode_bytes(identity.public_key))
     message = b"permille-device-token-1\0" + DEVICE_ID.encode() + b"\0nonce"
     key.verify(signature, message)  # raises unless it holds
+    with pytest.raises(InvalidSignature):
+        key.verify(signature, message.replace(DEVICE_ID.encode(), b"dev_of_somebody_else"))
 
 
 def test_a_key_that_others_can_read_is_refused(home: Home) -> None:
