@@ -128,7 +128,7 @@ class Bench:
         """Of the four scalars, against forward-mode in float32, at epsilon * sqrt(k) = 0.5."""
         epsilon = 0.5 / np.sqrt(self.package.k)
         values_K = self.package.values()
-        exact_Q = TorchEngine(self.package).directional_derivatives(values_K, self.z_QK, self.batch)
+        _, exact_Q = TorchEngine(self.package).directional_derivatives(values_K, self.z_QK, self.batch)
         errors = {}
         for dtype in ("float32", "bfloat16"):
             engine = TorchEngine(self.package, compute_dtype=dtype)
@@ -136,7 +136,7 @@ class Bench:
             plus_Q = engine.losses(values_K + shift_QK, self.batch).astype(np.float64)
             minus_Q = engine.losses(values_K - shift_QK, self.batch).astype(np.float64)
             spsa_Q = (plus_Q - minus_Q) / (2 * epsilon)
-            forward_Q = engine.directional_derivatives(values_K, self.z_QK, self.batch)
+            _, forward_Q = engine.directional_derivatives(values_K, self.z_QK, self.batch)
             norm = float(np.linalg.norm(exact_Q))
             errors[f"spsa {dtype}"] = float(np.linalg.norm(spsa_Q - exact_Q)) / norm
             errors[f"forward-mode {dtype}"] = float(np.linalg.norm(forward_Q - exact_Q)) / norm

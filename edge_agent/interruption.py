@@ -34,7 +34,7 @@ class InterruptibleEngine:
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> NDArray[np.float64]:
+    ) -> tuple[float, NDArray[np.float64]]:
         """As the engine."""
         self._check()
         return self._engine.directional_derivatives(values_K, directions_QK, batch)

@@ -41,7 +41,7 @@ class BigramEngine:
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> NDArray[np.float64]:
+    ) -> tuple[float, NDArray[np.float64]]:
         """Exact, by the gradient."""
         before_N, after_N = _pairs(batch)
         probability_NV = np.exp(_log_softmax(self._logits(values_K, before_N)))
@@ -51,7 +51,7 @@ class BigramEngine:
         bias = min(self._k, self._vocabulary)
         gradient_K = np.concatenate([table.sum(axis=0)[:bias], table.reshape(-1)[self._pairs_P]])
         result: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
-        return result
+        return float(self.losses(values_K[None], batch)[0]), result
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Loss of each target."""

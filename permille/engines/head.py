@@ -31,9 +31,13 @@ class OutputHead:
         """Negative log-likelihood of each target, [R], float32 (float64 for float64 hidden states)."""
         return torch.cat([self._losses(*rows)[0] for rows in _row_blocks(hidden_RH, target_R)])
 
-    def gradients(self, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
-        """`d loss / d hidden`, [R, H]: `softmax(logits) W - W[target]`, through the soft cap if any."""
-        return torch.cat([self._gradients(*rows) for rows in _row_blocks(hidden_RH, target_R)])
+    def gradients(self, hidden_RH: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses [R], and `d loss / d hidden` [R, H]: `softmax(logits) W - W[target]`, through the soft
+        cap if any."""
+        blocks = [self._gradients(*rows) for rows in _row_blocks(hidden_RH, target_R)]
+        return torch.cat([loss_R for loss_R, _ in blocks]), torch.cat(
+            [gradient_RH for _, gradient_RH in blocks]
+        )
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """[R, D] float32: for the few rows of a generation."""
@@ -51,8 +55,8 @@ class OutputHead:
             chosen_R[row] = logit_RB[row, inside]
         return normalizer_R - chosen_R, normalizer_R
 
-    def _gradients(self, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
-        _, normalizer_R = self._losses(hidden_RH, target_R)
+    def _gradients(self, hidden_RH: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+        loss_R, normalizer_R = self._losses(hidden_RH, target_R)
         gradient_RH = torch.zeros_like(hidden_RH)
         for first, w_BH in self._blocks(hidden_RH):
             logit_RB, slope_RB = self._capped(hidden_RH @ w_BH.T)
@@ -62,7 +66,7 @@ class OutputHead:
             if slope_RB is not None:
                 error_RB *= slope_RB
             gradient_RH += error_RB @ w_BH
-        return gradient_RH
+        return loss_R, gradient_RH
 
     def _blocks(self, like: Tensor) -> Iterator[tuple[int, Tensor]]:
         for first in range(0, len(self._weight_DH), _BLOCK_TOKENS):

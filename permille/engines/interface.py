@@ -59,7 +59,7 @@ class Engine(LossEngine, Protocol):
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> NDArray[np.float64]:
+    ) -> tuple[float, NDArray[np.float64]]:
         """Exact `grad f(values) . z_i` for each direction, `f` being the mean loss that `losses` returns.
 
         Args:
@@ -67,7 +67,8 @@ class Engine(LossEngine, Protocol):
             directions_QK: float32 or an integer type, [q, k], used as they are (the caller divides by sigma).
 
         Returns:
-            float64 [q], in the units of the directions.
+            The loss `f(values)`, which the shared primal pass gives for nothing, and float64 [q], in units of
+            the directions.
 
         Raises:
             InputError: as `losses`.

@@ -118,7 +118,7 @@ class TorchEngine:
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> NDArray[np.float64]:
+    ) -> tuple[float, NDArray[np.float64]]:
         """`grad f . z_i` by forward-mode: one primal pass for all directions, and a tangent pass for each."""
         check_values(values_K[None], self._model.limits)
         directions_QK = check_directions(directions_QK, self._model.limits)
@@ -128,16 +128,18 @@ class TorchEngine:
         queries = max(1, self._max_tokens // (rows * length) - 1)
         with self._lock, torch.no_grad():
             value_K = self._tensor(values_K)
-            sums_Q = np.concatenate(
-                [
-                    sum(
+            sums = [
+                np.sum(
+                    [
                         self._derivative_sums(value_K, self._tensor(part_QK), part)
                         for part in row_parts(batch, rows)
-                    )
-                    for part_QK in _split(directions_QK, queries)
-                ]
-            )
-        return sums_Q / int(batch.target_BT.sum())
+                    ],
+                    axis=0,
+                )
+                for part_QK in _split(directions_QK, queries)
+            ]
+        targets = int(batch.target_BT.sum())
+        return float(sums[0][0] / targets), np.concatenate([part[1:] for part in sums]) / targets
 
     def generate(
         self,
@@ -216,9 +218,11 @@ class TorchEngine:
         return token_losses_VR
 
     def _derivative_sums(self, value_K: Tensor, directions_QK: Tensor, batch: Batch) -> NDArray[np.float64]:
-        """Sum over the part's targets of each token loss's derivative, [q]: tangent of the hidden state
-        times the
-        head's gradient, which all directions share."""
+        """Sum over the part's targets of the token losses, then of their derivative along each direction,
+        [1 + q].
+
+        A derivative is the tangent of the hidden state times the head's gradient, which all directions share.
+        """
 
         def hidden(value_K: Tensor) -> Tensor:
             with self._model.overlay.using(value_K[None], differentiated=True):
@@ -230,10 +234,11 @@ class TorchEngine:
         with _eager_attention(self._model.config):
             # The stubs of vmap know no axis None: the primal has no axis of directions.
             hidden_RH, tangent_QRH = vmap(pushed, out_dims=(None, 0))(directions_QK)  # type: ignore[arg-type]
-        gradient_RH = self._model.head.gradients(hidden_RH, self._targets(batch))
+        loss_R, gradient_RH = self._model.head.gradients(hidden_RH, self._targets(batch))
         products_QRH = tangent_QRH.to(gradient_RH.dtype) * gradient_RH
-        sums_Q: NDArray[np.float64] = products_QRH.sum(dim=(1, 2), dtype=torch.float64).cpu().numpy()
-        return sums_Q
+        sums_Q = products_QRH.sum(dim=(1, 2), dtype=torch.float64)
+        both: NDArray[np.float64] = torch.cat([loss_R.double().sum()[None], sums_Q]).cpu().numpy()
+        return both
 
     def _hidden(self, batch: Batch, variants: int) -> Tensor:
         """Hidden states [v, R, H] before each target, for every variant in the overlay.

@@ -50,8 +50,8 @@ class LossEngine(Protocol):
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> NDArray[np.floating]:
-        """`grad f . direction` at `values_K` for each direction, [q]."""
+    ) -> tuple[float, NDArray[np.float64]]:
+        """The loss `f` at `values_K`, and `grad f . direction` there for each direction, float64 [q]."""
         ...
 
 
@@ -126,9 +126,8 @@ def forward_mode(
     for query in range(header.queries):
         directions_QK[query] = _direction(header, step, query)
     directions_QK /= np.float32(sigma(header.distribution))
-    losses_V = _scalars(engine.losses(values_K[None], batch), 1)
-    scalars_Q = engine.directional_derivatives(values_K, directions_QK, batch)
-    return float(losses_V[0]), _scalars(scalars_Q, header.queries)
+    loss, scalars_Q = engine.directional_derivatives(values_K, directions_QK, batch)
+    return loss, _scalars(scalars_Q, header.queries)
 
 
 def apply_record(s_K: NDArray[np.int64], record: StepRecord, header: LogHeader) -> None:

@@ -48,9 +48,10 @@ class FunctionEngine(BigramEngine):
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> NDArray[np.float64]:
+    ) -> tuple[float, NDArray[np.float64]]:
         """A constant slope along the first weight."""
-        return self._slope * directions_QK[:, 0].astype(np.float64)
+        loss = float(self._function(values_K - self._base_K))
+        return loss, self._slope * directions_QK[:, 0].astype(np.float64)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """The function at every target."""

@@ -92,8 +92,10 @@ class Conformance:
         batch, values_K = tiny_batch(), variants(self.tiny.package, 2)[1]
         z_QK = np.random.default_rng(2).choice(np.array([-1, 1], np.int8), (3, self.engine.k))
         expected_Q = z_QK @ self._gradient(values_K, batch)
-        got_Q = self.engine.directional_derivatives(values_K, z_QK.astype(np.float32), batch)
+        loss, got_Q = self.engine.directional_derivatives(values_K, z_QK.astype(np.float32), batch)
         assert got_Q.shape == (3,)
+        expected_loss = self.engine.losses(values_K[None], batch)[0]
+        assert abs(loss - expected_loss) <= self.loss_tolerance
         atol = self.derivative_tolerance * np.abs(expected_Q).max()
         np.testing.assert_allclose(got_Q, expected_Q, rtol=0, atol=atol)
 
@@ -101,7 +103,7 @@ class Conformance:
         batch, values_K = tiny_batch(), self.tiny.package.values()
         z_QK = np.random.default_rng(3).standard_normal((2, self.engine.k)).astype(np.float32)
         both_QK = np.stack([*z_QK, z_QK[0] - 2 * z_QK[1], np.zeros_like(z_QK[0])])
-        got_Q = self.engine.directional_derivatives(values_K, both_QK, batch)
+        _, got_Q = self.engine.directional_derivatives(values_K, both_QK, batch)
         atol = 4 * self.derivative_tolerance * np.abs(got_Q).max()
         np.testing.assert_allclose(got_Q[2], got_Q[0] - 2 * got_Q[1], rtol=0, atol=atol)
         assert got_Q[3] == 0

@@ -37,7 +37,9 @@ def test_gradients_are_those_of_reverse_mode(softcap: float | None) -> None:
     hidden = (2 * torch.randn(ROWS, HIDDEN, dtype=torch.float64)).requires_grad_()
     target = torch.randint(0, VOCABULARY, (ROWS,))
     (expected,) = torch.autograd.grad(reference(weight, hidden, target, softcap).sum(), hidden)
-    got = OutputHead(weight, softcap).gradients(hidden.detach(), target)
+    head = OutputHead(weight, softcap)
+    loss, got = head.gradients(hidden.detach(), target)
+    torch.testing.assert_close(loss, head.losses(hidden.detach(), target))
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 

@@ -48,7 +48,7 @@ def test_derivatives_agree_with_reverse_mode_in_float64(family: str, tmp_path: P
             for gradient, info in zip(gradients, tiny.package.manifest.tensors, strict=True)
         ]
     )
-    got_Q = engine.directional_derivatives(values_K, z_QK, batch)
+    _, got_Q = engine.directional_derivatives(values_K, z_QK, batch)
     # 1e-6: rotary angles, and the norms of some families, are float32 in transformers whatever the dtype.
     np.testing.assert_allclose(got_Q, z_QK @ masked_K, rtol=0, atol=2e-6 * np.abs(z_QK @ masked_K).max())
 
@@ -85,7 +85,7 @@ def test_derivatives_agree_with_finite_differences(llama: Tiny) -> None:
     epsilon = 2**-9
     plus_Q = engine.losses((values_K + epsilon * z_QK).astype(np.float32), batch).astype(np.float64)
     minus_Q = engine.losses((values_K - epsilon * z_QK).astype(np.float32), batch).astype(np.float64)
-    got_Q = engine.directional_derivatives(values_K, z_QK, batch)
+    _, got_Q = engine.directional_derivatives(values_K, z_QK, batch)
     np.testing.assert_allclose((plus_Q - minus_Q) / (2 * epsilon), got_Q, rtol=0, atol=2e-3)
 
 
@@ -100,12 +100,12 @@ def test_directions_of_a_call_share_one_primal_pass(llama: Tiny, monkeypatch: py
 def test_directions_in_parts_have_the_same_derivatives(llama: Tiny) -> None:
     z_QK = np.random.default_rng(0).standard_normal((3, llama.package.k)).astype(np.float32)
     batch, values_K = tiny_batch(), llama.package.values()
-    whole_Q = TorchEngine(llama.package).directional_derivatives(values_K, z_QK, batch)
+    whole_loss, whole_Q = TorchEngine(llama.package).directional_derivatives(values_K, z_QK, batch)
     for tokens in (1, 60):
         engine = TorchEngine(llama.package, max_tokens=tokens)
-        np.testing.assert_allclose(
-            engine.directional_derivatives(values_K, z_QK, batch), whole_Q, rtol=1e-4, atol=1e-5
-        )
+        loss, got_Q = engine.directional_derivatives(values_K, z_QK, batch)
+        assert abs(loss - whole_loss) < 1e-5
+        np.testing.assert_allclose(got_Q, whole_Q, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_beyond_the_cache_are_dequantized_again(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ class QuadraticEngine:
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> NDArray[np.float64]:
+    ) -> tuple[float, NDArray[np.float64]]:
         gradient_K = self.curvature_K * (values_K.astype(np.float64) - self.target_K)
         derivatives: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
-        return derivatives
+        return float(self.losses(values_K[None], batch)[0]), derivatives

@@ -43,8 +43,8 @@ class BrokenEngine(QuadraticEngine):
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> NDArray[np.float64]:
-        return np.array(self._derivatives, dtype=np.float64)
+    ) -> tuple[float, NDArray[np.float64]]:
+        return float(np.mean(self._losses)), np.array(self._derivatives, dtype=np.float64)
 
 
 @pytest.mark.parametrize("estimator", EstimatorKind)
