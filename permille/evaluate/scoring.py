@@ -1,0 +1,186 @@
+"""What a model answers: candidates ranked by their tokens' log-likelihood, free text by overlap of words.
+
+A candidate's score is the mean log-likelihood of its own tokens after the prompt, over the whole vocabulary
+(MeZO and P-RGE: the loss of the prediction is not restricted to the label words); for label words of one
+token mean and sum are the same. The training loss is the mean negative log-likelihood of the right
+candidate's tokens.
+
+# Legend: B sequences, T tokens.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.evaluate.examples import Example
+from permille.zo.estimators import Batch
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to token ids without special tokens."""
+
+TokenLosses = Callable[[Batch], NDArray[np.float32]]
+"""Loss of each target of a batch, row-major: `Engine.token_losses` at some values, or any model's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Tokens of a prompt with one candidate; the last `targets` of them are the candidate's."""
+
+    ids: tuple[int, ...]
+    targets: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """An example in tokens: one `Answer` a candidate, and the index of the right one."""
+
+    answers: tuple[Answer, ...]
+    label: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The outcome of an evaluation, item by item, so that two models can be compared in pairs.
+
+    Attributes:
+        correct_N: bool, whether the best candidate is the right one; equal scores go to the first.
+        loss_N: float64, negative log-likelihood a token of the right candidate.
+    """
+
+    correct_N: NDArray[np.bool_]
+    loss_N: NDArray[np.float64]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers."""
+        return float(self.correct_N.mean())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the right answers, nats per token."""
+        return float(self.loss_N.mean())
+
+
+def encode_example(
+    example: Example, encode: Encode, *, begin: int | None, max_tokens: int, demonstrations: str = ""
+) -> Choices:
+    """The example in tokens; a prompt too long loses its front, never the candidate.
+
+    Prompt and candidate are encoded as one text, and the boundary is where the prompt's own tokens end as
+    long as they agree, so that a candidate is spelled as the model would meet it.
+
+    Args:
+        begin: id of the token that begins a text, or None for a model without one.
+        max_tokens: of prompt and candidate together, `begin` included.
+        demonstrations: solved examples before the prompt (in-context learning), with their separator.
+
+    Raises:
+        InputError: the example has no candidates, or one does not fit.
+    """
+    if not example.candidates:
+        raise InputError(f"expected candidates in {example.name}, got free text")
+    start = () if begin is None else (begin,)
+    prompt = demonstrations + example.prompt
+    prompt_ids = tuple(encode(prompt))
+    answers = []
+    for candidate in example.candidates:
+        whole = tuple(encode(prompt + candidate))
+        boundary = _common(prompt_ids, whole)
+        targets = len(whole) - boundary
+        room = max_tokens - len(start)
+        if not 0 < targets < room:
+            raise InputError(
+                f"expected 1 to {room - 1} tokens in candidate {candidate!r:.60} of {example.name}, "
+                f"got {targets}"
+            )
+        answers.append(Answer(ids=(*start, *whole[-room:]), targets=targets))
+    return Choices(answers=tuple(answers), label=example.label)
+
+
+def training_batch(choices: Sequence[Choices]) -> Batch:
+    """The right answers of some examples, padded on the right; targets are the candidates' tokens."""
+    return _batch([item.answers[item.label] for item in choices])
+
+
+def score(token_losses: TokenLosses, choices: Sequence[Choices], *, max_batch_tokens: int = 4096) -> Scored:
+    """Score every candidate of every example.
+
+    Args:
+        max_batch_tokens: sequences times longest of one call.
+
+    Raises:
+        InputError: no example; or the model gave a loss that is not finite.
+    """
+    if not choices:
+        raise InputError("expected examples to score, got none")
+    answers = [answer for item in choices for answer in item.answers]
+    mean_A = np.empty(len(answers))
+    # By length: sequences of one call are nearly equally long, so little is padding.
+    order = sorted(range(len(answers)), key=lambda index: len(answers[index].ids))
+    for part in _parts(order, answers, max_batch_tokens):
+        losses_R = token_losses(_batch([answers[index] for index in part])).astype(np.float64)
+        ends = np.cumsum([answers[index].targets for index in part])
+        mean_A[part] = [piece.mean() for piece in np.split(losses_R, ends[:-1])]
+    if not np.isfinite(mean_A).all():
+        raise InputError(f"expected finite losses, got {int((~np.isfinite(mean_A)).sum())} that are not")
+    correct, loss, first = [], [], 0
+    for item in choices:
+        own = mean_A[first : first + len(item.answers)]
+        correct.append(int(own.argmin()) == item.label)
+        loss.append(own[item.label])
+        first += len(item.answers)
+    return Scored(correct_N=np.array(correct, dtype=np.bool_), loss_N=np.array(loss))
+
+
+def f1_of_text(prediction: str, references: Sequence[str]) -> float:
+    """SQuAD's F1: overlap of words without case, punctuation and articles, against the best reference."""
+    return max((_f1(_words(prediction), _words(reference)) for reference in references), default=0.0)
+
+
+def _f1(predicted: list[str], reference: list[str]) -> float:
+    if not predicted or not reference:
+        return float(predicted == reference)
+    common = sum((Counter(predicted) & Counter(reference)).values())
+    return 2 * common / (len(predicted) + len(reference))
+
+
+def _words(text: str) -> list[str]:
+    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))
+
+
+def _parts(order: Sequence[int], answers: Sequence[Answer], most: int) -> Iterator[list[int]]:
+    part: list[int] = []
+    for index in order:
+        if part and (len(part) + 1) * len(answers[index].ids) > most:
+            yield part
+            part = []
+        part.append(index)
+    yield part
+
+
+def _batch(answers: Sequence[Answer]) -> Batch:
+    columns = max(len(answer.ids) for answer in answers)
+    ids_BT = np.zeros((len(answers), columns), dtype=np.int64)
+    attention_BT = np.zeros((len(answers), columns), dtype=np.bool_)
+    target_BT = np.zeros((len(answers), columns), dtype=np.bool_)
+    for row, answer in enumerate(answers):
+        length = len(answer.ids)
+        ids_BT[row, :length] = answer.ids
+        attention_BT[row, :length] = True
+        target_BT[row, length - answer.targets : length] = True
+    return Batch(input_ids_BT=ids_BT, attention_BT=attention_BT, target_BT=target_BT)

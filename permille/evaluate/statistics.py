@@ -1,0 +1,167 @@
+"""Which differences between methods are more than luck.
+
+Items (examples, users) are the unit, always in pairs: two methods are compared on the same items. Tests come
+from scipy; this module says which test answers which question.
+
+# Legend: N items, M methods, T tasks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+
+EQUIVALENCE_MARGIN = 0.01
+"""One point of accuracy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivalence:
+    """Two one-sided tests on paired items (Schuirmann 1987).
+
+    Attributes:
+        difference: mean of first less second.
+        interval: its 90% interval; equivalent at 5% where it lies within the margin.
+        p_value: the larger of the two one-sided ones.
+    """
+
+    difference: float
+    interval: tuple[float, float]
+    p_value: float
+    equivalent: bool
+
+
+def equivalence(
+    first_N: NDArray[np.floating], second_N: NDArray[np.floating], margin: float = EQUIVALENCE_MARGIN
+) -> Equivalence:
+    """Whether the means of paired items differ by less than `margin`, at 5%.
+
+    Args:
+        first_N, second_N: an outcome of each item (1 or 0 for right or wrong), pooled over seeds.
+
+    Raises:
+        InputError: fewer than two items, unequal numbers, or numbers that are not finite.
+    """
+    from scipy import stats
+
+    difference_N = _differences(first_N, second_N)
+    mean, error = float(difference_N.mean()), _standard_error(difference_N)
+    freedom = len(difference_N) - 1
+    reach = float(stats.t.ppf(0.95, freedom)) * error
+    if error == 0:
+        inside = abs(mean) < margin
+        return Equivalence(
+            difference=mean, interval=(mean, mean), p_value=0.0 if inside else 1.0, equivalent=inside
+        )
+    below = float(stats.t.sf((mean + margin) / error, freedom))
+    above = float(stats.t.cdf((mean - margin) / error, freedom))
+    p_value = max(below, above)
+    return Equivalence(
+        difference=mean, interval=(mean - reach, mean + reach), p_value=p_value, equivalent=p_value < 0.05
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserTest:
+    """One comparison over users: Wilcoxon's signed-rank test on paired differences.
+
+    Attributes:
+        gain: mean over users of second less first (losses: positive where the first is better).
+        worsened: share of users for whom the first is worse.
+        p_value: two-sided; of `holm`, adjusted for all comparisons together.
+    """
+
+    name: str
+    users: int
+    gain: float
+    worsened: float
+    p_value: float
+
+
+def user_test(name: str, first_N: NDArray[np.floating], second_N: NDArray[np.floating]) -> UserTest:
+    """Compare the losses of two methods, one of each a user.
+
+    Raises:
+        InputError: as `equivalence`.
+    """
+    from scipy import stats
+
+    gain_N = -_differences(first_N, second_N)
+    p_value = 1.0 if not gain_N.any() else float(stats.wilcoxon(gain_N).pvalue)
+    return UserTest(
+        name=name,
+        users=len(gain_N),
+        gain=float(gain_N.mean()),
+        worsened=float((gain_N < 0).mean()),
+        p_value=p_value,
+    )
+
+
+def holm(tests: Sequence[UserTest]) -> list[UserTest]:
+    """The same tests with p-values adjusted by Holm's step-down method, in the order given."""
+    order = sorted(range(len(tests)), key=lambda index: tests[index].p_value)
+    adjusted: dict[int, float] = {}
+    highest = 0.0
+    for place, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(tests) - place) * tests[index].p_value))
+        adjusted[index] = highest
+    return [
+        UserTest(
+            name=test.name,
+            users=test.users,
+            gain=test.gain,
+            worsened=test.worsened,
+            p_value=adjusted[index],
+        )
+        for index, test in enumerate(tests)
+    ]
+
+
+def beats_by(
+    first_N: NDArray[np.floating], second_N: NDArray[np.floating], margin: float
+) -> tuple[float, float]:
+    """Mean of first less second, and the one-sided p-value that it is no more than `margin`.
+
+    Raises:
+        InputError: as `equivalence`.
+    """
+    from scipy import stats
+
+    difference_N = _differences(first_N, second_N)
+    mean, error = float(difference_N.mean()), _standard_error(difference_N)
+    if error == 0:
+        return mean, 0.0 if mean > margin else 1.0
+    return mean, float(stats.t.sf((mean - margin) / error, len(difference_N) - 1))
+
+
+def average_ranks(score_MT: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Mean over tasks of each method's rank, [M]; 1 is the highest score, ties share their mean rank.
+
+    Raises:
+        InputError: a score is missing (not finite).
+    """
+    from scipy import stats
+
+    if score_MT.ndim != 2 or not np.isfinite(score_MT).all():
+        raise InputError(f"expected finite scores [methods, tasks], got shape {list(score_MT.shape)}")
+    ranks_MT = stats.rankdata(-score_MT, axis=0)
+    means_M: NDArray[np.float64] = ranks_MT.mean(axis=1)
+    return means_M
+
+
+def _differences(first_N: NDArray[np.floating], second_N: NDArray[np.floating]) -> NDArray[np.float64]:
+    if first_N.shape != second_N.shape or first_N.ndim != 1 or len(first_N) < 2:
+        raise InputError(
+            f"expected two or more paired items, got shapes {list(first_N.shape)} and {list(second_N.shape)}"
+        )
+    difference_N: NDArray[np.float64] = first_N.astype(np.float64) - second_N.astype(np.float64)
+    if not np.isfinite(difference_N).all():
+        raise InputError("expected finite outcomes, got some that are not")
+    return difference_N
+
+
+def _standard_error(difference_N: NDArray[np.float64]) -> float:
+    return float(difference_N.std(ddof=1) / np.sqrt(len(difference_N)))

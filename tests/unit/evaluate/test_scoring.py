@@ -1,0 +1,95 @@
+"""Scores of candidates, against losses worked out by hand."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.evaluate.examples import Example
+from permille.evaluate.scoring import encode_example, f1_of_text, score, training_batch
+from permille.zo.estimators import Batch
+
+
+def encode(text: str) -> list[int]:
+    """A token a letter, but "Ye" is one."""
+    ids: list[int] = []
+    for letter in text:
+        if ids and letter == "e" and ids[-1] == ord("Y"):
+            ids[-1] = 500
+        else:
+            ids.append(ord(letter))
+    return ids
+
+
+def made(prompt: str = "Q", candidates: tuple[str, ...] = ("Yes", "No"), label: int = 0) -> Example:
+    return Example(prompt=prompt, candidates=candidates, label=label, group="g", name="f:1")
+
+
+def by_id(batch: Batch) -> NDArray[np.float32]:
+    """A loss that depends on the target's id alone."""
+    return (batch.input_ids_BT[batch.target_BT] % 7).astype(np.float32)
+
+
+def test_targets_are_the_candidates_tokens() -> None:
+    choices = encode_example(made(), encode, begin=1, max_tokens=16)
+    assert [answer.ids for answer in choices.answers] == [(1, 81, 500, 115), (1, 81, 78, 111)]
+    assert [answer.targets for answer in choices.answers] == [2, 2]
+    batch = training_batch([choices])
+    assert batch.target_BT.tolist() == [[False, False, True, True]]
+
+
+def test_a_candidate_that_merges_with_the_prompt_counts_the_merged_token() -> None:
+    choices = encode_example(made(prompt="QY", candidates=("e", "o")), encode, begin=None, max_tokens=16)
+    assert [answer.ids for answer in choices.answers] == [(81, 500), (81, 89, 111)]
+    assert [answer.targets for answer in choices.answers] == [1, 1]
+
+
+def test_a_long_prompt_loses_its_front() -> None:
+    choices = encode_example(made(prompt="abcdefgh"), encode, begin=1, max_tokens=6)
+    assert choices.answers[1].ids == (1, ord("f"), ord("g"), ord("h"), ord("N"), ord("o"))
+    with pytest.raises(InputError, match="candidate 'Yes' of f:1, got 2"):
+        encode_example(made(), encode, begin=1, max_tokens=3)
+
+
+def test_demonstrations_stand_before_the_prompt() -> None:
+    choices = encode_example(made(), encode, begin=None, max_tokens=16, demonstrations="D\n")
+    assert choices.answers[1].ids == (68, 10, 81, 78, 111)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 4096])
+def test_scores_are_means_over_the_candidates_own_tokens(tokens: int) -> None:
+    examples = [
+        made(),
+        made(label=1),
+        made(prompt="a longer one", candidates=("x", "yz")),
+        made(candidates=("No", "No")),
+    ]
+    items = [encode_example(item, encode, begin=1, max_tokens=64) for item in examples]
+    got = score(by_id, items, max_batch_tokens=tokens)
+    yes, no = (500 % 7 + 115 % 7) / 2, (78 % 7 + 111 % 7) / 2
+    assert got.loss_N.tolist() == [yes, no, ord("x") % 7, no]
+    # Equal scores go to the first.
+    assert got.correct_N.tolist() == [yes < no, no < yes, ord("x") % 7 <= (121 % 7 + 122 % 7) / 2, True]
+    assert got.accuracy == np.mean(got.correct_N)
+
+
+def test_losses_that_are_not_finite_are_refused() -> None:
+    item = encode_example(made(), encode, begin=1, max_tokens=64)
+    with pytest.raises(InputError, match="got 2 that are not"):
+        score(lambda batch: np.full(int(batch.target_BT.sum()), np.nan, np.float32), [item])
+    with pytest.raises(InputError, match="got none"):
+        score(by_id, [])
+
+
+@pytest.mark.parametrize(
+    ("prediction", "references", "expected"),
+    [
+        ("The year 1066!", ("1066",), 2 / 3),
+        ("1066", ("in 1066", "1066"), 1.0),
+        ("", ("1066",), 0.0),
+        ("a cat", ("the Cat.",), 1.0),
+        ("dog", ("cat",), 0.0),
+    ],
+)
+def test_f1_is_squads(prediction: str, references: tuple[str, ...], expected: float) -> None:
+    assert f1_of_text(prediction, references) == pytest.approx(expected)
