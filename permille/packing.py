@@ -4,7 +4,7 @@ Tensor by tensor, so a model never has to fit into memory. The same folder, mask
 package: no clock is in it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.canonical import JSON
 from permille.package.config_files import clean_config, config_bytes
+from permille.package.direction_layers import write_basis, write_exponents
 from permille.package.layers import (
     masked_values,
     write_dense,
@@ -54,6 +55,8 @@ def pack_model(
     scheme: Scheme = Scheme.NF4,
     group_size: int | None = None,
     mask_aware: bool = True,
+    exponents: NDArray[np.int8] | None = None,
+    basis: NDArray[np.int8] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
     """Quantize the model, take its masked values and write everything; returns the package's digest.
@@ -63,14 +66,23 @@ def pack_model(
         method, density, scope: how the mask was chosen, for the manifest.
         group_size: None takes the scheme's default.
         mask_aware: leave masked weights out of their group's scale.
+        exponents: [k] int8 in flat order, or none; see `permille.sensitivity.basis`.
+        basis: [k, r] int8 in flat order, or none.
 
     Raises:
-        InputError: a mask that does not fit, weights that are not finite, a file that is too large.
+        InputError: a mask, exponents or a basis that do not fit, weights that are not finite, a file that is
+            too large.
         PackageError: a file of the model may not be in a package.
         OSError: as the file system reports it.
     """
     group_size = default_group_size(scheme) if group_size is None else group_size
     tensors = _quantized(checkpoint, mask if mask_aware else {}, scheme, group_size)
+    counts = mask_counts(checkpoint, mask)
+    optional = []
+    if exponents is not None:
+        optional.append(write_exponents(blobs, exponents, counts))
+    if basis is not None:
+        optional.append(write_basis(blobs, basis, counts))
     return write_package(
         blobs,
         checkpoint,
@@ -80,6 +92,7 @@ def pack_model(
             write_plain(blobs, plain_tensors(checkpoint)),
             write_mask(blobs, mask, [name for name, _ in scoped_tensors(checkpoint.config)]),
         ),
+        optional=optional,
         scheme=Quantization(name=scheme, group_size=group_size, mask_aware=mask_aware),
         method=method,
         density=density,
@@ -98,9 +111,12 @@ def write_package(
     method: str,
     density: float | str,
     scope: str = "all",
+    optional: Sequence[Layer] = (),
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
     """Write what is missing beside the dense, the plain and the mask layer: values, files, manifest.
+
+    `optional`: an exponents layer, a basis layer, both or none.
 
     Raises:
         InputError, PackageError, OSError: as `pack_model`.
@@ -112,7 +128,7 @@ def write_package(
     )
     files = list(_files(blobs, checkpoint))
     config = next(layer for layer in files if layer.path == "config.json")
-    counts = {name: mask.get(name, _NONE).size for name in order}
+    counts = mask_counts(checkpoint, mask)
     manifest = Manifest(
         model=ModelInfo(family=checkpoint.family.value, config=config.digest),
         scheme=scheme,
@@ -120,11 +136,16 @@ def write_package(
             method=method, density=decimal_text(float(density)), scope=scope, k=sum(counts.values())
         ),
         tensors=tuple(TensorInfo(name=name, shape=shape, count=counts[name]) for name, shape in scoped),
-        layers=sort_layers([*layers, values, *files]),
+        layers=sort_layers([*layers, values, *optional, *files]),
         provenance=provenance or {},
     )
     write_manifest(blobs, manifest)
     return manifest
+
+
+def mask_counts(checkpoint: Checkpoint, mask: Indices) -> dict[str, int]:
+    """Masked weights by tensor, in tensor_id order, tensors without any included."""
+    return {name: mask.get(name, _NONE).size for name, _ in scoped_tensors(checkpoint.config)}
 
 
 def plain_tensors(checkpoint: Checkpoint) -> Iterator[RawTensor]:

@@ -14,6 +14,8 @@ MAX_LAYER_BYTES = 1 << 42
 MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 8.1: what the header of a log can say
+MAX_EXPONENT = 15  # FORMAT 4.7
+MAX_BASIS_RANK = 256  # FORMAT 4.8
 GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
 
 # FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.
@@ -41,6 +43,8 @@ class Role(StrEnum):
     PLAIN = "plain"
     MASK = "mask"
     VALUES = "values"
+    EXPONENTS = "exponents"
+    BASIS = "basis"
     FILE = "file"
 
 
@@ -49,5 +53,11 @@ MEDIA_TYPES = {
     Role.PLAIN: "application/vnd.permille.plain+safetensors",
     Role.MASK: "application/vnd.permille.mask+safetensors",
     Role.VALUES: "application/vnd.permille.values+safetensors",
+    Role.EXPONENTS: "application/vnd.permille.exponents+safetensors",
+    Role.BASIS: "application/vnd.permille.basis+safetensors",
     Role.FILE: "application/vnd.permille.file",
 }
+
+# FORMAT 3.3: one of each in every package, one or none of each, and files besides.
+REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.MASK, Role.VALUES)
+OPTIONAL_ROLES = (Role.EXPONENTS, Role.BASIS)

@@ -118,6 +118,10 @@ class Manifest:
         """The layer of a role that occurs once."""
         return next(layer for layer in self.layers if layer.role is role)
 
+    def has_layer(self, role: Role) -> bool:
+        """Whether there is a layer of this role: some are optional."""
+        return any(layer.role is role for layer in self.layers)
+
     def files(self) -> dict[str, Layer]:
         """The FILE layers by name."""
         return {layer.path: layer for layer in self.layers if layer.path is not None}

@@ -1,9 +1,9 @@
 """Opening a package: nothing is returned that was not checked (FORMAT 4.6).
 
-`Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, mask,
-values), and holds the structure of all four layers against the manifest and the config. The two big layers
-are mapped; their bytes are hashed when they enter the blob folder and again by `verify`. Scales and plain
-numbers are checked as they are read.
+`Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, mask, values,
+exponents), and holds the structure of all layers against the manifest and the config. The big layers (dense,
+plain, basis) are mapped; their bytes are hashed when they enter the blob folder and again by `verify`.
+Scales, plain numbers and the basis are checked as they are read.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import check_config_family, check_file, parse_config
+from permille.package.direction_layers import check_basis, check_exponents, rank_of, read_flat
 from permille.package.layers import ABSMAX, SCALES
-from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
+from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, OPTIONAL_ROLES, Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.safetensors_io import FLOATS, RawTensor, SafetensorsFile
@@ -32,7 +33,10 @@ _DTYPES = {
     Role.PLAIN: FLOATS,
     Role.MASK: frozenset({"U32"}),
     Role.VALUES: FLOATS,
+    Role.EXPONENTS: frozenset({"I8"}),
+    Role.BASIS: frozenset({"I8"}),
 }
+_HASHED_AT_OPENING = (Role.FILE, Role.MASK, Role.VALUES, Role.EXPONENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class Package:
         for layer in manifest.layers:
             _check_size(blobs, layer)
         for layer in manifest.layers:
-            if layer.role in (Role.FILE, Role.MASK, Role.VALUES):
+            if layer.role in _HASHED_AT_OPENING:
                 blobs.check(layer.digest)
         for path in manifest.files():
             check_file(path, self.file(path))
@@ -79,10 +83,12 @@ class Package:
         self._layers = {
             role: SafetensorsFile(blobs.path(manifest.layer(role).digest), dtypes=dtypes)
             for role, dtypes in _DTYPES.items()
+            if role not in OPTIONAL_ROLES or manifest.has_layer(role)
         }
         check_shapes(manifest, self.config, self._layers)
         for tensor in manifest.tensors:
             check_indices(tensor.name, self._indices(tensor.name), tensor.shape[0] * tensor.shape[1])
+        self.exponents()
 
     @classmethod
     def open(cls, blobs: BlobFolder, digest: str) -> "Package":
@@ -183,6 +189,40 @@ class Package:
         """The source model's dtype of a masked weight: BF16, F16 or F32."""
         return self._layers[Role.VALUES].specs[name].dtype
 
+    def exponents(self) -> NDArray[np.int8] | None:
+        """The power of two of each masked weight [k], flat order (FORMAT 4.7); None: the package has none.
+
+        Raises:
+            PackageError: `exponents-range`.
+        """
+        layer = self._layers.get(Role.EXPONENTS)
+        if layer is None:
+            return None
+        exponents_K = read_flat(layer, self.manifest.tensors)
+        check_exponents(exponents_K)
+        return exponents_K
+
+    @property
+    def basis_rank(self) -> int | None:
+        """Columns of the basis, without reading it; None: the package has none."""
+        layer = self._layers.get(Role.BASIS)
+        return None if layer is None else rank_of(layer, self.manifest.tensors[0].name)
+
+    def basis(self) -> NDArray[np.int8] | None:
+        """The learned directions [k, r], flat order (FORMAT 4.8); None: the package has none.
+
+        The caller's own copy: r bytes a masked weight.
+
+        Raises:
+            PackageError: `basis-range` or `basis-column`.
+        """
+        layer = self._layers.get(Role.BASIS)
+        if layer is None:
+            return None
+        basis_KR = read_flat(layer, self.manifest.tensors)
+        check_basis(basis_KR)
+        return basis_KR
+
     def file(self, path: str) -> bytes:
         """A file's bytes, hashed (KeyError: the package has no such file)."""
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)
@@ -204,6 +244,7 @@ class Package:
             self.quantized(tensor.name)
         for name in self.plain_names:
             self.plain(name)
+        self.basis()
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, int]]:

@@ -11,6 +11,7 @@ from permille.package.limits import (
     FILE_NAMES,
     FORMAT,
     GROUP_SIZES,
+    MAX_BASIS_RANK,
     MAX_FILE_BYTES,
     MAX_HEADER_BYTES,
     MAX_K,
@@ -18,6 +19,8 @@ from permille.package.limits import (
     MAX_TENSORS,
     MAX_WEIGHTS_OF_A_TENSOR,
     MEDIA_TYPES,
+    OPTIONAL_ROLES,
+    REQUIRED_ROLES,
     VERSION,
     Role,
 )
@@ -93,9 +96,9 @@ def _check_layer(layer: "Layer") -> None:
 
 
 def _check_layers(manifest: "Manifest") -> None:
-    for role in (Role.DENSE, Role.PLAIN, Role.MASK, Role.VALUES):
+    for role in (*REQUIRED_ROLES, *OPTIONAL_ROLES):
         found = sum(layer.role is role for layer in manifest.layers)
-        if found != 1:
+        if found > 1 or (role in REQUIRED_ROLES and found == 0):
             raise PackageError("manifest-layers", f"expected one {role} layer, got {found}")
     files = [layer.path for layer in manifest.layers if layer.role is Role.FILE]
     if len(set(files)) != len(files):
@@ -121,6 +124,8 @@ def _check_sizes(manifest: "Manifest") -> None:
         Role.PLAIN: (0, MAX_LAYER_BYTES),
         Role.MASK: (4 * k, 4 * k + overhead),
         Role.VALUES: (2 * k, 4 * k + overhead),
+        Role.EXPONENTS: (k, k + overhead),
+        Role.BASIS: (k, MAX_BASIS_RANK * k + overhead),
         Role.FILE: (0, MAX_FILE_BYTES),
     }
     for layer in manifest.layers:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.models.families import expected_tensors, scoped_tensors
+from permille.package.direction_layers import rank_of
 from permille.package.layers import ABSMAX, QUANT_MAP, QUANT_STATE, SCALES, quant_state
 from permille.package.manifest import Manifest, Role
 from permille.package.safetensors_io import SafetensorsFile
@@ -40,6 +41,11 @@ def check_shapes(
         Role.MASK: counts,
         Role.VALUES: counts,
     }
+    if Role.EXPONENTS in layers:
+        expected[Role.EXPONENTS] = counts
+    if Role.BASIS in layers:
+        rank = rank_of(layers[Role.BASIS], manifest.tensors[0].name)
+        expected[Role.BASIS] = {tensor.name: (tensor.count, rank) for tensor in manifest.tensors}
     for role, shapes in expected.items():
         _check_layer_shapes(role, layers[role], shapes)
 

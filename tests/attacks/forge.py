@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from permille.package.blobs import BlobFolder
 from permille.package.canonical import canonical_json, parse_canonical
-from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES
+from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.safetensors_io import SafetensorsWriter
 from tests.unit.package.tiny import Tiny
 
@@ -91,7 +91,7 @@ class Forge:
         """Another name for a file, files sorted again."""
         self.entry(path)["path"] = other
         self.layers[other] = self.layers.pop(path)
-        roles = ["dense", "plain", "mask", "values", "file"]
+        roles = [role.value for role in Role]
         self.manifest["layers"].sort(key=lambda layer: (roles.index(layer["role"]), layer["path"] or ""))
 
     def seal(self) -> str:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from permille.models.families import expected_tensors, family_of, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config, config_bytes
+from permille.package.direction_layers import write_basis, write_exponents
 from permille.package.layers import (
     masked_values,
     write_dense,
@@ -86,8 +87,10 @@ def write_tiny(
     dtype: str = "F32",
     seed: int = 0,
     mask_seed: int = 0,
+    exponents: NDArray[np.int8] | None = None,
+    basis: NDArray[np.int8] | None = None,
 ) -> Tiny:
-    """Write a package of random weights and a random mask."""
+    """Write a package of random weights and a random mask; [70] exponents and a [70, r] basis on request."""
     weights = random_weights(config, seed=seed, dtype=dtype)
     mask = random_mask(config, seed=mask_seed)
     group_size = default_group_size(scheme)
@@ -104,6 +107,11 @@ def write_tiny(
         config_layer,
         write_file(blobs, "LICENSE", b"Anybody may do anything with these random numbers.\n"),
     ]
+    counts = {name: mask[name].size for name in order}
+    if exponents is not None:
+        layers.append(write_exponents(blobs, exponents, counts))
+    if basis is not None:
+        layers.append(write_basis(blobs, basis, counts))
     manifest = Manifest(
         model=ModelInfo(family=family_of(config), config=config_layer.digest),
         scheme=Quantization(name=scheme, group_size=group_size, mask_aware=False),
