@@ -1,0 +1,39 @@
+"""MeZO: zeroth-order descent on all weights, in place (Malladi et al. 2023, algorithm 1).
+
+    w += epsilon z;  loss_plus;  w -= 2 epsilon z;  loss_minus;  w += epsilon z;  w -= lr * projected_grad * z
+
+z is Gaussian and made again from its seed each of the four times. As published, so is the drift: what is
+added and taken away is rounded each time.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+
+class Mezo:
+    """The optimizer of one model's weights."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, epsilon: float, learning_rate: float) -> None:
+        self._parameters = list(parameters)
+        self._epsilon = epsilon
+        self._learning_rate = learning_rate
+
+    def step(self, loss: Callable[[], float], seed: int) -> float:
+        """One step; returns the mean of the two losses. `loss` reads the weights as they are at the call."""
+        self._move(seed, self._epsilon)
+        loss_plus = loss()
+        self._move(seed, -2 * self._epsilon)
+        loss_minus = loss()
+        self._move(seed, self._epsilon)
+        projected_grad = (loss_plus - loss_minus) / (2 * self._epsilon)
+        self._move(seed, -self._learning_rate * projected_grad)
+        return (loss_plus + loss_minus) / 2
+
+    def _move(self, seed: int, scale: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                z = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(z, alpha=scale)

@@ -1,0 +1,202 @@
+"""Packages of random codes in the shapes of known models, written tensor by tensor.
+
+No dense model exists at any time: codes, scales and values are drawn as they are stored. The weights have the
+spread of a trained model's, so that the forward pass stays finite; what they predict is noise. Time and
+memory of a forward pass do not depend on it.
+
+The same shape, density, scope and seed give the same package.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.models.families import expected_tensors, layer_of, scoped_tensors
+from permille.package.blobs import BlobFolder
+from permille.package.layers import write_dense, write_file, write_mask, write_plain, write_values
+from permille.package.manifest import (
+    Manifest,
+    MaskInfo,
+    ModelInfo,
+    Quantization,
+    TensorInfo,
+    decimal_text,
+    sort_layers,
+)
+from permille.package.reader import Package
+from permille.package.safetensors_io import RawTensor
+from permille.package.writer import write_manifest
+from permille.quantization import QuantizedTensor, Scheme, default_group_size
+from permille.quantization.types import packed_size, scales_shape
+
+# Root mean square of a code that is drawn evenly, in units of its scale.
+_CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A Llama's sizes."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    def config(self) -> dict[str, Any]:
+        """Its `config.json`."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+        }
+
+    def with_layers(self, layers: int | None) -> "Shape":
+        """The same widths, other depth (None: as it is)."""
+        return self if layers is None else replace(self, layers=layers)
+
+
+SHAPES = {
+    "tiny": Shape(hidden=64, inner=128, layers=2, heads=4, kv_heads=2, vocabulary=256),
+    "30M": Shape(hidden=512, inner=1408, layers=8, heads=8, kv_heads=8, vocabulary=4096),
+    "1.1B": Shape(hidden=2048, inner=5632, layers=22, heads=32, kv_heads=4, vocabulary=32000),
+    "7B": Shape(hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, vocabulary=32000),
+}
+
+
+def random_package(
+    folder: Path,
+    shape: Shape,
+    *,
+    density: float = 0.001,
+    first_layer: int = 0,
+    scheme: Scheme = Scheme.NF4,
+    seed: int = 0,
+) -> Package:
+    """The package of a random model in `folder/blobs`; made once, found again by its settings.
+
+    Args:
+        density: share of the weights of each masked tensor; at least one weight.
+        first_layer: layers below it have no masked weights.
+    """
+    blobs = BlobFolder(folder / "blobs")
+    settings = asdict(shape) | {
+        "density": density,
+        "first_layer": first_layer,
+        "scheme": scheme.value,
+        "seed": seed,
+    }
+    known = folder / "digests" / "-".join(str(value) for value in settings.values())
+    if not known.exists():
+        digest = _write(blobs, shape, density, first_layer, scheme, seed)
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(digest)
+    return Package.open(blobs, known.read_text())
+
+
+def _write(
+    blobs: BlobFolder, shape: Shape, density: float, first_layer: int, scheme: Scheme, seed: int
+) -> str:
+    config = shape.config()
+    scoped = scoped_tensors(config)
+    order = [name for name, _ in scoped]
+    rng = np.random.default_rng(seed)
+    mask = {name: _mask(rng, size, density) for name, size in scoped if (layer_of(name) or 0) >= first_layer}
+    group_size = default_group_size(scheme)
+    config_layer = write_file(blobs, "config.json", json.dumps(config, indent=2).encode())
+    counts = {name: len(mask.get(name, ())) for name in order}
+    layers = [
+        write_dense(blobs, _codes(rng, scoped, scheme, group_size), scheme),
+        write_plain(blobs, _plain(rng, config, frozenset(order))),
+        write_mask(blobs, mask, order),
+        write_values(blobs, _values(rng, scoped, counts), order),
+        config_layer,
+    ]
+    manifest = Manifest(
+        model=ModelInfo(family="llama", config=config_layer.digest),
+        scheme=Quantization(name=scheme, group_size=group_size, mask_aware=True),
+        mask=MaskInfo(
+            method="random",
+            density=decimal_text(density),
+            scope=f"layers:{first_layer}-" if first_layer else "all",
+            k=sum(counts.values()),
+        ),
+        tensors=tuple(TensorInfo(name=name, shape=size, count=counts[name]) for name, size in scoped),
+        layers=sort_layers(layers),
+    )
+    return write_manifest(blobs, manifest)
+
+
+def _mask(rng: np.random.Generator, shape: tuple[int, int], density: float) -> NDArray[np.uint32]:
+    """One index at random in each of `density * N * K` equal stretches: increasing without a sort."""
+    weights = shape[0] * shape[1]
+    count = max(1, round(density * weights))
+    stretch = weights // count
+    starts = np.arange(count, dtype=np.uint64) * np.uint64(stretch)
+    indices: NDArray[np.uint32] = (starts + rng.integers(0, stretch, count, np.uint64)).astype(np.uint32)
+    return indices
+
+
+def _codes(
+    rng: np.random.Generator,
+    scoped: tuple[tuple[str, tuple[int, int]], ...],
+    scheme: Scheme,
+    group_size: int,
+) -> Iterator[tuple[str, QuantizedTensor]]:
+    for name, shape in scoped:
+        packed = rng.integers(0, 256, packed_size(shape), np.uint8)
+        if shape[0] * shape[1] % 2:
+            packed[-1] &= 0xF0
+        scale = 1 / (_CODE_RMS[scheme] * np.sqrt(shape[1]))
+        scales = rng.uniform(0.8 * scale, 1.2 * scale, scales_shape(scheme, shape, group_size))
+        yield (
+            name,
+            QuantizedTensor(
+                scheme=scheme,
+                shape=shape,
+                group_size=group_size,
+                packed=packed,
+                scales=scales.astype(np.float32),
+            ),
+        )
+
+
+def _plain(rng: np.random.Generator, config: dict[str, Any], scoped: frozenset[str]) -> Iterator[RawTensor]:
+    for name, shape in expected_tensors(config).items():
+        if name in scoped:
+            continue
+        if len(shape) == 1:
+            numbers = np.ones(shape, np.float32)
+        else:
+            numbers = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[-1]))
+        yield _bf16(name, numbers)
+
+
+def _values(
+    rng: np.random.Generator, scoped: tuple[tuple[str, tuple[int, int]], ...], counts: dict[str, int]
+) -> Iterator[RawTensor]:
+    for name, shape in scoped:
+        numbers = rng.standard_normal(counts[name], np.float32) / np.float32(np.sqrt(shape[1]))
+        yield _bf16(name, numbers)
+
+
+def _bf16(name: str, numbers: NDArray[np.float32]) -> RawTensor:
+    """The upper half of each float32: truncated, which is as random as rounded."""
+    halves = (np.ascontiguousarray(numbers).view(np.uint32) >> np.uint32(16)).astype("<u2")
+    return RawTensor(name=name, dtype="BF16", shape=numbers.shape, data=halves.view(np.uint8).reshape(-1))

@@ -1,0 +1,218 @@
+"""A training step beside two dense forward passes, bitsandbytes and MeZO.
+
+    python -m benchmarks.step_time --shape 1.1B --layers 4
+    python -m benchmarks.step_time --shape 1.1B --tokens 64 128
+
+A step of ours is a whole one: two variants of the sparse values (SPSA, one query), directions and update.
+Dense and bitsandbytes make two forward passes of the same tokens with losses at the same positions, and no
+update. MeZO moves all weights four times, with noise made again each time, and makes two forward passes.
+
+Where the processor has no bf16 instructions, bf16 rows are left out unless `--bf16` asks for them, measured
+once: they say nothing about a machine that has them.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.cells import Cells, Result, Settings
+from benchmarks.dense import batch_loss, bitsandbytes_model, dense_model, release
+from benchmarks.engine_steps import EngineStep, opened, random_batch
+from benchmarks.machine import Step, has_bf16, interleaved, machine
+from benchmarks.mezo import Mezo
+from benchmarks.random_packages import SHAPES, random_package
+from benchmarks.settings import settings_parser
+from permille.package.reader import Package
+from permille.zo.estimators import Batch
+from permille.zo.log import EstimatorKind
+
+FIGURE = "step"
+QUERIES = 8
+
+
+class StepBench:
+    """The contenders of one cell: the same package, the same tokens."""
+
+    def __init__(self, package: Package, batch: Batch, folder: Path, threads: int) -> None:
+        self._package = package
+        self._batch = batch
+        self._folder = folder
+        self._threads = threads
+        self.ours: dict[str, EngineStep] = {}
+        self.losses: dict[str, float] = {}
+        torch.set_num_threads(threads)
+
+    def engine_steps(self, names: list[tuple[str, str]]) -> dict[str, Step]:
+        """Steps of our engines, (engine, compute dtype); those that this build lacks are left out."""
+        steps: dict[str, Step] = {}
+        for name, dtype in names:
+            engine = opened(self._package, name, compute_dtype=dtype, threads=self._threads)
+            if engine is not None:
+                self.ours[f"permille {name} {dtype}"] = EngineStep(self._package, engine, self._batch)
+        steps.update(self.ours)
+        return steps
+
+    def dense_pair(self, dtype: torch.dtype) -> Step:
+        """Two dense forward passes."""
+        model = dense_model(self._package, dtype, prepacked=True)
+        return self._pair(f"dense {_name(dtype)}", partial(batch_loss, model, self._batch))
+
+    def bitsandbytes_pair(self, dtype: torch.dtype) -> Step:
+        """Two forward passes from 4 bits."""
+        model = bitsandbytes_model(self._package, self._folder / "linked" / self._package.digest[7:23], dtype)
+        return self._pair(f"bitsandbytes NF4 {_name(dtype)}", partial(batch_loss, model, self._batch))
+
+    def mezo(self, dtype: torch.dtype) -> Step:
+        """One step of MeZO on all weights."""
+        model = dense_model(self._package, dtype, prepacked=False)
+        optimizer = Mezo(model.parameters(), epsilon=1e-3, learning_rate=1e-12)
+        seeds = iter(range(1 << 30))
+        return lambda: optimizer.step(partial(batch_loss, model, self._batch), next(seeds))
+
+    def _pair(self, name: str, loss: Callable[[], float]) -> Step:
+        def pair() -> None:
+            loss()
+            self.losses[name] = loss()
+
+        return pair
+
+
+def measure(
+    package: Package, folder: Path, *, sequences: int, tokens: int, threads: int, rounds: int, bf16: bool
+) -> Result:
+    """All contenders in interleaved rounds."""
+    before = machine()
+    batch = random_batch(package, sequences, tokens)
+    bench = StepBench(package, batch, folder, threads)
+    names = [("torch", "float32"), ("light", "float32")]
+    wide = torch.float32
+    makers: list[tuple[str, Callable[[], Step]]] = [
+        ("dense float32", partial(bench.dense_pair, wide)),
+        ("bitsandbytes NF4 float32", partial(bench.bitsandbytes_pair, wide)),
+        ("MeZO float32", partial(bench.mezo, wide)),
+    ]
+    narrow = torch.bfloat16
+    if bf16 or has_bf16():
+        names += [("torch", "bfloat16"), ("light", "bfloat16")]
+        makers += [
+            ("dense bfloat16", partial(bench.dense_pair, narrow)),
+            ("bitsandbytes NF4 bfloat16", partial(bench.bitsandbytes_pair, narrow)),
+            ("MeZO bfloat16", partial(bench.mezo, narrow)),
+        ]
+    steps = bench.engine_steps(names)
+    steps.update({name: make() for name, make in makers})
+    slow = frozenset() if has_bf16() else frozenset(name for name in steps if "bfloat16" in name)
+    found = interleaved(steps, rounds=rounds, once=slow)
+    for name, step in bench.ours.items():
+        found[name] |= {"not_forward": round(step.rest_share, 5)}
+        bench.losses[name] = step.loss
+    del steps, makers
+    release()
+    return {
+        "k": package.k,
+        "steps": found,
+        "losses": bench.losses,
+        "against": "dense bfloat16" if has_bf16() else "dense float32",
+        "machine": {"before": before, "after": machine()},
+    }
+
+
+def measure_queries(package: Package, *, sequences: int, tokens: int, threads: int, rounds: int) -> Result:
+    """Eight queries a step: finite differences and forward-mode, time of a query."""
+    before = machine()
+    batch = random_batch(package, sequences, tokens)
+    steps: dict[str, Step] = {}
+    for name in ("torch", "light"):
+        engine = opened(package, name, threads=threads)
+        if engine is None:
+            continue
+        for estimator in (EstimatorKind.SPSA, EstimatorKind.FORWARD):
+            steps[f"permille {name} {estimator}"] = EngineStep(
+                package, engine, batch, queries=QUERIES, estimator=estimator
+            )
+        steps[f"permille {name} spsa, 1 query"] = EngineStep(package, engine, batch)
+    found = interleaved(steps, rounds=rounds)
+    return {"queries": QUERIES, "steps": found, "machine": {"before": before, "after": machine()}}
+
+
+def run(
+    cells: Cells,
+    folder: Path,
+    *,
+    shape: str,
+    layers: int | None,
+    sequences: int,
+    tokens: list[int],
+    threads: int,
+    rounds: int,
+    bf16: bool,
+    queries: bool,
+) -> None:
+    """The cells of this figure that are missing."""
+    for length in tokens:
+        sizes = {"sequences": sequences, "tokens": length, "threads": threads, "rounds": rounds}
+        settings: Settings = {"shape": shape, "layers": layers, "bf16": bf16} | sizes
+
+        def cell(length: int = length) -> Result:
+            package = random_package(folder, SHAPES[shape].with_layers(layers))
+            return measure(
+                package,
+                folder,
+                sequences=sequences,
+                tokens=length,
+                threads=threads,
+                rounds=rounds,
+                bf16=bf16,
+            )
+
+        cells.once(FIGURE, settings, cell)
+    if queries:
+        settings = {"shape": shape, "layers": layers} | sizes | {"tokens": tokens[0]}
+
+        def query_cell() -> Result:
+            package = random_package(folder, SHAPES[shape].with_layers(layers))
+            return measure_queries(
+                package, sequences=sequences, tokens=tokens[0], threads=threads, rounds=rounds
+            )
+
+        cells.once("queries", settings, query_cell)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def main() -> None:
+    """Measure what is missing; print the figure's cells."""
+    parser = settings_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="1.1B")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bf16", action="store_true", help="bf16 rows without bf16 instructions too")
+    parser.add_argument("--queries", action="store_true", help="eight queries a step as well")
+    arguments = parser.parse_args()
+    cells = Cells(arguments.cells)
+    run(
+        cells,
+        arguments.folder,
+        shape=arguments.shape,
+        layers=arguments.layers,
+        sequences=arguments.sequences,
+        tokens=arguments.tokens,
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+        bf16=arguments.bf16,
+        queries=arguments.queries,
+    )
+    for settings, result in cells.of(FIGURE) + cells.of("queries"):
+        seconds = {name: found["wall_s"] for name, found in result["steps"].items()}
+        print(json.dumps({"settings": settings, "wall_s": seconds, "losses": result.get("losses")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
