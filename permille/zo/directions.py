@@ -116,14 +116,22 @@ class BlockLayout:
         self.block_B.flags.writeable = False
         self.tensor_B.flags.writeable = False
 
-    def without_padding(self, padded_P: NDArray[Scalar], bits: int) -> NDArray[Scalar]:
-        """Drop what each tensor's last block holds beyond its count: [B * 128 / bits] -> [k]."""
+    def without_padding(
+        self, padded_P: NDArray[Scalar], bits: int, tensors: slice = slice(None)
+    ) -> NDArray[Scalar]:
+        """Drop what each tensor's last block holds beyond its count: [B * 128 / bits] -> [k].
+
+        Args:
+            tensors: consecutive tensors whose blocks `padded_P` holds; all of them by default.
+        """
         per_block = BLOCK_BITS // bits
+        starts_T = self.starts[:-1][tensors]
+        firsts = (starts_T - starts_T[:1]).tolist()
         return np.concatenate(
             [padded_P[:0]]
             + [
                 padded_P[first * per_block : first * per_block + count]
-                for first, count in zip(self.starts.tolist(), self.counts, strict=False)
+                for first, count in zip(firsts, self.counts[tensors], strict=True)
             ]
         )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from permille.errors import InputError, PackageError
-from permille.zo.records import MAX_HEADER_BYTES, MAX_QUERIES, LogHeader, StepFlag, StepRecord, check_record
+from permille.zo.header import MAX_HEADER_BYTES, MAX_QUERIES, LogHeader
+from permille.zo.records import StepFlag, StepRecord, check_record
 from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
 
 MAGIC = b"PMLJNL1\n"

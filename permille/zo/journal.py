@@ -15,7 +15,8 @@ from typing import Self
 from permille.errors import InputError, OperatorError, RetryableError
 from permille.files import write_atomic
 from permille.zo.frames import JournalContents, encode_frame, encode_header, frame_seed, parse_journal
-from permille.zo.records import LogHeader, StepRecord, check_record, check_weight, weight_of
+from permille.zo.header import LogHeader
+from permille.zo.records import StepRecord, check_record, check_weight, weight_of
 
 
 def read_journal(path: Path) -> JournalContents:

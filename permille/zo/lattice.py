@@ -37,7 +37,7 @@ def perturbed(
     w_base_K: NDArray[np.float32],
     s_K: NDArray[np.int64],
     step_unit_exponent: int,
-    z_K: NDArray[np.int8],
+    z_K: NDArray[np.signedinteger],
     scale: float,
 ) -> NDArray[np.float32]:
     """Weights moved by `scale * z`, `scale = +-epsilon / sigma`, rounded to float32 once; float32 [k].
@@ -68,13 +68,16 @@ def coefficient(
     return round(quotient)
 
 
-def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int) -> int:
-    """Exponent of the power of two nearest `lr * g_rms / (1024 q)`, for coefficients of some 1024 (rms).
+def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int, sigma: float = 1.0) -> int:
+    """Exponent of the power of two nearest `lr * g_rms / (1024 q sigma)`: coefficients of some 1024 (rms).
+
+    Args:
+        sigma: root mean square of z (FORMAT 6); directions of large integers want a finer unit.
 
     Raises:
         InputError: the unit is not a positive finite number, or outside the format's range.
     """
-    unit = learning_rate * g_rms / (_COEFFICIENT_RMS * queries)
+    unit = learning_rate * g_rms / (_COEFFICIENT_RMS * queries * sigma)
     if not (math.isfinite(unit) and unit > 0):
         raise InputError(
             f"expected a positive finite step unit, got {unit} from lr {learning_rate}, g_rms {g_rms}"

@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.zo.directions import Distribution
+from permille.zo.header import MAX_HEADER_BYTES, MAX_K, EstimatorKind, LogHeader
+from permille.zo.header_parts import BasisUse, BlockSplit, ExponentsUse
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
 from permille.zo.records import (
     KNOWN_FLAGS,
-    MAX_HEADER_BYTES,
-    MAX_K,
-    EstimatorKind,
-    LogHeader,
     StepFlag,
     StepRecord,
     check_record,
@@ -35,9 +33,12 @@ from permille.zo.schedule import Schedule
 from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
 
 __all__ = [
+    "BasisUse",
+    "BlockSplit",
     "CanonicalLog",
     "Distribution",
     "EstimatorKind",
+    "ExponentsUse",
     "LogHeader",
     "Schedule",
     "StepFlag",
@@ -115,7 +116,7 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
         _decode_block(payload, coefficients_TQ[block], flags_T[block])
     if reader.left:
         raise PackageError("log-content", f"expected the end of the log, got {reader.left} more bytes")
-    weight = weight_of_rows(coefficients_TQ, header.distribution)
+    weight = weight_of_rows(coefficients_TQ, header)
     if weight > STATE_LIMIT:
         raise PackageError("log-limit", f"expected sum |c| * max |z| within 2**53, got {weight} or more")
     return CanonicalLog(header=header, coefficients_TQ=coefficients_TQ, flags_T=flags_T)

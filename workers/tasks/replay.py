@@ -14,9 +14,9 @@ from permille.package.manifest import Manifest
 from permille.store import results, runs
 from permille.store.errors import NotFoundError
 from permille.store.tables import LogState, Run
+from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
 from permille.zo.log import CanonicalLog, decode_canonical
-from permille.zo.records import MAX_STEPS
 from permille.zo.replay import replay
 from workers.context import Publish, Result, TaskContext
 from workers.payloads import ReplayPayload, parse_payload

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from permille.zo.estimators import Batch
-from permille.zo.log import Distribution, EstimatorKind, LogHeader, Schedule, StepFlag, StepRecord
+from permille.zo.layers import Basis, DirectionLayers, Exponents
+from permille.zo.log import (
+    BlockSplit,
+    Distribution,
+    EstimatorKind,
+    LogHeader,
+    Schedule,
+    StepFlag,
+    StepRecord,
+)
 
 
 def make_header(**changes: Any) -> LogHeader:
@@ -28,6 +37,36 @@ def make_header(**changes: Any) -> LogHeader:
         "counts": (130, 0, 17),
     }
     return LogHeader(**(fields | changes))
+
+
+def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> dict[str, Any]:
+    """What a header of this estimator needs: a split has its blocks between the first and the last tensor."""
+    if estimator is EstimatorKind.SPLIT:
+        split = BlockSplit(first_upper_tensor=2, lower_queries=lower)
+        return {"estimator": estimator, "queries": lower + upper, "split": split}
+    return {"estimator": estimator}
+
+
+def make_layers(k: int, *, rank: int = 5, largest: int = 3, seed: int = 0) -> DirectionLayers:
+    """A basis and exponents of k weights, full of extremes."""
+    rng = np.random.default_rng(seed)
+    u_KR = rng.integers(-127, 128, (k, rank)).astype(np.int8)
+    e_K = rng.integers(0, largest + 1, k).astype(np.int8)
+    e_K[:2] = 0, largest
+    return DirectionLayers(
+        basis=Basis(u_KR, "sha256:" + "c" * 64), exponents=Exponents(e_K, "sha256:" + "d" * 64)
+    )
+
+
+def layered_fields(layers: DirectionLayers, *, basis_steps: int = 3, **rates: float) -> dict[str, Any]:
+    """What a header says that uses both layers."""
+    assert layers.basis is not None
+    assert layers.exponents is not None
+    rates = {"epsilon": 1e-3, "learning_rate": 0.1} | rates
+    return {
+        "basis": layers.basis.use(steps=basis_steps, **rates),
+        "exponents": layers.exponents.use(),
+    }
 
 
 def make_records(rows: Sequence[Sequence[int]], *, loss: float = 1.5) -> list[StepRecord]:

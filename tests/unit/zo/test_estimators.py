@@ -12,7 +12,7 @@ from permille.zo.estimators import Batch, apply_record, forward_mode, spsa, take
 from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.log import EstimatorKind, LogHeader, Schedule, StepFlag
 from permille.zo.replay import replay
-from tests.unit.zo.logs import BATCH, QuadraticEngine, make_header
+from tests.unit.zo.logs import BATCH, QuadraticEngine, kind_fields, make_header
 
 K = 147
 RNG = np.random.default_rng(5)
@@ -57,11 +57,11 @@ def test_steps_reduce_the_loss_and_the_log_replays_to_the_same_state(
     estimator: EstimatorKind, distribution: Distribution, schedule: Schedule
 ) -> None:
     learning_rate, queries, steps = 0.02, 4, 150
+    fields = {"queries": queries} | kind_fields(estimator, lower=4, upper=8)
     header = make_header(
-        estimator=estimator,
+        **fields,
         distribution=distribution,
         schedule=schedule,
-        queries=queries,
         learning_rate=learning_rate,
         epsilon=1e-2,
         total_steps=steps,
