@@ -1,0 +1,120 @@
+"""Compile the kernels with the system's C compiler: `python -m permille.native.build`.
+
+One shared library; every kernel is compiled once for each target that the compiler knows, and the processor
+decides at run time. `hatch_build.py` runs this file at installation, so it imports the standard library
+alone. No compiler, or one that fails, is no error: numpy does the work.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "src"
+LIBRARY_NAME = "_kernels.so"
+
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror=vla",
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86": {"scalar": (), "avx2": _AVX2, "avx512": _AVX512},
+    "arm64": {"scalar": (), "neon": ()},
+    "other": {"scalar": ()},
+}
+
+
+class BuildError(Exception):
+    """No compiler, or one that could not compile the kernels; the message is one line."""
+
+
+def build(
+    library: Path, *, compiler: str | None = None, machine: str | None = None, flags: str = ""
+) -> list[str]:
+    """Compile all targets into `library`, replaced as a whole.
+
+    Args:
+        compiler: a command; None takes $CC, or the first of cc, gcc and clang.
+        machine: what to compile for; None is this machine.
+        flags: further flags, separated by spaces.
+
+    Returns:
+        The targets. One that the compiler does not know is left out; `scalar` is always there.
+
+    Raises:
+        BuildError: no compiler, or `scalar` does not compile.
+    """
+    command = [*_compiler(compiler), *_FLAGS, *flags.split()]
+    with tempfile.TemporaryDirectory(prefix="permille-native-") as folder:
+        objects: dict[str, Path] = {}
+        for target, options in _targets(machine or platform.machine()).items():
+            unit = Path(folder) / f"{target}.o"
+            define = (f"-DTARGET={target}", f"-DPATH_{target.upper()}")
+            error = _run([*command, *options, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)])
+            if not error:
+                objects[target] = unit
+            elif target == "scalar":
+                raise BuildError(error)
+        have = [f"-DWITH_{target.upper()}" for target in objects]
+        linked = Path(folder) / LIBRARY_NAME
+        sources = [str(SOURCES / "dispatch.c"), *map(str, objects.values())]
+        error = _run([*command, *have, "-shared", *sources, "-o", str(linked)])
+        if error:
+            raise BuildError(error)
+        part = library.with_name(f"{library.name}.{os.getpid()}.part")
+        shutil.copyfile(linked, part)
+        part.chmod(0o755)
+        part.replace(library)
+    return list(objects)
+
+
+def _compiler(named: str | None) -> list[str]:
+    if named or os.environ.get("CC"):
+        return (named or os.environ["CC"]).split()
+    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    if found is None:
+        raise BuildError("no C compiler (cc, gcc or clang) is installed")
+    return [found]
+
+
+def _targets(machine: str) -> dict[str, tuple[str, ...]]:
+    name = machine.lower()
+    kind = "x86" if name in {"x86_64", "amd64"} else "arm64" if name in {"aarch64", "arm64"} else "other"
+    return _TARGETS[kind]
+
+
+def _run(command: list[str]) -> str:
+    """Empty, or the first line that says what went wrong."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as exc:
+        return f"{command[0]}: {exc.strerror}"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
+    return f"{command[0]}: {lines[0]}"
+
+
+def main() -> None:
+    """Build beside this file and say what was built."""
+    library = Path(__file__).resolve().parent / LIBRARY_NAME
+    try:
+        targets = build(library)
+    except BuildError as exc:
+        print(f"permille: no native kernels, numpy does their work: {exc}")
+        return
+    print(f"permille: {library.name}, {library.stat().st_size // 1024} KiB, targets {' '.join(targets)}")
+
+
+if __name__ == "__main__":
+    main()

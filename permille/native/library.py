@@ -1,0 +1,116 @@
+"""Find the compiled kernels and choose a path: the widest that this processor runs, or the one asked for.
+
+`PERMILLE_NATIVE=off` leaves them unused, `scalar`, `avx2`, `avx512` or `neon` forces a path. The variable is
+read at each call of `load`, so nothing is decided at import.
+"""
+
+import ctypes
+import os
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import OperatorError
+from permille.native.build import LIBRARY_NAME
+
+ABI = 1
+"""The number in `src/permille.h`; a library with another one is not used."""
+
+VARIABLE = "PERMILLE_NATIVE"
+
+_PATHS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
+_WIDEST_FIRST = ("avx512", "avx2", "neon", "scalar")
+
+Argument = NDArray[np.generic] | int
+
+
+class Library:
+    """The kernels of one path.
+
+    Attributes:
+        path: "avx512", "avx2", "neon" or "scalar".
+    """
+
+    def __init__(self, dll: ctypes.CDLL, path: str) -> None:
+        self.path = path
+        self._dll = dll
+        self._kernels: dict[str, Callable[..., int]] = {}
+
+    def call(self, name: str, *arguments: Argument) -> int:
+        """Run a kernel without the interpreter's lock.
+
+        Arrays are passed as pointers and are C-contiguous: whoever calls has checked that, the types and the
+        sizes. Integers are passed as 64 bits. Returns the kernel's result where it has one.
+        """
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = self._kernels[name] = self._find(name)
+        return kernel(
+            *(
+                ctypes.c_void_p(argument.ctypes.data)
+                if isinstance(argument, np.ndarray)
+                else ctypes.c_int64(argument)
+                for argument in arguments
+            )
+        )
+
+    def _find(self, name: str) -> Callable[..., int]:
+        function = self._dll[f"{name}_{self.path}"]
+        function.restype = ctypes.c_int64
+        return function
+
+
+def load() -> Library | None:
+    """The kernels, or None: not built, built for another version, or `PERMILLE_NATIVE=off`.
+
+    Raises:
+        OperatorError: `PERMILLE_NATIVE` names a path that this library or processor has not.
+    """
+    return _load(os.environ.get(VARIABLE, ""))
+
+
+def cpu_path() -> str:
+    """The path in use: "avx512", "avx2", "neon", "scalar", or "numpy" without a library."""
+    library = load()
+    return "numpy" if library is None else library.path
+
+
+def paths() -> list[str]:
+    """All paths that the library has and this processor runs, the widest first; empty without a library."""
+    dll = _open()
+    return [] if dll is None else [name for name in _WIDEST_FIRST if dll.permille_has(_PATHS[name])]
+
+
+@lru_cache(maxsize=8)
+def _load(wanted: str) -> Library | None:
+    if wanted == "off":
+        return None
+    found = paths()
+    if wanted and wanted not in found:
+        raise OperatorError(f"expected {VARIABLE} to be off or one of {found}, got {wanted!r}")
+    dll = _open()
+    return None if dll is None else Library(dll, wanted or found[0])
+
+
+@lru_cache(maxsize=1)
+def _open() -> ctypes.CDLL | None:
+    file = Path(__file__).parent / LIBRARY_NAME
+    if not file.exists():
+        return None
+    try:
+        dll = ctypes.CDLL(str(file))
+        abi = dll.permille_abi()
+    except (OSError, AttributeError) as exc:  # built for another system, or no library of ours
+        warnings.warn(
+            f"{file.name} cannot be loaded, numpy does its work: {exc}", RuntimeWarning, stacklevel=2
+        )
+        return None
+    if abi != ABI:
+        message = f"expected {file.name} of ABI {ABI}, got {abi}: build it again, numpy does its work"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return None
+    return dll

@@ -1,0 +1,7 @@
+/* All kernels, for the one target that build.py names: -DTARGET=avx2 -DPATH_AVX2, ... */
+#include "permille.h"
+
+#include "vector.h"
+
+#include "weights.inc"
+#include "products.inc"

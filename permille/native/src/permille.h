@@ -1,0 +1,51 @@
+/* What all kernels share. Each .inc is compiled once for every target (build.py); FN(name) is name_<target>.
+ *
+ * No kernel allocates, keeps state or reads the clock; all arguments are checked by the Python module beside this
+ * folder. Nothing may be contracted or reassociated where a comment says exact: build.py passes -ffp-contract=off
+ * and never -ffast-math.
+ */
+#ifndef PERMILLE_H
+#define PERMILLE_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define PERMILLE_ABI 1 /* library.py holds the same number */
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernels are written for little-endian machines; numpy does their work elsewhere"
+#endif
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+#define FN(name) JOIN(name, TARGET)
+#define INLINE static inline __attribute__((always_inline, unused))
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Nearest bfloat16, ties to even; every NaN becomes 0x7fc0, as in torch. */
+INLINE uint16_t bf16_of(float value) {
+    uint32_t bits = bits_of(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+#endif
