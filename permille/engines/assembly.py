@@ -20,7 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from permille.engines.dequantization import PackedWeight, borrow
 from permille.engines.head import OutputHead
 from permille.engines.inputs import ModelLimits
+from permille.engines.layer_stack import LayerStack
 from permille.engines.overlay import Overlay, OverlayLinear
+from permille.engines.sharing import layer_spans
 from permille.errors import InputError, PackageError
 from permille.models.families import family_of
 from permille.package.reader import Package
@@ -35,10 +37,14 @@ class AssembledModel:
 
     Attributes:
         decoder: from input embeddings to the hidden states that the head reads.
+        stack: the decoder's layers, whose order of work it decides.
+        spans: where each layer's masked weights lie in the values.
         embed: the module that looks tokens up; `embedding_DH` is its weight as stored.
     """
 
     decoder: nn.Module
+    stack: LayerStack
+    spans: tuple[tuple[int, int], ...]
     embed: nn.Module
     embedding_DH: Tensor
     head: OutputHead
@@ -66,10 +72,14 @@ def assemble(
     _compute_buffers(model, device)
     _place_overlays(model, package, overlay, cache_bytes)
     _place_plain(model, package, device, dtype)
+    names = [info.name for info in package.manifest.tensors]
+    layers = model.get_submodule(names[0].partition(".layers.")[0] + ".layers")
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     embed.padding_idx = None  # It only matters for gradients, and the engine looks up in a part of the table.
     return AssembledModel(
         decoder=model.base_model,
+        stack=LayerStack(layers, model.config),
+        spans=layer_spans(names, package.counts, len(layers)),
         embed=embed,
         embedding_DH=embed.weight,
         head=OutputHead(head.weight, getattr(model.config, "final_logit_softcapping", None)),

@@ -9,6 +9,7 @@ integer: a quarter of the time of unpacking nibbles.
 # Legend: N, K = out and in features; G = ceil(K / group_size); R = rows of a chunk; S = group_size.
 """
 
+import math
 import warnings
 
 import numpy as np
@@ -54,20 +55,43 @@ class PackedWeight:
 
     def dequantize_into(self, buffer: Tensor) -> Tensor:
         """Fill the flat `buffer`, `buffer_size` elements of any float dtype; returns its view [N, K]."""
-        for start, stop in self._chunks():
-            self._dequantize_chunk(buffer, start, stop)
-        return buffer[: self.size].view(self.shape)
+        return self.dequantize_rows(0, self.shape[0], buffer)
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        """Flat ranges that begin at a byte and at a block of weights with their own scales."""
-        unit = 2 * self.group_size if self.scheme is Scheme.NF4 else 2 * self.shape[1]
+    def dequantize_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Fill the flat `buffer` with some rows; returns its view [last - first, K].
+
+        Args:
+            first: a bound of `tiles`; so is `last`.
+            buffer: as many elements as the rows, and one more where their number is odd.
+        """
+        columns = self.shape[1]
+        for start, stop in self._chunks(first * columns, last * columns):
+            self._dequantize_chunk(buffer, start, stop, first * columns)
+        return buffer[: (last - first) * columns].view(-1, columns)
+
+    def tiles(self, weights: int) -> list[tuple[int, int]]:
+        """Ranges of rows of at most `weights` weights each where that can be, to dequantize one by one."""
+        rows, columns = self.shape
+        unit = self._unit()
+        # Each range begins at a byte, and for NF4 at a group of weights, which may run across rows.
+        aligned = unit // math.gcd(unit, columns)
+        step = max(aligned, weights // columns // aligned * aligned)
+        return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def _unit(self) -> int:
+        """Weights between places where a byte begins, and a block of weights with their own scales."""
+        return 2 * self.group_size if self.scheme is Scheme.NF4 else 2 * self.shape[1]
+
+    def _chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Flat ranges from `begin`, each a multiple of the unit but for the last."""
+        unit = self._unit()
         limit = _CPU_CHUNK_WEIGHTS if self._packed.device.type == "cpu" else self.size
         step = max(unit, limit // unit * unit)
-        return [(start, min(start + step, self.size)) for start in range(0, self.size, step)]
+        return [(start, min(start + step, end)) for start in range(begin, end, step)]
 
-    def _dequantize_chunk(self, buffer: Tensor, start: int, stop: int) -> None:
+    def _dequantize_chunk(self, buffer: Tensor, start: int, stop: int, begin: int) -> None:
         packed = self._packed[start // 2 : (stop + 1) // 2]
-        target = buffer[start : start + 2 * packed.numel()]
+        target = buffer[start - begin : start - begin + 2 * packed.numel()]
         codes = target if target.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
         torch.index_select(self._pairs, 0, packed.to(torch.int32), out=codes.view(torch.int64))
         self._scale(codes[: stop - start], start)

@@ -5,7 +5,8 @@
 (Zeroth-order fine-tuning with extreme sparsity, equation 11, adds what is masked; ours replaces: ADR 3.)
 
 A layer is dequantized once in a forward pass, for all variants: every variant sets all masked positions, so
-nothing of the variant before it remains. Weights that do not fit the cache share one scratch buffer.
+nothing of the variant before it remains. It is dequantized in tiles of rows that share one scratch buffer;
+what fits the cache is kept whole.
 
 Where the compute dtype is coarser than float32 the weight carries the rounded value and the rest goes
 through a sparse product of its own: a perturbation below half a unit in the last place of bf16 still
@@ -14,10 +15,14 @@ reaches the output (ADR 41).
 Forward-mode: the tangent of the layer is `W x' + (z on the mask) x`; all directions of a call share the
 primal `W x`.
 
-# Legend: N, K = out and in features; C masked weights of the layer; V variants; Q directions; M flat tokens.
+A text is written with one set of values. A kept weight carries them from token to token, until another call
+sets others; a weight that is not kept multiplies a few tokens straight from its codes, and a sparse product
+adds what the values change.
+
+# Legend: N, K = out and in features; C masked weights of the layer; G groups of variants; Q directions;
+# M flat tokens.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +34,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from permille.engines.dequantization import PackedWeight
+from permille.engines.sparse_pattern import SparsePattern
+
+# On a CPU a tile is read from the last cache by the product that follows; a GPU takes a weight whole.
+_TILE_WEIGHTS = 1 << 21
+
+
+class FixedValues:
+    """Values [k] that stay the same for many calls, and what layers derive from them."""
+
+    def __init__(self, value_K: Tensor) -> None:
+        self.value_K = value_K
+        # Value minus what the code decodes to, of each layer that is not kept dequantized, by its start.
+        self.changes: dict[int, Tensor] = {}
 
 
 class Overlay:
@@ -38,23 +56,31 @@ class Overlay:
         self.device = device
         self.dtype = dtype
         self.differentiated = False
-        self._values_VK: Tensor | None = None
+        self.fixed: FixedValues | None = None
+        self._values_GK: Tensor | None = None
         self._scratch = torch.empty(0, dtype=dtype, device=device)
 
     @contextmanager
-    def using(self, values_VK: Tensor, *, differentiated: bool = False) -> Iterator[None]:
-        """Run with these values, float32 [v, k]; `differentiated`: they may carry a tangent, and v = 1."""
-        self._values_VK, self.differentiated = values_VK, differentiated
+    def using(
+        self, values_GK: Tensor, *, differentiated: bool = False, fixed: FixedValues | None = None
+    ) -> Iterator[None]:
+        """Run with these values, float32 [g, k].
+
+        Args:
+            differentiated: they may carry a tangent, and g = 1.
+            fixed: they are these; g = 1.
+        """
+        self._values_GK, self.differentiated, self.fixed = values_GK, differentiated, fixed
         try:
             yield
         finally:
-            self._values_VK, self.differentiated = None, False
+            self._values_GK, self.differentiated, self.fixed = None, False, None
 
     def values(self, start: int, stop: int) -> Tensor:
-        """[v, stop - start]."""
-        if self._values_VK is None:
+        """[g, stop - start]."""
+        if self._values_GK is None:
             raise RuntimeError("an overlay layer was called outside Overlay.using")
-        return self._values_VK[:, start:stop]
+        return self._values_GK[:, start:stop]
 
     def scratch(self, size: int) -> Tensor:
         """At least `size` elements; the same memory for every layer, so valid until the next layer runs."""
@@ -85,100 +111,108 @@ class OverlayLinear(nn.Module):
         self._weight = weight
         self._span = (start, start + len(indices))
         self._mask = SparsePattern(indices, weight.shape, overlay.device)
+        tile = _TILE_WEIGHTS if overlay.device.type == "cpu" else weight.size
+        rows = weight.tiles(tile)
+        marks = np.searchsorted(indices, [first * self.in_features for first, _ in rows]).tolist()
+        # Rows of a tile, and its part of the masked weights.
+        self._tiles = [
+            (first, last, mark, until)
+            for (first, last), mark, until in zip(rows, marks, [*marks[1:], len(indices)], strict=True)
+        ]
         self._cached = cached
         self._cache: Tensor | None = None
+        # Whose values the cache holds; None where variants may have left any.
+        self._holds: FixedValues | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [v * B, ..., K], the variants in blocks along the first axis; returns [v * B, ..., N]."""
-        values_VC = self._overlay.values(*self._span)
+        """x [g, ..., K], one block a group of variants along the first axis; returns [g, ..., N].
+
+        One group takes any x; so do any groups where nothing is masked.
+        """
+        values_GC = self._overlay.values(*self._span)
         if self._overlay.differentiated:
-            product: Tensor = _OverlayProduct.apply(x, values_VC[0], self)  # type: ignore[no-untyped-call]
-            return product
-        weight_NK = self._dequantized()
-        y = x.new_empty(*x.shape[:-1], self.out_features)
-        variants = values_VC.shape[0]
-        for part, out, value_C in zip(x.chunk(variants), y.chunk(variants), values_VC, strict=True):
-            self._product(part, weight_NK, value_C, out)
-        return y
+            return self._differentiated(x, values_GC[0])
+        x_MK = x.reshape(-1, self.in_features)
+        y_MN = x.new_empty(len(x_MK), self.out_features)
+        groups = len(values_GC) if values_GC.shape[1] else 1
+        self._by_tiles(x_MK.chunk(groups), values_GC, y_MN.chunk(groups))
+        return y_MN.view(*x.shape[:-1], self.out_features)
 
     def current_weight(self) -> Tensor:
-        """The weight [N, K] of the product that ran last; valid until another layer runs."""
-        return self._buffer()[: self._weight.size].view(self._weight.shape)
+        """The weight [N, K] of `primal`'s product; valid until another layer runs."""
+        return self._buffer(self._weight.buffer_size)[: self._weight.size].view(self._weight.shape)
 
     def primal(self, x: Tensor, value_C: Tensor) -> Tensor:
-        """The layer's output for one variant."""
-        y = x.new_empty(*x.shape[:-1], self.out_features)
-        self._product(x, self._dequantized(), value_C, y)
-        return y
+        """The layer's output for one variant, the whole weight left in its buffer."""
+        weight_NK, rounded_C = self._whole(), value_C.to(self._overlay.dtype)
+        self._holds = None
+        weight_NK.view(-1).index_copy_(0, self._mask.indices, rounded_C)
+        y = functional.linear(x, weight_NK, self.bias)
+        return self._with_rest(y, x, value_C, rounded_C)
 
     def sparse_product(self, x: Tensor, z_QC: Tensor) -> Tensor:
         """`(z on the mask) x` for each of Q rows: [Q, ..., N] in the dtype of x."""
         return self._mask.product(x, z_QC)
 
-    def _product(self, x: Tensor, weight_NK: Tensor, value_C: Tensor, out: Tensor) -> None:
-        """Set the values and write `x W^T + b` to `out`, which is contiguous."""
-        rounded_C = value_C.to(weight_NK.dtype)
-        weight_NK.view(-1).index_copy_(0, self._mask.indices, rounded_C)
-        x_MK, out_MN = x.reshape(-1, self.in_features), out.view(-1, self.out_features)
-        if self.bias is None:
-            torch.mm(x_MK, weight_NK.T, out=out_MN)
-        else:
-            torch.addmm(self.bias, x_MK, weight_NK.T, out=out_MN)
-        if weight_NK.dtype.itemsize < value_C.dtype.itemsize:
-            out_MN += self._mask.product(x_MK, (value_C - rounded_C.to(value_C.dtype))[None])[0]
+    def _differentiated(self, x: Tensor, value_C: Tensor) -> Tensor:
+        if len(value_C) == 0:
+            return functional.linear(x, self._whole(), self.bias)
+        product: Tensor = _OverlayProduct.apply(x, value_C, self)  # type: ignore[no-untyped-call]
+        return product
 
-    def _dequantized(self) -> Tensor:
+    def _by_tiles(self, parts: tuple[Tensor, ...], values_GC: Tensor, outs: tuple[Tensor, ...]) -> None:
+        """Each group's rows of x times the weight with its values."""
+        rounded_GC = values_GC.to(self._overlay.dtype)
+        fixed = self._overlay.fixed
+        kept = fixed is not None and self._holds is fixed
+        self._holds = None
+        for first, last, mark, until in self._tiles:
+            tile_NK = self._tile(first, last)
+            for group, (x_MK, out_MN) in enumerate(zip(parts, outs, strict=True)):
+                if until > mark and not kept:
+                    self._set(tile_NK, rounded_GC[group, mark:until], mark, first)
+                self._multiply(x_MK, tile_NK, out_MN[:, first:last], first, last)
+        self._holds = fixed if self._cache is not None else None
+        if rounded_GC.dtype.itemsize < values_GC.dtype.itemsize and values_GC.shape[1]:
+            for x_MK, out_MN, value_C, rounded_C in zip(parts, outs, values_GC, rounded_GC, strict=True):
+                self._with_rest(out_MN, x_MK, value_C, rounded_C)
+
+    def _set(self, tile_NK: Tensor, rounded_C: Tensor, mark: int, first: int) -> None:
+        places_C = self._mask.indices[mark : mark + len(rounded_C)]
+        if first:
+            places_C = places_C - first * self.in_features
+        tile_NK.view(-1).index_copy_(0, places_C, rounded_C)
+
+    def _multiply(self, x_MK: Tensor, tile_NK: Tensor, out_MN: Tensor, first: int, last: int) -> None:
+        if self.bias is None:
+            torch.mm(x_MK, tile_NK.T, out=out_MN)
+        else:
+            torch.addmm(self.bias[first:last], x_MK, tile_NK.T, out=out_MN)
+
+    def _with_rest(self, y: Tensor, x: Tensor, value_C: Tensor, rounded_C: Tensor) -> Tensor:
+        """y plus the product with what rounding took from the values, in place."""
+        if rounded_C.dtype.itemsize < value_C.dtype.itemsize:
+            y += self._mask.product(x, (value_C - rounded_C.to(value_C.dtype))[None])[0]
+        return y
+
+    def _tile(self, first: int, last: int) -> Tensor:
+        """Rows of the weight; at masked positions they hold anything until values are set."""
+        if self._cached:
+            return self._whole()[first:last]
+        size = (last - first) * self.in_features
+        return self._weight.dequantize_rows(first, last, self._overlay.scratch(size + size % 2))
+
+    def _whole(self) -> Tensor:
         """The weight [N, K]; at masked positions it holds anything until values are set."""
+        size = self._weight.buffer_size
         if self._cache is not None:
             return self.current_weight()
         if self._cached:
-            self._cache = torch.empty(
-                self._weight.buffer_size, dtype=self._overlay.dtype, device=self._overlay.device
-            )
-        return self._weight.dequantize_into(self._buffer())
+            self._cache = torch.empty(size, dtype=self._overlay.dtype, device=self._overlay.device)
+        return self._weight.dequantize_into(self._buffer(size))
 
-    def _buffer(self) -> Tensor:
-        return self._overlay.scratch(self._weight.buffer_size) if self._cache is None else self._cache
-
-
-class SparsePattern:
-    """Positions of the masked weights of one layer, and products with matrices that are zero elsewhere."""
-
-    def __init__(self, indices: NDArray[np.uint32], shape: tuple[int, int], device: torch.device) -> None:
-        rows, columns = shape
-        self.shape = shape
-        flat = indices.astype(np.int64)
-        self.indices = torch.from_numpy(flat).to(device)
-        ends = np.cumsum(np.bincount(flat // columns, minlength=rows))
-        self._columns_C = torch.from_numpy((flat % columns).astype(np.int32)).to(device)
-        self._ends_N = torch.from_numpy(ends.astype(np.int32)).to(device)
-
-    def product(self, x: Tensor, z_QC: Tensor) -> Tensor:
-        """x [..., K] times the transposes of Q sparse matrices with values z_QC, summed in float32 or finer.
-
-        One compressed-row product for all Q, the matrices stacked: 2 to 3% of the dense product at a
-        density of 0.001, where gathering columns costs half of it.
-
-        Returns:
-            [Q, ..., N] in the dtype of x.
-        """
-        queries, count = z_QC.shape
-        rows, columns = self.shape
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x_KM = x.reshape(-1, columns).T.to(dtype).contiguous()
-        offsets_Q1 = torch.arange(queries, dtype=torch.int32, device=x.device)[:, None] * count
-        ends = (self._ends_N + offsets_Q1).flatten()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            matrix = torch.sparse_csr_tensor(
-                torch.cat([ends.new_zeros(1), ends]),
-                self._columns_C.repeat(queries),
-                z_QC.to(dtype).flatten(),
-                (queries * rows, columns),
-                check_invariants=False,
-            )
-        y_QNM = (matrix @ x_KM).view(queries, rows, -1)
-        return y_QNM.transpose(1, 2).to(x.dtype).reshape(queries, *x.shape[:-1], rows)
+    def _buffer(self, size: int) -> Tensor:
+        return self._overlay.scratch(size) if self._cache is None else self._cache
 
 
 class _OverlayProduct(torch.autograd.Function):

@@ -5,12 +5,18 @@ float64 over token losses, so it does not depend on how variants and sequences w
 losses themselves agree to rounding when a batch is grouped differently (1e-5), and to the bit when the same
 call is repeated on the same build, device and number of threads.
 
-# Legend: V variants, K masked weights, Q directions, B sequences, T tokens, H hidden size, R target tokens.
+Sequences are packed: no layer computes padding, nor what comes after the last target. Below the first masked
+layer everything is computed once for all variants, and kept where a prefix cache is given; above, once for
+all variants that still agree.
+
+# Legend: V variants, G groups of equal ones, K masked weights, Q directions, B sequences, T their tokens,
+# M packed tokens, H hidden size, R target tokens.
 """
 
+import json
 import threading
+import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
@@ -23,9 +29,15 @@ from torch.func import functional_call, jvp, vmap
 
 import permille
 from permille.engines.assembly import assemble
-from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values, row_parts
+from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values
 from permille.engines.interface import EngineInfo
+from permille.engines.layer_stack import Program, RunLayer
+from permille.engines.overlay import FixedValues
+from permille.engines.packed_attention import Segments
+from permille.engines.packed_batch import PackedBatch, packed_parts
+from permille.engines.prefix_cache import PrefixCache, row_key
 from permille.engines.sampling import Sampling, next_token
+from permille.engines.sharing import first_masked_layer, plan_sharing
 from permille.errors import InputError, OperatorError
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
@@ -56,6 +68,7 @@ class TorchEngine:
         threads: int | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         """Map the package and build its model; nothing is dequantized yet.
 
@@ -64,6 +77,8 @@ class TorchEngine:
             max_tokens: bound on variants * sequences * tokens of one forward pass; a call beyond it runs in
                 parts.
             cache_bytes: bound on dequantized weights that are kept. 0 keeps none.
+            prefix_cache: keeps hidden states before the first masked layer from call to call; without effect
+                where the first layer is masked. It may be shared with other engines.
 
         Raises:
             InputError: an unknown model family or compute dtype.
@@ -84,6 +99,12 @@ class TorchEngine:
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self._model = assemble(package, device=self._device, dtype=self._dtype, cache_bytes=cache_bytes)
+        self._first_masked = first_masked_layer(self._model.spans)
+        self._prefix_cache = prefix_cache
+        self._prefix_scope = (
+            f"{package.digest} {self._first_masked} {json.dumps(self.info(), sort_keys=True)}"
+        )
+        self._no_values = torch.empty(1, 0, device=self._device)
 
     @property
     def k(self) -> int:
@@ -123,23 +144,14 @@ class TorchEngine:
         check_values(values_K[None], self._model.limits)
         directions_QK = check_directions(directions_QK, self._model.limits)
         batch = check_batch(batch, self._model.limits)
-        length = batch.input_ids_BT.shape[1]
-        rows = min(len(batch.input_ids_BT), max(1, self._max_tokens // (2 * length)))
-        queries = max(1, self._max_tokens // (rows * length) - 1)
+        half = max(1, self._max_tokens // 2)  # A primal and at least one tangent of each token.
         with self._lock, torch.no_grad():
             value_K = self._tensor(values_K)
-            sums = [
-                np.sum(
-                    [
-                        self._derivative_sums(value_K, self._tensor(part_QK), part)
-                        for part in row_parts(batch, rows)
-                    ],
-                    axis=0,
-                )
-                for part_QK in _split(directions_QK, queries)
+            parts = [
+                self._derivative_sums(value_K, directions_QK, packed) for packed in packed_parts(batch, half)
             ]
-        targets = int(batch.target_BT.sum())
-        return float(sums[0][0] / targets), np.concatenate([part[1:] for part in sums]) / targets
+        means_Q1 = np.sum(parts, axis=0) / int(batch.target_BT.sum())
+        return float(means_Q1[0]), means_Q1[1:]
 
     def generate(
         self,
@@ -164,7 +176,7 @@ class TorchEngine:
         self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: Sampling
     ) -> Iterator[int]:
         rng = np.random.Generator(np.random.Philox(sampling.seed))
-        value_1K = self._tensor(values_K[None])
+        fixed = FixedValues(self._tensor(values_K))
         positions = self._model.limits.positions
         room = sampling.max_new_tokens
         if positions is not None:
@@ -173,7 +185,7 @@ class TorchEngine:
         for _ in range(room):
             # Per token, so that a consumer that pauses does not keep the engine from others.
             with self._lock, torch.no_grad():
-                logit_D, cache = self._next_logits(value_1K, ids, cache)
+                logit_D, cache = self._next_logits(fixed, ids, cache)
             token = next_token(logit_D, sampling, rng)
             if token in sampling.stop_ids:
                 return
@@ -181,11 +193,11 @@ class TorchEngine:
             ids = np.array([token], dtype=np.int64)
 
     def _next_logits(
-        self, value_1K: Tensor, ids: NDArray[np.int64], cache: Any
+        self, fixed: FixedValues, ids: NDArray[np.int64], cache: Any
     ) -> tuple[NDArray[np.float32], Any]:
         """Logits after the last of `ids`, given the cache of what was before them."""
-        embeds = self._embed(self._tensor(ids)[None])
-        with self._model.overlay.using(value_1K):
+        embeds = self._embed(self._tensor(ids))
+        with self._model.overlay.using(fixed.value_K[None], fixed=fixed):
             output = self._model.decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
         logits_1D = self._model.head.logits(output.last_hidden_state[:, -1])
         logit_D: NDArray[np.float32] = logits_1D[0].float().cpu().numpy()
@@ -193,73 +205,139 @@ class TorchEngine:
 
     def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """[v, R] for a checked batch, in parts of at most `max_tokens`."""
-        sequences, length = batch.input_ids_BT.shape
-        rows = min(sequences, max(1, self._max_tokens // length))
-        variants = max(1, self._max_tokens // (rows * length))
         with self._lock, torch.no_grad():
-            return np.concatenate(
-                [
-                    np.concatenate(
-                        [self._part_losses(self._tensor(part_VK), part) for part in row_parts(batch, rows)],
-                        axis=1,
-                    )
-                    for part_VK in _split(values_VK, variants)
-                ]
-            )
+            parts = [self._part_losses(values_VK, packed) for packed in packed_parts(batch, self._max_tokens)]
+            return np.concatenate(parts, axis=1)
 
-    def _part_losses(self, values_VK: Tensor, batch: Batch) -> NDArray[np.float32]:
-        """[v, R] in one forward pass."""
-        variants = len(values_VK)
-        with self._model.overlay.using(values_VK):
-            hidden_VRH = self._hidden(batch, variants)
-        target_R = self._targets(batch)
-        losses = self._model.head.losses(hidden_VRH.flatten(0, 1), target_R.repeat(variants))
-        token_losses_VR: NDArray[np.float32] = losses.view(variants, -1).float().cpu().numpy()
-        return token_losses_VR
+    def _part_losses(self, values_VK: NDArray[np.float32], packed: PackedBatch) -> NDArray[np.float32]:
+        """[v, R] for some sequences: what no value reaches once, then variants, as many as fit."""
+        prefix_1MH = self._prefix_states(packed)
+        together = max(1, self._max_tokens // packed.tokens)
+        return np.concatenate(
+            [self._variant_losses(part_VK, packed, prefix_1MH) for part_VK in _split(values_VK, together)]
+        )
 
-    def _derivative_sums(self, value_K: Tensor, directions_QK: Tensor, batch: Batch) -> NDArray[np.float64]:
-        """Sum over the part's targets of the token losses, then of their derivative along each direction,
-        [1 + q].
+    def _variant_losses(
+        self, values_VK: NDArray[np.float32], packed: PackedBatch, prefix_1MH: Tensor | None
+    ) -> NDArray[np.float32]:
+        """[v, R] in one forward pass, each layer computed once for variants that agree up to it."""
+        plan = plan_sharing(values_VK, self._model.spans)
+        value_VK, state_R = self._tensor(values_VK), self._tensor(packed.state_R)
+
+        def program(entry_1MH: Tensor, run: RunLayer) -> Tensor:
+            hidden_GMH = entry_1MH if prefix_1MH is None else prefix_1MH
+            for index in range(self._first_masked, len(plan)):
+                groups = plan[index]
+                if groups.splits:
+                    hidden_GMH = hidden_GMH[self._tensor(groups.parent_G)]
+                with self._model.overlay.using(value_VK[self._tensor(groups.first_G)]):
+                    hidden_GMH = run(index, hidden_GMH)
+            return hidden_GMH[:, state_R]
+
+        hidden_GRH = self._decode(packed, program)
+        groups = len(hidden_GRH)
+        losses = self._model.head.losses(
+            hidden_GRH.flatten(0, 1), self._tensor(packed.target_R).repeat(groups)
+        )
+        losses_GR: NDArray[np.float32] = losses.view(groups, -1).float().cpu().numpy()
+        return losses_GR[plan[-1].group_V]
+
+    def _derivative_sums(
+        self, value_K: Tensor, directions_QK: NDArray[np.float32], packed: PackedBatch
+    ) -> NDArray[np.float64]:
+        """Sum over some sequences' targets of the token losses, then of their derivative along each
+        direction, [1 + q]."""
+        prefix_1MH = self._prefix_states(packed)
+        together = max(1, self._max_tokens // packed.tokens - 1)
+        sums = [
+            self._query_sums(value_K, part_QK, packed, prefix_1MH)
+            for part_QK in _split(directions_QK, together)
+        ]
+        return np.concatenate([sums[0][:1], *(part[1:] for part in sums)])
+
+    def _query_sums(
+        self, value_K: Tensor, directions_QK: NDArray[np.float32], packed: PackedBatch, prefix: Tensor | None
+    ) -> NDArray[np.float64]:
+        """As `_derivative_sums`, in one forward pass.
 
         A derivative is the tangent of the hidden state times the head's gradient, which all directions share.
         """
+        state_R = self._tensor(packed.state_R)
 
         def hidden(value_K: Tensor) -> Tensor:
-            with self._model.overlay.using(value_K[None], differentiated=True):
-                return self._hidden(batch, 1)[0]
+            def program(entry_1MH: Tensor, run: RunLayer) -> Tensor:
+                states_1MH = entry_1MH if prefix is None else prefix
+                with self._model.overlay.using(value_K[None], differentiated=True):
+                    for index in range(self._first_masked, len(self._model.stack)):
+                        states_1MH = run(index, states_1MH)
+                return states_1MH[:, state_R]
+
+            return self._decode(packed, program, tangents=len(directions_QK))[0]
 
         def pushed(direction_K: Tensor) -> Any:
             return jvp(hidden, (value_K,), (direction_K,))
 
-        with _eager_attention(self._model.config):
-            # The stubs of vmap know no axis None: the primal has no axis of directions.
-            hidden_RH, tangent_QRH = vmap(pushed, out_dims=(None, 0))(directions_QK)  # type: ignore[arg-type]
-        loss_R, gradient_RH = self._model.head.gradients(hidden_RH, self._targets(batch))
+        # The stubs of vmap know no axis None: the primal has no axis of directions.
+        both = vmap(pushed, out_dims=(None, 0))(self._tensor(directions_QK))  # type: ignore[arg-type]
+        hidden_RH, tangent_QRH = both
+        loss_R, gradient_RH = self._model.head.gradients(hidden_RH, self._tensor(packed.target_R))
         products_QRH = tangent_QRH.to(gradient_RH.dtype) * gradient_RH
         sums_Q = products_QRH.sum(dim=(1, 2), dtype=torch.float64)
-        both: NDArray[np.float64] = torch.cat([loss_R.double().sum()[None], sums_Q]).cpu().numpy()
-        return both
+        sums_Q1: NDArray[np.float64] = torch.cat([loss_R.double().sum()[None], sums_Q]).cpu().numpy()
+        return sums_Q1
 
-    def _hidden(self, batch: Batch, variants: int) -> Tensor:
-        """Hidden states [v, R, H] before each target, for every variant in the overlay.
+    def _prefix_states(self, packed: PackedBatch) -> Tensor | None:
+        """Hidden states [1, M, H] before the first masked layer, from the cache where it has them."""
+        if self._first_masked == 0:
+            return None
+        if self._prefix_cache is None:
+            return self._computed_prefix(packed)
+        keys = [row_key(row, self._prefix_scope) for row in packed.rows()]
+        found = [self._prefix_cache.get(key) for key in keys]
+        missing = [row for row, states in enumerate(found) if states is None]
+        if missing:
+            begin = time.perf_counter()
+            states_MH = _as_array(self._computed_prefix(packed.only(missing))[0])
+            each_s = (time.perf_counter() - begin) / len(missing)
+            cuts = np.cumsum(packed.length_B[missing])[:-1]
+            for row, states_TH in zip(missing, np.split(states_MH, cuts), strict=True):
+                self._prefix_cache.put(keys[row], states_TH, fill_s=each_s)
+                found[row] = states_TH
+        rows_MH = np.concatenate([states_TH for states_TH in found if states_TH is not None])
+        return self._tensor(rows_MH).view(self._dtype)[None]
 
-        No padding mask: padding is on the right and attention causal, so no real token ever looks at it.
-        """
-        embedded = self._embed(self._tensor(batch.input_ids_BT))
-        output = self._model.decoder(inputs_embeds=embedded.repeat(variants, 1, 1), use_cache=False)
-        hidden_VBTH = output.last_hidden_state.unflatten(0, (variants, -1))
-        row_R, column_R = (self._tensor(axis) for axis in np.nonzero(batch.target_BT))
-        states_VRH: Tensor = hidden_VBTH[:, row_R, column_R - 1]
-        return states_VRH
+    def _computed_prefix(self, packed: PackedBatch) -> Tensor:
+        """[1, M, H], computed; no value has a part in it."""
+        reached: list[Tensor] = []
 
-    def _targets(self, batch: Batch) -> Tensor:
-        return self._tensor(batch.input_ids_BT[batch.target_BT])
+        def program(entry_1MH: Tensor, run: RunLayer) -> Tensor:
+            hidden_1MH = entry_1MH
+            with self._model.overlay.using(self._no_values):
+                for index in range(self._first_masked):
+                    hidden_1MH = run(index, hidden_1MH)
+            reached.append(hidden_1MH)
+            return hidden_1MH[:, :1]
 
-    def _embed(self, ids_BT: Tensor) -> Tensor:
-        """Look tokens up in the table as stored, then widen: the table itself is never converted."""
-        used_UH = self._model.embedding_DH[ids_BT.flatten()].to(self._dtype)
-        places_BT = torch.arange(ids_BT.numel(), device=self._device).view(ids_BT.shape)
-        embedded: Tensor = functional_call(self._model.embed, {"weight": used_UH}, (places_BT,))
+        self._decode(packed, program)
+        return reached[0]
+
+    def _decode(self, packed: PackedBatch, program: Program, *, tangents: int = 0) -> Tensor:
+        """What the program makes of the layers, after the model's final norm: no padding, no mask."""
+        segments = Segments(packed.length_B, self._device, tangents=tangents)
+        with self._model.stack.running(program, segments):
+            output = self._model.decoder(
+                inputs_embeds=self._embed(self._tensor(packed.ids_M)),
+                position_ids=self._tensor(packed.position_M)[None],
+                use_cache=False,
+            )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def _embed(self, ids_M: Tensor) -> Tensor:
+        """[1, M, H]: tokens looked up in the table as stored, then widened; the table is never converted."""
+        used_MH = self._model.embedding_DH[ids_M].to(self._dtype)
+        places_1M = torch.arange(len(ids_M), device=self._device)[None]
+        embedded: Tensor = functional_call(self._model.embed, {"weight": used_MH}, (places_1M,))
         return embedded
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -270,15 +348,11 @@ def _split(rows: NDArray[np.float32], size: int) -> list[NDArray[np.float32]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-@contextmanager
-def _eager_attention(config: Any) -> Iterator[None]:
-    """No fused attention has a forward-mode derivative. The modules read their config at each call."""
-    usual = config._attn_implementation
-    config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual
+def _as_array(states: Tensor) -> NDArray[Any]:
+    """The same bits; bfloat16 as the 16-bit integers that numpy has."""
+    states = states.cpu()
+    array: NDArray[Any] = (states.view(torch.int16) if states.dtype == torch.bfloat16 else states).numpy()
+    return array
 
 
 def _device(name: str) -> torch.device:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from permille.engines.dequantization import PackedWeight
-from permille.engines.overlay import Overlay, OverlayLinear, SparsePattern
+from permille.engines.overlay import Overlay, OverlayLinear
+from permille.engines.sparse_pattern import SparsePattern
 from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
 
 ROWS, COLUMNS = 24, 40
@@ -65,7 +66,7 @@ def test_values_replace_the_codes_in_each_variant(cached: bool, biased: bool) ->
 
 
 def test_a_layer_is_dequantized_once_for_all_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, PackedWeight, "dequantize_into")
+    calls = counted(monkeypatch, PackedWeight, "dequantize_rows")
     overlay, layer = layer_of(quantized_random(), random_mask())
     with overlay.using(torch.randn(8, 60)):
         layer(torch.randn(8, COLUMNS))
@@ -73,7 +74,7 @@ def test_a_layer_is_dequantized_once_for_all_variants(monkeypatch: pytest.Monkey
 
 
 def test_a_cached_layer_is_dequantized_once_for_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, PackedWeight, "dequantize_into")
+    calls = counted(monkeypatch, PackedWeight, "dequantize_rows")
     overlay, layer = layer_of(quantized_random(), random_mask(), cached=True)
     for _ in range(3):
         with overlay.using(torch.randn(2, 60)):

@@ -90,7 +90,7 @@ def test_derivatives_agree_with_finite_differences(llama: Tiny) -> None:
 
 
 def test_directions_of_a_call_share_one_primal_pass(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, PackedWeight, "dequantize_into")
+    calls = counted(monkeypatch, PackedWeight, "dequantize_rows")
     engine = TorchEngine(llama.package, cache_bytes=0)
     z_QK = np.ones((6, engine.k), np.float32)
     engine.directional_derivatives(llama.package.values(), z_QK, tiny_batch())
@@ -109,7 +109,7 @@ def test_directions_in_parts_have_the_same_derivatives(llama: Tiny) -> None:
 
 
 def test_weights_beyond_the_cache_are_dequantized_again(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, PackedWeight, "dequantize_into")
+    calls = counted(monkeypatch, PackedWeight, "dequantize_rows")
     first = llama.package.manifest.tensors[0].shape
     engine = TorchEngine(llama.package, cache_bytes=4 * first[0] * first[1])
     tensors = len(llama.package.manifest.tensors)
