@@ -1,15 +1,20 @@
-"""Opening an engine by name. torch is imported here, at the call, and nowhere above an engine."""
+"""Opening an engine by name. torch is imported here, at the call, and nowhere above an engine.
+
+"auto" takes the light engine, which a device always has, where it knows the package's model, and else torch.
+"""
 
 from permille.engines.interface import Engine
+from permille.engines.light.architecture import architecture_of
 from permille.errors import InputError
 from permille.package.reader import Package
 
-ENGINES = ("torch",)
+AUTO, LIGHT, TORCH = "auto", "light", "torch"
+ENGINES = (AUTO, LIGHT, TORCH)
 
 
 def open_engine(
     package: Package,
-    name: str = "torch",
+    name: str = AUTO,
     *,
     device: str = "cpu",
     compute_dtype: str = "float32",
@@ -17,12 +22,41 @@ def open_engine(
 ) -> Engine:
     """Load a package into the engine of this name.
 
+    Args:
+        name: "light" computes on a CPU in float32; "torch" also on CUDA and in bfloat16, if it is installed.
+        threads: None leaves it to the engine.
+
     Raises:
-        InputError: an unknown name, or an engine whose extra is not installed.
+        InputError: an unknown name, an engine whose extra is not installed, or one that cannot do what is
+            asked.
         OperatorError, PackageError: as the engine says.
     """
     if name not in ENGINES:
         raise InputError(f"expected an engine of {', '.join(ENGINES)}; got {name!r}")
+    if name == LIGHT or (name == AUTO and _light_fits(package, device, compute_dtype)):
+        return _light(package, device, compute_dtype, threads)
+    return _torch(package, device, compute_dtype, threads)
+
+
+def _light_fits(package: Package, device: str, compute_dtype: str) -> bool:
+    if device != "cpu" or compute_dtype != "float32":
+        return False
+    try:
+        architecture_of(package.config)
+    except InputError:
+        return False
+    return True
+
+
+def _light(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:
+    if device != "cpu" or compute_dtype != "float32":
+        raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "light"')
+    from permille.engines.light_engine import LightEngine
+
+    return LightEngine(package, threads=threads)
+
+
+def _torch(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:
     try:
         from permille.engines.torch_engine import TorchEngine
     except ModuleNotFoundError as exc:

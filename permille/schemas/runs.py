@@ -36,12 +36,15 @@ class Estimator(StrEnum):
 
     SPSA = "spsa"
     FORWARD = "forward"
+    ONE_SIDED = "one_sided"
+    SPLIT = "split"
 
 
 class EngineName(StrEnum):
     """Which engine computed the losses."""
 
     TORCH = "torch"
+    LIGHT = "light"
 
 
 class OperatingSystem(StrEnum):

@@ -26,7 +26,7 @@ def test_the_torch_engine_opens_by_name(package: Package) -> None:
 
 
 def test_an_unknown_engine_is_refused_with_the_list(package: Package) -> None:
-    with pytest.raises(InputError, match=r"expected an engine of torch; got 'abacus'"):
+    with pytest.raises(InputError, match=r"expected an engine of auto, light, torch; got 'abacus'"):
         open_engine(package, "abacus")
 
 
@@ -36,6 +36,34 @@ def test_a_missing_extra_is_named(package: Package, monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(InputError, match=rf'needs {missing}, .*pip install "permille\[torch\]"'):
+        open_engine(package, "torch")
+
+
+def test_auto_takes_the_light_engine_for_a_model_that_it_knows(package: Package) -> None:
+    assert open_engine(package).info()["name"] == "light"
+
+
+def test_auto_takes_torch_for_another_model(package: Package) -> None:
+    package.config["hidden_act"] = "gelu_fast"
+    assert open_engine(package).info()["name"] == "torch"
+
+
+def test_auto_takes_torch_for_what_only_torch_computes_in(package: Package) -> None:
+    assert open_engine(package, compute_dtype="bfloat16").info()["name"] == "torch"
+
+
+def test_the_light_engine_refuses_another_device(package: Package) -> None:
+    with pytest.raises(InputError, match='expected engine "torch" for float32 on cuda, got "light"'):
+        open_engine(package, "light", device="cuda")
+
+
+def test_without_torch_an_unknown_model_is_refused_with_the_extra(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "permille.engines.torch_engine", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    package.config["hidden_act"] = "gelu_fast"
+    with pytest.raises(InputError, match=r'pip install "permille\[torch\]"'):
         open_engine(package)
 
 

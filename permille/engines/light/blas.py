@@ -1,0 +1,104 @@
+"""The matrix products: numpy's own BLAS, called where the result lies in a column range of a wider matrix.
+
+numpy writes a product to a contiguous array only; the BLAS that it carries takes any distance between rows.
+Where that library is not found (another BLAS, another platform) the product goes through a copy.
+
+The library is told to use one thread: the engine's tasks are the threads. That setting is the process's.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+_ROW_MAJOR, _AS_IS, _TRANSPOSED = 101, 111, 112
+_FOLDERS = ("../numpy.libs", ".libs", ".dylibs")
+
+
+class Blas:
+    """`out = a b^T` in float32, single threaded."""
+
+    def __init__(self) -> None:
+        self._library = _library()
+        if self._library is not None:
+            self._library.set_threads(1)
+
+    @property
+    def name(self) -> str:
+        """Which library multiplies; a part of what decides bits."""
+        return "numpy's matmul" if self._library is None else self._library.name
+
+    def product(self, a_MK: Array, b_NK: Array, out_MN: Array) -> None:
+        """`out = a b^T`. Rows are contiguous; the distance between rows is free."""
+        self._multiply(a_MK, b_NK, out_MN, _TRANSPOSED)
+
+    def plain_product(self, a_MK: Array, b_KN: Array, out_MN: Array) -> None:
+        """`out = a b`."""
+        self._multiply(a_MK, b_KN, out_MN, _AS_IS)
+
+    def _multiply(self, a: Array, b: Array, out: Array, second: int) -> None:
+        if self._library is None or not (_rows(a) and _rows(b) and _rows(out)) or out.size == 0:
+            np.copyto(out, a @ (b.T if second == _TRANSPOSED else b))
+            return
+        self._library.sgemm(
+            _ROW_MAJOR, _AS_IS, second, out.shape[0], out.shape[1], a.shape[1],
+            1.0, a.ctypes.data, _distance(a), b.ctypes.data, _distance(b),
+            0.0, out.ctypes.data, _distance(out),
+        )  # fmt: skip
+
+
+class _Library:
+    """The functions that we use of one OpenBLAS."""
+
+    def __init__(self, library: ctypes.CDLL, prefix: str, suffix: str) -> None:
+        configuration = _function(library, f"{prefix}openblas_get_config{suffix}")
+        configuration.restype = ctypes.c_char_p
+        words = configuration().decode().split()
+        size = ctypes.c_int64 if "USE64BITINT" in words else ctypes.c_int32
+        self.sgemm = _function(library, f"{prefix}cblas_sgemm{suffix}")
+        number, place, choice = ctypes.c_float, ctypes.c_void_p, ctypes.c_int
+        self.sgemm.argtypes = [
+            choice, choice, choice, size, size, size,
+            number, place, size, place, size, number, place, size,
+        ]  # fmt: skip
+        self.sgemm.restype = None
+        self.set_threads: Callable[[int], None] = _function(
+            library, f"{prefix}openblas_set_num_threads{suffix}"
+        )
+        # Version and the processor's kernels; the rest says how it was built.
+        kinds = [word for word in words[2:] if not word.isupper() and "=" not in word]
+        self.name = " ".join(words[:2] + kinds)
+
+
+@cache
+def _library() -> _Library | None:
+    root = Path(np.__file__).parent
+    for folder in _FOLDERS:
+        for path in sorted((root / folder).glob("*openblas*")):
+            for prefix in ("scipy_", ""):
+                for suffix in ("64_", ""):
+                    try:
+                        return _Library(ctypes.CDLL(str(path)), prefix, suffix)
+                    except (OSError, AttributeError):
+                        continue
+    return None
+
+
+def _function(library: ctypes.CDLL, name: str) -> "ctypes._NamedFuncPointer":
+    found: ctypes._NamedFuncPointer = getattr(library, name)
+    return found
+
+
+def _rows(array: Array) -> bool:
+    """Whether BLAS can take it: rows are contiguous and do not overlap."""
+    return array.ndim == 2 and array.strides[1] == 4 and array.strides[0] >= 4 * array.shape[1]
+
+
+def _distance(array: Array) -> int:
+    """Numbers from one row to the next."""
+    return max(array.strides[0] // 4, array.shape[1], 1)

@@ -1,0 +1,99 @@
+"""Text, token by token: the run that remembers keys and values.
+
+One token needs no weight in memory: `packed_product` multiplies from the codes, and what the sparse values
+change is added, `(value - decoded value) x`, computed once for a whole text. The prompt goes through tiles,
+as in training.
+
+# Legend: M new tokens, S tokens so far, A heads, B key-value heads, D numbers of a head, C masked weights.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.light import layers
+from permille.engines.light.architecture import Architecture
+from permille.engines.light.linear import LightLinear, Tools
+from permille.engines.light.model import LightLayer, LightModel
+from permille.engines.light.packing import Packed
+from permille.engines.light.runs import VariantRun, Workspace
+
+Array = NDArray[np.float32]
+
+
+class TextRun(VariantRun):
+    """One variant of the values and one sequence that grows."""
+
+    def __init__(self, tools: Tools, model: LightModel, value_K: Array, room: int) -> None:
+        """`room`: tokens of the prompt and of the text together, at most."""
+        self._model = model
+        self._shape: Architecture = model.architecture
+        super().__init__(tools, model.architecture, Workspace(), _tokens(0, 0))
+        self.set_values(value_K[None])
+        self.length = 0
+        self._room = room
+        self._kept: dict[int, tuple[Array, Array]] = {}
+
+    def begin(self, count: int) -> NDArray[np.int64]:
+        """The next `count` tokens follow: their positions."""
+        self._packed = _tokens(self.length, count)
+        self._tables = {}
+        return self._packed.position_M
+
+    def end(self) -> None:
+        """They have gone through all layers."""
+        self.length += len(self._packed.position_M)
+
+    def linear(self, layer: LightLinear, x_GMK: Array, out_GMN: Array) -> None:
+        """See `Run`."""
+        if x_GMK.shape[1] == 1 and layer.multiplies_codes:
+            layer.few_tokens(self._tools, x_GMK[0], self._values_GK[0, layer.span], out_GMN[0])
+        else:
+            super().linear(layer, x_GMK, out_GMN)
+
+    def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
+        """See `Run`."""
+        if x_GMH.shape[1] > 1:
+            super().feed_forward(gate, up, x_GMH, out_GMI)
+            return
+        kind = self._architecture.activation
+        self.linear(up if gate is None else gate, x_GMH, out_GMI)
+        with np.errstate(all="ignore"):
+            layers.activate(kind, out_GMI)
+        if gate is not None:
+            up_GMI = self.buffer("up", x_GMH, up.rows)
+            self.linear(up, x_GMH, up_GMI)
+            out_GMI *= up_GMI
+
+    def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
+        """See `Run`. New keys and values join those of the tokens before."""
+        key_SBD, value_SBD = self._memory(layer)
+        stop = self.length + k.shape[1]
+        key_SBD[self.length : stop], value_SBD[self.length : stop] = k[0], v[0]
+        window = layer.settings.window
+        # What no new token sees is left out.
+        first = 0 if window is None else max(0, self.length + 1 - window)
+        shape = self._shape
+        with np.errstate(all="ignore"):
+            layers.attention(
+                q[0], key_SBD[first:stop], value_SBD[first:stop], shape.attention_scale,
+                window, shape.attention_softcap, out[0],
+            )  # fmt: skip
+
+    def _memory(self, layer: LightLayer) -> tuple[Array, Array]:
+        """Keys and values of a layer, with room for all tokens; pages that nothing was written to cost
+        nothing."""
+        if id(layer) not in self._kept:
+            shape = (self._room, self._shape.kv_heads, self._shape.head)
+            self._kept[id(layer)] = (np.empty(shape, np.float32), np.empty(shape, np.float32))
+        return self._kept[id(layer)]
+
+
+def _tokens(first: int, count: int) -> Packed:
+    nothing = np.empty(0, np.int64)
+    return Packed(
+        id_M=nothing,
+        position_M=np.arange(first, first + count),
+        sequences=(slice(0, count),),
+        state_R=nothing,
+        target_R=nothing,
+    )

@@ -1,0 +1,166 @@
+"""The output head: losses of target tokens, block by block of the vocabulary.
+
+    loss(h, target) = logsumexp(W h) - (W h)[target]
+
+Logits exist for target positions only, and for one block of the vocabulary and some rows at a time; their
+maximum and sum are carried from block to block (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", algorithm 3).
+
+# Legend: R rows (target positions), H hidden size, D vocabulary, B a block of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.light.crew import blocks
+from permille.engines.light.linear import Tools
+from permille.engines.light.table import Table
+
+Array = NDArray[np.float32]
+
+_BLOCK_WEIGHTS = 1 << 21
+_BLOCK_ROWS = 256
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """What is known of some rows after the blocks so far. `gradient_RH` is not yet divided by `sum_R`."""
+
+    hidden_RH: Array
+    target_R: NDArray[np.int64]
+    top_R: Array
+    sum_R: Array
+    chosen_R: Array
+    gradient_RH: Array | None
+    chosen_slope_R: Array
+
+
+class LightHead:
+    """Logits, losses and their gradients with respect to hidden states."""
+
+    def __init__(self, tools: Tools, table: Table, softcap: float | None) -> None:
+        """`softcap` c: logits are `c * tanh(logits / c)` (Gemma 2); None: as they are."""
+        self._tools = tools
+        self._table = table
+        self._softcap = softcap
+        self._blocks = blocks(table.rows, max(64, _BLOCK_WEIGHTS // table.width))
+
+    def losses(self, hidden_RH: Array, target_R: NDArray[np.int64]) -> Array:
+        """Negative log-likelihood of each target, float32 [R]."""
+        return _losses(self._run(hidden_RH, target_R, gradients=False))
+
+    def gradients(self, hidden_RH: Array, target_R: NDArray[np.int64]) -> tuple[Array, Array]:
+        """The losses [R], and `d loss / d hidden` [R, H]: `softmax(logits) W - W[target]`, through the soft
+        cap if any."""
+        parts = self._run(hidden_RH, target_R, gradients=True)
+        gradient_RH = np.empty_like(hidden_RH)
+        at = 0
+        for part in parts:
+            rows = slice(at, at + len(part.target_R))
+            chosen_RH = self._table.look_up(part.target_R)
+            chosen_RH *= part.chosen_slope_R[:, None]
+            np.divide(part.gradient_RH, part.sum_R[:, None], out=gradient_RH[rows])  # type: ignore[arg-type]
+            gradient_RH[rows] -= chosen_RH
+            at = rows.stop
+        return _losses(parts), gradient_RH
+
+    def logits(self, hidden_RH: Array) -> Array:
+        """[R, D]: for the few rows of a generation."""
+        logit_RD = np.empty((len(hidden_RH), self._table.rows), np.float32)
+
+        def block(rows: slice) -> None:
+            self._tools.blas.product(hidden_RH, self._weight(rows), logit_RD[:, rows])
+            self._cap(logit_RD[:, rows])
+
+        self._tools.crew.each(block, self._blocks)
+        return logit_RD
+
+    def _run(self, hidden_RH: Array, target_R: NDArray[np.int64], *, gradients: bool) -> list[_Running]:
+        parts = [
+            _begin(hidden_RH[rows], target_R[rows], gradients) for rows in blocks(len(target_R), _BLOCK_ROWS)
+        ]
+        for rows in self._blocks:
+            weight_BH = self._shared_weight(rows)
+            self._tools.crew.each(self._step(weight_BH, rows.start), parts)
+        return parts
+
+    def _step(self, weight_BH: Array, first: int) -> Callable[[_Running], None]:
+        def step(part: _Running) -> None:
+            width = len(weight_BH)
+            logit_RB = self._tools.crew.scratch("logits", len(part.target_R) * width).reshape(-1, width)
+            self._tools.blas.product(part.hidden_RH, weight_BH, logit_RB)
+            slope_RB = self._cap(logit_RB)
+            row = np.flatnonzero((part.target_R >= first) & (part.target_R < first + width))
+            inside = part.target_R[row] - first
+            part.chosen_R[row] = logit_RB[row, inside]
+            if slope_RB is not None:
+                part.chosen_slope_R[row] = slope_RB[row, inside]
+            self._accumulate(part, logit_RB, slope_RB, weight_BH)
+
+        return step
+
+    def _accumulate(self, part: _Running, logit_RB: Array, slope_RB: Array | None, weight_BH: Array) -> None:
+        top_R = np.maximum(part.top_R, logit_RB.max(axis=1))
+        shrink_R = np.exp(part.top_R - top_R)
+        logit_RB -= top_R[:, None]
+        np.exp(logit_RB, out=logit_RB)
+        part.sum_R *= shrink_R
+        part.sum_R += logit_RB.sum(axis=1)
+        part.top_R = top_R
+        if part.gradient_RH is None:
+            return
+        if slope_RB is not None:
+            logit_RB *= slope_RB
+        added_RH = self._tools.crew.scratch("added", part.gradient_RH.size).reshape(part.gradient_RH.shape)
+        self._tools.blas.plain_product(logit_RB, weight_BH, added_RH)
+        part.gradient_RH *= shrink_R[:, None]
+        part.gradient_RH += added_RH
+
+    def _shared_weight(self, rows: slice) -> Array:
+        """A block for all threads, widened by all of them."""
+        size = (rows.stop - rows.start) * self._table.width
+        if self._table.is_float32:
+            return self._table.block(rows, np.empty(0, np.float32))
+        out_BH = self._tools.crew.scratch("head", size).reshape(-1, self._table.width)
+
+        def widen(part: slice) -> None:
+            moved = slice(rows.start + part.start, rows.start + part.stop)
+            self._table.block(moved, out_BH[part].reshape(-1))
+
+        self._tools.crew.each(widen, blocks(len(out_BH), 128))
+        return out_BH
+
+    def _weight(self, rows: slice) -> Array:
+        size = 0 if self._table.is_float32 else (rows.stop - rows.start) * self._table.width
+        return self._table.block(rows, self._tools.crew.scratch("head block", size))
+
+    def _cap(self, logit_RB: Array) -> Array | None:
+        """Cap logits in place; returns their derivative with respect to those before the cap."""
+        if self._softcap is None:
+            return None
+        cap = np.float32(self._softcap)
+        tanh_RB = np.tanh(logit_RB / cap)
+        np.multiply(tanh_RB, cap, out=logit_RB)
+        slope_RB: Array = 1 - tanh_RB * tanh_RB
+        return slope_RB
+
+
+def _begin(hidden_RH: Array, target_R: NDArray[np.int64], gradients: bool) -> _Running:
+    rows = len(target_R)
+    return _Running(
+        hidden_RH=hidden_RH,
+        target_R=target_R,
+        top_R=np.full(rows, -np.inf, np.float32),
+        sum_R=np.zeros(rows, np.float32),
+        chosen_R=np.zeros(rows, np.float32),
+        gradient_RH=np.zeros_like(hidden_RH) if gradients else None,
+        chosen_slope_R=np.ones(rows, np.float32),
+    )
+
+
+def _losses(parts: list[_Running]) -> Array:
+    with np.errstate(all="ignore"):
+        return np.concatenate([part.top_R + np.log(part.sum_R) - part.chosen_R for part in parts])

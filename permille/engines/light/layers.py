@@ -1,0 +1,198 @@
+"""The pointwise and row-wise parts of a decoder in numpy, and how a small change of the input moves them.
+
+Each function works on some rows and writes to a place that the caller gives, so that rows can be split over
+threads. A tangent is what forward-mode differentiation makes of the function: derivatives are written by
+hand, from the formula above them.
+
+# Legend: M tokens, H width, T tokens of one sequence, S tokens that it attends to (its own among them), A
+# heads, B key-value heads, D numbers of a head, E = rotated / 2.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.light.architecture import Activation, NormKind
+
+Array = NDArray[np.float32]
+
+
+def norm(
+    kind: NormKind, x_MH: Array, weight_H: Array, bias_H: Array | None, epsilon: float, out: Array
+) -> None:
+    """`out = w x / sqrt(mean(x^2) + epsilon)`, or the same of `x - mean(x)`, plus the bias (LAYER)."""
+    scaled_MH, _ = _standardized(kind, x_MH, epsilon)
+    np.multiply(scaled_MH, weight_H, out=out)
+    if bias_H is not None:
+        out += bias_H
+
+
+def norm_tangent(
+    kind: NormKind, x_MH: Array, change_MH: Array, weight_H: Array, epsilon: float, out: Array
+) -> None:
+    """`out = w r (x' - n mean(n x'))`, `n = x r`, `r = 1 / sqrt(mean(x^2) + epsilon)` (LAYER: centred)."""
+    scaled_MH, r_M1 = _standardized(kind, x_MH, epsilon)
+    if kind is NormKind.LAYER:
+        change_MH = change_MH - change_MH.mean(axis=1, keepdims=True)
+    np.multiply(scaled_MH, (scaled_MH * change_MH).mean(axis=1, keepdims=True), out=out)
+    np.subtract(change_MH, out, out=out)
+    out *= r_M1
+    out *= weight_H
+
+
+def _standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Array]:
+    if kind is NormKind.LAYER:
+        x_MH = x_MH - x_MH.mean(axis=1, keepdims=True)
+    mean_M = np.einsum("mh,mh->m", x_MH, x_MH) / np.float32(x_MH.shape[1])
+    r_M1 = (1 / np.sqrt(mean_M + np.float32(epsilon)))[:, None]
+    return x_MH * r_M1, r_M1
+
+
+def activate(kind: Activation, x: Array) -> Array:
+    """The function, pointwise; `x` is used up and may be what is returned."""
+    if kind is Activation.RELU:
+        return np.maximum(x, 0, out=x)
+    if kind is Activation.SILU:
+        x /= 1 + np.exp(-x)
+        return x
+    if kind is Activation.GELU:
+        x *= 0.5 * (1 + erf(x * np.float32(math.sqrt(0.5))))
+        return x
+    x *= 0.5 * (1 + np.tanh(_tanh_argument(x)))
+    return x
+
+
+def slope(kind: Activation, x: Array) -> Array:
+    """The function's derivative, pointwise."""
+    if kind is Activation.RELU:
+        return (x > 0).astype(np.float32)
+    if kind is Activation.SILU:
+        sigmoid = 1 / (1 + np.exp(-x))
+        return sigmoid * (1 + x * (1 - sigmoid))
+    if kind is Activation.GELU:
+        density = np.exp(-0.5 * x * x) * np.float32(1 / math.sqrt(2 * math.pi))
+        return 0.5 * (1 + erf(x * np.float32(math.sqrt(0.5)))) + x * density
+    tanh = np.tanh(_tanh_argument(x))
+    inner = np.float32(_ROOT_2_PI) * (1 + np.float32(3 * _CUBIC) * x * x)
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+
+
+_ROOT_2_PI, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+# Abramowitz and Stegun, 7.1.26: |error| at most 1.5e-7.
+_ERF_P = 0.3275911
+_ERF_A = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+
+
+def erf(x: Array) -> Array:
+    """The error function, to 2e-7."""
+    t = 1 / (1 + _ERF_P * np.abs(x).astype(np.float64))
+    series = np.zeros_like(t)
+    for factor in reversed(_ERF_A):
+        series = (series + factor) * t
+    value: Array = np.copysign(1 - series * np.exp(-np.square(x, dtype=np.float64)), x).astype(np.float32)
+    return value
+
+
+def _tanh_argument(x: Array) -> Array:
+    argument: Array = np.float32(_ROOT_2_PI) * (x + np.float32(_CUBIC) * x * x * x)
+    return argument
+
+
+def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
+    """Rotate the first 2E numbers of every head, in place. Linear, so it is its own tangent."""
+    half = cosine_ME.shape[1]
+    cosine, sine = cosine_ME[:, None], sine_ME[:, None]
+    first, second = x_MAD[..., :half], x_MAD[..., half : 2 * half]
+    turned = first * cosine - second * sine
+    second *= cosine
+    second += first * sine
+    first[...] = turned
+
+
+def attention(
+    q_TAD: Array,
+    k_SBD: Array,
+    v_SBD: Array,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    out_TAD: Array,
+) -> None:
+    """Causal attention of the last T of S tokens; head a reads key-value head a // (A / B)."""
+    for q_GTD, k_SD, v_SD, out_GTD in _by_head(q_TAD, k_SBD, v_SBD, out_TAD):
+        weight_GTS, _ = _weights(q_GTD, k_SD, scale, window, cap)
+        np.matmul(weight_GTS, v_SD, out=out_GTD)
+
+
+def attention_tangents(
+    q_QTAD: Array,
+    k_QTBD: Array,
+    v_QTBD: Array,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    out_QTAD: Array,
+) -> None:
+    """The first of the 1 + Q is the primal, the others its tangents:
+
+    `out' = P' v + P v'`, `P' = P (s' - sum(P s'))`, `s' = scale (q' k + q k') slope`.
+    """
+    primal = _by_head(q_QTAD[0], k_QTBD[0], v_QTBD[0], out_QTAD[0])
+    for head, (q_GTD, k_TD, v_TD, out_GTD) in enumerate(primal):
+        weight_GTT, slope_GTT = _weights(q_GTD, k_TD, scale, window, cap)
+        np.matmul(weight_GTT, v_TD, out=out_GTD)
+        for query in range(1, len(q_QTAD)):
+            parts = _by_head(q_QTAD[query], k_QTBD[query], v_QTBD[query], out_QTAD[query])
+            dq_GTD, dk_TD, dv_TD, dout_GTD = parts[head]
+            change_GTT = np.matmul(dq_GTD, k_TD.T)
+            change_GTT += np.matmul(q_GTD, dk_TD.T)
+            change_GTT *= np.float32(scale)
+            if slope_GTT is not None:
+                change_GTT *= slope_GTT
+            change_GTT -= np.einsum("gts,gts->gt", weight_GTT, change_GTT)[..., None]
+            change_GTT *= weight_GTT
+            dout_GTD[...] = np.matmul(change_GTT, v_TD) + np.matmul(weight_GTT, dv_TD)
+
+
+def _by_head(
+    q_TAD: Array, k_SBD: Array, v_SBD: Array, out_TAD: Array
+) -> list[tuple[Array, Array, Array, Array]]:
+    """Views by key-value head: the G = A / B heads that read it, its keys, its values, where to write."""
+    heads = k_SBD.shape[1]
+    group = q_TAD.shape[1] // heads
+    return [
+        (
+            q_TAD[:, head * group : (head + 1) * group].transpose(1, 0, 2),
+            k_SBD[:, head],
+            v_SBD[:, head],
+            out_TAD[:, head * group : (head + 1) * group].transpose(1, 0, 2),
+        )
+        for head in range(heads)
+    ]
+
+
+def _weights(
+    q_GTD: Array, k_SD: Array, scale: float, window: int | None, cap: float | None
+) -> tuple[Array, Array | None]:
+    """(softmax of the scores [G, T, S], slope of the soft cap if any)."""
+    score_GTS = np.matmul(q_GTD, k_SD.T)
+    score_GTS *= np.float32(scale)
+    slope_GTS = None
+    if cap is not None:
+        score_GTS /= np.float32(cap)
+        np.tanh(score_GTS, out=score_GTS)
+        slope_GTS = 1 - score_GTS * score_GTS
+        score_GTS *= np.float32(cap)
+    np.copyto(score_GTS, -np.inf, where=~visible(q_GTD.shape[1], len(k_SD), window))
+    score_GTS -= score_GTS.max(axis=2, keepdims=True)
+    np.exp(score_GTS, out=score_GTS)
+    score_GTS /= score_GTS.sum(axis=2, keepdims=True)
+    return score_GTS, slope_GTS
+
+
+def visible(queries: int, keys: int, window: int | None) -> NDArray[np.bool_]:
+    """[T, S]: the last T of S tokens see themselves and, at most `window` in all, those before."""
+    behind_TS = np.arange(keys - queries, keys)[:, None] - np.arange(keys)
+    seen_TS: NDArray[np.bool_] = behind_TS >= 0
+    return seen_TS if window is None else seen_TS & (behind_TS < window)

@@ -1,0 +1,134 @@
+"""A linear layer of a package: packed codes, and sparse values that replace what the codes decode to.
+
+    y = x W^T + b,    W = dequantize(codes),    W[mask] = values
+
+The weight exists a tile of rows at a time, in the scratch memory of the thread that needs it: the tile is
+dequantized once, and for each variant its values are set and the variant's tokens multiplied.
+
+# Legend: N, K = out and in features; C masked weights; G groups of variants; M tokens; R rows of a tile; Q
+# directions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.light.blas import Blas
+from permille.engines.light.crew import Crew, blocks
+from permille.native.weights import PackedRows, dequantize_rows, set_values, sparse_product
+
+Array = NDArray[np.float32]
+
+# A tile of about this many weights stays in the caches; fewer rows make the product slow.
+_TILE_WEIGHTS = 1 << 20
+_TILE_ROWS = (128, 512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tools:
+    """What multiplies, and the threads."""
+
+    blas: Blas
+    crew: Crew
+
+
+class LightLinear:
+    """One quantized layer."""
+
+    def __init__(
+        self,
+        weight: PackedRows,
+        indices: NDArray[np.uint32],
+        start: int,
+        bias_N: Array | None,
+        *,
+        cached: bool,
+    ) -> None:
+        """`indices` are flat and strictly increasing; `start` is their offset in the package's values."""
+        self.rows, self.columns = weight.shape
+        self.weight = weight
+        self.bias_N = bias_N
+        self.span = slice(start, start + len(indices))
+        self.indices = indices
+        rows = np.searchsorted(indices, np.arange(self.rows + 1, dtype=np.int64) * self.columns)
+        self.row_start_N1 = rows.astype(np.int32)
+        self._cache_NK = np.empty(weight.shape, np.float32) if cached else None
+        if self._cache_NK is not None:
+            dequantize_rows(weight, 0, self.rows, self._cache_NK)
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether a product with few tokens goes without dequantized weights."""
+        return False
+
+    def few_tokens(self, tools: Tools, x_MK: Array, value_C: Array, out_MN: Array) -> None:
+        """The layer for one variant and few tokens, from the codes."""
+        raise NotImplementedError
+
+    def tiles(self) -> list[slice]:
+        """Ranges of output rows; a function of the shape alone."""
+        fewest, most = _TILE_ROWS
+        return blocks(self.rows, min(max(_TILE_WEIGHTS // self.columns, fewest), most))
+
+    def variants(self, tools: Tools, x_GMK: Array, values_GC: Array, out_GMN: Array) -> None:
+        """The layer for each group of variants."""
+
+        def tile(rows: slice) -> None:
+            for group, weight_RK in self.weights(tools.crew, rows, values_GC):
+                self.multiply(tools.blas, x_GMK[group], weight_RK, rows, out_GMN[group, :, rows])
+
+        tools.crew.each(tile, self.tiles())
+
+    def tangents(self, tools: Tools, x_QMK: Array, value_C: Array, z_QC: Array, out_QMN: Array) -> None:
+        """The first of 1 + Q is the primal, the others tangents: `W x' + (z on the mask) x`."""
+
+        def tile(rows: slice) -> None:
+            part_QMR = self.tangent_tile(tools, x_QMK, value_C, z_QC, rows, "product")
+            out_QMN[:, :, rows] = part_QMR
+
+        tools.crew.each(tile, self.tiles())
+
+    def tangent_tile(
+        self, tools: Tools, x_QMK: Array, value_C: Array, z_QC: Array, rows: slice, name: str
+    ) -> Array:
+        """[1 + Q, M, R] in scratch memory of this name."""
+        count, tokens = x_QMK.shape[:2]
+        width = rows.stop - rows.start
+        part_QMR = tools.crew.scratch(name, count * tokens * width).reshape(count, tokens, width)
+        _, weight_RK = next(self.weights(tools.crew, rows, value_C[None]))
+        tools.blas.product(x_QMK.reshape(-1, self.columns), weight_RK, part_QMR.reshape(-1, width))
+        if self.bias_N is not None:
+            part_QMR[0] += self.bias_N[rows]
+        first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
+        if last > first:
+            sparse_product(
+                x_QMK[0],
+                self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
+                (self.indices[first:last] % np.uint32(self.columns)).astype(np.int32),
+                np.ascontiguousarray(z_QC[:, first:last]),
+                part_QMR[1:],
+            )
+        return part_QMR
+
+    def weights(self, crew: Crew, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
+        """(group, tile [R, K] with its values): the same memory each time, so use it before the next."""
+        width = rows.stop - rows.start
+        if self._cache_NK is None:
+            tile_RK = crew.scratch("weight", width * self.columns).reshape(width, self.columns)
+            dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
+        else:
+            tile_RK = self._cache_NK[rows]
+        first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
+        for group, value_C in enumerate(values_GC):
+            if last > first:
+                part = self.indices[first:last]
+                set_values(tile_RK, part, value_C[first:last], rows.start * self.columns)
+            yield group, tile_RK
+
+    def multiply(self, blas: Blas, x_MK: Array, weight_RK: Array, rows: slice, out_MR: Array) -> None:
+        """`x W^T + b` for the rows of a tile."""
+        blas.product(x_MK, weight_RK, out_MR)
+        if self.bias_N is not None:
+            out_MR += self.bias_N[rows]

@@ -1,0 +1,175 @@
+"""From a package to the parts of a decoder: packed weights stay mapped, norms and biases are widened.
+
+No code of a package runs. What the config says decides the mathematics (`architecture`); the tensors must be
+those that it asks for, which `Package.open` has checked.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.inputs import ModelLimits
+from permille.engines.light.architecture import Architecture, LayerSettings, NormKind, architecture_of
+from permille.engines.light.head import LightHead
+from permille.engines.light.linear import LightLinear, Tools
+from permille.engines.light.table import Table
+from permille.engines.sharing import layer_spans
+from permille.native.weights import PackedRows
+from permille.package.reader import Package
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Norm:
+    """Weights of a norm; RMS_PLUS_ONE has the one already added."""
+
+    kind: NormKind
+    weight_H: Array
+    bias_H: Array | None
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LightLayer:
+    """One decoder layer. Either `fused` or `query`, `key` and `value` are there; `gate` is optional."""
+
+    settings: LayerSettings
+    fused: LightLinear | None
+    query: LightLinear | None
+    key: LightLinear | None
+    value: LightLinear | None
+    output: LightLinear
+    gate: LightLinear | None
+    up: LightLinear
+    down: LightLinear
+    norm_attention: Norm | None
+    norm_attention_out: Norm | None
+    norm_mlp: Norm | None
+    norm_mlp_out: Norm | None
+    norm_query: Norm | None
+    norm_key: Norm | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LightModel:
+    """A package, ready to run."""
+
+    architecture: Architecture
+    embedding: Table
+    learned_positions: Table | None
+    project_in_HE: Array | None
+    project_out_EH: Array | None
+    layers: tuple[LightLayer, ...]
+    final_norm: Norm | None
+    head: LightHead
+    limits: ModelLimits
+    spans: tuple[tuple[int, int], ...]
+
+
+def load_model(package: Package, tools: Tools, *, cached: bool) -> LightModel:
+    """Map the model of a package.
+
+    Args:
+        cached: keep all weights dequantized.
+
+    Raises:
+        InputError: mathematics that this engine does not have.
+        PackageError: numbers in the package that break its format.
+    """
+    architecture = architecture_of(package.config)
+    parts = _Parts(package, architecture, cached)
+    embedding = Table(package.plain(f"{architecture.embedding}.weight"))
+    head = embedding if architecture.tied else Table(package.plain("lm_head.weight"))
+    has_positions = architecture.learned_positions is not None
+    return LightModel(
+        architecture=architecture,
+        embedding=embedding,
+        learned_positions=Table(package.plain("model.decoder.embed_positions.weight"))
+        if has_positions
+        else None,
+        project_in_HE=parts.matrix("model.decoder.project_in.weight"),
+        project_out_EH=parts.matrix("model.decoder.project_out.weight"),
+        layers=tuple(
+            _layer(parts, settings, f"{architecture.prefix}.{index}.")
+            for index, settings in enumerate(architecture.layers)
+        ),
+        final_norm=parts.norm("", architecture.final_norm),
+        head=LightHead(tools, head, architecture.final_softcap),
+        limits=ModelLimits(
+            k=package.k,
+            vocabulary=embedding.rows,
+            positions=architecture.positions,
+        ),
+        spans=layer_spans(
+            [info.name for info in package.manifest.tensors], package.counts, len(architecture.layers)
+        ),
+    )
+
+
+def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
+    names = parts.architecture.names
+    fused = names.fused is not None
+    return LightLayer(
+        settings=settings,
+        fused=parts.linear(prefix + names.fused) if names.fused is not None else None,
+        query=None if fused else parts.linear(prefix + names.query),
+        key=None if fused else parts.linear(prefix + names.key),
+        value=None if fused else parts.linear(prefix + names.value),
+        output=parts.linear(prefix + names.output),
+        gate=None if names.gate is None else parts.linear(prefix + names.gate),
+        up=parts.linear(prefix + names.up),
+        down=parts.linear(prefix + names.down),
+        norm_attention=parts.norm(prefix, names.norm_attention),
+        norm_attention_out=parts.norm(prefix, names.norm_attention_out),
+        norm_mlp=parts.norm(prefix, names.norm_mlp),
+        norm_mlp_out=parts.norm(prefix, names.norm_mlp_out),
+        norm_query=parts.norm(prefix, names.norm_query),
+        norm_key=parts.norm(prefix, names.norm_key),
+    )
+
+
+class _Parts:
+    """Reads the tensors of one package."""
+
+    def __init__(self, package: Package, architecture: Architecture, cached: bool) -> None:
+        self.architecture = architecture
+        self._package = package
+        self._plain = frozenset(package.plain_names)
+        self._cached = cached
+        stops = np.cumsum(package.counts)
+        self._start = {
+            info.name: int(stop) - info.count
+            for info, stop in zip(package.manifest.tensors, stops, strict=True)
+        }
+
+    def linear(self, path: str) -> LightLinear:
+        name = f"{path}.weight"
+        weight = PackedRows.of(self._package.quantized(name))
+        bias_N = self._vector(f"{path}.bias")
+        return LightLinear(weight, self._package.mask(name), self._start[name], bias_N, cached=self._cached)
+
+    def norm(self, prefix: str, leaf: str | None) -> Norm | None:
+        """None: there is no such norm. A norm without weights (OPT) is one of ones."""
+        if leaf is None:
+            return None
+        kind = self.architecture.norm
+        weight_H = self._vector(f"{prefix}{leaf}.weight")
+        if weight_H is None:
+            weight_H = np.ones(1, np.float32)
+        elif kind is NormKind.RMS_PLUS_ONE:
+            weight_H = weight_H + np.float32(1)
+        return Norm(
+            kind=kind,
+            weight_H=weight_H,
+            bias_H=self._vector(f"{prefix}{leaf}.bias"),
+            epsilon=self.architecture.norm_epsilon,
+        )
+
+    def matrix(self, name: str) -> Array | None:
+        """A small unquantized matrix (OPT's projections), or None."""
+        return self._vector(name)
+
+    def _vector(self, name: str) -> Array | None:
+        return np.array(self._package.plain(name).float32()) if name in self._plain else None

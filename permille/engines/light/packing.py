@@ -1,0 +1,70 @@
+"""Sequences laid end to end: the tokens of a batch that its losses need, without padding.
+
+The last token of a sequence is never read, and what comes after its last target changes nothing, attention
+being causal. So a sequence ends before its last target, and one without targets is left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.zo.estimators import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """Some sequences of a batch.
+
+    Attributes:
+        id_M: token ids, int64, one sequence after the other.
+        position_M: each token's place in its sequence.
+        sequences: where each sequence lies.
+        state_R: index in `id_M` of the token before each target, row-major in the batch.
+        target_R: the target tokens.
+    """
+
+    id_M: NDArray[np.int64]
+    position_M: NDArray[np.int64]
+    sequences: tuple[slice, ...]
+    state_R: NDArray[np.int64]
+    target_R: NDArray[np.int64]
+
+
+def pack(batch: Batch, most_tokens: int) -> Iterator[Packed]:
+    """The batch in parts of at most `most_tokens` tokens, or of one sequence where that is longer."""
+    length_B = _needed(batch.target_BT)
+    rows: list[int] = []
+    tokens = 0
+    for row in np.flatnonzero(length_B).tolist():
+        length = int(length_B[row])
+        if rows and tokens + length > most_tokens:
+            yield _packed(batch, rows, length_B)
+            rows, tokens = [], 0
+        rows.append(row)
+        tokens += length
+    yield _packed(batch, rows, length_B)
+
+
+def _needed(target_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Tokens before the last target of each row; 0 without one."""
+    columns = np.arange(target_BT.shape[1])
+    needed_B: NDArray[np.int64] = np.where(target_BT, columns, 0).max(axis=1)
+    return needed_B
+
+
+def _packed(batch: Batch, rows: list[int], length_B: NDArray[np.int64]) -> Packed:
+    length_R = length_B[rows]
+    stops = np.cumsum(length_R)
+    starts = stops - length_R
+    row_R, column_R = np.nonzero(batch.target_BT[rows])
+    return Packed(
+        id_M=np.concatenate([batch.input_ids_BT[row, : length_B[row]] for row in rows]),
+        position_M=np.concatenate([np.arange(length) for length in length_R]),
+        sequences=tuple(
+            slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ),
+        state_R=starts[row_R] + column_R - 1,
+        target_R=batch.input_ids_BT[rows][row_R, column_R],
+    )

@@ -1,0 +1,152 @@
+"""Rotary position embeddings: which frequencies a config means (RoFormer, equation 15, and its stretchings).
+
+    x1' = x1 cos(p f) - x2 sin(p f),   x2' = x2 cos(p f) + x1 sin(p f)
+
+for the two halves x1, x2 of the rotated part of a head at position p. Frequencies are computed in float64
+and rounded once; angles, as in transformers, are float32 products.
+
+Known types: default, linear, dynamic, llama3 (Llama 3.1), yarn (YaRN, section 3.2 and 3.4). "dynamic" changes
+nothing up to the model's last position, and no sequence is longer.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.light.settings import positive, unsupported
+
+_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {
+            "factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "original_max_position_embeddings",
+            "truncate",
+        }
+    ),
+}
+_ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rope:
+    """Frequencies of one kind of layer.
+
+    Attributes:
+        frequency_E: float32 [rotated / 2].
+        scaling: factor of cosine and sine.
+    """
+
+    frequency_E: NDArray[np.float32]
+    scaling: float
+
+    @property
+    def rotated(self) -> int:
+        """How many of a head's numbers are rotated, from the first."""
+        return 2 * len(self.frequency_E)
+
+    def tables(self, position_T: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """(cosine, sine), float32 [T, rotated / 2]."""
+        angle_TE = position_T.astype(np.float32)[:, None] * self.frequency_E
+        scaling = np.float32(self.scaling)
+        return np.cos(angle_TE) * scaling, np.sin(angle_TE) * scaling
+
+
+def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope:
+    """The frequencies of standardized parameters (with `rope_theta`).
+
+    Args:
+        head: numbers of a head.
+        positions: the model's `max_position_embeddings`.
+
+    Raises:
+        InputError: a type or a key that we do not know, or a number out of range.
+    """
+    given = {key: value for key, value in parameters.items() if value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise unsupported(f"a rope type of {', '.join(_KEYS)}", kind)
+    unknown = sorted(given.keys() - _KEYS[kind] - _ALWAYS)
+    if unknown:
+        raise unsupported(f"the keys of rope type {kind}", unknown)
+    theta = positive("rope_theta", given.get("rope_theta"))
+    width = int(head * positive("partial_rotary_factor", given.get("partial_rotary_factor", 1.0)))
+    if width % 2 or not 2 <= width <= head:
+        raise unsupported(f"an even number from 2 to {head} of rotated numbers in a head", width)
+    exponent_E = np.arange(0, width, 2, dtype=np.float64) / width
+    frequency_E, scaling = theta**-exponent_E, 1.0
+    if kind == "linear":
+        frequency_E = frequency_E / positive("factor", given.get("factor"))
+    elif kind == "llama3":
+        frequency_E = _llama3(frequency_E, given, positions)
+    elif kind == "yarn":
+        frequency_E, scaling = _yarn(frequency_E, given, theta, width, positions)
+    return Rope(frequency_E=frequency_E.astype(np.float32), scaling=scaling)
+
+
+def _llama3(
+    frequency_E: NDArray[np.float64], given: Mapping[str, Any], positions: int
+) -> NDArray[np.float64]:
+    factor = positive("factor", given.get("factor"))
+    low = positive("low_freq_factor", given.get("low_freq_factor"))
+    high = positive("high_freq_factor", given.get("high_freq_factor"))
+    if low == high:
+        raise unsupported("low_freq_factor and high_freq_factor to differ", low)
+    context = positive(
+        "original_max_position_embeddings", given.get("original_max_position_embeddings", positions)
+    )
+    wavelength_E = 2 * math.pi / frequency_E
+    slow_E = np.where(wavelength_E > context / low, frequency_E / factor, frequency_E)
+    smooth_E = (context / wavelength_E - low) / (high - low)
+    between_E = (1 - smooth_E) * slow_E / factor + smooth_E * slow_E
+    medium_E = ~(wavelength_E < context / high) & ~(wavelength_E > context / low)
+    return np.where(medium_E, between_E, slow_E)
+
+
+def _yarn(
+    frequency_E: NDArray[np.float64], given: Mapping[str, Any], theta: float, width: int, positions: int
+) -> tuple[NDArray[np.float64], float]:
+    context = positive(
+        "original_max_position_embeddings", given.get("original_max_position_embeddings", positions)
+    )
+    factor = positive("factor", given.get("factor", positions / context))
+    fast = positive("beta_fast", given.get("beta_fast") or 32)
+    slow = positive("beta_slow", given.get("beta_slow") or 1)
+
+    def dimension(rotations: float) -> float:
+        return width * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(fast), dimension(slow)
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if low == high else high
+    ramp_E = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+    return frequency_E / factor * ramp_E + frequency_E * (1 - ramp_E), _yarn_scaling(given, factor)
+
+
+def _yarn_scaling(given: Mapping[str, Any], factor: float) -> float:
+    if "attention_factor" in given:
+        return positive("attention_factor", given["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    weight, all_weight = given.get("mscale"), given.get("mscale_all_dim")
+    if weight and all_weight:
+        return scale(positive("mscale", weight)) / scale(positive("mscale_all_dim", all_weight))
+    return scale(1.0)

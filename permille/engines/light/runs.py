@@ -1,0 +1,221 @@
+"""The runs through a decoder: groups of variants, and a primal with its tangents.
+
+# Legend: G groups of variants, Q directions, M tokens, H hidden size, K features, A heads, D numbers of a
+head, C masked weights of a layer.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.light import layers
+from permille.engines.light.architecture import Architecture
+from permille.engines.light.crew import blocks
+from permille.engines.light.linear import LightLinear, Tools
+from permille.engines.light.model import LightLayer, Norm
+from permille.engines.light.packing import Packed
+from permille.engines.light.rope import Rope
+
+Array = NDArray[np.float32]
+
+# Rows of a pointwise task: its temporary arrays stay in a cache.
+_ROWS = 64
+
+
+class Workspace:
+    """Work memory by name, kept between layers and calls."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Array] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Memory of this shape; what it held is lost."""
+        size = int(np.prod(shape))
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < size:
+            # Dropped before the new one is made, or both would be resident.
+            self._kept.pop(name, None)
+            kept = self._kept[name] = np.empty(size, np.float32)
+        return kept[:size].reshape(shape)
+
+
+class _Tokens:
+    """What every run over packed sequences shares: work memory, positions, tasks over rows."""
+
+    def __init__(
+        self, tools: Tools, architecture: Architecture, workspace: Workspace, packed: Packed
+    ) -> None:
+        self._tools = tools
+        self._architecture = architecture
+        self._workspace = workspace
+        self._packed = packed
+        self._tables: dict[int, tuple[Array, Array]] = {}
+
+    def buffer(self, name: str, x_GMK: Array, width: int) -> Array:
+        """See `Run`."""
+        return self._workspace.take(name, (*x_GMK.shape[:2], width))
+
+    def rotate(self, layer: LightLayer, x_GMAD: Array) -> None:
+        """See `Run`. Linear: primal and tangents alike."""
+        rope = layer.settings.rope
+        if rope is None:
+            return
+        cosine_ME, sine_ME = self._rotation(rope)
+
+        def rows(task: tuple[int, slice]) -> None:
+            state, part = task
+            layers.rotate(x_GMAD[state, part], cosine_ME[part], sine_ME[part])
+
+        self._each_row(x_GMAD, rows)
+
+    def _rotation(self, rope: Rope) -> tuple[Array, Array]:
+        if id(rope) not in self._tables:
+            self._tables[id(rope)] = rope.tables(self._packed.position_M)
+        return self._tables[id(rope)]
+
+    def _each_row(self, x: Array, work) -> None:  # type: ignore[no-untyped-def]
+        tasks = [(state, rows) for state in range(x.shape[0]) for rows in blocks(x.shape[1], _ROWS)]
+        self._tools.crew.each(work, tasks)
+
+
+class VariantRun(_Tokens):
+    """States are groups of variants, with their values for each layer."""
+
+    def __init__(
+        self, tools: Tools, architecture: Architecture, workspace: Workspace, packed: Packed
+    ) -> None:
+        super().__init__(tools, architecture, workspace, packed)
+        self._values_GK = np.empty((0, 0), np.float32)
+
+    def set_values(self, values_GK: Array) -> None:
+        """The values of each group, [g, k], until set anew."""
+        self._values_GK = values_GK
+
+    def norm(self, norm: Norm, x_GMH: Array, out_GMH: Array) -> None:
+        """See `Run`."""
+
+        def rows(task: tuple[int, slice]) -> None:
+            state, part = task
+            x, out = _flat(x_GMH[state, part]), _flat(out_GMH[state, part])
+            layers.norm(norm.kind, x, norm.weight_H, norm.bias_H, norm.epsilon, out)
+
+        self._each_row(x_GMH, rows)
+
+    def linear(self, layer: LightLinear, x_GMK: Array, out_GMN: Array) -> None:
+        """See `Run`."""
+        layer.variants(self._tools, x_GMK, self._values_GK[:, layer.span], out_GMN)
+
+    def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
+        """See `Run`. Gate and up go tile by tile, so that the gate's output never exists as a whole."""
+        blas, crew, kind = self._tools.blas, self._tools.crew, self._architecture.activation
+
+        def tile(rows: slice) -> None:
+            # The gate first, into the result's place; then up, for all groups, onto it.
+            first = up if gate is None else gate
+            for group, weight_RK in first.weights(crew, rows, self._values_GK[:, first.span]):
+                part_MR = _scratch(crew, "up", x_GMH.shape[1], rows)
+                first.multiply(blas, x_GMH[group], weight_RK, rows, part_MR)
+                out_GMI[group, :, rows] = layers.activate(kind, part_MR)
+            if gate is None:
+                return
+            for group, weight_RK in up.weights(crew, rows, self._values_GK[:, up.span]):
+                part_MR = _scratch(crew, "up", x_GMH.shape[1], rows)
+                up.multiply(blas, x_GMH[group], weight_RK, rows, part_MR)
+                out_GMI[group, :, rows] *= part_MR
+
+        crew.each(tile, up.tiles())
+
+    def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
+        """See `Run`."""
+        architecture = self._architecture
+
+        def sequence(task: tuple[int, slice]) -> None:
+            state, rows = task
+            layers.attention(
+                q[state, rows], k[state, rows], v[state, rows], architecture.attention_scale,
+                layer.settings.window, architecture.attention_softcap, out[state, rows],
+            )  # fmt: skip
+
+        tasks = [(state, rows) for state in range(len(q)) for rows in self._packed.sequences]
+        self._tools.crew.each(sequence, tasks)
+
+
+class TangentRun(_Tokens):
+    """State 0 is the primal, the others are its tangents in the directions."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        architecture: Architecture,
+        workspace: Workspace,
+        packed: Packed,
+        value_K: Array,
+        z_QK: Array,
+    ) -> None:
+        super().__init__(tools, architecture, workspace, packed)
+        self._value_K, self._z_QK = value_K, z_QK
+
+    def norm(self, norm: Norm, x_QMH: Array, out_QMH: Array) -> None:
+        """See `Run`."""
+
+        def rows(part: slice) -> None:
+            primal = _flat(x_QMH[0, part])
+            primal = primal.copy() if np.may_share_memory(x_QMH, out_QMH) else primal
+            for state in range(1, len(x_QMH)):
+                change, out = _flat(x_QMH[state, part]), _flat(out_QMH[state, part])
+                layers.norm_tangent(norm.kind, primal, change.copy(), norm.weight_H, norm.epsilon, out)
+            out = _flat(out_QMH[0, part])
+            layers.norm(norm.kind, primal, norm.weight_H, norm.bias_H, norm.epsilon, out)
+
+        self._tools.crew.each(rows, blocks(x_QMH.shape[1], _ROWS))
+
+    def linear(self, layer: LightLinear, x_QMK: Array, out_QMN: Array) -> None:
+        """See `Run`."""
+        value_C, z_QC = self._value_K[layer.span], self._z_QK[:, layer.span]
+        layer.tangents(self._tools, x_QMK, value_C, z_QC, out_QMN)
+
+    def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_QMH: Array, out_QMI: Array) -> None:
+        """`(a(g) u)' = a'(g) g' u + a(g) u'`."""
+        kind = self._architecture.activation
+
+        def tile(rows: slice) -> None:
+            first = up if gate is None else gate
+            gate_QMR = self._tile(first, x_QMH, rows, "gate")
+            slope_MR = layers.slope(kind, gate_QMR[0])
+            layers.activate(kind, gate_QMR[0])
+            gate_QMR[1:] *= slope_MR
+            if gate is not None:
+                up_QMR = self._tile(up, x_QMH, rows, "up")
+                gate_QMR[1:] *= up_QMR[0]
+                up_QMR[1:] *= gate_QMR[0]
+                gate_QMR[1:] += up_QMR[1:]
+                gate_QMR[0] *= up_QMR[0]
+            out_QMI[:, :, rows] = gate_QMR
+
+        self._tools.crew.each(tile, up.tiles())
+
+    def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
+        """See `Run`."""
+        architecture = self._architecture
+
+        def sequence(rows: slice) -> None:
+            layers.attention_tangents(
+                q[:, rows], k[:, rows], v[:, rows], architecture.attention_scale,
+                layer.settings.window, architecture.attention_softcap, out[:, rows],
+            )  # fmt: skip
+
+        self._tools.crew.each(sequence, self._packed.sequences)
+
+    def _tile(self, layer: LightLinear, x_QMH: Array, rows: slice, name: str) -> Array:
+        value_C, z_QC = self._value_K[layer.span], self._z_QK[:, layer.span]
+        return layer.tangent_tile(self._tools, x_QMH, value_C, z_QC, rows, name)
+
+
+def _flat(x: Array) -> Array:
+    """[M, H] as it is; [M, A, D] of contiguous heads, for norms of heads, as [M A, D]: always a view."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _scratch(crew, name: str, tokens: int, rows: slice) -> Array:  # type: ignore[no-untyped-def]
+    width = rows.stop - rows.start
+    scratch: Array = crew.scratch(name, tokens * width).reshape(tokens, width)
+    return scratch

@@ -1,0 +1,138 @@
+"""Reading a foreign `config.json`: typed, with the default that transformers 5 takes where a key is absent.
+
+Every key that is read is noted. A key that was neither read nor is known to change nothing is refused by
+name: this engine computes what transformers computes, or nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from permille.errors import InputError
+
+# Bookkeeping, dropout (training alone) and what old releases used to lay out their memory.
+_HARMLESS = frozenset(
+    {
+        "activation_dropout",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "bos_token_ids",
+        "cache_implementation",
+        "classifier_dropout",
+        "dropout",
+        "dtype",
+        "eos_token_id",
+        "hidden_dropout",
+        "init_std",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "layerdrop",
+        "model_type",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "sep_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+HINT = 'the torch engine may know it: pip install "permille[torch]" and choose it with --engine torch'
+
+
+class Settings:
+    """The config of a model, and which of its keys were read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._read: set[str] = set()
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise unsupported(f"{key} to be a whole number of at least 1", value)
+        return value
+
+    def optional_size(self, key: str, default: int | None) -> int | None:
+        """A whole number of at least 1, or None where the key says null; the default where it is absent."""
+        if key in self._config and self._config[key] is None:
+            self._read.add(key)
+            return None
+        return None if key not in self._config and default is None else self.size(key, default)
+
+    def number(self, key: str, default: float | None) -> float:
+        """A positive number."""
+        return positive(key, self._value(key, default))
+
+    def optional_number(self, key: str, default: float | None) -> float | None:
+        """A positive number, or None where the key says null; the default where it is absent."""
+        value = self._config.get(key, default)
+        self._read.add(key)
+        return None if value is None else positive(key, value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise unsupported(f"{key} to be true or false", value)
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """A text."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise unsupported(f"{key} to be a text", value)
+        return value
+
+    def table(self, key: str) -> dict[str, Any]:
+        """A copy of a dictionary, empty where the key is absent or null."""
+        value = self._value(key, {})
+        if not isinstance(value, Mapping):
+            raise unsupported(f"{key} to be a dictionary", value)
+        return dict(value)
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """A list of texts, or None where the key is absent or null."""
+        value = self._value(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise unsupported(f"{key} to be a list of texts", value)
+        return tuple(value)
+
+    def require(self, key: str, *allowed: object) -> None:
+        """The key is absent, null or one of the values that change nothing here."""
+        value = self._value(key, None)
+        if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
+            raise unsupported(f"{key} of {', '.join(map(repr, allowed)) or 'null'}", value)
+
+    def check_all_read(self) -> None:
+        """
+        Raises:
+            InputError: a key is left that this engine does not know, and that is not null.
+        """
+        left = sorted(
+            key for key in self._config.keys() - self._read - _HARMLESS if self._config[key] is not None
+        )
+        if left:
+            raise unsupported("a config whose keys the light engine knows", left)
+
+    def _value(self, key: str, default: object) -> object:
+        self._read.add(key)
+        value = self._config.get(key)
+        return default if value is None else value
+
+
+def positive(name: str, value: object) -> float:
+    """A finite number above 0 (InputError)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise unsupported(f"{name} to be a number above 0", value)
+    return float(value)
+
+
+def unsupported(expected: str, got: object) -> InputError:
+    """What this engine refuses to guess."""
+    return InputError(f"light engine: expected {expected}, got {got!r:.200}; {HINT}")

@@ -1,0 +1,263 @@
+"""The light engine: a package's forward pass in float32 on numpy and our own kernels, without torch.
+
+The products are numpy's BLAS; weights are dequantized a tile at a time, once for all variants of a call; the
+tokens of all sequences lie end to end, without padding; embedding and head stay mapped as they are stored.
+
+Token losses agree with the torch engine's to rounding (1e-5), and to the bit when the same call is repeated
+on the same build: how the work is cut depends on shapes alone, not on the number of threads.
+
+# Legend: V variants, G groups of them, K masked weights, Q directions, B sequences, T and M tokens, H hidden
+size, R target tokens.
+"""
+
+import threading
+from collections.abc import Collection, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+import permille
+from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values
+from permille.engines.interface import EngineInfo
+from permille.engines.light.blas import Blas
+from permille.engines.light.crew import Crew
+from permille.engines.light.decoder import run_layer
+from permille.engines.light.decoding import TextRun
+from permille.engines.light.linear import Tools
+from permille.engines.light.model import LightModel, Norm, load_model
+from permille.engines.light.packing import Packed, pack
+from permille.engines.light.runs import TangentRun, VariantRun, Workspace
+from permille.engines.sampling import Sampling, next_token
+from permille.engines.sharing import LayerGroups, plan_sharing
+from permille.errors import InputError
+from permille.native.library import cpu_path
+from permille.package.reader import Package
+from permille.zo.estimators import Batch
+
+Array = NDArray[np.float32]
+
+# Tokens of all variants together in one forward pass: bounds the activations.
+DEFAULT_MAX_TOKENS = 4096
+# Dequantized weights that are kept. Only a small model's steps are noticeably faster with them.
+DEFAULT_CACHE_BYTES = 64 << 20
+
+
+class LightEngine:
+    """See `permille.engines.interface.Engine` for what each method promises."""
+
+    def __init__(
+        self,
+        package: Package,
+        *,
+        threads: int | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        """Map the package. Weights are dequantized now only where the whole model fits `cache_bytes`.
+
+        Args:
+            threads: None takes every processor that the process may use.
+            max_tokens: bound on variants * tokens of one forward pass; a call beyond it runs in parts.
+            cache_bytes: bound on dequantized weights that are kept. 0 keeps none.
+
+        Raises:
+            InputError: mathematics that this engine does not have, or an argument out of range.
+            PackageError: numbers in the package that break its format.
+        """
+        if max_tokens < 1:
+            raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
+        if threads is not None and threads < 1:
+            raise InputError(f"expected at least 1 thread, got {threads}")
+        self._tools = Tools(blas=Blas(), crew=Crew(threads))
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._workspace = Workspace()
+        weights = sum(rows * columns for rows, columns in (info.shape for info in package.manifest.tensors))
+        fits = 4 * weights <= cache_bytes
+        self._model: LightModel = load_model(package, self._tools, cached=fits)
+
+    @property
+    def k(self) -> int:
+        """Number of masked weights of the package."""
+        return self._model.limits.k
+
+    def info(self) -> EngineInfo:
+        """Name, versions, compute dtype, threads and device."""
+        return EngineInfo(
+            name="light",
+            version=f"permille {permille.__version__}, numpy {np.__version__}, "
+            f"{self._tools.blas.name}, kernels {cpu_path()}",
+            compute_dtype="float32",
+            threads=self._tools.crew.threads,
+            device="cpu",
+        )
+
+    def losses(self, values_VK: Array, batch: Batch) -> Array:
+        """Mean loss over the batch's targets for each variant, float32 [v]."""
+        check_values(values_VK, self._model.limits)
+        token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._model.limits))
+        with np.errstate(invalid="ignore", over="ignore"):
+            losses_V: Array = token_losses_VR.mean(axis=1, dtype=np.float64).astype(np.float32)
+        return losses_V
+
+    def token_losses(self, values_K: Array, batch: Batch) -> Array:
+        """Loss of each target token, float32 [targets], in row-major order of the batch."""
+        check_values(values_K[None], self._model.limits)
+        losses_R: Array = self._token_losses(values_K[None], check_batch(batch, self._model.limits))[0]
+        return losses_R
+
+    def directional_derivatives(
+        self, values_K: Array, directions_QK: Array, batch: Batch
+    ) -> tuple[float, NDArray[np.float64]]:
+        """`grad f . z_i` by forward-mode: one primal pass, and its tangents for all directions beside it."""
+        check_values(values_K[None], self._model.limits)
+        z_QK = check_directions(directions_QK, self._model.limits)
+        batch = check_batch(batch, self._model.limits)
+        queries = min(len(z_QK), max(1, self._max_tokens // 512))
+        sums_Q, loss_sum = np.zeros(len(z_QK)), 0.0
+        with self._lock:
+            for first in range(0, len(z_QK), queries):
+                part = slice(first, first + queries)
+                loss_sum = 0.0
+                for packed in pack(batch, max(1, self._max_tokens // (queries + 1))):
+                    loss, sums = self._derivative_sums(values_K, z_QK[part], packed)
+                    loss_sum += loss
+                    sums_Q[part] += sums
+        targets = int(batch.target_BT.sum())
+        return loss_sum / targets, sums_Q / targets
+
+    def generate(
+        self,
+        values_K: Array,
+        prompt_ids: NDArray[np.int64],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> Iterator[int]:
+        """Yield new token ids one by one, with a key-value cache."""
+        check_values(values_K[None], self._model.limits)
+        check_prompt(prompt_ids, self._model.limits)
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=stop_ids
+        )
+        return self._generate(values_K.copy(), prompt_ids.copy(), sampling)
+
+    def _generate(self, values_K: Array, prompt_ids: NDArray[np.int64], sampling: Sampling) -> Iterator[int]:
+        rng = np.random.Generator(np.random.Philox(sampling.seed))
+        room = sampling.max_new_tokens
+        if self._model.limits.positions is not None:
+            room = min(room, self._model.limits.positions - len(prompt_ids))
+        run = TextRun(self._tools, self._model, values_K, len(prompt_ids) + room)
+        ids = prompt_ids
+        for _ in range(room):
+            # Per token, so that a consumer that pauses does not keep the engine from others.
+            with self._lock:
+                logit_D = self._next_logits(run, ids)
+            token = next_token(logit_D, sampling, rng)
+            if token in sampling.stop_ids:
+                return
+            yield token
+            ids = np.array([token], dtype=np.int64)
+
+    def _next_logits(self, run: TextRun, ids: NDArray[np.int64]) -> Array:
+        """Logits after the last of `ids`, which follow what the run has seen."""
+        position_M = run.begin(len(ids))
+        x_1MH = self._embed(ids, position_M)[None]
+        with np.errstate(all="ignore"):
+            for layer in self._model.layers:
+                run_layer(run, self._model.architecture, layer, x_1MH)
+            run.end()
+            last_1RH = np.ascontiguousarray(x_1MH[:, -1:])
+            logit_D: Array = self._model.head.logits(self._finish(run, last_1RH)[0])[0]
+        return logit_D
+
+    def _token_losses(self, values_VK: Array, batch: Batch) -> Array:
+        """[v, R] for a checked batch, in parts of at most `max_tokens`."""
+        rows = max(1, self._max_tokens // len(values_VK))
+        with self._lock, np.errstate(all="ignore"):
+            return np.concatenate(
+                [self._part_losses(values_VK, packed) for packed in pack(batch, rows)], axis=1
+            )
+
+    def _part_losses(self, values_VK: Array, packed: Packed) -> Array:
+        """[v, R] in as many forward passes as the bound on tokens asks for."""
+        most = max(1, self._max_tokens // len(packed.id_M))
+        return np.concatenate(
+            [
+                self._pass_losses(values_VK[first : first + most], packed)
+                for first in range(0, len(values_VK), most)
+            ]
+        )
+
+    def _pass_losses(self, values_VK: Array, packed: Packed) -> Array:
+        """[v, R] in one forward pass."""
+        plan = plan_sharing(values_VK, self._model.spans)
+        run = VariantRun(self._tools, self._model.architecture, self._workspace, packed)
+        x_GMH = self._residual(1, packed)
+        for groups, layer in zip(plan, self._model.layers, strict=True):
+            x_GMH = self._split(x_GMH, groups)
+            run.set_values(values_VK[groups.first_G])
+            run_layer(run, self._model.architecture, layer, x_GMH)
+        states_GRH = self._finish(run, x_GMH[:, packed.state_R])
+        count = len(states_GRH)
+        losses_GR = self._model.head.losses(
+            states_GRH.reshape(-1, states_GRH.shape[2]), np.tile(packed.target_R, count)
+        ).reshape(count, -1)
+        return losses_GR[plan[-1].group_V]
+
+    def _derivative_sums(
+        self, value_K: Array, z_QK: Array, packed: Packed
+    ) -> tuple[float, NDArray[np.float64]]:
+        """Sum over the part's targets of the token losses, and of their derivative along each direction [q].
+
+        A derivative is the tangent of the hidden state times the head's gradient, which all directions share.
+        """
+        run = TangentRun(self._tools, self._model.architecture, self._workspace, packed, value_K, z_QK)
+        with np.errstate(all="ignore"):
+            x_QMH = self._residual(1 + len(z_QK), packed)
+            x_QMH[1:] = 0
+            for layer in self._model.layers:
+                run_layer(run, self._model.architecture, layer, x_QMH)
+            states_QRH = self._finish(run, x_QMH[:, packed.state_R])
+            loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], packed.target_R)
+            sums_Q = [
+                np.einsum("rh,rh->r", tangent_RH, gradient_RH).sum(dtype=np.float64)
+                for tangent_RH in states_QRH[1:]
+            ]
+        return float(loss_R.sum(dtype=np.float64)), np.array(sums_Q)
+
+    def _residual(self, states: int, packed: Packed) -> Array:
+        """Work memory [g, M, H] whose first state is the embedded tokens."""
+        embedded_MH = self._embed(packed.id_M, packed.position_M)
+        x_GMH = self._workspace.take("residual", (states, *embedded_MH.shape))
+        x_GMH[0] = embedded_MH
+        return x_GMH
+
+    def _split(self, x_GMH: Array, groups: LayerGroups) -> Array:
+        """The residual with a state for each group, where groups from below have become several."""
+        if not groups.splits:
+            return x_GMH
+        return x_GMH[groups.parent_G]
+
+    def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64]) -> Array:
+        model = self._model
+        x_MH = model.embedding.look_up(id_M)
+        if model.architecture.embedding_scale != 1:
+            x_MH *= np.float32(model.architecture.embedding_scale)
+        if model.project_in_HE is not None:
+            x_MH = x_MH @ model.project_in_HE.T
+        if model.learned_positions is not None:
+            x_MH += model.learned_positions.look_up(position_M + (model.architecture.learned_positions or 0))
+        return x_MH
+
+    def _finish(self, run: VariantRun | TangentRun, states_GRH: Array) -> Array:
+        """What the head reads, from hidden states of the last layer."""
+        norm: Norm | None = self._model.final_norm
+        if norm is not None:
+            run.norm(norm, states_GRH, states_GRH)
+        if self._model.project_out_EH is not None:
+            return states_GRH @ self._model.project_out_EH.T
+        return states_GRH
