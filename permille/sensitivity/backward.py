@@ -1,0 +1,117 @@
+"""One sequence's loss, ready to be differentiated with little memory: what all gradients of this package use.
+
+Only the wanted weights require a gradient, a block's activations are computed again in backward, no dropout.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from permille.errors import InputError
+from permille.models.families import layer_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def check_sequences(model: "PreTrainedModel", sequences_NT: NDArray[np.int64]) -> None:
+    """
+    Raises:
+        InputError: not [N, T] with T of at least 2, or tokens outside the vocabulary.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if sequences_NT.ndim != 2 or sequences_NT.shape[1] < 2:
+        raise InputError(f"expected sequences [N, T] of at least 2 tokens, got shape {sequences_NT.shape}")
+    if sequences_NT.min() < 0 or sequences_NT.max() >= vocabulary:
+        raise InputError(f"expected token ids from 0 to {vocabulary - 1}, got {sequences_NT.max()}")
+
+
+@contextlib.contextmanager
+def differentiable(model: "PreTrainedModel", names: Sequence[str]) -> Iterator[None]:
+    """The model with gradients for `names` only, blocks computed again in backward, in eval mode; then as
+    before."""
+    with _only_trainable(model, names), _recomputed(_blocks(model, names)), _in_eval_mode(model):
+        yield
+
+
+def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequence: int) -> Tensor:
+    """Mean over t of -log p(token t | tokens before t), logits in float32.
+
+    Raises:
+        InputError: the loss is not finite.
+    """
+    ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_T))[None].to(model.device)
+    logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, :-1].float()
+    loss = functional.cross_entropy(logits_TV, ids_BT[0, 1:])
+    if not torch.isfinite(loss):
+        raise InputError(f"sequence {sequence}: expected a finite loss, got {loss.item()}")
+    return loss
+
+
+@contextlib.contextmanager
+def _only_trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Only `names` require a gradient: autograd keeps no other tensor's, and no graph below the lowest of
+    them."""
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    wanted = set(names)
+    try:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in wanted)
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(before[name])
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout: the score is a function of weights and tokens."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextlib.contextmanager
+def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep a block's input only, and compute the block again in backward.
+
+    Not transformers' own switch: that one works in training mode only, where dropout is on.
+    """
+    own = [vars(block).get("forward") for block in blocks]
+    try:
+        for block in blocks:
+            block.forward = _checkpointed(block.forward)
+        yield
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            del block.forward  # what the class says, or
+            if forward is not None:  # what somebody had put in its place
+                block.forward = forward
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The decoder blocks from the lowest in scope upwards: those that backward goes through."""
+    lowest = min(index for index in map(layer_of, names) if index is not None)
+    prefix = names[0].split(".layers.", 1)[0] + ".layers"
+    blocks = model.get_submodule(prefix)
+    if not isinstance(blocks, nn.ModuleList):
+        raise InputError(f"expected a list of blocks at {prefix}, got {type(blocks).__name__}")
+    return list(blocks)[lowest:]

@@ -1,0 +1,146 @@
+"""Learned directions and powers of two: what a device may be told about its masked weights (numpy only).
+
+- `learn_basis`: the r directions in which the gradients of a corpus's sequences have most of their length, as
+  small integers. A device then perturbs along `z = U b` with random signs `b`: r dimensions to search in
+  place of k. What a device can reach in the basis is limited: it serves the first steps.
+- `captured`: the share of a gradient that lies in the basis, the evidence behind one.
+- `fisher_exponents`: a power of two for each masked weight, from its Fisher score.
+
+The gradients come from `permille.sensitivity.gradients`, one row [k] a sequence, and may be a mapped file:
+they are read in blocks of columns. Sums are float64. The directions of a singular value decomposition are not
+the same to the last bit with every linear algebra library; a basis is named by its bytes.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.package.limits import MAX_BASIS_RANK, MAX_EXPONENT
+
+LARGEST = 127
+# The largest number becomes 127 times one of these and is then cut: heavy tails must not round the rest to 0.
+_FACTORS = (1, 2, 4, 8, 16, 32)
+_COLUMNS = 1 << 16
+
+
+def learn_basis(gradients_NK: NDArray[np.float32], rank: int) -> NDArray[np.int8]:
+    """The first `rank` right singular vectors of the gradients, not centred, as integers.
+
+    All columns are scaled by one number, so that no direction weighs more than another: of the candidates
+    the one whose rounded columns keep most of their direction. Columns come in falling order of what they
+    hold; a column's sign is such that the mean gradient's part along it is not negative.
+
+    Args:
+        gradients_NK: [N, k], N at least `rank`; may be mapped.
+        rank: 1 to 256.
+
+    Returns:
+        [k, rank] from -127 to 127, no column all 0.
+
+    Raises:
+        InputError: too few gradients, gradients that are not finite or span fewer than `rank` directions.
+    """
+    vectors_NR = _row_vectors(gradients_NK, rank)
+    largest = max(float(np.abs(part).max()) for _, part in _columns(gradients_NK, vectors_NR))
+    scale = _best_scale(gradients_NK, vectors_NR, LARGEST / largest)
+    basis_KR = np.empty((gradients_NK.shape[1], rank), np.int8)
+    for start, part in _columns(gradients_NK, vectors_NR):
+        basis_KR[start : start + len(part)] = _rounded(part, scale)
+    if not basis_KR.any(axis=0).all():
+        raise InputError(f"expected {rank} directions that survive rounding, got a column of zeros")
+    return basis_KR
+
+
+def captured(basis_KR: NDArray[np.int8], gradients_NK: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Share of each gradient's squared length that its projection onto the columns has, [N] from 0 to 1.
+
+    A gradient of 0 has share 0. With random columns in place of learned ones the share would be r / k.
+    """
+    gram_RR = np.zeros((basis_KR.shape[1], basis_KR.shape[1]))
+    parts_NR = np.zeros((len(gradients_NK), basis_KR.shape[1]))
+    lengths_N = np.zeros(len(gradients_NK))
+    for start in range(0, len(basis_KR), _COLUMNS):
+        block_BR = basis_KR[start : start + _COLUMNS].astype(np.float64)
+        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64)
+        gram_RR += block_BR.T @ block_BR
+        parts_NR += block_NB @ block_BR
+        lengths_N += (block_NB * block_NB).sum(axis=1)
+    solved_RN = np.linalg.lstsq(gram_RR, parts_NR.T, rcond=None)[0]
+    held_N = (parts_NR * solved_RN.T).sum(axis=1)
+    share_N: NDArray[np.float64] = np.zeros_like(held_N)
+    np.divide(held_N, lengths_N, out=share_N, where=lengths_N > 0)
+    return share_N.clip(0, 1)
+
+
+def fisher_exponents(scores_K: NDArray[np.float32], power: float = -0.25) -> NDArray[np.int8]:
+    """Powers of two near `F ** power`, moved so that the smallest is 0.
+
+    A direction scaled by `D = 2 ** e` makes a step along `D^2 g`: with the power -1/4 that is the gradient
+    divided by the root of the Fisher score, Adam's scaling in the mean. What lies more than 15 octaves above
+    the smallest is cut to 15. A score of 0 counts as the smallest score above it.
+
+    Args:
+        scores_K: Fisher scores of the masked weights, flat order.
+
+    Raises:
+        InputError: a score that is negative, NaN or infinite; no score above 0.
+    """
+    scores = np.asarray(scores_K, np.float64)
+    if scores.ndim != 1 or not (np.isfinite(scores) & (scores >= 0)).all() or not (scores > 0).any():
+        raise InputError("expected finite scores [k] of at least 0 and not all 0, got others")
+    octaves = power * np.log2(np.maximum(scores, scores[scores > 0].min()))
+    exponents = np.rint(octaves - np.median(octaves))
+    # The bulk keeps its place: extreme scores are cut on both sides of the median.
+    low = MAX_EXPONENT // 2
+    cut = exponents.clip(-low, MAX_EXPONENT - low)
+    return np.asarray(cut - cut.min(), np.int8)
+
+
+def _row_vectors(gradients_NK: NDArray[np.float32], rank: int) -> NDArray[np.float64]:
+    """[N, r] weights of the rows: columns of `gradients.T @ them` are the singular vectors, of length 1."""
+    number = len(gradients_NK)
+    if not 1 <= rank <= min(MAX_BASIS_RANK, number):
+        most = min(MAX_BASIS_RANK, number)
+        raise InputError(f"expected a rank from 1 to {most} of {number} gradients, got {rank}")
+    gram_NN = np.zeros((number, number))
+    for start in range(0, gradients_NK.shape[1], _COLUMNS):
+        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64)
+        gram_NN += block_NB @ block_NB.T
+    if not np.isfinite(gram_NN).all():
+        raise InputError("expected finite gradients, got NaN or infinity")
+    values_N, vectors_NN = np.linalg.eigh(gram_NN)
+    values_R, vectors_NR = values_N[::-1][:rank], vectors_NN[:, ::-1][:, :rank]
+    if values_R[-1] <= values_R[0] * 1e-12:
+        raise InputError(f"expected gradients that span {rank} directions, got fewer")
+    vectors_NR = vectors_NR / np.sqrt(values_R)
+    # The mean gradient's part along a column is the mean over rows of (gram @ vectors).
+    return np.asarray(vectors_NR * np.where((gram_NN @ vectors_NR).sum(axis=0) < 0, -1.0, 1.0))
+
+
+def _columns(
+    gradients_NK: NDArray[np.float32], vectors_NR: NDArray[np.float64]
+) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """Blocks of rows of the singular vectors, [block, r], with the number of their first row."""
+    for start in range(0, gradients_NK.shape[1], _COLUMNS):
+        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64)
+        yield start, block_NB.T @ vectors_NR
+
+
+def _best_scale(gradients_NK: NDArray[np.float32], vectors_NR: NDArray[np.float64], unit: float) -> float:
+    """The candidate with the largest mean cosine between columns before and after rounding; the first of
+    equal ones."""
+    dots_FR = np.zeros((len(_FACTORS), vectors_NR.shape[1]))
+    squares_FR = np.zeros_like(dots_FR)
+    for _, part in _columns(gradients_NK, vectors_NR):
+        for index, factor in enumerate(_FACTORS):
+            rounded = _rounded(part, unit * factor).astype(np.float64)
+            dots_FR[index] += (rounded * part).sum(axis=0)
+            squares_FR[index] += (rounded * rounded).sum(axis=0)
+    cosines_FR = np.divide(dots_FR, np.sqrt(squares_FR), out=np.zeros_like(dots_FR), where=squares_FR > 0)
+    return unit * _FACTORS[int(np.argmax(cosines_FR.mean(axis=1)))]
+
+
+def _rounded(part: NDArray[np.float64], scale: float) -> NDArray[np.int8]:
+    return np.clip(np.rint(part * scale), -LARGEST, LARGEST).astype(np.int8)

@@ -1,0 +1,119 @@
+"""A basis holds the directions that gradients share; exponents are powers of two of scores."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.sensitivity import basis as module
+from permille.sensitivity.basis import captured, fisher_exponents, learn_basis
+
+
+def shared_gradients(
+    number: int, k: int = 500, directions: int = 4, noise: float = 0.0, seed: int = 0
+) -> NDArray[np.float32]:
+    """Gradients in a space of few directions, the same for every `seed`, and noise of their own."""
+    space_DK = np.random.default_rng(99).standard_normal((directions, k))
+    rng = np.random.default_rng(seed)
+    found = rng.standard_normal((number, directions)) @ space_DK + noise * rng.standard_normal((number, k))
+    return found.astype(np.float32)
+
+
+def test_a_basis_of_some_gradients_holds_others_of_the_same_space() -> None:
+    basis = learn_basis(shared_gradients(12), 4)
+    assert (basis.dtype, basis.shape) == (np.dtype(np.int8), (500, 4))
+    assert captured(basis, shared_gradients(6, seed=1)).min() > 0.999
+
+
+def test_a_basis_holds_no_more_than_its_share_of_foreign_gradients() -> None:
+    foreign = np.random.default_rng(5).standard_normal((200, 500)).astype(np.float32)
+    share = captured(learn_basis(shared_gradients(12), 4), foreign)
+    assert abs(share.mean() - 4 / 500) < 3 * share.std() / np.sqrt(200)
+
+
+def test_columns_are_the_singular_vectors_of_the_gradients_uncentred() -> None:
+    gradients = shared_gradients(40, noise=0.3) + np.float32(0.2)
+    basis = learn_basis(gradients, 3).astype(np.float64)
+    expected = np.linalg.svd(gradients.astype(np.float64), full_matrices=False)[2][:3].T
+    unit = basis / np.linalg.norm(basis, axis=0)
+    assert np.abs((unit * expected).sum(axis=0)).min() > 0.999
+
+
+def test_columns_have_one_length_and_the_largest_number_fills_the_byte() -> None:
+    basis = learn_basis(shared_gradients(20, noise=0.5), 8)
+    lengths = np.linalg.norm(basis.astype(np.float64), axis=0)
+    assert np.abs(basis.astype(np.int16)).max() == 127
+    assert lengths.max() / lengths.min() < 1.02
+
+
+def test_the_mean_gradient_never_points_against_a_column() -> None:
+    gradients = shared_gradients(20, noise=0.5) - np.float32(0.3)
+    along = gradients.mean(axis=0, dtype=np.float64) @ learn_basis(gradients, 8).astype(np.float64)
+    assert along.min() > -1e-3 * np.abs(along).max()
+
+
+def test_a_heavy_tail_does_not_round_the_rest_to_nothing() -> None:
+    """One weight with three hundred times the others' gradient: without a cut all others would be 0."""
+    gradients = np.full((1, 100_000), 3e-3, np.float32)
+    gradients[0, 7] = 1.0
+    basis = learn_basis(gradients, 1)
+    assert basis[7, 0] == 127 and basis[:7].min() >= 0
+    assert captured(basis, gradients)[0] > captured(np.eye(1, 100_000, 7, dtype=np.int8).T, gradients)[0]
+
+
+def test_what_was_learned_does_not_depend_on_blocks_or_on_a_mapped_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = shared_gradients(20, noise=0.5)
+    whole = learn_basis(gradients, 4)
+    share = captured(whole, gradients)
+    mapped = np.memmap(tmp_path / "gradients", np.float32, "w+", shape=gradients.shape)
+    mapped[:] = gradients
+    monkeypatch.setattr(module, "_COLUMNS", 37)
+    assert np.abs(learn_basis(mapped, 4).astype(np.int16) - whole).max() <= 1
+    np.testing.assert_allclose(captured(whole, mapped), share, rtol=1e-9)
+
+
+def test_a_gradient_of_zero_has_no_share() -> None:
+    assert captured(learn_basis(shared_gradients(5), 2), np.zeros((1, 500), np.float32)).tolist() == [0.0]
+
+
+def test_columns_that_repeat_each_other_are_counted_once() -> None:
+    gradients = shared_gradients(3)
+    basis = learn_basis(gradients, 1)
+    np.testing.assert_allclose(captured(np.hstack([basis, basis]), gradients), captured(basis, gradients))
+
+
+@pytest.mark.parametrize(("number", "rank"), [(4, 0), (4, 5), (300, 257), (8, 5)])
+def test_a_rank_that_the_gradients_do_not_have_is_refused(number: int, rank: int) -> None:
+    with pytest.raises(InputError, match="expected"):
+        learn_basis(shared_gradients(number, k=300), rank)
+
+
+def test_gradients_that_are_not_finite_are_refused() -> None:
+    gradients = shared_gradients(5)
+    gradients[2, 3] = np.nan
+    with pytest.raises(InputError, match="finite"):
+        learn_basis(gradients, 2)
+
+
+def test_exponents_are_powers_of_two_of_the_scores() -> None:
+    scores = (2.0 ** np.array([-8, -4, 0, 4, 8])).astype(np.float32)
+    assert fisher_exponents(scores, -0.25).tolist() == [4, 3, 2, 1, 0]
+    assert fisher_exponents(scores, 0.5).tolist() == [0, 2, 4, 6, 8]
+    assert fisher_exponents(np.ones(3, np.float32)).tolist() == [0, 0, 0]
+
+
+def test_extreme_scores_are_cut_and_zero_counts_as_the_smallest() -> None:
+    scores = np.array([0, 1e-38, 1, 1, 1, 1, 1e38], np.float32)
+    exponents = fisher_exponents(scores, -0.25)
+    assert exponents.dtype == np.dtype(np.int8)
+    assert exponents.tolist() == [15, 15, 7, 7, 7, 7, 0]
+
+
+@pytest.mark.parametrize("scores", [[], [0.0], [1.0, -1.0], [1.0, np.nan], [np.inf]])
+def test_scores_without_a_meaning_are_refused(scores: list[float]) -> None:
+    with pytest.raises(InputError):
+        fisher_exponents(np.array(scores, np.float32))
