@@ -1,5 +1,6 @@
 """Whole training steps of our engines: directions, passes, update; what is not forward is counted apart."""
 
+import inspect
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 
 from permille.engines.factory import open_engine
 from permille.engines.interface import Engine
+from permille.engines.light_engine import LightEngine
+from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.directions import Distribution
@@ -109,12 +112,32 @@ class EngineStep:
         return float(np.mean(self._meter.losses_seen))
 
 
-def opened(package: Package, name: str, *, compute_dtype: str = "float32", threads: int) -> Engine | None:
-    """The engine of this name as the product opens it, or None where this build has none of that name."""
+def opened(
+    package: Package,
+    name: str,
+    *,
+    compute_dtype: str = "float32",
+    threads: int,
+    prefix_cache: PrefixCache | None = None,
+) -> Engine | None:
+    """The engine of this name as the product opens it, or None where this build has none that fits."""
     try:
-        return open_engine(package, name, compute_dtype=compute_dtype, threads=threads)
+        if prefix_cache is None:
+            return open_engine(package, name, compute_dtype=compute_dtype, threads=threads)
+        return _opened_with_cache(package, name, threads, prefix_cache)
     except InputError:
         return None
+
+
+def _opened_with_cache(package: Package, name: str, threads: int, prefix_cache: PrefixCache) -> Engine | None:
+    if name == "torch":
+        from permille.engines.torch_engine import TorchEngine
+
+        return TorchEngine(package, threads=threads, prefix_cache=prefix_cache)
+    if name == "light" and "prefix_cache" in inspect.signature(LightEngine).parameters:
+        options: dict[str, Any] = {"threads": threads, "prefix_cache": prefix_cache}
+        return LightEngine(package, **options)
+    return None
 
 
 def random_batch(package: Package, sequences: int, tokens: int, *, seed: int = 0) -> Batch:
