@@ -1,0 +1,254 @@
+"""The page of the engine benchmarks, from finished cells: figures with their targets, then all rows."""
+
+from typing import Any
+
+from benchmarks.cells import Cells, Result, Settings
+from benchmarks.memory_limit import SLOWEST_RATIO, ratio
+
+MIB = 1 << 20
+Cell = tuple[Settings, Result]
+
+
+def page(cells: Cells) -> str:
+    """Markdown. Figures that were not measured are left out of the tables, and named at the end."""
+    parts = [_HEAD, _machine(cells), "## Against the targets", "", *_summary(cells), ""]
+    for title, rows in (
+        ("Steps", _step_tables(cells)),
+        ("Eight queries a step", _query_tables(cells)),
+        ("Upper half masked, states below kept", _prefix_tables(cells)),
+        ("Memory of one step in a fresh process", _memory_tables(cells)),
+        ("Under a memory limit that counts page cache", _limit_table(cells)),
+        ("Decoding", _decode_table(cells)),
+    ):
+        if rows:
+            parts += [f"## {title}", "", *rows, ""]
+    return "\n".join(parts)
+
+
+_HEAD = """# The engines beside dense passes, bitsandbytes and MeZO
+
+`make bench-engine` made this page and `engine.json`, which has every number (`python -m benchmarks.engine
+--full` takes the full depths). Packages are random in the shape of real models. Seconds are wall time, medians of
+interleaved rounds in one process; ratios are within a cell. Shapes with fewer layers than the real model's
+are named with their depth: 1.1B/4 has the widths of TinyLlama and 4 of its 22 layers.
+"""
+
+
+def _machine(cells: Cells) -> str:
+    loads = []
+    described = ""
+    for _, _, result in cells:
+        before, after = result["machine"]["before"], result["machine"]["after"]
+        loads += [before["load_1m"], after["load_1m"]]
+        versions = ", ".join(f"{name} {version}" for name, version in after["versions"].items())
+        described = (
+            f"Machine: {after['processor']}, {after['cores']} cores, {', '.join(after['instructions'])}, "
+            f"{after['memory_bytes'] / 1e9:.0f} GB; {versions}."
+        )
+        if not {"avx512_bf16", "amx_bf16", "bf16"} & set(after["instructions"]):
+            described += " It has no bf16 instructions: ratios are against dense float32."
+    return f"{described} Load between {min(loads, default=0)} and {max(loads, default=0)}.\n"
+
+
+def _summary(cells: Cells) -> list[str]:
+    lines = ["| figure | target | measured |", "|---|---|---|"]
+    for settings, result in cells.of("step"):
+        base = result["steps"][result["against"]]["wall_s"]
+        for engine, target in (("torch", "1.0"), ("light", "0.75")):
+            found = _best(result["steps"], f"permille {engine}")
+            if found is not None:
+                lines.append(
+                    f"| step, {_batch(settings)}, {engine}, against two dense passes | at most {target} "
+                    f"| {found['wall_s'] / base:.2f} |"
+                )
+    for settings, result in cells.of("prefix"):
+        for name, found in result["steps"].items():
+            if name.endswith("warm"):
+                share = found["wall_s"] / result["steps"]["dense"]["wall_s"]
+                lines.append(
+                    f"| the same, upper half, {_batch(settings)}, {name} | at most 0.57 | {share:.2f} |"
+                )
+    for settings, result in cells.of("step"):
+        for name, found in result["steps"].items():
+            if "not_forward" in found:
+                target = "5%" if settings["shape"] == "30M" else "0.5%"
+                lines.append(
+                    f"| not forward, {_batch(settings)}, {name} | at most {target} "
+                    f"| {100 * found['not_forward']:.2f}% |"
+                )
+    for settings, result in cells.of("memory"):
+        for name, found in result["contenders"].items():
+            if name.startswith("permille") and "failed" not in found:
+                above = "above_package_bytes" if "light" in name else "above_imports_bytes"
+                what = "the package" if "light" in name else "package and imports"
+                lines.append(
+                    f"| peak above {what}, {_batch(settings)}, {name} | at most 150 MB "
+                    f"| {found[above] / 1e6:.0f} MB |"
+                )
+    lines += _limit_summary(cells)
+    for settings, result in cells.of("decode"):
+        lines += [
+            f"| decode with the overlay against without, {_shape(settings)}, {name} | at least 0.95 "
+            f"| {found['ratio']:.2f} |"
+            for name, found in result["engines"].items()
+        ]
+    return lines
+
+
+def _step_tables(cells: Cells) -> list[str]:
+    lines: list[str] = []
+    for settings, result in cells.of("step"):
+        base = result["steps"][result["against"]]["wall_s"]
+        lines += [
+            f"{_batch(settings)} tokens, {settings['threads']} threads, {result['k']} sparse values:",
+            "",
+            f"| step | seconds | processor seconds | against {result['against']} | not forward | loss |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, found in result["steps"].items():
+            rest = f"{100 * found['not_forward']:.2f}%" if "not_forward" in found else ""
+            loss = result["losses"].get(name)
+            lines.append(
+                f"| {name} | {found['wall_s']:.2f} | {found['cpu_s']:.2f} | {found['wall_s'] / base:.2f} "
+                f"| {rest} | {'' if loss is None else f'{loss:.4f}'} |"
+            )
+        lines.append("")
+    return lines
+
+
+def _query_tables(cells: Cells) -> list[str]:
+    lines: list[str] = []
+    for settings, result in cells.of("queries"):
+        lines += [
+            f"{_batch(settings)} tokens, {result['queries']} queries a step:",
+            "",
+            "| step | seconds | of one query |",
+            "|---|---|---|",
+        ]
+        for name, found in result["steps"].items():
+            queries = 1 if name.endswith("1 query") else result["queries"]
+            lines.append(f"| {name} | {found['wall_s']:.2f} | {found['wall_s'] / queries:.2f} |")
+        lines.append("")
+    return lines
+
+
+def _prefix_tables(cells: Cells) -> list[str]:
+    lines: list[str] = []
+    for settings, result in cells.of("prefix"):
+        dense = result["steps"]["dense"]["wall_s"]
+        lines += [
+            f"{_batch(settings)} tokens, masked from layer {result['masked_from']} up:",
+            "",
+            "| step | seconds | against two dense passes | seconds of the fill | MiB kept |",
+            "|---|---|---|---|---|",
+        ]
+        for name, found in result["steps"].items():
+            cache = result["caches"].get(name.removeprefix("permille ").removesuffix(", warm"))
+            is_warm = cache is not None and name.endswith("warm")
+            kept = f"{cache['fill_s']:.2f} | {cache['memory_bytes'] / MIB:.0f}" if is_warm else " | "
+            lines.append(f"| {name} | {found['wall_s']:.2f} | {found['wall_s'] / dense:.2f} | {kept} |")
+        lines.append("")
+    return lines
+
+
+def _memory_tables(cells: Cells) -> list[str]:
+    lines: list[str] = []
+    for settings, result in cells.of("memory"):
+        lines += [
+            f"{_batch(settings)} tokens, a package of {result['package_bytes'] / 1e6:.0f} MB; megabytes:",
+            "",
+            "| step of | peak | imports | above package | and above imports | anonymous peak | seconds |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, found in result["contenders"].items():
+            if "failed" in found:
+                lines.append(f"| {name} | failed ({found['failed']}) | | | | | |")
+                continue
+            numbers = " | ".join(
+                f"{found[field] / 1e6:.0f}"
+                for field in (
+                    "peak_bytes",
+                    "imports_bytes",
+                    "above_package_bytes",
+                    "above_imports_bytes",
+                    "anonymous_peak_bytes",
+                )
+            )
+            lines.append(f"| {name} | {numbers} | {found['step_s'][0]:.1f} |")
+        lines.append("")
+    return lines
+
+
+def _limit_summary(cells: Cells) -> list[str]:
+    lines = []
+    for (shape, contender), found in _limit_groups(cells).items():
+        free = found.get(None)
+        held = [
+            limit
+            for limit, result in found.items()
+            if limit is not None and free is not None and (ratio(result, free) or 9) <= SLOWEST_RATIO
+        ]
+        if held:
+            lines.append(
+                f"| smallest limit with a step of at most 1.1x, {shape}, {contender} | at most 4.6 GiB "
+                f"| {min(held)} GiB |"
+            )
+    return lines
+
+
+def _limit_table(cells: Cells) -> list[str]:
+    lines: list[str] = []
+    for (shape, contender), found in _limit_groups(cells).items():
+        free = found.get(None)
+        lines += [
+            f"{shape}, {contender}:",
+            "",
+            "| limit, GiB | seconds a step | against no limit |",
+            "|---|---|---|",
+        ]
+        for limit, result in found.items():
+            share = None if free is None else ratio(result, free)
+            steps = "ended by the kernel" if "failed" in result else _list(result["step_s"][1:])
+            lines.append(f"| {limit or 'none'} | {steps} | {'' if share is None else f'{share:.2f}'} |")
+        lines.append("")
+    return lines
+
+
+def _limit_groups(cells: Cells) -> dict[tuple[str, str], dict[float | None, Result]]:
+    groups: dict[tuple[str, str], dict[float | None, Result]] = {}
+    for settings, result in cells.of("memory limit"):
+        if "failed" in result or result["there"]:
+            key = (_batch(settings), settings["contender"])
+            groups.setdefault(key, {})[settings["limit_gib"]] = result
+    return groups
+
+
+def _decode_table(cells: Cells) -> list[str]:
+    lines = ["| shape | engine | with overlay, tokens/s | without | ratio |", "|---|---|---|---|---|"]
+    for settings, result in cells.of("decode"):
+        for name, found in result["engines"].items():
+            rates = found["tokens_per_s"]
+            lines.append(
+                f"| {_shape(settings)} | {name} | {rates['overlay']:.2f} | {rates['bare']:.2f} "
+                f"| {found['ratio']:.2f} |"
+            )
+    return lines if len(lines) > 2 else []
+
+
+def _best(steps: dict[str, Any], prefix: str) -> dict[str, Any] | None:
+    """The fastest compute type of an engine."""
+    found = [step for name, step in steps.items() if name.startswith(prefix)]
+    return min(found, key=lambda step: float(step["wall_s"]), default=None)
+
+
+def _shape(settings: Settings) -> str:
+    layers = settings["layers"]
+    return f"{settings['shape']}" if layers is None else f"{settings['shape']}/{layers}"
+
+
+def _batch(settings: Settings) -> str:
+    return f"{_shape(settings)}, {settings['sequences']}x{settings['tokens']}"
+
+
+def _list(seconds: list[float]) -> str:
+    return ", ".join(f"{value:.1f}" for value in seconds)
