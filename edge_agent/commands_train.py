@@ -39,6 +39,9 @@ def train(
         int | None, typer.Option(help="How many steps instead: reproducible to the bit on this machine.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of splits, batches and directions.")] = 0,
+    estimator: Annotated[
+        str | None, typer.Option(help="spsa, one_sided, split or forward. Default: spsa.")
+    ] = None,
     share_log: Annotated[
         bool | None,
         typer.Option(
@@ -64,10 +67,18 @@ def train(
       permille-agent train mail.jsonl --steps 500 --seed 1 --json
 
       permille-agent train mail.jsonl --steps 500 --seed 1 --share-log
+
+      permille-agent train ~/notes --estimator one_sided
     """
     from edge_agent.consent import shares_log
     from edge_agent.lock import hold_lock
-    from edge_agent.options import DEFAULT_MINUTES, TrainOptions
+    from edge_agent.options import (
+        DEFAULT_ESTIMATOR,
+        DEFAULT_MINUTES,
+        DEFAULT_QUERIES,
+        TrainOptions,
+        estimator_named,
+    )
     from edge_agent.progress import BarProgress, SilentProgress
     from edge_agent.references import read_references
     from edge_agent.run_reports import collect_reports, log_delivery
@@ -79,7 +90,10 @@ def train(
     home = home_of(context)
     if minutes is None and steps is None:
         minutes = DEFAULT_MINUTES
-    options = TrainOptions(seed=seed, steps=steps, minutes=minutes)
+    kind = DEFAULT_ESTIMATOR if estimator is None else estimator_named(estimator)
+    options = TrainOptions(
+        seed=seed, steps=steps, minutes=minutes, estimator=kind, queries=DEFAULT_QUERIES[kind]
+    )
     data_paths = [path.expanduser() for path in paths] if paths else list(read_references(home))
     if not data_paths:
         raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")

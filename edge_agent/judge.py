@@ -18,7 +18,8 @@ from edge_agent.evaluate import Comparison, DocumentLosses, by_group, document_l
 from edge_agent.prepare import tokenize
 from edge_agent.rows import document_rows
 from edge_agent.run_folder import Json, RunFolder, finite_or_none
-from edge_agent.search import Setup, search_seed
+from edge_agent.search import search_seed
+from edge_agent.setup import Setup
 from edge_agent.tokens import TextTokenizer
 from edge_agent.trainer import Chosen
 from permille.engines.interface import Engine

@@ -6,6 +6,16 @@ from permille.errors import InputError
 from permille.zo.log import EstimatorKind, Schedule
 
 DEFAULT_MINUTES = 30.0
+DEFAULT_ESTIMATOR = EstimatorKind.SPSA
+# Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0070 and 0108).
+DEFAULT_QUERIES = {
+    EstimatorKind.SPSA: 8,
+    EstimatorKind.FORWARD: 8,
+    EstimatorKind.ONE_SIDED: 16,
+    EstimatorKind.SPLIT: 15,
+}
+# FedSPZO's 2 lower and 8 upper directions: of five directions of a split, one is the lower block's.
+SPLIT_QUERIES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +26,10 @@ class TrainOptions:
         seed: of splits, batches, directions and the bootstrap.
         steps: how many steps; such a run is exactly reproducible on the same machine and threads.
         minutes: how long, search and judgement included; the number of steps is then what the time gives.
-        estimator: two-sided finite differences, or exact directional derivatives.
-        queries: directions a step.
+        estimator: how a step's projected gradients are estimated.
+        queries: directions a step, of both blocks together where there are two.
+        basis: begin with the package's learned directions, where it has some.
+        scaling: scale plain directions by the package's exponents, where it has some.
         batch_rows: rows a step.
         row_tokens: longest row.
         schedule: how the learning rate falls.
@@ -27,8 +39,10 @@ class TrainOptions:
     seed: int = 0
     steps: int | None = None
     minutes: float | None = None
-    estimator: EstimatorKind = EstimatorKind.SPSA
-    queries: int = 8
+    estimator: EstimatorKind = DEFAULT_ESTIMATOR
+    queries: int = DEFAULT_QUERIES[DEFAULT_ESTIMATOR]
+    basis: bool = True
+    scaling: bool = False
     batch_rows: int = 2
     row_tokens: int = 128
     schedule: Schedule = Schedule.LINEAR
@@ -52,6 +66,10 @@ class TrainOptions:
             number = getattr(self, name)
             if number is not None and not 1 <= number <= 256:
                 raise InputError(f"expected {name} from 1 to 256, got {number}")
+        if self.estimator is EstimatorKind.ONE_SIDED and self.queries < 2:
+            raise InputError(f"expected at least 2 queries of one-sided differences, got {self.queries}")
+        if self.estimator is EstimatorKind.SPLIT and self.queries % SPLIT_QUERIES:
+            raise InputError(f"expected a multiple of {SPLIT_QUERIES} queries of a split, got {self.queries}")
         if not 8 <= self.row_tokens <= 8192:
             raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
 
@@ -59,7 +77,7 @@ class TrainOptions:
         """The same choices, with rows no longer than the model's `positions`."""
         return replace(self, row_tokens=min(self.row_tokens, positions))
 
-    def definition(self) -> dict[str, str | int | None]:
+    def definition(self) -> dict[str, str | int | bool | None]:
         """The choices that decide a run's results, for its digest: numbers that are not integers as text."""
         return {
             "seed": self.seed,
@@ -67,8 +85,23 @@ class TrainOptions:
             "minutes": None if self.minutes is None else repr(self.minutes),
             "estimator": self.estimator.value,
             "queries": self.queries,
+            "basis": self.basis,
+            "scaling": self.scaling,
             "batch_rows": self.batch_rows,
             "row_tokens": self.row_tokens,
             "schedule": self.schedule.value,
             "patience": self.patience,
         }
+
+
+def estimator_named(name: str) -> EstimatorKind:
+    """The estimator that a user names, with a hyphen or an underscore.
+
+    Raises:
+        InputError: there is no such estimator.
+    """
+    try:
+        return EstimatorKind(name.replace("-", "_"))
+    except ValueError:
+        known = ", ".join(kind.value for kind in EstimatorKind)
+        raise InputError(f"expected an estimator of {known}, got {name!r}") from None

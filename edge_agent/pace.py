@@ -14,7 +14,7 @@ from edge_agent.evaluate import mean_loss
 from edge_agent.rows import Row
 from edge_agent.run_clock import RunClock
 from edge_agent.run_folder import Json, RunFolder
-from edge_agent.search import Setup
+from edge_agent.setup import Setup
 from permille.zo.estimators import take_step
 
 EVALUATIONS = 20
@@ -54,7 +54,9 @@ def lengths_by_steps(steps: int) -> Lengths:
     return Lengths(steps=steps, race_steps=race_steps, evaluations=EVALUATIONS, limit_s=None)
 
 
-def lengths_by_time(available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float) -> Lengths:
+def lengths_by_time(
+    available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float, phases: int = 1
+) -> Lengths:
     """Lengths of a run that may take `available_s` in all.
 
     Args:
@@ -62,12 +64,14 @@ def lengths_by_time(available_s: float, *, step_s: float, evaluation_s: float, j
         step_s: of one step.
         evaluation_s: of one evaluation on the select split.
         judgement_s: of evaluating one model on the test split.
+        phases: kinds of directions that the search looks at, one after the other.
     """
+    racers = RACERS * phases
     least, most = JUDGEMENT_SHARE
     kept_s = min(most * available_s, max(least * available_s, JUDGED * judgement_s))
-    racer_s = SEARCH_SHARE * available_s / RACERS
+    racer_s = SEARCH_SHARE * available_s / racers
     race_steps = min(RACE_STEPS[1], max(2, int((racer_s - evaluation_s) / step_s)))
-    train_s = available_s - kept_s - RACERS * (race_steps * step_s + evaluation_s)
+    train_s = available_s - kept_s - racers * (race_steps * step_s + evaluation_s)
     evaluations = int(EVALUATION_SHARE * train_s / evaluation_s)
     evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, evaluations))
     steps = max(1, int((train_s - evaluations * evaluation_s) / step_s))
@@ -84,16 +88,18 @@ def find_lengths(setup: Setup, run: RunFolder, epsilon: float, clock: RunClock) 
         step_s=pace["step_s"],
         evaluation_s=pace["token_s"] * _tokens(setup.prepared.select),
         judgement_s=pace["token_s"] * _tokens(setup.prepared.test),
+        phases=len(setup.phases),
     )
 
 
 def _pace(setup: Setup, epsilon: float, clock: RunClock) -> Json:
-    header = setup.header(seed=0, epsilon=epsilon)
+    header = setup.header(seed=0, epsilon=epsilon, total_steps=3)
     s_K = np.zeros(header.k, dtype=np.int64)
     durations = []
     for step in range(3):
         start = clock.seconds()
-        take_step(setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step, clip=None)
+        batch = setup.batches(step)
+        take_step(setup.engine, batch, header, setup.w_base_K, s_K, step, clip=None, layers=setup.layers)
         durations.append(clock.seconds() - start)
     rows = setup.prepared.select[:PROBED_ROWS]
     start = clock.seconds()

@@ -15,7 +15,9 @@ from permille.files import write_atomic
 from permille.package.reader import Package
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest, values
+from permille.zo.layers import NO_LAYERS, DirectionLayers
 from permille.zo.log import LogHeader, StepRecord, encode_canonical
+from permille.zo.package_layers import layers_of
 from permille.zo.replay import replay
 
 
@@ -37,7 +39,8 @@ def model_values(home: Home, active: Active, package: Package) -> NDArray[np.flo
     )
     s_K = _cached_state(run, decision, header)
     if s_K is None:
-        s_K = checked_replay(header, records, decision["state_digest"])
+        layers = layers_of(package, header)
+        s_K = checked_replay(header, records, decision["state_digest"], layers)
         store_state(run, s_K)
     return values(w_base_K, s_K, header.step_unit_exponent)
 
@@ -62,14 +65,22 @@ def canonical_log(run: RunFolder) -> bytes:
     return encode_canonical(*chosen_log(run, run.require("decision")))
 
 
-def checked_replay(header: LogHeader, records: list[StepRecord], expected: str) -> NDArray[np.int64]:
+def checked_replay(
+    header: LogHeader, records: list[StepRecord], expected: str, layers: DirectionLayers = NO_LAYERS
+) -> NDArray[np.int64]:
     """The replayed state.
+
+    Args:
+        header: of the log.
+        records: its steps.
+        expected: digest of the state.
+        layers: of the package, as far as the header needs them.
 
     Raises:
         PackageError: `state-digest`: it is not the state that was decided on.
     """
     rows = [record.coefficients for record in records]
-    s_K = replay(header, np.array(rows, dtype=np.int64).reshape(len(rows), header.queries))
+    s_K = replay(header, np.array(rows, dtype=np.int64).reshape(len(rows), header.queries), layers)
     digest = state_digest(s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent)
     if digest != expected:
         raise PackageError(

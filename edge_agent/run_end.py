@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from edge_agent.personal import canonical_log
 from edge_agent.run_folder import Json, RunFolder
-from edge_agent.search import Setup
+from edge_agent.setup import Setup
 from edge_agent.trainer import Chosen, attempt_header
 from permille.files import write_atomic
 from permille.schemas.runs import Outcome

@@ -1,36 +1,33 @@
 """How far to look and how far to step: epsilon and the learning rate, found on the device before training.
 
 Epsilon starts where `epsilon * sqrt(k)` is about 0.5 and is checked: the projected gradients at epsilon and
-at 2 epsilon must agree, `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is
-tried. Forward mode has no epsilon, so nothing is checked there.
+at 2 epsilon, as the run's own estimator gives them, must agree,
+`|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is tried. Forward mode has
+no epsilon, so nothing is checked there.
 
 The learning rate starts where one step has norm 0.4: `learning_rate * g_rms * sqrt(k / q)`, because the mean
 of q directions is `sqrt(q)` times shorter than one. It is raced against a third and three times of it: a few
 steps each from the base, thrown away, judged on the select split; while the best is at an end of the range,
-the range grows there. Both rules are in docs/adr/0071.
+the range grows there. Both rules are in docs/adr/0071. Learned and plain directions are searched apart, by
+the same rules: directions of either kind have unit variance.
 
 Every result is a function of (package, data, seed, options) and of results before it.
 """
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edge_agent.evaluate import mean_loss
-from edge_agent.options import TrainOptions
-from edge_agent.prepare import Prepared
-from edge_agent.rows import TrainingBatches
 from edge_agent.run_folder import Json, RunFolder, finite_or_none
-from permille.engines.interface import Engine
+from edge_agent.setup import Phase, Setup, step_spread, widest_block
 from permille.errors import PermilleError
-from permille.zo.directions import Distribution
-from permille.zo.estimators import apply_record, forward_mode, spsa, take_step
+from permille.zo.estimators import apply_record, estimate, take_step
 from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.log import EstimatorKind, LogHeader, Schedule
+from permille.zo.log import EstimatorKind, LogHeader
 
 EPSILON_NORM = 0.5
 STEP_NORM = 0.4
@@ -45,62 +42,25 @@ class SearchFailed(PermilleError):  # noqa: N818 - an end of a run, reported as 
     """No epsilon or no step size works for this package on this text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What every phase of a run works with; nothing in it changes."""
-
-    engine: Engine
-    package_digest: str
-    mask_digest: str
-    counts: tuple[int, ...]
-    w_base_K: NDArray[np.float32]
-    prepared: Prepared
-    options: TrainOptions
-    batches: TrainingBatches
-
-    def header(
-        self,
-        *,
-        seed: int,
-        epsilon: float,
-        learning_rate: float = 1.0,
-        step_unit_exponent: int = 0,
-        total_steps: int = 1,
-        schedule: Schedule = Schedule.CONSTANT,
-    ) -> LogHeader:
-        """The header of a log of this run."""
-        return LogHeader(
-            package_digest=self.package_digest,
-            mask_digest=self.mask_digest,
-            seed=seed,
-            distribution=Distribution.RADEMACHER,
-            estimator=self.options.estimator,
-            queries=self.options.queries,
-            epsilon=epsilon,
-            learning_rate=learning_rate,
-            schedule=schedule,
-            total_steps=total_steps,
-            step_unit_exponent=step_unit_exponent,
-            counts=self.counts,
-        )
-
-
 def search_seed(seed: int, stage: str) -> int:
     """The seed of thrown-away directions: never those of the run itself."""
     digest = hashlib.sha256(f"permille-search-1\0{seed}\0{stage}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
-def find_epsilon(setup: Setup, run: RunFolder) -> Json:
+def find_epsilon(setup: Setup, run: RunFolder, phase: Phase = Phase.PLAIN) -> Json:
     """Epsilon, its relative error and the rms of the projected gradients, as {epsilon, relative_error,
-    g_rms}.
+    g_rms}, for one kind of directions.
 
     Raises:
         SearchFailed: the loss does not depend on the weights, or no epsilon gives a usable gradient.
     """
     start = EPSILON_NORM / math.sqrt(len(setup.w_base_K))
     if setup.options.estimator is EstimatorKind.FORWARD:
-        probe = run.once("search-forward", lambda: {"g_rms": finite_or_none(_rms(_projected(setup, start)))})
+        probe = run.once(
+            f"search-{_stage(phase)}forward",
+            lambda: {"g_rms": finite_or_none(_rms(_projected(setup, phase, start)))},
+        )
         g_rms = probe["g_rms"]
         if not g_rms:
             raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {g_rms}")
@@ -108,7 +68,7 @@ def find_epsilon(setup: Setup, run: RunFolder) -> Json:
     errors = []
     for tried, factor in enumerate(EPSILON_FACTORS, start=1):
         epsilon = start * factor
-        probe = run.once(f"search-epsilon-{tried}", partial(_probe, setup, epsilon))
+        probe = run.once(f"search-{_stage(phase)}epsilon-{tried}", partial(_probe, setup, phase, epsilon))
         errors.append(probe["relative_error"])
         if probe["relative_error"] is not None and probe["relative_error"] <= MAX_RELATIVE_ERROR:
             return {"epsilon": epsilon, **probe}
@@ -119,13 +79,20 @@ def find_epsilon(setup: Setup, run: RunFolder) -> Json:
     )
 
 
-def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: float, race_steps: int) -> Json:
+def find_learning_rate(
+    setup: Setup,
+    run: RunFolder,
+    epsilon: float,
+    g_rms: float,
+    race_steps: int,
+    phase: Phase = Phase.PLAIN,
+) -> Json:
     """The learning rate that wins the race, with all losses: {learning_rate, start, races, base_loss}.
 
     Raises:
         SearchFailed: no learning rate gave a finite loss.
     """
-    start = STEP_NORM * math.sqrt(setup.options.queries) / (g_rms * math.sqrt(len(setup.w_base_K)))
+    start = STEP_NORM / (g_rms * step_spread(setup.phase_header(phase, seed=0, epsilon=epsilon)))
     base_loss = run.once("search-base", lambda: {"loss": finite_or_none(_base_loss(setup))})["loss"]
     if base_loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")
@@ -133,7 +100,9 @@ def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: floa
     wanted = [-1, 0, 1]
     while wanted:
         for power in wanted:
-            losses[power] = _raced(setup, run, epsilon, g_rms, start, power, race_steps)
+            racer = _Racer(setup, phase, epsilon, g_rms, start * RACE_FACTOR**power, race_steps)
+            result = run.once(f"search-{_stage(phase)}race-{power}", racer.race)
+            losses[power] = math.inf if result["loss"] is None else float(result["loss"])
         best = min(losses, key=lambda power: (losses[power], power))
         edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
         wanted = [edge] if edge is not None and len(losses) < MAX_RACES else []
@@ -147,59 +116,91 @@ def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: floa
     }
 
 
-def _raced(
-    setup: Setup, run: RunFolder, epsilon: float, g_rms: float, start: float, power: int, steps: int
-) -> float:
-    learning_rate = start * RACE_FACTOR**power
+@dataclass(frozen=True, slots=True)
+class _Racer:
+    """A few steps from the base with one learning rate. The steps are thrown away."""
 
-    def race() -> Json:
-        loss = _race(setup, epsilon, g_rms, learning_rate, steps)
-        return {"learning_rate": learning_rate, "steps": steps, "loss": finite_or_none(loss)}
+    setup: Setup
+    phase: Phase
+    epsilon: float
+    g_rms: float
+    learning_rate: float
+    steps: int
 
-    result = run.once(f"search-race-{power}", race)
-    return math.inf if result["loss"] is None else float(result["loss"])
+    def race(self) -> Json:
+        """What is durable of it."""
+        return {
+            "learning_rate": self.learning_rate,
+            "steps": self.steps,
+            "loss": finite_or_none(self._loss()),
+        }
 
+    def _loss(self) -> float:
+        """Loss on the select split after the steps."""
+        setup, header = self.setup, self._header()
+        s_K = np.zeros(header.k, dtype=np.int64)
+        for step in range(self.steps):
+            record = take_step(
+                setup.engine,
+                setup.batches(step),
+                header,
+                setup.w_base_K,
+                s_K,
+                step,
+                clip=None,
+                layers=setup.layers,
+            )
+            apply_record(s_K, record, header, setup.layers)
+        values_K = values(setup.w_base_K, s_K, header.step_unit_exponent)
+        return mean_loss(setup.engine, values_K, setup.prepared.select)
 
-def _race(setup: Setup, epsilon: float, g_rms: float, learning_rate: float, steps: int) -> float:
-    """Loss on the select split after a few steps from the base. The steps are thrown away."""
-    header = setup.header(
-        seed=search_seed(setup.options.seed, "race"),
-        epsilon=epsilon,
-        learning_rate=learning_rate,
-        step_unit_exponent=step_unit_exponent_for(learning_rate, g_rms, setup.options.queries),
-        total_steps=steps,
-        schedule=setup.options.schedule,
-    )
-    s_K = np.zeros(header.k, dtype=np.int64)
-    for step in range(steps):
-        record = take_step(setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step, clip=None)
-        apply_record(s_K, record, header)
-    values_K = values(setup.w_base_K, s_K, header.step_unit_exponent)
-    return mean_loss(setup.engine, values_K, setup.prepared.select)
+    def _header(self) -> LogHeader:
+        header = self.setup.phase_header(
+            self.phase,
+            seed=search_seed(self.setup.options.seed, f"{_stage(self.phase)}race"),
+            epsilon=self.epsilon,
+            learning_rate=self.learning_rate,
+            total_steps=self.steps,
+            schedule=self.setup.options.schedule,
+        )
+        exponent = step_unit_exponent_for(
+            self.learning_rate, self.g_rms, widest_block(header), header.sigma_at(0)
+        )
+        return replace(header, step_unit_exponent=exponent)
 
 
 def _base_loss(setup: Setup) -> float:
     return mean_loss(setup.engine, setup.w_base_K, setup.prepared.select)
 
 
-def _probe(setup: Setup, epsilon: float) -> Json:
-    g_N = np.asarray(_projected(setup, epsilon))
-    g2_N = np.asarray(_projected(setup, 2 * epsilon))
+def _probe(setup: Setup, phase: Phase, epsilon: float) -> Json:
+    g_N = np.asarray(_projected(setup, phase, epsilon))
+    g2_N = np.asarray(_projected(setup, phase, 2 * epsilon))
     with np.errstate(invalid="ignore", divide="ignore"):
         error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
     return {"relative_error": finite_or_none(error), "g_rms": finite_or_none(_rms(g_N.tolist()))}
 
 
-def _projected(setup: Setup, epsilon: float) -> list[float]:
+def _projected(setup: Setup, phase: Phase, epsilon: float) -> list[float]:
     """Projected gradients at the base, along thrown-away directions on the first batches."""
-    header = setup.header(seed=search_seed(setup.options.seed, "probe"), epsilon=epsilon)
-    estimate = spsa if setup.options.estimator is EstimatorKind.SPSA else forward_mode
+    header = setup.phase_header(
+        phase,
+        seed=search_seed(setup.options.seed, f"{_stage(phase)}probe"),
+        epsilon=epsilon,
+        total_steps=PROBE_STEPS,
+    )
     s_K = np.zeros(header.k, dtype=np.int64)
     scalars: list[float] = []
     for step in range(PROBE_STEPS):
-        _, g_Q = estimate(setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step)
+        batch = setup.batches(step)
+        _, g_Q = estimate(setup.engine, batch, header, setup.w_base_K, s_K, step, setup.layers)
         scalars += g_Q.tolist()
     return scalars
+
+
+def _stage(phase: Phase) -> str:
+    """What the names of a phase's durable results and seeds begin with."""
+    return "" if phase is Phase.PLAIN else f"{phase.value}-"
 
 
 def _rms(scalars: list[float]) -> float:

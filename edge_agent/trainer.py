@@ -18,7 +18,7 @@ interval.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,12 @@ from edge_agent.pace import find_lengths
 from edge_agent.progress import RunProgress
 from edge_agent.run_clock import RunClock
 from edge_agent.run_folder import Evaluation, Json, RunFolder
-from edge_agent.search import Setup, find_epsilon, find_learning_rate
+from edge_agent.search import find_epsilon, find_learning_rate
+from edge_agent.setup import Phase, Setup, widest_block
 from permille.zo.estimators import apply_record, take_step
 from permille.zo.journal import Journal
 from permille.zo.lattice import step_unit_exponent_for, values
+from permille.zo.layers import NO_LAYERS, DirectionLayers
 from permille.zo.log import LogHeader, StepFlag, StepRecord
 from permille.zo.replay import replay
 
@@ -73,25 +75,38 @@ def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClo
 
     def plan() -> Json:
         progress.phase("finding epsilon")
-        epsilon = find_epsilon(setup, run)
-        lengths = find_lengths(setup, run, epsilon["epsilon"], clock)
+        epsilons = {phase: find_epsilon(setup, run, phase) for phase in setup.phases}
+        lengths = find_lengths(setup, run, epsilons[Phase.PLAIN]["epsilon"], clock)
         progress.phase("finding the step size")
-        rate = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], lengths.race_steps)
-        return {
-            "epsilon": epsilon["epsilon"],
-            "epsilon_search": epsilon,
-            "g_rms": epsilon["g_rms"],
-            "learning_rate": rate["learning_rate"],
-            "learning_rate_search": rate,
-            "base_loss": rate["base_loss"],
+        rates = {
+            phase: _rates(setup, run, phase, epsilons[phase], lengths.race_steps) for phase in setup.phases
+        }
+        learned = rates.get(Phase.LEARNED)
+        if learned is not None:
+            learned["steps"] = setup.learned_steps(lengths.steps)
+        return rates[Phase.PLAIN] | {
+            "base_loss": rates[Phase.PLAIN]["learning_rate_search"]["base_loss"],
+            "learned": learned,
             "total_steps": lengths.steps,
             "evaluate_every": max(1, math.ceil(lengths.steps / lengths.evaluations)),
-            "clip": CLIP_RMS * epsilon["g_rms"],
             "limit_s": lengths.limit_s,
             "options": setup.options.definition(),
         }
 
     return run.once("plan", plan)
+
+
+def _rates(setup: Setup, run: RunFolder, phase: Phase, epsilon: Json, race_steps: int) -> Json:
+    """What the search found for one kind of directions."""
+    rate = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], race_steps, phase)
+    return {
+        "epsilon": epsilon["epsilon"],
+        "epsilon_search": epsilon,
+        "g_rms": epsilon["g_rms"],
+        "learning_rate": rate["learning_rate"],
+        "learning_rate_search": rate,
+        "clip": CLIP_RMS * epsilon["g_rms"],
+    }
 
 
 def train_attempts(
@@ -108,22 +123,43 @@ def train_attempts(
 
 
 def attempt_header(setup: Setup, plan: Json, attempt: int) -> LogHeader:
-    """The header of an attempt's log: half the step size of the attempt before."""
+    """The header of an attempt's log: half the step size of the attempt before.
+
+    The unit is the finer one of what plain and learned directions want.
+    """
     learning_rate = plan["learning_rate"] * 0.5**attempt
-    return setup.header(
+    learned: Json | None = plan.get("learned")
+    basis = None
+    if learned is not None and learned["steps"]:
+        basis = setup.basis_use(
+            Phase.LEARNED,
+            steps=learned["steps"],
+            epsilon=learned["epsilon"],
+            learning_rate=learned["learning_rate"] * 0.5**attempt,
+        )
+    header = setup.header(
         seed=setup.options.seed,
         epsilon=plan["epsilon"],
         learning_rate=learning_rate,
-        step_unit_exponent=step_unit_exponent_for(learning_rate, plan["g_rms"], setup.options.queries),
         total_steps=plan["total_steps"],
         schedule=setup.options.schedule,
+        basis=basis,
     )
+    queries = widest_block(header)
+    plain_sigma = header.sigma_at(header.basis_steps)
+    exponent = step_unit_exponent_for(learning_rate, plan["g_rms"], queries, plain_sigma)
+    if basis is not None and learned is not None:
+        finer = step_unit_exponent_for(basis.learning_rate, learned["g_rms"], queries, header.sigma_at(0))
+        exponent = min(exponent, finer)
+    return replace(header, step_unit_exponent=exponent)
 
 
-def state_of(header: LogHeader, records: Sequence[StepRecord]) -> NDArray[np.int64]:
+def state_of(
+    header: LogHeader, records: Sequence[StepRecord], layers: DirectionLayers = NO_LAYERS
+) -> NDArray[np.int64]:
     """The state that the first records of a log add up to."""
     rows = [record.coefficients for record in records]
-    return replay(header, np.array(rows, dtype=np.int64).reshape(len(rows), header.queries))
+    return replay(header, np.array(rows, dtype=np.int64).reshape(len(rows), header.queries), layers)
 
 
 def _attempt(
@@ -133,7 +169,7 @@ def _attempt(
     path = run.journal(attempt)
     with Journal.open(path) if path.exists() else Journal.create(path, header) as journal:
         records = list(journal.records())
-        s_K = state_of(header, records)
+        s_K = state_of(header, records, setup.layers)
         rejected = sum(StepFlag.REJECTED in record.flags for record in records)
         evaluations = run.evaluations(attempt)
         while True:
@@ -146,14 +182,26 @@ def _attempt(
                 clock.store()
                 _tell(progress, evaluation, plan)
             if stopped := _ended(setup, plan, step, rejected, evaluations, out_of_time):
-                return _choose(journal, attempt, evaluations, stopped)
-            record = take_step(
-                setup.engine, setup.batches(step), header, setup.w_base_K, s_K, step, clip=plan["clip"]
-            )
+                return _choose(setup, journal, attempt, evaluations, stopped)
+            record = _step(setup, plan, header, s_K, step)
             journal.append(record)
-            apply_record(s_K, record, header)
+            apply_record(s_K, record, header, setup.layers)
             rejected += StepFlag.REJECTED in record.flags
             progress.step(step + 1, header.total_steps, record.loss)
+
+
+def _step(setup: Setup, plan: Json, header: LogHeader, s_K: NDArray[np.int64], step: int) -> StepRecord:
+    rates = plan["learned"] if step < header.basis_steps else plan
+    return take_step(
+        setup.engine,
+        setup.batches(step),
+        header,
+        setup.w_base_K,
+        s_K,
+        step,
+        clip=rates["clip"],
+        layers=setup.layers,
+    )
 
 
 def _due(step: int, plan: Json, evaluations: Sequence[Evaluation], out_of_time: bool) -> bool:
@@ -208,9 +256,11 @@ def _best(evaluations: Sequence[Evaluation]) -> int:
     return min(finite)[1] if finite else 0
 
 
-def _choose(journal: Journal, attempt: int, evaluations: Sequence[Evaluation], stopped: str) -> Chosen:
+def _choose(
+    setup: Setup, journal: Journal, attempt: int, evaluations: Sequence[Evaluation], stopped: str
+) -> Chosen:
     step = 0 if stopped in ("diverged", "rejected") else _best(evaluations)
-    s_K = state_of(journal.header, list(journal.records())[:step])
+    s_K = state_of(journal.header, list(journal.records())[:step], setup.layers)
     return Chosen(
         attempt=attempt, step=step, steps=journal.next_step, s_K=s_K, header=journal.header, stopped=stopped
     )

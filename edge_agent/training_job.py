@@ -30,7 +30,8 @@ from edge_agent.rows import TrainingBatches
 from edge_agent.run_clock import RunClock
 from edge_agent.run_end import RunResult, log_facts, result_of
 from edge_agent.run_folder import Json, RunFolder, open_run, prune_runs
-from edge_agent.search import SearchFailed, Setup
+from edge_agent.search import SearchFailed
+from edge_agent.setup import Setup, training_layers
 from edge_agent.tokens import TextTokenizer
 from edge_agent.trainer import Chosen, make_plan, train_attempts
 from permille.engines.factory import open_engine
@@ -167,6 +168,8 @@ class _Job:
             batches=TrainingBatches(
                 self.prepared.train, batch_rows=self.options.batch_rows, seed=self.options.seed
             ),
+            layers=training_layers(self.package, self.options),
+            decoder_layers=int(self.package.config["num_hidden_layers"]),
         )
 
     def _incumbent(self) -> Active:

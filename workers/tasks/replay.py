@@ -11,12 +11,15 @@ from sqlalchemy.orm import Session
 from permille.errors import InputError, PackageError
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
+from permille.package.reader import Package
 from permille.store import results, runs
 from permille.store.errors import NotFoundError
 from permille.store.tables import LogState, Run
 from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
+from permille.zo.layers import NO_LAYERS, DirectionLayers
 from permille.zo.log import CanonicalLog, decode_canonical
+from permille.zo.package_layers import layers_of
 from permille.zo.replay import replay
 from workers.context import Publish, Result, TaskContext
 from workers.payloads import ReplayPayload, parse_payload
@@ -74,7 +77,8 @@ def judge(context: TaskContext, run_row: Run, log_digest: str) -> Verdict:
         _check_bound_to(log, manifest)
         _check_work(log)
         context.progress(0.1, "replaying")
-        s_K = replay(log.header, log.coefficients_TQ, threads=context.settings.threads or 1)
+        layers = _layers(context, manifest, log)
+        s_K = replay(log.header, log.coefficients_TQ, layers, threads=context.settings.threads or 1)
     except (PackageError, InputError) as exc:
         return Verdict(state=LogState.REFUSED, reason=str(exc))
     found = state_digest(
@@ -105,6 +109,13 @@ def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
             "log-foreign",
             f"expected a log of package {manifest.digest} and its mask, got one of {header.package_digest}",
         )
+
+
+def _layers(context: TaskContext, manifest: Manifest, log: CanonicalLog) -> DirectionLayers:
+    """The package's layers that the log's directions are made with; most logs need none."""
+    if log.header.version == 1:
+        return NO_LAYERS
+    return layers_of(Package.open(context.blobs, manifest.digest), log.header)
 
 
 def _check_work(log: CanonicalLog) -> None:

@@ -16,11 +16,11 @@ from edge_agent.search import (
     RACE_FACTOR,
     STEP_NORM,
     SearchFailed,
-    Setup,
     find_epsilon,
     find_learning_rate,
     search_seed,
 )
+from edge_agent.setup import Setup
 from permille.engines.interface import Batch
 from permille.package.reader import Package
 from permille.zo.log import EstimatorKind
