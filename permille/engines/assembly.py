@@ -22,6 +22,7 @@ from permille.engines.head import OutputHead
 from permille.engines.inputs import ModelLimits
 from permille.engines.layer_stack import LayerStack
 from permille.engines.overlay import Overlay, OverlayLinear
+from permille.engines.row_threads import RowThreads
 from permille.engines.sharing import layer_spans
 from permille.errors import InputError, PackageError
 from permille.models.families import family_of
@@ -118,8 +119,9 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
 
 def _place_overlays(model: Any, package: Package, overlay: Overlay, cache_bytes: int) -> None:
     start = 0
+    threads = RowThreads(torch.get_num_threads())
     for info in package.manifest.tensors:
-        weight = PackedWeight(package.quantized(info.name), overlay.device)
+        weight = PackedWeight(package.quantized(info.name), overlay.device, threads)
         cache_bytes -= weight.buffer_size * overlay.dtype.itemsize
         indices = package.mask(info.name)
         layer = OverlayLinear(overlay, weight, indices, start, cached=cache_bytes >= 0)

@@ -3,40 +3,49 @@
 In float32 the values are bit for bit those of `permille.quantization.dequantize`: one table look-up and one
 float32 product a weight. Other dtypes are that float32 value, rounded once.
 
-A byte holds two codes. The table therefore has 256 entries of two float32 each, looked up as one 64-bit
-integer: a quarter of the time of unpacking nibbles.
+On a CPU the compiled kernels do it where they are there. Else torch does: a byte holds two codes, so the
+table has 256 entries of two float32 each, looked up as one 64-bit integer: a quarter of the time of unpacking
+nibbles.
 
 # Legend: N, K = out and in features; G = ceil(K / group_size); R = rows of a chunk; S = group_size.
 """
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from permille.errors import InputError
-from permille.quantization.nf4 import NF4_CODES
-from permille.quantization.types import QuantizedTensor, Scheme, packed_size, scales_shape
+from permille.engines.row_threads import RowThreads
+from permille.engines.sparse_pattern import as_numpy
+from permille.native.library import load
+from permille.native.products import MAX_TOKENS, packed_product
+from permille.native.rows import CODES, PackedRows
+from permille.native.weights import decoded_at, dequantize_rows, dequantize_rows_bf16
+from permille.quantization.types import QuantizedTensor, Scheme
 
 # On a CPU a chunk stays in the second-level cache between the look-up and the product.
 _CPU_CHUNK_WEIGHTS = 1 << 18
-
-_INT4_CODES = np.arange(-8, 8, dtype=np.float32)
 
 
 class PackedWeight:
     """Codes and scales of one weight [N, K] on a device; on a CPU they stay where the package mapped them."""
 
-    def __init__(self, quantized: QuantizedTensor, device: torch.device) -> None:
+    def __init__(
+        self, quantized: QuantizedTensor, device: torch.device, threads: RowThreads | None = None
+    ) -> None:
         """
         Raises:
             InputError: as many codes or scales as the shape does not ask for.
         """
-        _check(quantized)
+        # The table is indexed without bounds checks on some devices: sizes are settled here, once.
+        self.rows = PackedRows.of(quantized)
         self.shape = quantized.shape
+        self._native = device.type == "cpu" and load() is not None
+        self._threads = threads or RowThreads(1)
         self.scheme = quantized.scheme
         self.group_size = quantized.group_size
         self._packed = borrow(quantized.packed).to(device)
@@ -65,9 +74,40 @@ class PackedWeight:
             buffer: as many elements as the rows, and one more where their number is odd.
         """
         columns = self.shape[1]
+        out_RK = buffer[: (last - first) * columns].view(-1, columns)
+        if self._native and buffer.dtype in (torch.float32, torch.bfloat16):
+            self._compiled(first, last, as_numpy(out_RK))
+            return out_RK
         for start, stop in self._chunks(first * columns, last * columns):
             self._dequantize_chunk(buffer, start, stop, first * columns)
-        return buffer[: (last - first) * columns].view(-1, columns)
+        return out_RK
+
+    def _compiled(self, first: int, last: int, out_RK: NDArray[np.generic]) -> None:
+        kernel: Any = dequantize_rows if out_RK.dtype == np.float32 else dequantize_rows_bf16
+
+        def part(begin: int, end: int) -> None:
+            kernel(self.rows, begin, end, out_RK[begin - first : end - first])
+
+        self._threads.each(part, first, last, self.shape[1])
+
+    def multiplies(self, x_MK: Tensor) -> bool:
+        """Whether `product` takes this x: few tokens on a CPU with compiled kernels."""
+        return self._native and len(x_MK) <= MAX_TOKENS and x_MK.dtype in (torch.float32, torch.bfloat16)
+
+    def product(self, x_MK: Tensor) -> Tensor:
+        """`x W^T` [M, N] float32, straight from the codes; x float32 [M, K] of few tokens."""
+        y_MN = torch.empty(len(x_MK), self.shape[0])
+        x, y = as_numpy(x_MK), as_numpy(y_MN)
+
+        def part(first: int, last: int) -> None:
+            packed_product(self.rows, x, y, first, last)
+
+        self._threads.each(part, 0, *self.shape)
+        return y_MN
+
+    def decoded_at(self, indices: NDArray[np.uint32]) -> Tensor:
+        """What the codes decode to at flat indices, float32, on a CPU."""
+        return torch.from_numpy(decoded_at(self.rows, indices))
 
     def tiles(self, weights: int) -> list[tuple[int, int]]:
         """Ranges of rows of at most `weights` weights each where that can be, to dequantize one by one."""
@@ -128,22 +168,6 @@ def _scale_groups(code_RK: Tensor, scale_RG: Tensor, group_size: int) -> None:
 
 def _pair_table(scheme: Scheme) -> Tensor:
     """[256] int64: the two float32 codes of each byte, high nibble first, as one 64-bit pattern."""
-    codes = NF4_CODES if scheme is Scheme.NF4 else _INT4_CODES
+    codes = CODES[scheme]
     pairs = np.stack([np.repeat(codes, 16), np.tile(codes, 16)], axis=1).astype(np.float32)
     return torch.from_numpy(np.ascontiguousarray(pairs)).view(torch.int64).flatten()
-
-
-def _check(quantized: QuantizedTensor) -> None:
-    """The table is indexed without bounds checks on some devices: sizes are settled here, once."""
-    expected = (packed_size(quantized.shape),)
-    if quantized.packed.shape != expected or quantized.packed.dtype != np.uint8:
-        raise InputError(
-            f"expected codes uint8 {expected} for a weight {quantized.shape}, "
-            f"got {quantized.packed.dtype} {quantized.packed.shape}"
-        )
-    scales = scales_shape(quantized.scheme, quantized.shape, quantized.group_size)
-    if quantized.scales.shape != scales or quantized.scales.dtype != np.float32:
-        raise InputError(
-            f"expected scales float32 {scales} for a weight {quantized.shape}, "
-            f"got {quantized.scales.dtype} {quantized.scales.shape}"
-        )

@@ -133,9 +133,12 @@ class OverlayLinear(nn.Module):
         if self._overlay.differentiated:
             return self._differentiated(x, values_GC[0])
         x_MK = x.reshape(-1, self.in_features)
-        y_MN = x.new_empty(len(x_MK), self.out_features)
-        groups = len(values_GC) if values_GC.shape[1] else 1
-        self._by_tiles(x_MK.chunk(groups), values_GC, y_MN.chunk(groups))
+        if self._overlay.fixed is not None and not self._cached and self._weight.multiplies(x_MK):
+            y_MN = self._from_codes(x_MK, self._overlay.fixed, values_GC)
+        else:
+            y_MN = x.new_empty(len(x_MK), self.out_features)
+            groups = len(values_GC) if values_GC.shape[1] else 1
+            self._by_tiles(x_MK.chunk(groups), values_GC, y_MN.chunk(groups))
         return y_MN.view(*x.shape[:-1], self.out_features)
 
     def current_weight(self) -> Tensor:
@@ -144,11 +147,12 @@ class OverlayLinear(nn.Module):
 
     def primal(self, x: Tensor, value_C: Tensor) -> Tensor:
         """The layer's output for one variant, the whole weight left in its buffer."""
-        weight_NK, rounded_C = self._whole(), value_C.to(self._overlay.dtype)
+        weight_NK = self._whole()
         self._holds = None
-        weight_NK.view(-1).index_copy_(0, self._mask.indices, rounded_C)
+        self._mask.set(weight_NK, 0, value_C, 0)
         y = functional.linear(x, weight_NK, self.bias)
-        return self._with_rest(y, x, value_C, rounded_C)
+        self._add_rest(y, x, value_C)
+        return y
 
     def sparse_product(self, x: Tensor, z_QC: Tensor) -> Tensor:
         """`(z on the mask) x` for each of Q rows: [Q, ..., N] in the dtype of x."""
@@ -162,38 +166,42 @@ class OverlayLinear(nn.Module):
 
     def _by_tiles(self, parts: tuple[Tensor, ...], values_GC: Tensor, outs: tuple[Tensor, ...]) -> None:
         """Each group's rows of x times the weight with its values."""
-        rounded_GC = values_GC.to(self._overlay.dtype)
         fixed = self._overlay.fixed
         kept = fixed is not None and self._holds is fixed
         self._holds = None
         for first, last, mark, until in self._tiles:
-            tile_NK = self._tile(first, last)
+            tile_RK = self._tile(first, last)
             for group, (x_MK, out_MN) in enumerate(zip(parts, outs, strict=True)):
                 if until > mark and not kept:
-                    self._set(tile_NK, rounded_GC[group, mark:until], mark, first)
-                self._multiply(x_MK, tile_NK, out_MN[:, first:last], first, last)
+                    self._mask.set(tile_RK, first, values_GC[group, mark:until], mark)
+                self._multiply(x_MK, tile_RK, out_MN[:, first:last], first, last)
         self._holds = fixed if self._cache is not None else None
-        if rounded_GC.dtype.itemsize < values_GC.dtype.itemsize and values_GC.shape[1]:
-            for x_MK, out_MN, value_C, rounded_C in zip(parts, outs, values_GC, rounded_GC, strict=True):
-                self._with_rest(out_MN, x_MK, value_C, rounded_C)
+        if values_GC.shape[1]:
+            for x_MK, out_MN, value_C in zip(parts, outs, values_GC, strict=True):
+                self._add_rest(out_MN, x_MK, value_C)
 
-    def _set(self, tile_NK: Tensor, rounded_C: Tensor, mark: int, first: int) -> None:
-        places_C = self._mask.indices[mark : mark + len(rounded_C)]
-        if first:
-            places_C = places_C - first * self.in_features
-        tile_NK.view(-1).index_copy_(0, places_C, rounded_C)
+    def _from_codes(self, x_MK: Tensor, fixed: FixedValues, value_1C: Tensor) -> Tensor:
+        """A few tokens times the weight as its codes have it, then what the values change."""
+        wide_MK = x_MK.float()
+        y_MN = self._weight.product(wide_MK)
+        if value_1C.shape[1]:
+            start = self._span[0]
+            if start not in fixed.changes:
+                fixed.changes[start] = value_1C - self._weight.decoded_at(self._mask.indices)
+            self._mask.add_product(wide_MK, fixed.changes[start], y_MN[None])
+        return (y_MN if self.bias is None else y_MN + self.bias).to(x_MK.dtype)
 
-    def _multiply(self, x_MK: Tensor, tile_NK: Tensor, out_MN: Tensor, first: int, last: int) -> None:
+    def _multiply(self, x_MK: Tensor, tile_RK: Tensor, out_MR: Tensor, first: int, last: int) -> None:
         if self.bias is None:
-            torch.mm(x_MK, tile_NK.T, out=out_MN)
+            torch.mm(x_MK, tile_RK.T, out=out_MR)
         else:
-            torch.addmm(self.bias[first:last], x_MK, tile_NK.T, out=out_MN)
+            torch.addmm(self.bias[first:last], x_MK, tile_RK.T, out=out_MR)
 
-    def _with_rest(self, y: Tensor, x: Tensor, value_C: Tensor, rounded_C: Tensor) -> Tensor:
-        """y plus the product with what rounding took from the values, in place."""
-        if rounded_C.dtype.itemsize < value_C.dtype.itemsize:
-            y += self._mask.product(x, (value_C - rounded_C.to(value_C.dtype))[None])[0]
-        return y
+    def _add_rest(self, y: Tensor, x: Tensor, value_C: Tensor) -> None:
+        """Add to y the product with what rounding took from the values, if anything."""
+        if self._overlay.dtype.itemsize < value_C.dtype.itemsize:
+            rest_C = value_C - value_C.to(self._overlay.dtype).to(value_C.dtype)
+            y += self._mask.product(x, rest_C[None])[0]
 
     def _tile(self, first: int, last: int) -> Tensor:
         """Rows of the weight; at masked positions they hold anything until values are set."""

@@ -10,11 +10,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from permille.engines.dequantization import PackedWeight
-from permille.engines.overlay import Overlay, OverlayLinear
+from permille.engines.overlay import FixedValues, Overlay, OverlayLinear
 from permille.engines.sparse_pattern import SparsePattern
 from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
 
 ROWS, COLUMNS = 24, 40
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled kernels where this machine has them, and torch."""
+    if request.param == "torch":
+        monkeypatch.setenv("PERMILLE_NATIVE", "off")
 
 
 def quantized_random() -> QuantizedTensor:
@@ -80,6 +87,50 @@ def test_a_cached_layer_is_dequantized_once_for_all_calls(monkeypatch: pytest.Mo
         with overlay.using(torch.randn(2, 60)):
             layer(torch.randn(2, COLUMNS))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_set_the_values_of_their_own_rows(
+    monkeypatch: pytest.MonkeyPatch, cached: bool, dtype: torch.dtype
+) -> None:
+    """int4 rows are cut two by two here."""
+    quantized, mask = quantized_random(), random_mask()
+    overlay, whole = layer_of(quantized, mask, dtype=dtype)
+    monkeypatch.setattr("permille.engines.overlay._TILE_WEIGHTS", 100)
+    _, layer = layer_of(quantized, mask, dtype=dtype, cached=cached)
+    layer._overlay = overlay
+    x = torch.randn(6, COLUMNS).to(dtype)
+    with overlay.using(torch.randn(3, len(mask))):
+        torch.testing.assert_close(layer(x), whole(x))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_fixed_values_are_those_of_any_other_call(cached: bool, biased: bool) -> None:
+    quantized, mask = quantized_random(), random_mask()
+    overlay, layer = layer_of(quantized, mask, cached=cached)
+    layer.bias = torch.nn.Parameter(torch.randn(ROWS), requires_grad=False) if biased else None
+    fixed, others = FixedValues(torch.randn(len(mask))), torch.randn(2, len(mask))
+    for tokens in (20, 1, 3):  # A prompt, then tokens.
+        x = torch.randn(1, tokens, COLUMNS)
+        with overlay.using(fixed.value_K[None]):
+            expected = layer(x)
+        with overlay.using(others):  # What another call leaves behind.
+            layer(torch.randn(2, 2, COLUMNS))
+        for _ in range(2):
+            with overlay.using(fixed.value_K[None], fixed=fixed):
+                torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fixed_values_are_set_once_in_a_kept_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch, SparsePattern, "set")
+    overlay, layer = layer_of(quantized_random(), random_mask(), cached=True)
+    texts = [FixedValues(torch.randn(60)) for _ in range(2)]
+    for fixed, expected in ((texts[0], 1), (texts[0], 1), (texts[1], 2), (texts[0], 3)):
+        with overlay.using(fixed.value_K[None], fixed=fixed):
+            layer(torch.randn(1, COLUMNS))
+        assert len(calls) == expected
 
 
 def test_a_layer_without_masked_weights_is_its_codes() -> None:
