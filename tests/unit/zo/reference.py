@@ -50,3 +50,67 @@ def state(
             direction = z(seed, start + row, query, counts, distribution)
             total = [s + c * element for s, element in zip(total, direction, strict=True)]
     return total
+
+
+Split = tuple[int, int]
+"""First upper tensor and lower queries."""
+
+
+def layered_z(
+    seed: int,
+    step: int,
+    query: int,
+    counts: Sequence[int],
+    distribution: str,
+    *,
+    u: Sequence[Sequence[int]] | None = None,
+    basis_steps: int = 0,
+    exponents: Sequence[int] | None = None,
+    split: Split | None = None,
+) -> list[int]:
+    """A whole direction by FORMAT 6.5 to 6.7."""
+    if u is not None and step < basis_steps:
+        b = [element(seed, step, query, 2**32 - 1, rank, "rademacher") for rank in range(len(u[0]))]
+        found = [sum(x * y for x, y in zip(row, b, strict=True)) for row in u]
+    else:
+        found = z(seed, step, query, counts, distribution)
+        if exponents is not None:
+            found = [value * 2**exponent for value, exponent in zip(found, exponents, strict=True)]
+    if split is not None:
+        below = sum(counts[: split[0]])
+        if query < split[1]:
+            found = [value if index < below else 0 for index, value in enumerate(found)]
+        else:
+            found = [value if index >= below else 0 for index, value in enumerate(found)]
+    return found
+
+
+def layered_state(
+    seed: int,
+    rows: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    distribution: str,
+    start: int = 0,
+    *,
+    u: Sequence[Sequence[int]] | None = None,
+    basis_steps: int = 0,
+    exponents: Sequence[int] | None = None,
+    split: Split | None = None,
+) -> list[int]:
+    """FORMAT 7.5 for such directions."""
+    total = [0] * sum(counts)
+    for row, coefficients in enumerate(rows):
+        for query, c in enumerate(coefficients):
+            direction = layered_z(
+                seed,
+                start + row,
+                query,
+                counts,
+                distribution,
+                u=u,
+                basis_steps=basis_steps,
+                exponents=exponents,
+                split=split,
+            )
+            total = [s + c * value for s, value in zip(total, direction, strict=True)]
+    return total
