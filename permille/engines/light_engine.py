@@ -4,7 +4,7 @@ The products are numpy's BLAS; weights are dequantized a tile at a time, once fo
 tokens of all sequences lie end to end, without padding; embedding and head stay mapped as they are stored.
 
 Token losses agree with the torch engine's to rounding (1e-5), and to the bit when the same call is repeated
-on the same build: how the work is cut depends on shapes alone, not on the number of threads.
+on the same build and number of threads.
 
 # Legend: V variants, G groups of them, K masked weights, Q directions, B sequences, T and M tokens, H hidden
 size, R target tokens.
@@ -196,9 +196,9 @@ class LightEngine:
         """[v, R] in one forward pass."""
         plan = plan_sharing(values_VK, self._model.spans)
         run = VariantRun(self._tools, self._model.architecture, self._workspace, packed)
-        x_GMH = self._residual(1, packed)
+        states_GMH = self._residual(plan[-1].count, packed)
         for groups, layer in zip(plan, self._model.layers, strict=True):
-            x_GMH = self._split(x_GMH, groups)
+            x_GMH = _split(states_GMH, groups)
             run.set_values(values_VK[groups.first_G])
             run_layer(run, self._model.architecture, layer, x_GMH)
         states_GRH = self._finish(run, x_GMH[:, packed.state_R])
@@ -230,17 +230,11 @@ class LightEngine:
         return float(loss_R.sum(dtype=np.float64)), np.array(sums_Q)
 
     def _residual(self, states: int, packed: Packed) -> Array:
-        """Work memory [g, M, H] whose first state is the embedded tokens."""
+        """Work memory [states, M, H] whose first state is the embedded tokens."""
         embedded_MH = self._embed(packed.id_M, packed.position_M)
         x_GMH = self._workspace.take("residual", (states, *embedded_MH.shape))
         x_GMH[0] = embedded_MH
         return x_GMH
-
-    def _split(self, x_GMH: Array, groups: LayerGroups) -> Array:
-        """The residual with a state for each group, where groups from below have become several."""
-        if not groups.splits:
-            return x_GMH
-        return x_GMH[groups.parent_G]
 
     def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64]) -> Array:
         model = self._model
@@ -261,3 +255,13 @@ class LightEngine:
         if self._model.project_out_EH is not None:
             return states_GRH @ self._model.project_out_EH.T
         return states_GRH
+
+
+def _split(states_GMH: Array, groups: LayerGroups) -> Array:
+    """The states of this layer's groups, in place: a group's parent never has a higher number than it."""
+    if groups.splits:
+        for group in range(groups.count - 1, -1, -1):
+            parent = int(groups.parent_G[group])
+            if parent != group:
+                states_GMH[group] = states_GMH[parent]
+    return states_GMH[: groups.count]

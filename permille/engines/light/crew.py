@@ -1,7 +1,7 @@
-"""Work split over threads, with results that do not depend on how many there are.
+"""Work split over threads, with results that do not depend on their timing.
 
 A task writes to places of its own and its arithmetic is single threaded, so a result depends on how the work
-was cut, which is a function of shapes alone, and never on who did it.
+was cut, which is a function of shapes and the number of threads, and never on who did it when.
 """
 
 import os

@@ -3,6 +3,10 @@
 A `Run` knows what its states are and does the parts; the order of the parts is here. States are [G, M, H]:
 groups of variants, or a primal with its tangents. The residual is changed in place.
 
+Three stretches of work memory serve a layer beside the residual. "normed" holds what goes into a part of the
+layer and then what comes out of it; "inner" what lies between, in the attention (queries, keys, values) as in
+the feed-forward part; "kept" is for the parallel block alone.
+
 # Legend: G states, M tokens, H hidden size, A heads, B key-value heads, D numbers of a head.
 """
 
@@ -19,10 +23,11 @@ Array = NDArray[np.float32]
 
 
 class Run(Protocol):
-    """What a decoder layer is made of. Names are those of work memory that `buffer` keeps."""
+    """What a decoder layer is made of. Names are those of work memory that `buffers` keeps."""
 
-    def buffer(self, name: str, x_GMK: Array, width: int) -> Array:
-        """[G, M, width], G and M those of x; the same memory for the same name."""
+    def buffers(self, name: str, x_GMK: Array, *widths: int) -> list[Array]:
+        """[G, M, width] for each width, G and M those of x, one after the other: the same memory for the
+        same name."""
         ...
 
     def norm(self, norm: Norm, x_GMH: Array, out_GMH: Array) -> None:
@@ -51,7 +56,7 @@ def run_layer(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: Ar
     kind = architecture.block
     attended_GMH = _attention(run, architecture, layer, x_GMH)
     if kind is BlockKind.PARALLEL:
-        added_GMH = run.buffer("kept", x_GMH, x_GMH.shape[2])
+        (added_GMH,) = run.buffers("kept", x_GMH, x_GMH.shape[2])
         np.add(attended_GMH, x_GMH, out=added_GMH)
         np.add(_mlp(run, layer, x_GMH), added_GMH, out=x_GMH)
         return
@@ -70,10 +75,8 @@ def run_layer(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: Ar
 
 def _attention(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> Array:
     head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
-    normed_GMH = x_GMH
-    if layer.norm_attention is not None and architecture.block is not BlockKind.POST:
-        normed_GMH = run.buffer("normed", x_GMH, x_GMH.shape[2])
-        run.norm(layer.norm_attention, x_GMH, normed_GMH)
+    norm = None if architecture.block is BlockKind.POST else layer.norm_attention
+    normed_GMH = _normed(run, norm, x_GMH)
     q, k, v = _query_key_value(run, layer, normed_GMH, heads, kv_heads, head)
     if layer.norm_query is not None and layer.norm_key is not None:
         run.norm(layer.norm_query, q, q)
@@ -81,10 +84,9 @@ def _attention(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: A
     if layer.settings.rope is not None:
         run.rotate(layer, q)
         run.rotate(layer, k)
-    # The normed input has been used: attention's output takes its memory where it fits.
-    out_GMA = run.buffer("normed", x_GMH, heads * head)
+    (out_GMA,) = run.buffers("normed", x_GMH, heads * head)
     run.attend(layer, q, k, v, out_GMA.reshape(*out_GMA.shape[:2], heads, head))
-    result_GMH = run.buffer("wide", x_GMH, x_GMH.shape[2])
+    (result_GMH,) = run.buffers("inner", x_GMH, x_GMH.shape[2])
     run.linear(layer.output, out_GMA, result_GMH)
     return result_GMH
 
@@ -94,31 +96,32 @@ def _query_key_value(
 ) -> tuple[Array, Array, Array]:
     """Views [G, M, heads, D]."""
     if layer.fused is not None:
-        fused_GMN = run.buffer("wide", x_GMH, 3 * heads * head)
+        (fused_GMN,) = run.buffers("inner", x_GMH, 3 * heads * head)
         run.linear(layer.fused, x_GMH, fused_GMN)
         parts = fused_GMN.reshape(*fused_GMN.shape[:2], heads, 3, head)
         return parts[..., 0, :], parts[..., 1, :], parts[..., 2, :]
-    found = []
-    for name, linear, count in (
-        ("wide", layer.query, heads),
-        ("key", layer.key, kv_heads),
-        ("value", layer.value, kv_heads),
-    ):
+    counts = (heads, kv_heads, kv_heads)
+    found = run.buffers("inner", x_GMH, *(count * head for count in counts))
+    for linear, out_GMN in zip((layer.query, layer.key, layer.value), found, strict=True):
         if linear is None:
             raise RuntimeError("a decoder layer has neither fused nor separate projections")
-        out_GMN = run.buffer(name, x_GMH, count * head)
         run.linear(linear, x_GMH, out_GMN)
-        found.append(out_GMN.reshape(*out_GMN.shape[:2], count, head))
-    return found[0], found[1], found[2]
+    q, k, v = (out.reshape(*out.shape[:2], count, head) for out, count in zip(found, counts, strict=True))
+    return q, k, v
 
 
 def _mlp(run: Run, layer: LightLayer, x_GMH: Array, *, normed: bool = True) -> Array:
-    normed_GMH = x_GMH
-    if normed and layer.norm_mlp is not None:
-        normed_GMH = run.buffer("normed", x_GMH, x_GMH.shape[2])
-        run.norm(layer.norm_mlp, x_GMH, normed_GMH)
-    inner_GMI = run.buffer("inner", x_GMH, layer.up.rows)
+    normed_GMH = _normed(run, layer.norm_mlp if normed else None, x_GMH)
+    (inner_GMI,) = run.buffers("inner", x_GMH, layer.up.rows)
     run.feed_forward(layer.gate, layer.up, normed_GMH, inner_GMI)
-    result_GMH = run.buffer("wide", x_GMH, x_GMH.shape[2])
+    (result_GMH,) = run.buffers("normed", x_GMH, x_GMH.shape[2])
     run.linear(layer.down, inner_GMI, result_GMH)
     return result_GMH
+
+
+def _normed(run: Run, norm: Norm | None, x_GMH: Array) -> Array:
+    if norm is None:
+        return x_GMH
+    (normed_GMH,) = run.buffers("normed", x_GMH, x_GMH.shape[2])
+    run.norm(norm, x_GMH, normed_GMH)
+    return normed_GMH

@@ -60,7 +60,7 @@ class TextRun(VariantRun):
         with np.errstate(all="ignore"):
             layers.activate(kind, out_GMI)
         if gate is not None:
-            up_GMI = self.buffer("up", x_GMH, up.rows)
+            (up_GMI,) = self.buffers("up", x_GMH, up.rows)
             self.linear(up, x_GMH, up_GMI)
             out_GMI *= up_GMI
 

@@ -22,8 +22,10 @@ from permille.native.weights import PackedRows, dequantize_rows, set_values, spa
 Array = NDArray[np.float32]
 
 # A tile of about this many weights stays in the caches; fewer rows make the product slow.
-_TILE_WEIGHTS = 1 << 20
+_TILE_WEIGHTS = 3 << 19
 _TILE_ROWS = (128, 512)
+# Of a small layer no more threads get a part than are worth waking.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,10 +69,12 @@ class LightLinear:
         """The layer for one variant and few tokens, from the codes."""
         raise NotImplementedError
 
-    def tiles(self) -> list[slice]:
-        """Ranges of output rows; a function of the shape alone."""
+    def tiles(self, threads: int) -> list[slice]:
+        """Ranges of output rows, all but the last of one size, as many for each thread."""
         fewest, most = _TILE_ROWS
-        return blocks(self.rows, min(max(_TILE_WEIGHTS // self.columns, fewest), most))
+        count = -(-self.rows // min(max(_TILE_WEIGHTS // self.columns, fewest), most))
+        count = -(-count // threads) * threads
+        return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
     def variants(self, tools: Tools, x_GMK: Array, values_GC: Array, out_GMN: Array) -> None:
         """The layer for each group of variants."""
@@ -79,7 +83,7 @@ class LightLinear:
             for group, weight_RK in self.weights(tools.crew, rows, values_GC):
                 self.multiply(tools.blas, x_GMK[group], weight_RK, rows, out_GMN[group, :, rows])
 
-        tools.crew.each(tile, self.tiles())
+        tools.crew.each(tile, self.tiles(tools.crew.threads))
 
     def tangents(self, tools: Tools, x_QMK: Array, value_C: Array, z_QC: Array, out_QMN: Array) -> None:
         """The first of 1 + Q is the primal, the others tangents: `W x' + (z on the mask) x`."""
@@ -88,7 +92,7 @@ class LightLinear:
             part_QMR = self.tangent_tile(tools, x_QMK, value_C, z_QC, rows, "product")
             out_QMN[:, :, rows] = part_QMR
 
-        tools.crew.each(tile, self.tiles())
+        tools.crew.each(tile, self.tiles(tools.crew.threads))
 
     def tangent_tile(
         self, tools: Tools, x_QMK: Array, value_C: Array, z_QC: Array, rows: slice, name: str

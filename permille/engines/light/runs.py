@@ -50,9 +50,15 @@ class _Tokens:
         self._packed = packed
         self._tables: dict[int, tuple[Array, Array]] = {}
 
-    def buffer(self, name: str, x_GMK: Array, width: int) -> Array:
+    def buffers(self, name: str, x_GMK: Array, *widths: int) -> list[Array]:
         """See `Run`."""
-        return self._workspace.take(name, (*x_GMK.shape[:2], width))
+        states, tokens = x_GMK.shape[:2]
+        flat = self._workspace.take(name, (states * tokens * sum(widths),))
+        stops = [states * tokens * sum(widths[: index + 1]) for index in range(len(widths))]
+        return [
+            flat[stop - states * tokens * width : stop].reshape(states, tokens, width)
+            for stop, width in zip(stops, widths, strict=True)
+        ]
 
     def rotate(self, layer: LightLayer, x_GMAD: Array) -> None:
         """See `Run`. Linear: primal and tangents alike."""
@@ -122,7 +128,7 @@ class VariantRun(_Tokens):
                 up.multiply(blas, x_GMH[group], weight_RK, rows, part_MR)
                 out_GMI[group, :, rows] *= part_MR
 
-        crew.each(tile, up.tiles())
+        crew.each(tile, up.tiles(crew.threads))
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
         """See `Run`."""
@@ -191,7 +197,7 @@ class TangentRun(_Tokens):
                 gate_QMR[0] *= up_QMR[0]
             out_QMI[:, :, rows] = gate_QMR
 
-        self._tools.crew.each(tile, up.tiles())
+        self._tools.crew.each(tile, up.tiles(self._tools.crew.threads))
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
         """See `Run`."""
