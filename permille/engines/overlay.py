@@ -119,6 +119,7 @@ class OverlayLinear(nn.Module):
             (first, last, mark, until)
             for (first, last), mark, until in zip(rows, marks, [*marks[1:], len(indices)], strict=True)
         ]
+        self._nothing = torch.empty(0, device=overlay.device)
         self._cached = cached
         self._cache: Tensor | None = None
         # Whose values the cache holds; None where variants may have left any.
@@ -159,9 +160,10 @@ class OverlayLinear(nn.Module):
         return self._mask.product(x, z_QC)
 
     def _differentiated(self, x: Tensor, value_C: Tensor) -> Tensor:
-        if len(value_C) == 0:
-            return functional.linear(x, self._whole(), self.bias)
-        product: Tensor = _OverlayProduct.apply(x, value_C, self)  # type: ignore[no-untyped-call]
+        # What torch makes outside of a Function belongs to the differentiation, and a buffer must not.
+        # Without masked weights only x can have a tangent, and has none below the first mask.
+        chosen_C = value_C if len(value_C) else self._nothing
+        product: Tensor = _OverlayProduct.apply(x, chosen_C, self)  # type: ignore[no-untyped-call]
         return product
 
     def _by_tiles(self, parts: tuple[Tensor, ...], values_GC: Tensor, outs: tuple[Tensor, ...]) -> None:
@@ -242,12 +244,14 @@ class _OverlayProduct(torch.autograd.Function):
         ctx.layer = layer
 
     @staticmethod
-    def jvp(ctx: Any, x_tangent: Tensor | None, value_tangent_C: Tensor, _: None) -> Tensor:
+    def jvp(ctx: Any, x_tangent: Tensor | None, value_tangent_C: Tensor | None, _: None) -> Tensor:
         (x,) = ctx.saved_tensors
-        tangent: Tensor = _SparseProduct.apply(x, value_tangent_C, ctx.layer)  # type: ignore[no-untyped-call]
-        if x_tangent is None:
-            return tangent
-        return tangent + functional.linear(x_tangent, ctx.layer.current_weight())
+        terms: list[Tensor] = []
+        if x_tangent is not None:
+            terms.append(functional.linear(x_tangent, ctx.layer.current_weight()))
+        if value_tangent_C is not None:
+            terms.append(_SparseProduct.apply(x, value_tangent_C, ctx.layer))  # type: ignore[no-untyped-call]
+        return sum(terms[1:], start=terms[0])
 
     @staticmethod
     def vmap(_: Any, in_dims: tuple[int | None, ...], *__: object) -> tuple[Tensor, int]:

@@ -88,8 +88,9 @@ def write_package(
     density: float = 0.05,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    scope: str = "all",
 ) -> Package:
-    """A package with a random mask, of the model as it would be stored in `dtype`."""
+    """A package with a random mask of the scope, of the model as it would be stored in `dtype`."""
     rng = np.random.default_rng(seed)
     config = clean_config(model.config.to_dict())
     state = {name: _raw(name, tensor.to(dtype)) for name, tensor in model.state_dict().items()}
@@ -99,6 +100,8 @@ def write_package(
         name: np.flatnonzero(rng.random(rows * columns) < density).astype(np.uint32)
         for name, (rows, columns) in scoped.items()
     }
+    covered = dict(scoped_tensors(config, scope))
+    mask = {name: found if name in covered else found[:0] for name, found in mask.items()}
     file = write_file(blobs, "config.json", config_bytes(config))
     dense = [(name, quantize(state[name].float32(), scheme, group_size)) for name in scoped]
     layers = [
@@ -112,7 +115,7 @@ def write_package(
         model=ModelInfo(family=config["model_type"], config=file.digest),
         scheme=Quantization(name=scheme, group_size=group_size, mask_aware=False),
         mask=MaskInfo(
-            method="random", density=str(density), scope="all", k=sum(len(found) for found in mask.values())
+            method="random", density=str(density), scope=scope, k=sum(len(found) for found in mask.values())
         ),
         tensors=tuple(
             TensorInfo(name=name, shape=shape, count=len(mask[name])) for name, shape in scoped.items()
@@ -122,9 +125,11 @@ def write_package(
     return Package.open(blobs, write_manifest(blobs, manifest))
 
 
-def tiny_package(folder: Path, family: str, scheme: Scheme = Scheme.NF4, **options: Any) -> Tiny:
+def tiny_package(
+    folder: Path, family: str, scheme: Scheme = Scheme.NF4, *, layers: int = 2, **options: Any
+) -> Tiny:
     """A package in `folder` and its reference with the package's own values."""
-    model = tiny_model(family)
+    model = tiny_model(family, num_hidden_layers=layers)
     package = write_package(BlobFolder(folder), model, scheme, **options)
     return Tiny(package=package, reference=reference_model(package, model))
 
