@@ -8,14 +8,16 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.native.arrays import check_array, check_range, check_writable
-from permille.native.library import load
-from permille.native.rows import PackedRows, decode_rows
+from permille.native.library import Library, load
+from permille.native.rows import CODES, PackedRows, dequantize_rows
+from permille.quantization.types import Scheme
 
 MAX_TOKENS = 16
 """Above this many tokens, dequantizing a tile and a library's matrix product are faster."""
 
 _BLOCK = 8
 _FALLBACK_ROWS = 256
+_RUN = 32
 
 
 def sparse_product(
@@ -103,9 +105,36 @@ def packed_product(
     check_writable("out", out_MN)
     if len(x_MK) > MAX_TOKENS:
         raise InputError(f"expected at most {MAX_TOKENS} tokens, got {len(x_MK)}")
+    library = load()
+    if library is not None and library.path != "scalar" and _is_aligned(weight):
+        _from_codes(library, weight, x_MK, out_MN, first, last)
+        return
+    tile_RK = np.empty((min(_FALLBACK_ROWS, last - first), columns), np.float32)
     for start in range(first, last, _FALLBACK_ROWS):
         stop = min(start + _FALLBACK_ROWS, last)
-        out_MN[:, start:stop] = x_MK @ decode_rows(weight, start, stop).T
+        dequantize_rows(weight, start, stop, tile_RK[: stop - start])
+        out_MN[:, start:stop] = x_MK @ tile_RK[: stop - start].T
+
+
+def _is_aligned(weight: PackedRows) -> bool:
+    """Rows of whole runs of 32 codes, each under one scale."""
+    columns = weight.shape[1]
+    whole = columns % weight.group_size == 0 or weight.scheme is Scheme.INT4
+    return whole and columns % _RUN == 0 and weight.group_size % _RUN == 0
+
+
+def _from_codes(
+    library: Library,
+    weight: PackedRows,
+    x_MK: NDArray[np.float32],
+    out_MN: NDArray[np.float32],
+    first: int,
+    last: int,
+) -> None:
+    rows, columns = weight.shape
+    scratch = np.empty_like(x_MK)
+    coded = (weight.packed, weight.scales, CODES[weight.scheme], weight.group_size)
+    library.call("packed_product", *coded, columns, first, last, x_MK, len(x_MK), out_MN, rows, scratch)
 
 
 def _numpy_sparse_product(

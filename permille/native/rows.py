@@ -1,4 +1,4 @@
-"""A four-bit weight as the kernels take it, and its rows as numpy decodes them (FORMAT 4.2).
+"""A four-bit weight as the kernels take it, and its rows as floats (FORMAT 4.2): in C, or in numpy without.
 
 Shapes: N, K = out and in features; R = rows of a range.
 """
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.native.arrays import check_array, check_range, check_writable
+from permille.native.library import load
 from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.source import check_quantized
 from permille.quantization.types import QuantizedTensor, Scheme
@@ -57,6 +59,34 @@ class PackedRows:
         return columns if self.scheme is Scheme.INT4 else rows * columns
 
 
+def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.float32]) -> None:
+    """Rows first..last to `out` float32 [last - first, K], bit for bit `permille.quantization.dequantize`.
+
+    Raises:
+        InputError: a range outside the weight, or an `out` that does not fit.
+    """
+    _check_rows(weight, first, last, out, np.float32)
+    library = load()
+    if library is None:
+        out[...] = decode_rows(weight, first, last)
+    else:
+        library.call("dequantize_f32", *_flat(weight, first, last), out)
+
+
+def dequantize_rows_bf16(weight: PackedRows, first: int, last: int, out: NDArray[np.uint16]) -> None:
+    """As `dequantize_rows`, each float32 rounded once to bfloat16, ties to even; `out` uint16.
+
+    Raises:
+        InputError: as `dequantize_rows`.
+    """
+    _check_rows(weight, first, last, out, np.uint16)
+    library = load()
+    if library is None:
+        out[...] = bf16_of(decode_rows(weight, first, last))
+    else:
+        library.call("dequantize_bf16", *_flat(weight, first, last), out)
+
+
 def decode(weight: PackedRows, flat: NDArray[np.int64]) -> NDArray[np.float32]:
     """The weights at flat indices, in any shape: one float32 product each."""
     codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
@@ -81,3 +111,26 @@ def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32
         scales = np.repeat(weight.scales[start // group : -(-stop // group)], group)
         w_RK *= scales[start % group :][: stop - start].reshape(w_RK.shape)
     return w_RK
+
+
+def bf16_of(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Nearest bfloat16, ties to even, as uint16; every NaN becomes 0x7fc0."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _check_rows(
+    weight: PackedRows, first: int, last: int, out: NDArray[np.generic], dtype: type[np.generic]
+) -> None:
+    check_range(first, last, weight.shape[0])
+    check_array("out", out, dtype, (last - first, weight.shape[1]))
+    check_writable("out", out)
+
+
+def _flat(weight: PackedRows, first: int, last: int) -> tuple[NDArray[np.generic] | int, ...]:
+    columns = weight.shape[1]
+    codes = CODES[weight.scheme]
+    return (
+        weight.packed, weight.scales, codes, weight.group_size, weight.line, first * columns, last * columns
+    )  # fmt: skip

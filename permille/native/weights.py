@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.arrays import check_array, check_range, check_writable
+from permille.native.arrays import check_array, check_writable
 from permille.native.library import load
 from permille.native.products import packed_product, sparse_product
-from permille.native.rows import CODES, PackedRows, decode, decode_rows
+from permille.native.rows import PackedRows, bf16_of, decode, dequantize_rows, dequantize_rows_bf16
 
 __all__ = [
     "PackedRows",
@@ -27,34 +27,6 @@ __all__ = [
     "widen_bf16",
     "widen_f16",
 ]
-
-
-def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.float32]) -> None:
-    """Rows first..last to `out` float32 [last - first, K], bit for bit `permille.quantization.dequantize`.
-
-    Raises:
-        InputError: a range outside the weight, or an `out` that does not fit.
-    """
-    _check_rows(weight, first, last, out, np.float32)
-    library = load()
-    if library is None:
-        out[...] = decode_rows(weight, first, last)
-    else:
-        library.call("dequantize_f32", *_flat(weight, first, last), out)
-
-
-def dequantize_rows_bf16(weight: PackedRows, first: int, last: int, out: NDArray[np.uint16]) -> None:
-    """As `dequantize_rows`, each float32 rounded once to bfloat16, ties to even; `out` uint16.
-
-    Raises:
-        InputError: as `dequantize_rows`.
-    """
-    _check_rows(weight, first, last, out, np.uint16)
-    library = load()
-    if library is None:
-        out[...] = bf16_of(decode_rows(weight, first, last))
-    else:
-        library.call("dequantize_bf16", *_flat(weight, first, last), out)
 
 
 def decoded_at(
@@ -146,26 +118,3 @@ def widen_f16(source: NDArray[np.uint16] | NDArray[np.float16], out: NDArray[np.
         out[...] = source.view(np.float16)
     else:
         library.call("widen_f16", source, source.size, out)
-
-
-def bf16_of(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Nearest bfloat16, ties to even, as uint16; every NaN becomes 0x7fc0."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def _check_rows(
-    weight: PackedRows, first: int, last: int, out: NDArray[np.generic], dtype: type[np.generic]
-) -> None:
-    check_range(first, last, weight.shape[0])
-    check_array("out", out, dtype, (last - first, weight.shape[1]))
-    check_writable("out", out)
-
-
-def _flat(weight: PackedRows, first: int, last: int) -> tuple[NDArray[np.generic] | int, ...]:
-    columns = weight.shape[1]
-    codes = CODES[weight.scheme]
-    return (
-        weight.packed, weight.scales, codes, weight.group_size, weight.line, first * columns, last * columns
-    )  # fmt: skip

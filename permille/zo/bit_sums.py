@@ -3,7 +3,7 @@
 For every bit position of the generator's stream: `sum_t c_t * bit_t`. A centred binomial is a sum of bits, so
 replay needs nothing else. Steps are taken 16 at a time: a 16 x 16 bit transpose turns their words into one
 16-bit index per position, and a table of the 65,536 subset sums of their coefficients turns 16 multiply-adds
-into one look-up (`benchmarks/replay.py`).
+into one look-up (`benchmarks/replay.py`). Where the native kernels are built, they do the same (ADR 92).
 
 Shapes: G = 16 steps of a group, B = generator blocks, L = 8 lanes of 16 bits in a block, E = table entries.
 """
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.native.library import load
+from permille.native.replay import replay_sums
 from permille.zo.philox import BLOCK_BITS, Words, encrypt
 
 GROUP = 16
@@ -43,6 +45,17 @@ def bit_sums(
     Returns:
         int64 [B * 128], in the order of the generator's bits.
     """
+    library = load()
+    if library is not None:
+        return replay_sums(
+            library,
+            seed=seed,
+            block_B=np.ascontiguousarray(block_B),
+            tensor_B=np.ascontiguousarray(tensor_B),
+            step_D=np.array(steps, dtype=np.int64),
+            query_D=np.array(queries, dtype=np.int64),
+            coefficient_D=np.ascontiguousarray(coefficients),
+        )
     small = int(np.abs(coefficients).sum()) < 1 << 31
     dtype: np.dtype[np.signedinteger] = np.dtype(np.int32 if small else np.int64)
     sums_GBL = np.zeros((GROUP, len(block_B), _LANES), dtype=dtype)

@@ -1,7 +1,8 @@
 """Directions `z`: integer vectors, a function of (seed, step, query, tensor id, rank in the mask) alone.
 
 Nothing else enters: not chunking, thread count, device, library version or iteration order (FORMAT 6; golden
-vectors in `tests/golden/directions.json`). A native kernel may repeat this module if it is held to them.
+vectors in `tests/golden/directions.json`). The numpy here is the definition; where the native kernels are
+built, they make whole directions, held to the same vectors.
 
 Shapes: K = masked weights of all tensors, concatenated in tensor order; N = masked weights of one slice.
 """
@@ -16,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.native.directions import direction_into
+from permille.native.library import load
 from permille.zo.philox import BLOCK_BITS, WORDS, Words, philox4x32_10
 
 GENERATOR = "philox4x32-10"
@@ -89,6 +92,12 @@ def direction(
     """
     _check_words(seed, step=step, query=query)
     bits = _BITS[distribution]
+    library = load()
+    if library is not None:
+        _check_counts(tuple(counts))
+        z_K = np.empty(sum(counts), dtype=np.int8)
+        direction_into(library, z_K, seed=seed, step=step, query=query, counts=counts, bits=bits)
+        return z_K
     layout = block_layout(tuple(counts), bits)
     z_P = _decode(philox4x32_10((layout.block_B, layout.tensor_B, step, query), seed), bits)
     return layout.without_padding(z_P, bits)

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.native import directions as native
+from permille.native.library import load
 
 STATE_LIMIT = 1 << 53
 """Bound on sum |c| * max |z| of a log, and so on |s|: below it float64(s) is exact."""
@@ -24,6 +26,7 @@ MAX_STEP_UNIT_EXPONENT = 64
 
 _STATE_DOMAIN = b"permille-state-1\0"
 _COEFFICIENT_RMS = 1024
+_NATIVE_TYPES = (np.int8, np.int32)
 
 
 def values(
@@ -44,9 +47,61 @@ def perturbed(
 
     Computed from the state each time, so nothing is restored and nothing drifts.
     """
+    library = load() if z_K.dtype == np.int8 else None  # the kernel knows plain directions only
+    if library is not None and z_K.dtype in _NATIVE_TYPES:
+        out_K = np.empty(w_base_K.shape, dtype=np.float32)
+        w_K, state_K = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K)
+        native.perturbed_into(
+            library, out_K, w_K, state_K, step_unit_exponent, np.ascontiguousarray(z_K), scale
+        )
+        return out_K
     moved_K = _exact(w_base_K, s_K, step_unit_exponent)
     moved_K += scale * z_K.astype(np.float64)
     return moved_K.astype(np.float32)
+
+
+def perturbed_pairs(
+    w_base_K: NDArray[np.float32],
+    s_K: NDArray[np.int64],
+    step_unit_exponent: int,
+    z_QK: NDArray[np.signedinteger],
+    scale: float,
+) -> NDArray[np.float32]:
+    """All queries in one pass over the state: rows +z_0, -z_0, +z_1, ... as `perturbed` gives them, [2q, k].
+
+    Raises:
+        InputError: shapes that disagree.
+    """
+    out_VK = np.empty((2 * len(z_QK), len(w_base_K)), dtype=np.float32)
+    library = load() if z_QK.dtype == np.int8 else None
+    if library is not None and z_QK.dtype in _NATIVE_TYPES:
+        w_K, state_K = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K)
+        z_QK = np.ascontiguousarray(z_QK)
+        native.perturbed_pairs_into(library, out_VK, w_K, state_K, step_unit_exponent, z_QK, scale)
+        return out_VK
+    if z_QK.shape[1:] != w_base_K.shape:
+        raise InputError(f"expected directions of {w_base_K.shape}, got {z_QK.shape}")
+    exact_K = _exact(w_base_K, s_K, step_unit_exponent)
+    for query, z_K in enumerate(z_QK):
+        move_K = scale * z_K.astype(np.float64)
+        out_VK[2 * query] = exact_K + move_K
+        out_VK[2 * query + 1] = exact_K - move_K
+    return out_VK
+
+
+def add_scaled(s_K: NDArray[np.int64], c: int, z_K: NDArray[np.signedinteger]) -> None:
+    """`s += c * z` in place; that no sum leaves the exact range is checked by whoever calls.
+
+    Raises:
+        InputError: shapes that disagree.
+    """
+    if s_K.shape != z_K.shape:
+        raise InputError(f"expected a direction of shape {s_K.shape}, got {z_K.shape}")
+    library = load()
+    if library is not None and z_K.dtype in _NATIVE_TYPES and s_K.flags.c_contiguous:
+        native.add_scaled(library, s_K, c, np.ascontiguousarray(z_K))
+    else:
+        s_K += c * z_K.astype(np.int64)
 
 
 def coefficient(

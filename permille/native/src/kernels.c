@@ -5,3 +5,5 @@
 
 #include "weights.inc"
 #include "products.inc"
+#include "directions.inc"
+#include "replay.inc"
