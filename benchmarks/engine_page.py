@@ -28,9 +28,9 @@ def page(cells: Cells) -> str:
 _HEAD = """# The engines beside dense passes, bitsandbytes and MeZO
 
 `make bench-engine` made this page and `engine.json`, which has every number (`python -m benchmarks.engine
---full` takes the full depths). Packages are random in the shape of real models. Seconds are wall time, medians of
-interleaved rounds in one process; ratios are within a cell. Shapes with fewer layers than the real model's
-are named with their depth: 1.1B/4 has the widths of TinyLlama and 4 of its 22 layers.
+--full` takes the full depths). Packages are random in the shape of real models. Seconds are wall time,
+medians of interleaved rounds in one process; ratios are within a cell. Shapes with fewer layers than the
+real model's are named with their depth: 1.1B/4 has the widths of TinyLlama and 4 of its 22 layers.
 """
 
 

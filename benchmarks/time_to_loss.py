@@ -1,0 +1,164 @@
+"""Wall time to the held-out loss that MeZO on all weights reaches in 2,000 steps.
+
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m benchmarks.time_to_loss --output docs/results
+
+One speaker of Shakespeare's plays stands for a user; held-out is the select split, on which every method
+chooses its learning rate. MeZO has 16 rows of 128 tokens a step, as in the papers, and so many tuning trials
+as our search may make at most; ours is the agent with its defaults, which reads as many tokens forward in a
+step. "MeZO" is our best dense loop: rows packed without padding, logits of targets alone, weights changed in
+place. "Plain MeZO" is the published loop on transformers, with the learning rate of the first. MeZO trains
+the full-precision model, ours the 4-bit package: bases differ by what quantization costs.
+
+Finished runs are kept in `--cells`.
+"""
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cells import Cells, Result, Settings
+from benchmarks.dense import batch_loss
+from benchmarks.loss_page import page
+from benchmarks.machine import machine
+from benchmarks.mezo import Mezo
+from benchmarks.model_packages import Sources, sources_from_environment
+from benchmarks.plain_mezo import PlainMezo
+from benchmarks.settings import settings_parser
+from benchmarks.trajectories import agent_run, descend, lowest
+from benchmarks.user_text import DENSITIES, UserText, dense_loss, user_text
+from edge_agent.rows import Row, TrainingBatches
+from edge_agent.search import MAX_RACES
+from permille.models.loading import load_model
+
+FIGURE = "time to loss"
+SPEAKER = "GLOUCESTER"
+BATCH_ROWS = 16
+EPSILON = 1e-3
+LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+EVALUATIONS = 40
+
+
+def mezo(user: UserText, *, learning_rate: float, steps: int, threads: int) -> Result:
+    """Our dense loop."""
+    torch.set_num_threads(threads)
+    model = load_model(user.model_folder)
+    optimizer = Mezo(model.parameters(), epsilon=EPSILON, learning_rate=learning_rate)
+    batches = TrainingBatches(user.prepared.train, batch_rows=BATCH_ROWS, seed=user.seed)
+
+    def step(number: int) -> None:
+        optimizer.step(partial(batch_loss, model, batches(number)), number)
+
+    return _descended(user, model, step, steps)
+
+
+def plain(user: UserText, *, learning_rate: float, steps: int, threads: int) -> Result:
+    """The published loop."""
+    torch.set_num_threads(threads)
+    model = load_model(user.model_folder)
+    loop = PlainMezo(
+        model,
+        _unpacked(user),
+        batch_rows=BATCH_ROWS,
+        epsilon=EPSILON,
+        learning_rate=learning_rate,
+        seed=user.seed,
+    )
+    return _descended(user, model, loop.step, steps)
+
+
+def _unpacked(user: UserText) -> list[Row]:
+    """The training rows as one document each."""
+    rows = []
+    for row in user.prepared.train:
+        starts = [0, *(i for i in range(1, len(row.ids_T)) if row.document_T[i] != row.document_T[i - 1])]
+        for begin, end in zip(starts, [*starts[1:], len(row.ids_T)], strict=True):
+            part = slice(begin, end)
+            rows.append(Row(row.ids_T[part], row.target_T[part], row.bytes_T[part], row.document_T[part]))
+    return [row for row in rows if row.target_T.any()]
+
+
+def _descended(user: UserText, model: Any, step: Any, steps: int) -> Result:
+    before = machine()
+    every = max(1, steps // EVALUATIONS)
+    points = descend(step, lambda: dense_loss(model, user.prepared.select), steps=steps, every=every)
+    return {"points": points, "machine": {"before": before, "after": machine()}}
+
+
+def _ours(user: UserText, *, steps: int, threads: int) -> Result:
+    before = machine()
+    found = agent_run(user, steps=steps, threads=threads, options={})
+    return found | {"machine": {"before": before, "after": machine()}}
+
+
+def run(
+    cells: Cells,
+    sources: Sources,
+    packages: Path,
+    *,
+    model: str,
+    seed: int,
+    steps: int,
+    our_steps: int,
+    trial_steps: int,
+    threads: int,
+) -> None:
+    """The runs of one model and seed that are missing."""
+    common: Settings = {"model": model, "speaker": SPEAKER, "seed": seed, "threads": threads}
+    with tempfile.TemporaryDirectory() as name:
+        user = user_text(sources, model, SPEAKER, seed, packages, Path(name))
+        losses = {}
+        for rate in LEARNING_RATES[:MAX_RACES]:
+            settings = common | {"what": "trial", "steps": trial_steps, "learning_rate": rate}
+            trial = partial(mezo, user, learning_rate=rate, steps=trial_steps, threads=threads)
+            losses[rate] = lowest(cells.once(FIGURE, settings, trial)["points"])["loss"]
+        rate = min(losses, key=lambda rate: float(losses[rate]))
+        for what, loop in (("MeZO", mezo), ("plain MeZO", plain)):
+            settings = common | {"what": what, "steps": steps, "learning_rate": rate}
+            cells.once(
+                FIGURE, settings, partial(loop, user, learning_rate=rate, steps=steps, threads=threads)
+            )
+        settings = common | {"what": "permille", "steps": our_steps}
+        cells.once(FIGURE, settings, partial(_ours, user, steps=our_steps, threads=threads))
+
+
+def main() -> None:
+    """Measure what is missing and write the page."""
+    parser = settings_parser(__doc__)
+    parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=2000, help="of MeZO")
+    parser.add_argument("--our-steps", type=int, default=600)
+    parser.add_argument("--trial-steps", type=int, default=200)
+    parser.add_argument("--output", type=Path, help="folder for time_to_loss.json and time_to_loss.md")
+    arguments = parser.parse_args()
+    cells = Cells(arguments.cells)
+    sources = sources_from_environment()
+    for model in arguments.model or list(DENSITIES):
+        for seed in arguments.seeds:
+            run(
+                cells,
+                sources,
+                arguments.folder / "models",
+                model=model,
+                seed=seed,
+                steps=arguments.steps,
+                our_steps=arguments.our_steps,
+                trial_steps=arguments.trial_steps,
+                threads=arguments.threads,
+            )
+    if arguments.output is None:
+        print(page(cells))
+        return
+    document = [
+        {"figure": figure, "settings": settings, "result": result} for figure, settings, result in cells
+    ]
+    (arguments.output / "time_to_loss.json").write_text(json.dumps(document) + "\n")
+    (arguments.output / "time_to_loss.md").write_text(page(cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""How a held-out loss falls with the time that training took: evaluations are not on the clock.
+
+Every method is judged on the same rows (the select split of one user), by the same clock: wall and processor
+seconds since training began, less those spent on evaluating.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.user_text import UserText
+from edge_agent.options import TrainOptions
+from edge_agent.training_job import run_training
+from permille.engines.factory import open_engine
+from permille.engines.interface import Batch, Engine
+from permille.package.reader import Package
+
+Point = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds that are counted; `pause` and `resume` around what is not."""
+
+    _wall: float = field(default_factory=time.perf_counter)
+    _cpu: float = field(default_factory=time.process_time)
+
+    def pause(self) -> tuple[float, float]:
+        """Seconds so far (wall, processor)."""
+        return time.perf_counter() - self._wall, time.process_time() - self._cpu
+
+    def resume(self, seconds: tuple[float, float]) -> None:
+        """Go on from what `pause` returned."""
+        self._wall = time.perf_counter() - seconds[0]
+        self._cpu = time.process_time() - seconds[1]
+
+
+def descend(
+    step: Callable[[int], object], evaluate: Callable[[], float], *, steps: int, every: int
+) -> list[Point]:
+    """Make steps 0, 1, ... and evaluate before the first and after every `every` of them."""
+    points = [_point(0, evaluate(), (0.0, 0.0))]
+    clock = Clock()
+    for number in range(steps):
+        step(number)
+        if (number + 1) % every == 0 or number + 1 == steps:
+            seconds = clock.pause()
+            points.append(_point(number + 1, evaluate(), seconds))
+            if not np.isfinite(points[-1]["loss"]):
+                break
+            clock.resume(seconds)
+    return points
+
+
+def seconds_to(points: list[Point], loss: float) -> float | None:
+    """Wall seconds of the first evaluation that is as low; None where none is."""
+    return next((float(point["wall_s"]) for point in points if point["loss"] <= loss), None)
+
+
+def lowest(points: list[Point]) -> Point:
+    """The first evaluation with the lowest loss."""
+    return min(points, key=lambda point: float(point["loss"]))
+
+
+def agent_run(user: UserText, *, steps: int, threads: int, options: dict[str, Any]) -> dict[str, Any]:
+    """A run of the agent with its defaults, `options` changed: {points, search_s, engine, options}.
+
+    Search is the whole time until the first step: reading text, loading the model, epsilon and step size.
+    """
+    told = _Told()
+    engines: list[Engine] = []
+
+    def opened(package: Package) -> Engine:
+        engine = _WithoutEvaluation(open_engine(package, threads=threads), told)
+        engines.append(engine)
+        return engine
+
+    chosen = TrainOptions(seed=user.seed, steps=steps, **options)
+    result = run_training(
+        user.home,
+        data_paths=[user.text],
+        steps=None,
+        minutes=None,
+        seed=user.seed,
+        share_log=False,
+        progress=told,
+        options=chosen,
+        engine_of=opened,
+    )
+    return {
+        "points": told.points,
+        "search_s": round(told.search_s, 3),
+        "outcome": result.outcome.value,
+        "engine": dict(engines[0].info()),
+        "options": chosen.definition(),
+    }
+
+
+class _Told:
+    """A progress that keeps the evaluations with the clock's seconds. Each attempt starts the list anew."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.search_s = 0.0
+        self.clock = Clock()
+        self.training = False
+
+    def phase(self, name: str) -> None:
+        """Nothing is kept of it."""
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Nothing is kept of it."""
+
+    def evaluated(self, step: int, loss: float, base_loss: float) -> None:  # noqa: ARG002
+        """Keep the evaluation; the first of a run ends the search."""
+        if not self.training:
+            self.search_s = self.clock.pause()[0]
+            self.training = True
+            self.clock = Clock()
+        if self.points and step <= self.points[-1]["step"]:
+            self.points = []
+        self.points.append(_point(step, loss, self.clock.pause()))
+
+
+class _WithoutEvaluation:
+    """An engine that stops the clock while it evaluates, once training has begun."""
+
+    def __init__(self, engine: Engine, told: _Told) -> None:
+        self._engine = engine
+        self._told = told
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def k(self) -> int:
+        """Masked weights."""
+        return self._engine.k
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """As the engine."""
+        return self._engine.losses(values_VK, batch)
+
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """As the engine, off the clock."""
+        seconds = self._told.clock.pause()
+        losses_N = self._engine.token_losses(values_K, batch)
+        if self._told.training:
+            self._told.clock.resume(seconds)
+        return losses_N
+
+
+def _point(step: int, loss: float, seconds: tuple[float, float]) -> Point:
+    return {"step": step, "loss": loss, "wall_s": round(seconds[0], 3), "cpu_s": round(seconds[1], 3)}

@@ -1,0 +1,78 @@
+"""One user's text under one model's package, as the agent reads it; and losses of dense models on it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dense import batch_loss
+from benchmarks.model_packages import Sources, installed_home, speaker_text
+from edge_agent.data import DataReport, read_documents
+from edge_agent.evaluate import EVALUATION_TOKENS
+from edge_agent.home import Home
+from edge_agent.options import TrainOptions
+from edge_agent.prepare import Prepared, prepare
+from edge_agent.releases import installed_release
+from edge_agent.rows import Row, evaluation_batches
+from edge_agent.training_job import package_tokenizer
+from permille.errors import OperatorError
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+
+DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserText:
+    """A home with the model's package installed, and the rows that a run with this seed reads."""
+
+    home: Home
+    text: Path
+    model_folder: Path
+    package: Package
+    prepared: Prepared
+    row_tokens: int
+    seed: int
+
+
+def user_text(
+    sources: Sources, model: str, speaker: str, seed: int, packages: Path, folder: Path
+) -> UserText:
+    """Make the home in `folder`; the package is made once in `packages`.
+
+    Raises:
+        OperatorError: no package was installed.
+    """
+    home = installed_home(folder, sources, model, packages, DENSITIES[model])
+    release = installed_release(home)
+    if release is None:
+        raise OperatorError(f"expected an installed package in {folder}, found none")
+    package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
+    text = speaker_text(sources, speaker, folder)
+    documents, _ = read_documents([text])
+    positions = int(package.config["max_position_embeddings"])
+    row_tokens = TrainOptions(steps=1).within(positions).row_tokens
+    prepared = prepare(documents, package_tokenizer(package), DataReport(), seed=seed, row_tokens=row_tokens)
+    return UserText(
+        home=home,
+        text=text,
+        model_folder=sources.models / model,
+        package=package,
+        prepared=prepared,
+        row_tokens=row_tokens,
+        seed=seed,
+    )
+
+
+def dense_loss(model: Any, rows: list[Row]) -> float:
+    """Mean loss of a target token over all rows, as the agent's own `mean_loss`."""
+    total, targets = 0.0, 0
+    for batch, count in _batches(rows):
+        total += batch_loss(model, batch) * count
+        targets += count
+    return total / targets
+
+
+def _batches(rows: list[Row]) -> Iterator[tuple[Any, int]]:
+    for part in evaluation_batches(rows, tokens=EVALUATION_TOKENS):
+        yield part.batch, int(part.batch.target_BT.sum())
