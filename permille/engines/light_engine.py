@@ -165,7 +165,8 @@ class LightEngine:
     def _next_logits(self, run: TextRun, ids: NDArray[np.int64]) -> Array:
         """Logits after the last of `ids`, which follow what the run has seen."""
         position_M = run.begin(len(ids))
-        x_1MH = self._embed(ids, position_M)[None]
+        x_1MH = np.empty((1, len(ids), self._model.hidden), np.float32)
+        self._embed(ids, position_M, x_1MH[0])
         with np.errstate(all="ignore"):
             for layer in self._model.layers:
                 run_layer(run, self._model.architecture, layer, x_1MH)
@@ -201,7 +202,7 @@ class LightEngine:
             x_GMH = _split(states_GMH, groups)
             run.set_values(values_VK[groups.first_G])
             run_layer(run, self._model.architecture, layer, x_GMH)
-        states_GRH = self._finish(run, x_GMH[:, packed.state_R])
+        states_GRH = self._finish(run, self._before_targets(x_GMH, packed))
         count = len(states_GRH)
         losses_GR = self._model.head.losses(
             states_GRH.reshape(-1, states_GRH.shape[2]), np.tile(packed.target_R, count)
@@ -221,7 +222,7 @@ class LightEngine:
             x_QMH[1:] = 0
             for layer in self._model.layers:
                 run_layer(run, self._model.architecture, layer, x_QMH)
-            states_QRH = self._finish(run, x_QMH[:, packed.state_R])
+            states_QRH = self._finish(run, self._before_targets(x_QMH, packed))
             loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], packed.target_R)
             sums_Q = [
                 np.einsum("rh,rh->r", tangent_RH, gradient_RH).sum(dtype=np.float64)
@@ -231,21 +232,31 @@ class LightEngine:
 
     def _residual(self, states: int, packed: Packed) -> Array:
         """Work memory [states, M, H] whose first state is the embedded tokens."""
-        embedded_MH = self._embed(packed.id_M, packed.position_M)
-        x_GMH = self._workspace.take("residual", (states, *embedded_MH.shape))
-        x_GMH[0] = embedded_MH
+        x_GMH = self._workspace.take("residual", (states, len(packed.id_M), self._model.hidden))
+        self._embed(packed.id_M, packed.position_M, x_GMH[0])
         return x_GMH
 
-    def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64]) -> Array:
+    def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64], out_MH: Array) -> None:
         model = self._model
-        x_MH = model.embedding.look_up(id_M)
+        if model.project_in_HE is None:
+            model.embedding.look_up(id_M, out_MH)
+        else:
+            narrow_ME = np.empty((len(id_M), model.embedding.width), np.float32)
+            model.embedding.look_up(id_M, narrow_ME)
+            np.matmul(narrow_ME, model.project_in_HE.T, out=out_MH)
         if model.architecture.embedding_scale != 1:
-            x_MH *= np.float32(model.architecture.embedding_scale)
-        if model.project_in_HE is not None:
-            x_MH = x_MH @ model.project_in_HE.T
+            out_MH *= np.float32(model.architecture.embedding_scale)
         if model.learned_positions is not None:
-            x_MH += model.learned_positions.look_up(position_M + (model.architecture.learned_positions or 0))
-        return x_MH
+            place_MH = np.empty_like(out_MH)
+            model.learned_positions.look_up(
+                position_M + (model.architecture.learned_positions or 0), place_MH
+            )
+            out_MH += place_MH
+
+    def _before_targets(self, x_GMH: Array, packed: Packed) -> Array:
+        """The hidden states [g, R, H] that the losses need, in work memory that no layer uses any more."""
+        shape = (len(x_GMH), len(packed.state_R), x_GMH.shape[2])
+        return np.take(x_GMH, packed.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
 
     def _finish(self, run: VariantRun | TangentRun, states_GRH: Array) -> Array:
         """What the head reads, from hidden states of the last layer."""

@@ -21,7 +21,7 @@ from permille.engines.light.table import Table
 
 Array = NDArray[np.float32]
 
-_BLOCK_WEIGHTS = 1 << 21
+_BLOCK_WEIGHTS = 1 << 20
 _BLOCK_ROWS = 256
 
 
@@ -60,7 +60,8 @@ class LightHead:
         at = 0
         for part in parts:
             rows = slice(at, at + len(part.target_R))
-            chosen_RH = self._table.look_up(part.target_R)
+            chosen_RH = np.empty_like(part.hidden_RH)
+            self._table.look_up(part.target_R, chosen_RH)
             chosen_RH *= part.chosen_slope_R[:, None]
             np.divide(part.gradient_RH, part.sum_R[:, None], out=gradient_RH[rows])  # type: ignore[arg-type]
             gradient_RH[rows] -= chosen_RH

@@ -66,6 +66,7 @@ class LightModel:
     head: LightHead
     limits: ModelLimits
     spans: tuple[tuple[int, int], ...]
+    hidden: int
 
 
 def load_model(package: Package, tools: Tools, *, cached: bool) -> LightModel:
@@ -91,6 +92,7 @@ def load_model(package: Package, tools: Tools, *, cached: bool) -> LightModel:
         else None,
         project_in_HE=parts.matrix("model.decoder.project_in.weight"),
         project_out_EH=parts.matrix("model.decoder.project_out.weight"),
+        hidden=int(package.config["hidden_size"]),
         layers=tuple(
             _layer(parts, settings, f"{architecture.prefix}.{index}.")
             for index, settings in enumerate(architecture.layers)

@@ -7,11 +7,13 @@ converted as a whole.
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.light.crew import blocks
 from permille.native.weights import widen_bf16, widen_f16
 from permille.package.safetensors_io import RawTensor
 
 Array = NDArray[np.float32]
 
+_LOOK_UP_ROWS = 64
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -23,12 +25,10 @@ class Table:
         self._stored: NDArray[np.generic] = raw.data.view(_STORED[raw.dtype]).reshape(raw.shape)
         self.rows, self.width = raw.shape
 
-    def look_up(self, row_M: NDArray[np.int64]) -> Array:
-        """Those rows, float32 [M, width]."""
-        found = np.ascontiguousarray(self._stored[row_M])
-        out_MH = np.empty(found.shape, np.float32)
-        self._widen(found, out_MH)
-        return out_MH
+    def look_up(self, row_M: NDArray[np.int64], out_MH: Array) -> None:
+        """Those rows, widened into `out`, some at a time."""
+        for part in blocks(len(row_M), _LOOK_UP_ROWS):
+            self._widen(np.ascontiguousarray(self._stored[row_M[part]]), out_MH[part])
 
     def block(self, rows: slice, scratch: Array) -> Array:
         """Rows `rows` as float32: a view where they are stored so, else widened into the flat `scratch`."""
