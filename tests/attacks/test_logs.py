@@ -3,9 +3,11 @@
 The bytes are put together here, from the text of FORMAT, with checksums that fit where the lie is elsewhere.
 """
 
+import json
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ import pytest
 from permille.errors import PackageError
 from permille.zo.aggregate import Contribution, aggregate
 from permille.zo.journal import read_journal
-from permille.zo.log import decode_canonical
-from tests.unit.zo.logs import make_header
+from permille.zo.log import ExponentsUse, LogHeader, decode_canonical
+from permille.zo.replay import replay
+from tests.unit.zo.logs import layered_fields, make_header, make_layers
 
 HEADER = make_header(queries=2, total_steps=4)
 MAX_BYTES, MAX_STEPS, MAX_K = 4096, 100, 1000
@@ -169,6 +172,67 @@ def log_of_another_package() -> bytes:
 def log_of_another_mask() -> bytes:
     other = make_header(total_steps=4, mask_digest="sha256:" + "c" * 64)
     return log(b"\x00\x01\x02\x03\x04", header=other.to_bytes())
+
+
+LAYERS = make_layers(HEADER.k)
+LAYERED = make_header(total_steps=4, **layered_fields(LAYERS, basis_steps=1))
+
+
+def layered(**changes: object) -> LogHeader:
+    """A header that lies of its basis."""
+    assert LAYERED.basis is not None
+    return replace(LAYERED, basis=replace(LAYERED.basis, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        layered(bound=1),
+        layered(sum_squares=1),
+        layered(rank=LAYERED.basis.rank + 1 if LAYERED.basis else 1),
+        layered(digest="sha256:" + "f" * 64),
+        replace(LAYERED, exponents=ExponentsUse(digest="sha256:" + "d" * 64, largest=1, sum_squares=147)),
+    ],
+    ids=["bound", "sigma", "rank", "digest", "exponents"],
+)
+def test_what_a_header_claims_of_a_layer_is_not_believed(header: LogHeader) -> None:
+    """A bound of 1 would let the state leave the exact range and wrap."""
+    found = decode_canonical(
+        log(b"\x00\x01\x02\x03\x04", header=header.to_bytes()), max_bytes=MAX_BYTES, max_steps=MAX_STEPS
+    )
+    with pytest.raises(PackageError) as refused:
+        replay(found.header, found.coefficients_TQ, LAYERS)
+    assert refused.value.code == "log-binding"
+
+
+def test_a_log_along_learned_directions_is_not_replayed_without_them() -> None:
+    found = decode_canonical(
+        log(b"\x00\x01\x02\x03\x04", header=LAYERED.to_bytes()), max_bytes=MAX_BYTES, max_steps=MAX_STEPS
+    )
+    assert replay(found.header, found.coefficients_TQ, LAYERS).any()
+    with pytest.raises(PackageError) as refused:
+        replay(found.header, found.coefficients_TQ)
+    assert refused.value.code == "log-binding"
+
+
+@attack("log-limit")
+def learned_steps_beyond_the_exact_range() -> bytes:
+    widest = layered(rank=256, bound=1 << 15)
+    header = replace(widest, queries=130)
+    return log(b"\x00" + b"\xfe\xff\xff\xff\x0f" * 130, header=header.to_bytes(), steps=1)
+
+
+@attack("log-header")
+def header_with_a_rank_of_four_thousand() -> bytes:
+    fields = json.loads(LAYERED.to_bytes())
+    fields["basis"]["rank"] = 4096
+    return log(b"\x00", header=json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+@attack("log-header")
+def header_of_version_2_that_needs_only_version_1() -> bytes:
+    fields = json.loads(HEADER.to_bytes()) | {"version": 2, "basis": None, "exponents": None, "split": None}
+    return log(b"\x00", header=json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 def test_one_run_is_not_averaged_with_itself() -> None:
