@@ -12,8 +12,9 @@ def paired(accuracy: float, change: float, items: int) -> tuple[np.ndarray, np.n
     rng = np.random.default_rng(0)
     first_N = (rng.random(items) < accuracy).astype(float)
     second_N = first_N.copy()
-    flipped = rng.choice(items, items // 50, replace=False)
-    second_N[flipped] = 1 - second_N[flipped]
+    for outcome in (0, 1):
+        flipped = rng.choice(np.flatnonzero(first_N == outcome), items // 100, replace=False)
+        second_N[flipped] = 1 - outcome
     worse = rng.choice(np.flatnonzero(second_N), round(change * items), replace=False)
     second_N[worse] = 0
     return first_N, second_N

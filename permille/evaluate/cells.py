@@ -1,0 +1,304 @@
+"""One cell of a sweep: a model, a base, a method, a task, a seed; and the tuning that its seeds share.
+
+Everything here is a function of (sweep, cell): batches of (seed, step), splits of the seed, masks of the
+model and the seed. What comes out is a record of plain numbers, with the outcome of each test item, so that
+any two methods can be compared in pairs later.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.corpora.sequences import token_sequences
+from permille.corpora.sources import FileCorpus, ReadReport, read_texts
+from permille.evaluate import models
+from permille.evaluate.examples import Example, Pool, majority_share
+from permille.evaluate.methods import DYNAMIC, Method, TrainedSet
+from permille.evaluate.prompts import Task
+from permille.evaluate.rows import read_file
+from permille.evaluate.scoring import Choices, Scored, encode_example, score, training_batch
+from permille.evaluate.specification import Base, Sweep
+from permille.evaluate.splits import Splits, split
+from permille.evaluate.trainables import Trainable, masked_weights
+from permille.evaluate.training import Order, Recipe, Trained, train
+from permille.models.loading import FileTokenizer
+from permille.sensitivity.masks import Mask, MaskMethod
+from permille.zo.estimators import Batch
+
+Json = dict[str, Any]
+
+_MASK_EXAMPLES = 64
+_SPLIT_NAMES = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What is trained and tested once."""
+
+    model: Path
+    base: Base
+    method: Method
+    task: Task
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Names the cell in the results file."""
+        return "/".join((self.tuning_key, str(self.seed)))
+
+    @property
+    def tuning_key(self) -> str:
+        """Names what its seeds share."""
+        return "/".join((self.model.name, self.base.value, self.method.name, self.task.value))
+
+
+class Bench:
+    """A sweep's files, read once and kept: pools, token sequences, masks of the corpus."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.pool = lru_cache(maxsize=None)(self._pool)
+        self.mask_of_corpus = lru_cache(maxsize=4)(self._mask_of_corpus)
+
+    def run(self, cell: Cell, seed: int, step_factor: float | None) -> "Outcome":
+        """Train (where the method does) and score one cell with a seed, which may be a tuning one."""
+        begin = time.perf_counter()
+        data = self._data(cell, seed)
+        if cell.method.order is None:
+            scorer = models.token_losses_of(models.stored(cell.model, cell.base))
+            return Outcome(cell, data, None, score(scorer, data.test), time.perf_counter() - begin)
+        recipe = Recipe(
+            order=cell.method.order,
+            steps=self.sweep.zo_steps if cell.method.order is Order.ZEROTH else self.sweep.fo_steps,
+            step_factor=step_factor or 1.0,
+            seed=seed,
+            queries=self.sweep.queries,
+            evaluations=self.sweep.evaluations,
+        )
+        trainable, trained = self._trained(cell, data, recipe)
+        tested = score(lambda batch: trainable.token_losses(trained.values_K, batch), data.test)
+        return Outcome(cell, data, trained, tested, time.perf_counter() - begin)
+
+    def bad_rows(self) -> list[str]:
+        """Every row of the task files that could not be read, with its reason."""
+        return [
+            f"{task.value}: {bad.name}: {bad.reason}"
+            for task, files in self.sweep.tasks.items()
+            for path in (files.train, files.test)
+            if path is not None
+            for bad in self.pool(task, path).bad
+        ]
+
+    def _pool(self, task: Task, path: Path) -> Pool:
+        return read_file(task, path, self.sweep.wording)
+
+    def _data(self, cell: Cell, seed: int) -> "CellData":
+        files = self.sweep.tasks[cell.task]
+        test_pool = None if files.test is None else self.pool(cell.task, files.test).examples
+        splits = split(
+            self.pool(cell.task, files.train).examples, seed, test_pool=test_pool, sizes=self.sweep.sizes
+        )
+        return CellData(self.sweep, cell, splits, Encoder(cell.model), seed)
+
+    def _mask_of_corpus(self, model: Path) -> Mask:
+        sweep = self.sweep
+        texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
+        sequences_NT = token_sequences(
+            FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0
+        )
+        return models.corpus_mask(models.stored(model, Base.BF16), sequences_NT, sweep.density)
+
+    def _trained(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
+        if cell.method.trained in DYNAMIC:
+            return self._trained_dynamic(cell, data, recipe)
+        mask = self._mask(cell, data, 0, models.stored(cell.model, Base.BF16))
+        model = models.stored(cell.model, cell.base, mask)
+        trainable = (
+            models.adapted(model, cell.method, recipe.seed) if mask is None else masked_weights(model, mask)
+        )
+        return trainable, train(trainable, data.batch, _validation(trainable, data.validation), recipe)
+
+    def _trained_dynamic(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
+        """Segments of `refresh_steps`, each with a new mask; what was learned stays in the weights."""
+        model = models.stored(cell.model, cell.base)
+        segments = -(-recipe.steps // self.sweep.refresh_steps)
+        curve: list[tuple[int, float]] = []
+        trainable, trained = None, None
+        for segment in range(segments):
+            mask = self._mask(cell, data, segment, model)
+            assert mask is not None  # every dynamic set has one
+            trainable = masked_weights(model, mask)
+            part = Recipe(
+                order=recipe.order,
+                steps=min(self.sweep.refresh_steps, recipe.steps - segment * self.sweep.refresh_steps),
+                step_factor=recipe.step_factor,
+                seed=recipe.seed + segment * 7919,
+                queries=recipe.queries,
+                evaluations=max(1, recipe.evaluations // segments),
+            )
+            trained = train(
+                trainable,
+                data.batches_from(segment * self.sweep.refresh_steps),
+                _validation(trainable, data.validation),
+                part,
+            )
+            trainable.token_losses(trained.values_K, data.batch(0))  # installs them for the next segment
+            first = segment * self.sweep.refresh_steps
+            curve += [(first + step, loss) for step, loss in trained.curve]
+        assert trainable is not None and trained is not None  # a recipe has at least one step
+        best = Trained(values_K=trained.values_K, step=curve[-1][0], loss=trained.loss, curve=tuple(curve))
+        return trainable, best
+
+    def _mask(self, cell: Cell, data: "CellData", segment: int, model: Any) -> Mask | None:
+        density = self.sweep.density
+        match cell.method.trained:
+            case TrainedSet.SENSITIVE_C4:
+                return self.mask_of_corpus(cell.model)
+            case TrainedSet.SENSITIVE_TASK | TrainedSet.SENSITIVE_TASK_DYNAMIC:
+                singles = [training_batch([item]) for item in data.train[:_MASK_EXAMPLES]]
+                return models.task_mask(model, singles, density)
+            case TrainedSet.RANDOM | TrainedSet.RANDOM_DYNAMIC:
+                seed = data.seed * 1000 + segment
+                return models.weight_mask(model, MaskMethod.RANDOM, density, seed)
+            case TrainedSet.OUTLIERS:
+                return models.weight_mask(model, MaskMethod.MAGNITUDE, density, 0)
+            case _:
+                return None
+
+
+class Encoder:
+    """Text to tokens of one model, and the token with which its texts begin."""
+
+    def __init__(self, folder: Path) -> None:
+        import tokenizers
+
+        self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        plain, special = self("a"), tuple(self._tokenizer.encode("a").ids)
+        begins = len(special) > len(plain) and special[1 : 1 + len(plain)] == plain
+        self.begin: int | None = special[0] if begins else None
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+class CellData:
+    """The examples of a cell in tokens, and its batches."""
+
+    def __init__(self, sweep: Sweep, cell: Cell, splits: Splits, encoder: Encoder, seed: int) -> None:
+        self._sweep = sweep
+        self._cell = cell
+        self._encoder = encoder
+        self.splits = splits
+        self.seed = seed
+
+    @cached_property
+    def train(self) -> list[Choices]:
+        return self._encoded(self.splits.train)
+
+    @cached_property
+    def validation(self) -> list[Choices]:
+        return self._encoded(self.splits.validation)
+
+    @cached_property
+    def test(self) -> list[Choices]:
+        return self._encoded(self.splits.test)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step: drawn with the seed, without repetition within it."""
+        rng = np.random.default_rng([self.seed, step])
+        size = min(self._sweep.batch_size, len(self.train))
+        return training_batch(
+            [self.train[index] for index in rng.choice(len(self.train), size, replace=False)]
+        )
+
+    def batches_from(self, first: int) -> Callable[[int], Batch]:
+        """Batches of a later segment."""
+        return lambda step: self.batch(first + step)
+
+    def _encoded(self, examples: Sequence[Example]) -> list[Choices]:
+        return [
+            encode_example(
+                example,
+                self._encoder,
+                begin=self._encoder.begin,
+                max_tokens=self._sweep.max_tokens,
+                demonstrations=self._demonstrations,
+            )
+            for example in examples
+        ]
+
+    @cached_property
+    def _demonstrations(self) -> str:
+        """Solved training examples, for in-context learning: drawn with the seed."""
+        shots = self._cell.method.shots
+        if not shots:
+            return ""
+        rng = np.random.default_rng([self.seed, 1])
+        chosen = rng.choice(len(self.splits.train), min(shots, len(self.splits.train)), replace=False)
+        solved = [self.splits.train[index] for index in chosen]
+        return "".join(f"{item.prompt}{item.candidates[item.label]}\n\n" for item in solved)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a cell gave."""
+
+    cell: Cell
+    data: CellData
+    trained: Trained | None
+    tested: Scored
+    seconds: float
+
+    def record(self) -> Json:
+        """The line of the results file."""
+        return {
+            "model": self.cell.model.name,
+            "base": self.cell.base.value,
+            "method": self.cell.method.name,
+            "task": self.cell.task.value,
+            "seed": self.cell.seed,
+            "accuracy": self.tested.accuracy,
+            "loss": self.tested.loss,
+            "majority": majority_share(self.data.splits.test),
+            "examples": dict(
+                zip(
+                    _SPLIT_NAMES,
+                    (len(self.data.train), len(self.data.validation), len(self.data.test)),
+                    strict=True,
+                )
+            ),
+            "items": [example.name for example in self.data.splits.test],
+            "correct": "".join("01"[int(right)] for right in self.tested.correct_N),
+            "item_losses": [round(loss, 5) for loss in self.tested.loss_N.tolist()],
+            "best_step": None if self.trained is None else self.trained.step,
+            "curve": None if self.trained is None else _finite_curve(self.trained),
+            "seconds": round(self.seconds, 2),
+        }
+
+    @property
+    def validation_loss(self) -> float:
+        """What tuning compares."""
+        return float("nan") if self.trained is None else self.trained.loss
+
+
+def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDArray[np.float32]], float]:
+    """Mean loss of the right answers: one pass, the wrong candidates are not needed."""
+    batches = [training_batch(items[first : first + 32]) for first in range(0, len(items), 32)]
+
+    def loss(values_K: NDArray[np.float32]) -> float:
+        token_losses = [trainable.token_losses(values_K, batch).astype(np.float64) for batch in batches]
+        return float(np.concatenate(token_losses).mean())
+
+    return loss
+
+
+def _finite_curve(trained: Trained) -> list[list[float | None]]:
+    return [[step, loss if np.isfinite(loss) else None] for step, loss in trained.curve]

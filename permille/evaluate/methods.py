@@ -1,0 +1,99 @@
+"""What is compared, by name: "zo:sensitive-c4", "fo:lora-8", "icl:8", "zero-shot".
+
+    <order>:<set>     order zo or fo; set sensitive-c4, sensitive-task, random, outliers, full,
+                      lora-<rank>, lora-fa-<rank>, prefix-<tokens>
+    icl:<n>           n solved examples before each question, nothing trained
+    zero-shot
+
+Dynamic masks (re-selected while training) are `sensitive-task-dynamic` and `random-dynamic`: training runs in
+segments, each with a mask of its own, and a weight that leaves the mask keeps what it has learned.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from permille.errors import InputError
+from permille.evaluate.training import Order
+
+
+class TrainedSet(StrEnum):
+    """Which numbers are trained."""
+
+    SENSITIVE_C4 = "sensitive-c4"
+    SENSITIVE_TASK = "sensitive-task"
+    SENSITIVE_TASK_DYNAMIC = "sensitive-task-dynamic"
+    RANDOM = "random"
+    RANDOM_DYNAMIC = "random-dynamic"
+    OUTLIERS = "outliers"
+    FULL = "full"
+    LORA = "lora"
+    LORA_FA = "lora-fa"
+    PREFIX = "prefix"
+
+
+SPARSE = frozenset(
+    {
+        TrainedSet.SENSITIVE_C4,
+        TrainedSet.SENSITIVE_TASK,
+        TrainedSet.SENSITIVE_TASK_DYNAMIC,
+        TrainedSet.RANDOM,
+        TrainedSet.RANDOM_DYNAMIC,
+        TrainedSet.OUTLIERS,
+    }
+)
+"""Sets with a density."""
+
+DYNAMIC = frozenset({TrainedSet.SENSITIVE_TASK_DYNAMIC, TrainedSet.RANDOM_DYNAMIC})
+
+_SIZED = {TrainedSet.LORA: "rank", TrainedSet.LORA_FA: "rank", TrainedSet.PREFIX: "tokens"}
+_PATTERN = re.compile(r"(zo|fo):([a-z0-9-]*[a-z][a-z0-9]*?)(?:-(\d+))?")
+_ORDERS = {"zo": Order.ZEROTH, "fo": Order.FIRST}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A parsed name.
+
+    Attributes:
+        order: None where nothing is trained.
+        trained: None where nothing is trained.
+        size: rank of adapters or tokens of a prefix.
+        shots: solved examples before the question.
+    """
+
+    name: str
+    order: Order | None = None
+    trained: TrainedSet | None = None
+    size: int | None = None
+    shots: int = 0
+
+
+def method(name: str) -> Method:
+    """Parse a method's name.
+
+    Raises:
+        InputError: no such method, or a size that is missing, out of place or outside 1 to 256.
+    """
+    if name == "zero-shot":
+        return Method(name=name)
+    if shots := re.fullmatch(r"icl:(\d{1,3})", name):
+        return Method(name=name, shots=_sized("shots", int(shots[1])))
+    if name.partition(":")[0] in _ORDERS and name.partition(":")[2] in set(TrainedSet) - _SIZED.keys():
+        order, _, trained = name.partition(":")
+        return Method(name=name, order=_ORDERS[order], trained=TrainedSet(trained))
+    found = _PATTERN.fullmatch(name)
+    if not found or found[2] not in {kind.value for kind in _SIZED} or found[3] is None:
+        raise InputError(
+            f"expected zero-shot, icl:<n>, or zo: or fo: with one of "
+            f"{', '.join(kind + (f'-<{_SIZED[kind]}>' if kind in _SIZED else '') for kind in TrainedSet)}; "
+            f"got {name!r}"
+        )
+    kind = TrainedSet(found[2])
+    return Method(name=name, order=_ORDERS[found[1]], trained=kind, size=_sized(_SIZED[kind], int(found[3])))
+
+
+def _sized(what: str, number: int) -> int:
+    if not 1 <= number <= 256:
+        raise InputError(f"expected {what} from 1 to 256, got {number}")
+    return number

@@ -1,0 +1,183 @@
+"""The file that says what a sweep compares: TOML, every key checked, nothing guessed.
+
+    models = ["models/reference-7M"]
+    corpus = "c4_sample.jsonl"          # JSON lines with `text`, for sensitive-c4
+    bases = ["bf16", "nf4"]
+    methods = ["zero-shot", "zo:sensitive-c4", "zo:random", "fo:lora-8"]
+    seeds = [0, 1, 2]
+
+    [tasks.sst2]
+    train = "SST-2/train.tsv"
+    test = "SST-2/dev.tsv"              # optional: else the train file is divided
+
+Paths are relative to the file's folder.
+"""
+
+import tomllib
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError
+from permille.evaluate.methods import Method, method
+from permille.evaluate.prompts import Task, Wording
+from permille.evaluate.splits import PAPER_SIZES
+from permille.evaluate.tuning import TUNING_SEED_OFFSET
+
+
+class Base(StrEnum):
+    """What the frozen weights are stored as; products are float32 in all of them."""
+
+    FLOAT32 = "float32"
+    BF16 = "bf16"
+    NF4 = "nf4"
+    INT4_G32 = "int4-g32"
+    INT4_G128 = "int4-g128"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFiles:
+    """Files of one task; `test` None: the train file is divided into all three parts."""
+
+    train: Path
+    test: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What is compared, and how much of it.
+
+    Attributes:
+        trials: step factors that every trained method tries first (odd).
+        sizes: examples of train, validation and test.
+        max_tokens: longest example; the prompt's front is cut.
+        refresh_steps: how often dynamic masks are selected again.
+    """
+
+    models: tuple[Path, ...]
+    corpus: Path
+    tasks: dict[Task, TaskFiles]
+    methods: tuple[Method, ...]
+    bases: tuple[Base, ...] = (Base.BF16,)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    density: float = 0.001
+    zo_steps: int = 1000
+    fo_steps: int = 100
+    queries: int = 4
+    batch_size: int = 16
+    trials: int = 3
+    evaluations: int = 10
+    sizes: tuple[int, int, int] = PAPER_SIZES
+    max_tokens: int = 256
+    refresh_steps: int = 100
+    corpus_sequences: int = 64
+    corpus_tokens: int = 128
+    wording: Wording = Wording.SENSITIVE
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read and check a sweep file.
+
+    Raises:
+        InputError: not TOML, an unknown or missing key, or a value that is not what the key takes.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise InputError(f"expected a sweep as TOML in {path}, got {exc}") from exc
+    known = {field.name for field in fields(Sweep)}
+    if unknown := sorted(found.keys() - known):
+        raise InputError(f"expected keys of {', '.join(sorted(known))}; got {', '.join(unknown)}")
+    if missing := sorted({"models", "corpus", "tasks", "methods"} - found.keys()):
+        raise InputError(f"expected {', '.join(missing)} in {path}, got none")
+    folder = path.parent
+    typed: dict[str, Any] = {
+        "models": tuple(_path(folder, "models", name) for name in _list(found, "models", str)),
+        "corpus": _path(folder, "corpus", found["corpus"]),
+        "tasks": {_task(name): _files(folder, name, value) for name, value in _table(found["tasks"])},
+        "methods": tuple(method(name) for name in _list(found, "methods", str)),
+    }
+    if "bases" in found:
+        typed["bases"] = tuple(_member(Base, "bases", name) for name in _list(found, "bases", str))
+    if "wording" in found:
+        typed["wording"] = _member(Wording, "wording", str(found["wording"]))
+    if "seeds" in found:
+        typed["seeds"] = tuple(_list(found, "seeds", int))
+    if "sizes" in found:
+        typed["sizes"] = _sizes(_list(found, "sizes", int))
+    for name in found.keys() - typed.keys():
+        typed[name] = _number(name, found[name])
+    return _checked(Sweep(**typed))
+
+
+def _checked(sweep: Sweep) -> Sweep:
+    if sweep.trials % 2 == 0:
+        raise InputError(f"expected an odd number of trials, got {sweep.trials}")
+    if len({model.name for model in sweep.models}) < len(sweep.models):
+        raise InputError("expected models in folders of different names, got a name twice")
+    if not sweep.seeds or min(sweep.seeds) < 0 or max(sweep.seeds) >= TUNING_SEED_OFFSET:
+        raise InputError(f"expected seeds from 0 to {TUNING_SEED_OFFSET - 1}, got {list(sweep.seeds)}")
+    for name in ("models", "tasks", "methods", "bases"):
+        if not getattr(sweep, name):
+            raise InputError(f"expected at least one of {name}, got none")
+    return sweep
+
+
+def _sizes(found: list[int]) -> tuple[int, int, int]:
+    if len(found) != 3 or min(found) < 1:
+        raise InputError(f"expected sizes of train, validation and test, got {found}")
+    return found[0], found[1], found[2]
+
+
+def _number(name: str, value: object) -> int | float:
+    if name == "density":
+        if not isinstance(value, float) or not 0 < value <= 1:
+            raise InputError(f"expected density above 0 and at most 1, got {value!r}")
+        return value
+    if type(value) is not int or value < 1:
+        raise InputError(f"expected {name} as an integer of at least 1, got {value!r}")
+    return value
+
+
+def _list(found: dict[str, Any], key: str, kind: type) -> list[Any]:
+    values = found[key]
+    if not isinstance(values, list) or any(type(value) is not kind for value in values):
+        raise InputError(f"expected {key} as a list of {kind.__name__}, got {values!r:.80}")
+    return values
+
+
+def _table(value: object) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise InputError(f"expected tasks as tables, got {value!r:.80}")
+    return list(value.items())
+
+
+def _files(folder: Path, name: str, value: object) -> TaskFiles:
+    if not isinstance(value, dict) or "train" not in value or value.keys() - {"train", "test"}:
+        raise InputError(f"expected train and perhaps test of task {name}, got {value!r:.80}")
+    test = value.get("test")
+    return TaskFiles(
+        train=_path(folder, f"tasks.{name}.train", value["train"]),
+        test=None if test is None else _path(folder, f"tasks.{name}.test", test),
+    )
+
+
+def _task(name: str) -> Task:
+    return Task(_member(Task, "tasks", name))
+
+
+def _member(kind: type[StrEnum], key: str, value: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError as exc:
+        raise InputError(f"expected {key} of {', '.join(kind)}; got {value!r:.60}") from exc
+
+
+def _path(folder: Path, key: str, value: object) -> Path:
+    if not isinstance(value, str):
+        raise InputError(f"expected {key} as a path, got {value!r:.80}")
+    path = folder / value
+    if not path.exists():
+        raise InputError(f"expected {key} to exist, got {path}")
+    return path

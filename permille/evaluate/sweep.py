@@ -1,0 +1,166 @@
+"""Running a sweep: cell by cell, each result durable before the next begins.
+
+The results file holds JSON lines: a `sweep` line with the digest of what is compared, then `tuning` and
+`cell` lines. A sweep that is killed goes on after the last whole line; a torn last line is cut off. A file of
+another sweep is refused, never mixed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError
+from permille.evaluate.cells import Bench, Cell, Json
+from permille.evaluate.specification import Sweep
+from permille.evaluate.tuning import tune, tuning_seed
+
+Progress = Callable[[int, int, str], None]
+"""Called with cells done, cells in all, and what is next. What it raises stops the sweep between cells."""
+
+
+def cells_of(sweep: Sweep) -> list[Cell]:
+    """All cells, those that share a tuning together."""
+    return [
+        Cell(model=model, base=base, method=method, task=task, seed=seed)
+        for model in sweep.models
+        for base in sweep.bases
+        for task in sweep.tasks
+        for method in sweep.methods
+        for seed in sweep.seeds
+    ]
+
+
+def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
+    """Run what the results file lacks; returns the records of all cells, in the order of `cells_of`.
+
+    Raises:
+        InputError: the file is of another sweep or damaged before its last line; or a cell's input is wrong
+            (what is done is kept).
+    """
+    done = Results.open(results, _digest(sweep))
+    bench = Bench(sweep)
+    for line in bench.bad_rows():
+        done.append({"kind": "bad-row", "key": line})
+    cells = cells_of(sweep)
+    for number, cell in enumerate(cells):
+        progress(number, len(cells), cell.key)
+        if cell.key not in done.cells:
+            done.append({"kind": "cell", "key": cell.key, **_run(bench, cell, done)})
+    progress(len(cells), len(cells), "")
+    return [done.cells[cell.key] for cell in cells]
+
+
+def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
+    if cell.method.order is None:
+        return bench.run(cell, cell.seed, None).record() | {"step_factor": None}
+    if cell.tuning_key not in done.tunings:
+        seed = tuning_seed(cell.seed)
+        tuned = tune(lambda factor: bench.run(cell, seed, factor).validation_loss, trials=bench.sweep.trials)
+        done.append(
+            {
+                "kind": "tuning",
+                "key": cell.tuning_key,
+                "seed": seed,
+                "step_factor": tuned.step_factor,
+                "losses": {str(power): _finite(loss) for power, loss in sorted(tuned.losses.items())},
+                "on_edge": tuned.on_edge,
+            }
+        )
+    factor = done.tunings[cell.tuning_key]["step_factor"]
+    return bench.run(cell, cell.seed, factor).record() | {"step_factor": factor}
+
+
+class Results:
+    """The file of a sweep, and what it holds."""
+
+    def __init__(self, path: Path, lines: list[Json]) -> None:
+        self._path = path
+        self.cells: dict[str, Json] = {}
+        self.tunings: dict[str, Json] = {}
+        self._bad_rows: set[str] = set()
+        for line in lines:
+            self._take(line)
+
+    @classmethod
+    def open(cls, path: Path, digest: str) -> "Results":
+        """Open or begin the file.
+
+        Raises:
+            InputError: the file is of another sweep, or damaged before its last line.
+        """
+        header = {"kind": "sweep", "key": digest}
+        if not path.exists() or path.stat().st_size == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            results = cls(path, [])
+            results.append(header)
+            return results
+        lines = list(_whole_lines(path))
+        if not lines or lines[0] != header:
+            raise InputError(
+                f"expected results of the sweep {digest[:19]} in {path}, got those of another one: "
+                "choose another file, or give the sweep as it was"
+            )
+        return cls(path, lines)
+
+    def append(self, line: Json) -> None:
+        """Make a line durable, then known."""
+        if line["kind"] == "bad-row" and line["key"] in self._bad_rows:
+            return
+        with self._path.open("ab") as file:
+            file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._take(line)
+
+    def _take(self, line: Json) -> None:
+        kinds = {"cell": self.cells, "tuning": self.tunings}
+        if line["kind"] in kinds:
+            kinds[line["kind"]][line["key"]] = line
+        elif line["kind"] == "bad-row":
+            self._bad_rows.add(line["key"])
+
+
+def _whole_lines(path: Path) -> Iterator[Json]:
+    data = path.read_bytes()
+    whole, _, torn = data.rpartition(b"\n")
+    if torn:
+        with path.open("r+b") as file:
+            file.truncate(len(data) - len(torn))
+            os.fsync(file.fileno())
+    for number, line in enumerate(whole.split(b"\n"), start=1):
+        try:
+            found = json.loads(line)
+            if not isinstance(found, dict) or not {"kind", "key"} <= found.keys():
+                raise ValueError("not a result")
+        except ValueError as exc:
+            raise InputError(f"expected a result in line {number} of {path}, got {line[:60]!r}") from exc
+        yield found
+
+
+def _digest(sweep: Sweep) -> str:
+    """Of everything that decides a cell: the choices and the bytes of the files, wherever these are."""
+    definition = json.dumps(asdict(sweep), default=_content, sort_keys=True)
+    return f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}"
+
+
+def _content(value: Any) -> list[str]:
+    if not isinstance(value, Path):
+        raise TypeError(f"expected a path, got {type(value).__name__}")
+    files = sorted(value.iterdir()) if value.is_dir() else [value]
+    return [value.name, *(f"{file.name} {_file_digest(file)}" for file in files if file.is_file())]
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _finite(loss: float) -> float | None:
+    return loss if loss < float("inf") else None
+
+
+__all__ = ["Progress", "Results", "cells_of", "run_sweep"]

@@ -1,0 +1,208 @@
+"""One flat vector of trained numbers for every method: sparse weights, all weights, LoRA, LoRA-FA, a prefix.
+
+A `Trainable` wraps a transformers model whose parameters it overwrites, and is a `LossEngine`: the estimators
+of `permille.zo` train any of these sets with the same code. It also has the gradient, which devices have
+not, for first-order references and for scores on task data. It is made for experiments on models that fit a
+process comfortably: variants run one after another, logits exist for all positions.
+
+Adapters come from peft.
+
+# Legend: K trained numbers, V variants, Q directions, B sequences, T tokens, R targets.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from permille.errors import InputError
+from permille.zo.estimators import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PREFIX_TOKENS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Entries of one parameter: those of `index`, or all of them."""
+
+    parameter: Tensor
+    index: Tensor | None
+
+    @property
+    def size(self) -> int:
+        return self.parameter.numel() if self.index is None else self.index.numel()
+
+    def read(self) -> Tensor:
+        flat = self.parameter.detach().reshape(-1)
+        return (flat if self.index is None else flat[self.index]).float()
+
+    def write(self, values: Tensor) -> None:
+        flat = self.parameter.detach().view(-1)
+        if self.index is None:
+            flat.copy_(values)
+        else:
+            flat[self.index] = values.to(flat.dtype)
+
+    def gradient(self) -> Tensor:
+        grad = self.parameter.grad
+        if grad is None:
+            return torch.zeros(self.size)
+        flat = grad.reshape(-1)
+        return (flat if self.index is None else flat[self.index]).float()
+
+
+class Trainable:
+    """See the module's docstring; not safe for several threads, since the model's parameters are shared."""
+
+    def __init__(self, model: Any, parts: Sequence[_Part], *, max_tokens: int = 8192) -> None:
+        """
+        Args:
+            model: called with `input_ids` and `attention_mask`; gives `.logits` of every position.
+            parts: what is trained; no parameter twice.
+            max_tokens: sequences times longest of one forward pass.
+        """
+        self._model = model.eval().requires_grad_(False)
+        self._parts = list(parts)
+        self._max_tokens = max_tokens
+        sizes = [part.size for part in self._parts]
+        self._ends = np.cumsum(sizes)
+        self.k = int(sum(sizes))
+        self.base_K: NDArray[np.float32] = (
+            torch.cat([torch.zeros(0), *(part.read() for part in self._parts)]).cpu().numpy().copy()
+        )
+        """What the model holds before anything is trained, float32 [k]."""
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Mean loss over the batch's targets of each variant, float32 [v]."""
+        means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
+        return np.array(means, dtype=np.float32)
+
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Loss of each target, float32 [R], row-major."""
+        self._install(values_K)
+        with torch.no_grad():
+            losses = torch.cat([self._part_losses(*part) for part in self._split(batch)])
+        result: NDArray[np.float32] = losses.float().cpu().numpy()
+        return result
+
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        """The loss and its gradient, float32 [k], by reverse mode."""
+        self._install(values_K)
+        parameters = [part.parameter for part in self._parts]
+        targets = int(batch.target_BT.sum())
+        total = 0.0
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        try:
+            for part in self._split(batch):
+                loss = self._part_losses(*part).sum() / targets
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+            gradient_K = torch.cat([part.gradient() for part in self._parts])
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+                parameter.requires_grad_(False)
+        result: NDArray[np.float32] = gradient_K.cpu().numpy()
+        return total, result
+
+    def directional_derivatives(
+        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
+    ) -> tuple[float, NDArray[np.float64]]:
+        """The loss, and `grad f . z_i` by the gradient: the numbers of forward mode, at this model's size."""
+        loss, gradient_K = self.gradient(values_K, batch)
+        products_Q: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K.astype(np.float64)
+        return loss, products_Q
+
+    def _install(self, values_K: NDArray[np.float32]) -> None:
+        if values_K.shape != (self.k,) or values_K.dtype != np.float32:
+            raise InputError(
+                f"expected values float32 [{self.k}], got {values_K.dtype} {list(values_K.shape)}"
+            )
+        start = 0
+        for part, end in zip(self._parts, self._ends.tolist(), strict=True):
+            part.write(torch.from_numpy(values_K[start:end]))
+            start = end
+
+    def _split(self, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
+        rows = max(1, self._max_tokens // batch.input_ids_BT.shape[1])
+        arrays = (batch.input_ids_BT, batch.attention_BT, batch.target_BT)
+        return [
+            (
+                torch.from_numpy(arrays[0][first : first + rows]),
+                torch.from_numpy(arrays[1][first : first + rows].astype(np.int64)),
+                torch.from_numpy(arrays[2][first : first + rows]),
+            )
+            for first in range(0, len(arrays[0]), rows)
+        ]
+
+    def _part_losses(self, ids_BT: Tensor, attention_BT: Tensor, target_BT: Tensor) -> Tensor:
+        logits_BTD = self._model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False).logits
+        # The logits before a target predict it.
+        before = logits_BTD[:, -ids_BT.shape[1] :][:, :-1][target_BT[:, 1:]]
+        return functional.cross_entropy(before.float(), ids_BT[target_BT], reduction="none")
+
+
+def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint32]]) -> Trainable:
+    """The weights of a mask (sensitive, random, outliers); every other number is frozen.
+
+    Raises:
+        InputError: the mask names a tensor that the model has not.
+    """
+    parameters = dict(model.named_parameters())
+    if missing := [name for name in mask if name not in parameters]:
+        raise InputError(f"expected masked tensors of the model, got {missing[0]!r}")
+    parts = [
+        _Part(parameter=parameters[name], index=torch.from_numpy(index.astype(np.int64)))
+        for name, index in mask.items()
+        if len(index)
+    ]
+    return Trainable(model, parts)
+
+
+def all_weights(model: "PreTrainedModel") -> Trainable:
+    """Every parameter, tied ones once: what MeZO trains."""
+    return Trainable(model, _whole(model.parameters()))
+
+
+def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> Trainable:
+    """Low-rank adapters on all linear layers of the blocks, alpha = rank; LoRA-FA where `frozen_a`.
+
+    `B` starts at zero, so at `base_K` the model is the base's, and for LoRA-FA only `B` is trained.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
+    )
+    adapted = get_peft_model(model, config)
+    return Trainable(adapted, _whole(_adapters(adapted, lambda name: not (frozen_a and "lora_A" in name))))
+
+
+def prefix(model: "PreTrainedModel", tokens: int = PREFIX_TOKENS, *, seed: int) -> Trainable:
+    """Trained keys and values before the text, in every layer (prefix tuning without a network behind it)."""
+    from peft import PrefixTuningConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = PrefixTuningConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    return Trainable(adapted, _whole(_adapters(adapted, lambda _: True)))
+
+
+def _adapters(model: Any, wanted: Callable[[str], bool]) -> list[Tensor]:
+    return [
+        parameter for name, parameter in model.named_parameters() if parameter.requires_grad and wanted(name)
+    ]
+
+
+def _whole(parameters: Any) -> list[_Part]:
+    return [_Part(parameter=parameter, index=None) for parameter in parameters]

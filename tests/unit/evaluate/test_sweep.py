@@ -1,0 +1,157 @@
+"""A whole sweep on the example model: resumable, honest about its files, the same twice."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from permille.errors import InputError
+from permille.evaluate.__main__ import main
+from permille.evaluate.report import countable, markdown, paired
+from permille.evaluate.specification import read_sweep
+from permille.evaluate.sweep import cells_of, run_sweep
+
+ROOT = Path(__file__).parents[3]
+WORDS = ("fine", "warm", "kind", "clear", "dull", "cold", "rude", "dim")
+
+
+@pytest.fixture
+def sweep_file(tmp_path: Path) -> Path:
+    rows = [f"a {word} film number {n}\t{int(word in WORDS[:4])}\n" for n in range(6) for word in WORDS]
+    (tmp_path / "train.tsv").write_text("".join(rows) + "no label\n")
+    corpus = [json.dumps({"text": f"The {word} garden is open. " * 40}) + "\n" for word in WORDS]
+    (tmp_path / "corpus.jsonl").write_text("".join(corpus))
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        f"""
+models = ["{ROOT / "examples" / "model"}"]
+corpus = "corpus.jsonl"
+methods = ["zero-shot", "icl:1", "zo:sensitive-c4", "zo:random-dynamic", "zo:lora-4", "fo:sensitive-c4"]
+bases = ["nf4"]
+seeds = [0]
+zo_steps = 4
+fo_steps = 2
+queries = 2
+batch_size = 2
+trials = 1
+evaluations = 2
+refresh_steps = 2
+sizes = [8, 4, 6]
+max_tokens = 48
+corpus_sequences = 2
+corpus_tokens = 32
+[tasks.sst2]
+train = "train.tsv"
+"""
+    )
+    return path
+
+
+class Stopped(Exception):  # noqa: N818 - an interruption
+    """As a person would."""
+
+
+def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
+    sweep_file: Path, tmp_path: Path
+) -> None:
+    sweep = read_sweep(sweep_file)
+
+    def stop_at_three(done: int, total: int, _: str) -> None:
+        if done == 3:
+            raise Stopped
+
+    results = tmp_path / "stopped.jsonl"
+    with pytest.raises(Stopped):
+        run_sweep(sweep, results, stop_at_three)
+    with results.open("ab") as file:
+        file.write(b'{"kind":"cell","key":"torn')
+    told: list[tuple[int, int]] = []
+    records = run_sweep(sweep, results, lambda done, total, _: told.append((done, total)))
+    assert told[-1] == (6, 6)
+    whole = run_sweep(sweep, tmp_path / "whole.jsonl", lambda *_: None)
+    for record in (*records, *whole):
+        del record["seconds"]
+    assert records == whole
+    assert [record["method"] for record in records] == [cell.method.name for cell in cells_of(sweep)]
+    for record in records:
+        assert len(record["correct"]) == len(record["items"]) == record["examples"]["test"]
+        assert record["accuracy"] == record["correct"].count("1") / len(record["correct"])
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["key"] for line in lines if line["kind"] == "bad-row"] == [
+        "sst2: train.tsv:49: expected a sentence and a label, got 1 cells"
+    ]
+    # A method without training is the same before and after; trained ones have a curve.
+    assert [record["curve"] is None for record in records] == [True, True, False, False, False, False]
+    table = markdown(records)
+    assert table.count("\n| zo:") == 3
+    assert "*sst2*" in table  # two steps teach nothing, so the task does not count
+
+
+def test_results_of_another_sweep_are_refused(sweep_file: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
+    run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+    (tmp_path / "train.tsv").write_text((tmp_path / "train.tsv").read_text().replace("film", "play"))
+    with pytest.raises(InputError, match="another one"):
+        run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+    results.write_text('{"kind":"sweep"}\nnonsense\n')
+    with pytest.raises(InputError, match="line 1"):
+        run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+
+
+def test_the_command_prints_the_table_and_refuses_with_a_message(
+    sweep_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
+    assert main([str(sweep_file)]) == 0
+    assert "| zero-shot |" in capsys.readouterr().out
+    assert (tmp_path / "sweep.results.jsonl").exists()
+    assert main([str(tmp_path / "absent.toml")]) == 1
+    assert "expected a sweep as TOML" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("zo_steps = 4", "zo_steps = 0", "zo_steps as an integer of at least 1"),
+        ("zo_steps = 4", "zo_step = 4", "expected keys of"),
+        ('bases = ["nf4"]', 'bases = ["nf3"]', "bases of float32"),
+        ("seeds = [0]", "seeds = [2000000]", "seeds from 0"),
+        ("trials = 1", "trials = 2", "odd number"),
+        ("sizes = [8, 4, 6]", "sizes = [8, 4]", "train, validation and test"),
+        ('corpus = "corpus.jsonl"', 'corpus = "absent.jsonl"', "corpus to exist"),
+        ("[tasks.sst2]", "[tasks.sst3]", "tasks of sst2"),
+        ('train = "train.tsv"', 'train = "train.tsv"\nvalid = "x"', "train and perhaps test"),
+        ("queries = 2", "density = 2.0", "density above 0"),
+        ('"zo:lora-4"', '"zo:lora"', "lora-<rank>"),
+    ],
+)
+def test_a_wrong_sweep_is_refused(sweep_file: Path, old: str, new: str, message: str) -> None:
+    text = sweep_file.read_text()
+    assert old in text
+    sweep_file.write_text(text.replace(old, new))
+    with pytest.raises(InputError, match=message):
+        read_sweep(sweep_file)
+
+
+def test_a_task_counts_only_where_first_order_training_clearly_gains() -> None:
+    def record(method: str, right: int) -> dict[str, object]:
+        return {
+            "method": method,
+            "seed": 0,
+            "items": [str(n) for n in range(400)],
+            "correct": "1" * right + "0" * (400 - right),
+            "accuracy": right / 400,
+            "majority": 0.5,
+        }
+
+    zero_shot = ("zero-shot", "sst2")
+    assert countable(
+        {("fo:full", "sst2"): [record("fo:full", 300)], zero_shot: [record("zero-shot", 210)]}, "sst2"
+    )
+    assert not countable(
+        {("fo:full", "sst2"): [record("fo:full", 225)], zero_shot: [record("zero-shot", 210)]}, "sst2"
+    )
+    assert not countable({("fo:full", "sst2"): [record("fo:full", 300)]}, "sst2")
+    one_N, other_N = paired([record("a", 3)], [record("b", 2)])
+    assert one_N.sum() - other_N.sum() == 1

@@ -1,0 +1,91 @@
+"""Every trained set: its gradient against finite differences, and what it leaves alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from permille.errors import InputError
+from permille.evaluate import trainables
+from permille.evaluate.trainables import Trainable
+from permille.zo.estimators import Batch
+from tests.unit.engines.tiny import tiny_batch, tiny_model
+
+MASK = {"model.layers.0.mlp.up_proj.weight": np.array([3, 40], np.uint32)}
+MAKERS: dict[str, Callable[[Any], Trainable]] = {
+    "masked": lambda model: trainables.masked_weights(model, MASK),
+    "all": trainables.all_weights,
+    "lora": lambda model: trainables.lora(model, 4, frozen_a=False, seed=0),
+    "lora-fa": lambda model: trainables.lora(model, 4, frozen_a=True, seed=0),
+    "prefix": lambda model: trainables.prefix(model, 3, seed=0),
+}
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return tiny_batch()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_gradient_is_that_of_the_losses(kind: str, batch: Batch) -> None:
+    trainable = MAKERS[kind](tiny_model("llama"))
+    rng = np.random.default_rng(0)
+    z_K = rng.choice(np.array([-1, 1], np.float32), trainable.k)
+    epsilon = np.float32(0.05 / np.sqrt(trainable.k))
+    pair_VK = np.stack([trainable.base_K + epsilon * z_K, trainable.base_K - epsilon * z_K]).astype(
+        np.float32
+    )
+    plus, minus = trainable.losses(pair_VK, batch).astype(np.float64)
+    loss, (derivative,) = trainable.directional_derivatives(trainable.base_K, z_K[None], batch)
+    scale = np.linalg.norm(trainable.gradient(trainable.base_K, batch)[1])
+    assert abs((plus - minus) / (2 * epsilon) - derivative) < 0.02 * scale + 2e-5 / epsilon
+    assert loss == pytest.approx(float(trainable.losses(trainable.base_K[None], batch)[0]), abs=1e-5)
+    assert derivative != 0
+
+
+@pytest.mark.parametrize("kind", ["masked", "all", "lora", "lora-fa"])
+def test_the_base_is_the_model_itself(kind: str, batch: Batch) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(batch.input_ids_BT)).logits
+    target = torch.from_numpy(batch.target_BT)
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1][target[:, 1:]], torch.from_numpy(batch.input_ids_BT)[target], reduction="none"
+    )
+    trainable = MAKERS[kind](model)
+    np.testing.assert_allclose(trainable.token_losses(trainable.base_K, batch), expected.numpy(), atol=1e-5)
+
+
+def test_only_the_mask_moves(batch: Batch) -> None:
+    model = tiny_model("llama")
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    trainable = trainables.masked_weights(model, MASK)
+    trainable.token_losses(trainable.base_K + 1, batch)
+    for name, weight in model.named_parameters():
+        moved = (weight.detach() != before[name]).nonzero().numel() > 0
+        assert moved == (name in MASK)
+    changed = (dict(model.named_parameters())[next(iter(MASK))].detach() - before[next(iter(MASK))]).flatten()
+    assert changed.nonzero().flatten().tolist() == [3, 40]
+
+
+def test_frozen_a_trains_half_of_lora() -> None:
+    whole = trainables.lora(tiny_model("llama"), 4, frozen_a=False, seed=0)
+    half = trainables.lora(tiny_model("llama"), 4, frozen_a=True, seed=0)
+    assert 0 < half.k < whole.k
+    assert not half.base_K.any()  # B alone, which starts at zero
+    assert whole.base_K.any()
+
+
+def test_tied_weights_count_once() -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    assert trainables.all_weights(model).k == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_values_of_another_set_are_refused(batch: Batch) -> None:
+    trainable = trainables.masked_weights(tiny_model("llama"), MASK)
+    with pytest.raises(InputError, match=r"float32 \[2\]"):
+        trainable.token_losses(np.zeros(3, np.float32), batch)
+    with pytest.raises(InputError, match=r"'model\.nothing'"):
+        trainables.masked_weights(tiny_model("llama"), {"model.nothing": MASK[next(iter(MASK))]})
