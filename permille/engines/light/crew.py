@@ -6,7 +6,7 @@ was cut, which is a function of shapes and the number of threads, and never on w
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -27,14 +27,14 @@ class Crew:
         )
         self._own = threading.local()
 
-    def each(self, work: Callable[[T], None], items: Iterable[T]) -> None:
+    def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         """Call `work` with every item; returns when all are done, and raises what the first failed with."""
 
         def quietly(item: T) -> None:
             with np.errstate(all="ignore"):  # A NaN is a result here: the loss says so.
                 work(item)
 
-        if self._pool is None:
+        if self._pool is None or len(items) == 1:
             for item in items:
                 quietly(item)
             return

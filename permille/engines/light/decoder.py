@@ -10,6 +10,7 @@ the feed-forward part; "kept" is for the parallel block alone.
 # Legend: G states, M tokens, H hidden size, A heads, B key-value heads, D numbers of a head.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,8 +35,8 @@ class Run(Protocol):
         """`out` may be x."""
         ...
 
-    def linear(self, layer: LightLinear, x_GMK: Array, out_GMN: Array) -> None:
-        """A quantized layer."""
+    def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
+        """Quantized layers of the same input, each to its own [G, M, N]."""
         ...
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
@@ -87,7 +88,7 @@ def _attention(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: A
     (out_GMA,) = run.buffers("normed", x_GMH, heads * head)
     run.attend(layer, q, k, v, out_GMA.reshape(*out_GMA.shape[:2], heads, head))
     (result_GMH,) = run.buffers("inner", x_GMH, x_GMH.shape[2])
-    run.linear(layer.output, out_GMA, result_GMH)
+    run.linear([layer.output], out_GMA, [result_GMH])
     return result_GMH
 
 
@@ -97,15 +98,12 @@ def _query_key_value(
     """Views [G, M, heads, D]."""
     if layer.fused is not None:
         (fused_GMN,) = run.buffers("inner", x_GMH, 3 * heads * head)
-        run.linear(layer.fused, x_GMH, fused_GMN)
+        run.linear([layer.fused], x_GMH, [fused_GMN])
         parts = fused_GMN.reshape(*fused_GMN.shape[:2], heads, 3, head)
         return parts[..., 0, :], parts[..., 1, :], parts[..., 2, :]
     counts = (heads, kv_heads, kv_heads)
     found = run.buffers("inner", x_GMH, *(count * head for count in counts))
-    for linear, out_GMN in zip((layer.query, layer.key, layer.value), found, strict=True):
-        if linear is None:
-            raise RuntimeError("a decoder layer has neither fused nor separate projections")
-        run.linear(linear, x_GMH, out_GMN)
+    run.linear([linear for linear in (layer.query, layer.key, layer.value) if linear], x_GMH, found)
     q, k, v = (out.reshape(*out.shape[:2], count, head) for out, count in zip(found, counts, strict=True))
     return q, k, v
 
@@ -115,7 +113,7 @@ def _mlp(run: Run, layer: LightLayer, x_GMH: Array, *, normed: bool = True) -> A
     (inner_GMI,) = run.buffers("inner", x_GMH, layer.up.rows)
     run.feed_forward(layer.gate, layer.up, normed_GMH, inner_GMI)
     (result_GMH,) = run.buffers("normed", x_GMH, x_GMH.shape[2])
-    run.linear(layer.down, inner_GMI, result_GMH)
+    run.linear([layer.down], inner_GMI, [result_GMH])
     return result_GMH
 
 

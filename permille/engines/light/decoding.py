@@ -7,17 +7,23 @@ as in training.
 # Legend: M new tokens, S tokens so far, A heads, B key-value heads, D numbers of a head, C masked weights.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light import layers
+from permille.engines.light import layers as numbers
 from permille.engines.light.architecture import Architecture
-from permille.engines.light.linear import LightLinear, Tools
+from permille.engines.light.crew import blocks
+from permille.engines.light.linear import Correction, LightLinear, Tools
 from permille.engines.light.model import LightLayer, LightModel
 from permille.engines.light.packing import Packed
 from permille.engines.light.runs import VariantRun, Workspace
+from permille.native.products import packed_product, sparse_product
 
 Array = NDArray[np.float32]
+
+_TASK_WEIGHTS = 1 << 18
 
 
 class TextRun(VariantRun):
@@ -32,6 +38,7 @@ class TextRun(VariantRun):
         self.length = 0
         self._room = room
         self._kept: dict[int, tuple[Array, Array]] = {}
+        self._corrections: dict[int, Correction] = {}
 
     def begin(self, count: int) -> NDArray[np.int64]:
         """The next `count` tokens follow: their positions."""
@@ -43,12 +50,32 @@ class TextRun(VariantRun):
         """They have gone through all layers."""
         self.length += len(self._packed.position_M)
 
-    def linear(self, layer: LightLinear, x_GMK: Array, out_GMN: Array) -> None:
+    def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
         """See `Run`."""
-        if x_GMK.shape[1] == 1 and layer.multiplies_codes:
-            layer.few_tokens(self._tools, x_GMK[0], self._values_GK[0, layer.span], out_GMN[0])
-        else:
-            super().linear(layer, x_GMK, out_GMN)
+        if x_GMK.shape[1] > 1 or not all(layer.multiplies_codes for layer in layers):
+            super().linear(layers, x_GMK, outs)
+            return
+        crew = self._tools.crew
+
+        def part(task: tuple[LightLinear, Array, slice]) -> None:
+            layer, out_1MN, rows = task
+            packed_product(layer.weight, x_GMK[0], out_1MN[0], rows.start, rows.stop)
+
+        crew.each(
+            part,
+            [
+                (layer, out, rows)
+                for layer, out in zip(layers, outs, strict=True)
+                for rows in blocks(layer.rows, _rows_each(layer, crew.threads))
+            ],
+        )
+        for layer, out_1MN in zip(layers, outs, strict=True):
+            correction = self._correction(layer)
+            sparse_product(
+                x_GMK[0], correction.row_start_N1, correction.column_C, correction.difference_1C, out_1MN
+            )
+            if layer.bias_N is not None:
+                out_1MN += layer.bias_N
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
         """See `Run`."""
@@ -56,13 +83,14 @@ class TextRun(VariantRun):
             super().feed_forward(gate, up, x_GMH, out_GMI)
             return
         kind = self._architecture.activation
-        self.linear(up if gate is None else gate, x_GMH, out_GMI)
-        with np.errstate(all="ignore"):
-            layers.activate(kind, out_GMI)
-        if gate is not None:
-            (up_GMI,) = self.buffers("up", x_GMH, up.rows)
-            self.linear(up, x_GMH, up_GMI)
-            out_GMI *= up_GMI
+        if gate is None:
+            self.linear([up], x_GMH, [out_GMI])
+            numbers.activate(kind, out_GMI)
+            return
+        (up_GMI,) = self.buffers("up", x_GMH, up.rows)
+        self.linear([gate, up], x_GMH, [out_GMI, up_GMI])
+        numbers.activate(kind, out_GMI)
+        out_GMI *= up_GMI
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
         """See `Run`. New keys and values join those of the tokens before."""
@@ -74,10 +102,17 @@ class TextRun(VariantRun):
         first = 0 if window is None else max(0, self.length + 1 - window)
         shape = self._shape
         with np.errstate(all="ignore"):
-            layers.attention(
+            numbers.attention(
                 q[0], key_SBD[first:stop], value_SBD[first:stop], shape.attention_scale,
                 window, shape.attention_softcap, out[0],
             )  # fmt: skip
+
+    def _correction(self, layer: LightLinear) -> Correction:
+        found = self._corrections.get(id(layer))
+        if found is None:
+            found = layer.correction(self._values_GK[0, layer.span])
+            self._corrections[id(layer)] = found
+        return found
 
     def _memory(self, layer: LightLayer) -> tuple[Array, Array]:
         """Keys and values of a layer, with room for all tokens; pages that nothing was written to cost
@@ -86,6 +121,11 @@ class TextRun(VariantRun):
             shape = (self._room, self._shape.kv_heads, self._shape.head)
             self._kept[id(layer)] = (np.empty(shape, np.float32), np.empty(shape, np.float32))
         return self._kept[id(layer)]
+
+
+def _rows_each(layer: LightLinear, threads: int) -> int:
+    """Rows of a task: waking a thread for less than this many weights costs more than it saves."""
+    return max(-(-layer.rows // threads), -(-_TASK_WEIGHTS // layer.columns))
 
 
 def _tokens(first: int, count: int) -> Packed:

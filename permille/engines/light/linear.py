@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from permille.engines.light.blas import Blas
 from permille.engines.light.crew import Crew, blocks
-from permille.native.weights import PackedRows, dequantize_rows, set_values, sparse_product
+from permille.native.products import compressed_rows
+from permille.native.weights import PackedRows, decoded_at, dequantize_rows, set_values, sparse_product
 
 Array = NDArray[np.float32]
 
@@ -34,6 +35,15 @@ class Tools:
 
     blas: Blas
     crew: Crew
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Correction:
+    """What sparse values change of the decoded weight: `value - decoded` in compressed rows."""
+
+    row_start_N1: NDArray[np.int32]
+    column_C: NDArray[np.int32]
+    difference_1C: Array
 
 
 class LightLinear:
@@ -62,12 +72,14 @@ class LightLinear:
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether a product with few tokens goes without dequantized weights."""
-        return False
+        """Whether a product with few tokens goes straight from the codes."""
+        return self._cache_NK is None
 
-    def few_tokens(self, tools: Tools, x_MK: Array, value_C: Array, out_MN: Array) -> None:
-        """The layer for one variant and few tokens, from the codes."""
-        raise NotImplementedError
+    def correction(self, value_C: Array) -> "Correction":
+        """What the values of one variant add to a product with the codes alone."""
+        row_start_N1, column_C = compressed_rows(self.indices, self.weight.shape)
+        difference_C = value_C - decoded_at(self.weight, self.indices)
+        return Correction(row_start_N1=row_start_N1, column_C=column_C, difference_1C=difference_C[None])
 
     def tiles(self, threads: int) -> list[slice]:
         """Ranges of output rows, all but the last of one size, as many for each thread."""
@@ -76,28 +88,18 @@ class LightLinear:
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
-    def variants(self, tools: Tools, x_GMK: Array, values_GC: Array, out_GMN: Array) -> None:
-        """The layer for each group of variants."""
-
-        def tile(rows: slice) -> None:
-            for group, weight_RK in self.weights(tools.crew, rows, values_GC):
-                self.multiply(tools.blas, x_GMK[group], weight_RK, rows, out_GMN[group, :, rows])
-
-        tools.crew.each(tile, self.tiles(tools.crew.threads))
-
-    def tangents(self, tools: Tools, x_QMK: Array, value_C: Array, z_QC: Array, out_QMN: Array) -> None:
-        """The first of 1 + Q is the primal, the others tangents: `W x' + (z on the mask) x`."""
-
-        def tile(rows: slice) -> None:
-            part_QMR = self.tangent_tile(tools, x_QMK, value_C, z_QC, rows, "product")
-            out_QMN[:, :, rows] = part_QMR
-
-        tools.crew.each(tile, self.tiles(tools.crew.threads))
+    def variants_tile(
+        self, tools: Tools, x_GMK: Array, values_GC: Array, rows: slice, out_GMN: Array
+    ) -> None:
+        """Columns `rows` of the layer's output, for each group of variants."""
+        for group, weight_RK in self.weights(tools.crew, rows, values_GC):
+            self.multiply(tools.blas, x_GMK[group], weight_RK, rows, out_GMN[group, :, rows])
 
     def tangent_tile(
         self, tools: Tools, x_QMK: Array, value_C: Array, z_QC: Array, rows: slice, name: str
     ) -> Array:
-        """[1 + Q, M, R] in scratch memory of this name."""
+        """The primal and, after it, the tangents `W x' + (z on the mask) x`: [1 + Q, M, R] in scratch memory
+        of this name."""
         count, tokens = x_QMK.shape[:2]
         width = rows.stop - rows.start
         part_QMR = tools.crew.scratch(name, count * tokens * width).reshape(count, tokens, width)

@@ -4,12 +4,14 @@
 head, C masked weights of a layer.
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light import layers
+from permille.engines.light import layers as numbers
 from permille.engines.light.architecture import Architecture
-from permille.engines.light.crew import blocks
+from permille.engines.light.crew import Crew, blocks
 from permille.engines.light.linear import LightLinear, Tools
 from permille.engines.light.model import LightLayer, Norm
 from permille.engines.light.packing import Packed
@@ -69,7 +71,7 @@ class _Tokens:
 
         def rows(task: tuple[int, slice]) -> None:
             state, part = task
-            layers.rotate(x_GMAD[state, part], cosine_ME[part], sine_ME[part])
+            numbers.rotate(x_GMAD[state, part], cosine_ME[part], sine_ME[part])
 
         self._each_row(x_GMAD, rows)
 
@@ -78,7 +80,7 @@ class _Tokens:
             self._tables[id(rope)] = rope.tables(self._packed.position_M)
         return self._tables[id(rope)]
 
-    def _each_row(self, x: Array, work) -> None:  # type: ignore[no-untyped-def]
+    def _each_row(self, x: Array, work: Callable[[tuple[int, slice]], None]) -> None:
         tasks = [(state, rows) for state in range(x.shape[0]) for rows in blocks(x.shape[1], _ROWS)]
         self._tools.crew.each(work, tasks)
 
@@ -102,13 +104,18 @@ class VariantRun(_Tokens):
         def rows(task: tuple[int, slice]) -> None:
             state, part = task
             x, out = _flat(x_GMH[state, part]), _flat(out_GMH[state, part])
-            layers.norm(norm.kind, x, norm.weight_H, norm.bias_H, norm.epsilon, out)
+            numbers.norm(norm.kind, x, norm.weight_H, norm.bias_H, norm.epsilon, out)
 
         self._each_row(x_GMH, rows)
 
-    def linear(self, layer: LightLinear, x_GMK: Array, out_GMN: Array) -> None:
+    def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
         """See `Run`."""
-        layer.variants(self._tools, x_GMK, self._values_GK[:, layer.span], out_GMN)
+
+        def tile(task: tuple[LightLinear, Array, slice]) -> None:
+            layer, out_GMN, rows = task
+            layer.variants_tile(self._tools, x_GMK, self._values_GK[:, layer.span], rows, out_GMN)
+
+        self._tools.crew.each(tile, _tile_tasks(layers, outs, self._tools.crew.threads))
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
         """See `Run`. Gate and up go tile by tile, so that the gate's output never exists as a whole."""
@@ -120,7 +127,7 @@ class VariantRun(_Tokens):
             for group, weight_RK in first.weights(crew, rows, self._values_GK[:, first.span]):
                 part_MR = _scratch(crew, "up", x_GMH.shape[1], rows)
                 first.multiply(blas, x_GMH[group], weight_RK, rows, part_MR)
-                out_GMI[group, :, rows] = layers.activate(kind, part_MR)
+                out_GMI[group, :, rows] = numbers.activate(kind, part_MR)
             if gate is None:
                 return
             for group, weight_RK in up.weights(crew, rows, self._values_GK[:, up.span]):
@@ -136,7 +143,7 @@ class VariantRun(_Tokens):
 
         def sequence(task: tuple[int, slice]) -> None:
             state, rows = task
-            layers.attention(
+            numbers.attention(
                 q[state, rows], k[state, rows], v[state, rows], architecture.attention_scale,
                 layer.settings.window, architecture.attention_softcap, out[state, rows],
             )  # fmt: skip
@@ -168,16 +175,20 @@ class TangentRun(_Tokens):
             primal = primal.copy() if np.may_share_memory(x_QMH, out_QMH) else primal
             for state in range(1, len(x_QMH)):
                 change, out = _flat(x_QMH[state, part]), _flat(out_QMH[state, part])
-                layers.norm_tangent(norm.kind, primal, change.copy(), norm.weight_H, norm.epsilon, out)
+                numbers.norm_tangent(norm.kind, primal, change.copy(), norm.weight_H, norm.epsilon, out)
             out = _flat(out_QMH[0, part])
-            layers.norm(norm.kind, primal, norm.weight_H, norm.bias_H, norm.epsilon, out)
+            numbers.norm(norm.kind, primal, norm.weight_H, norm.bias_H, norm.epsilon, out)
 
         self._tools.crew.each(rows, blocks(x_QMH.shape[1], _ROWS))
 
-    def linear(self, layer: LightLinear, x_QMK: Array, out_QMN: Array) -> None:
+    def linear(self, layers: Sequence[LightLinear], x_QMK: Array, outs: Sequence[Array]) -> None:
         """See `Run`."""
-        value_C, z_QC = self._value_K[layer.span], self._z_QK[:, layer.span]
-        layer.tangents(self._tools, x_QMK, value_C, z_QC, out_QMN)
+
+        def tile(task: tuple[LightLinear, Array, slice]) -> None:
+            layer, out_QMN, rows = task
+            out_QMN[:, :, rows] = self._tile(layer, x_QMK, rows, "product")
+
+        self._tools.crew.each(tile, _tile_tasks(layers, outs, self._tools.crew.threads))
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_QMH: Array, out_QMI: Array) -> None:
         """`(a(g) u)' = a'(g) g' u + a(g) u'`."""
@@ -186,8 +197,8 @@ class TangentRun(_Tokens):
         def tile(rows: slice) -> None:
             first = up if gate is None else gate
             gate_QMR = self._tile(first, x_QMH, rows, "gate")
-            slope_MR = layers.slope(kind, gate_QMR[0])
-            layers.activate(kind, gate_QMR[0])
+            slope_MR = numbers.slope(kind, gate_QMR[0])
+            numbers.activate(kind, gate_QMR[0])
             gate_QMR[1:] *= slope_MR
             if gate is not None:
                 up_QMR = self._tile(up, x_QMH, rows, "up")
@@ -204,7 +215,7 @@ class TangentRun(_Tokens):
         architecture = self._architecture
 
         def sequence(rows: slice) -> None:
-            layers.attention_tangents(
+            numbers.attention_tangents(
                 q[:, rows], k[:, rows], v[:, rows], architecture.attention_scale,
                 layer.settings.window, architecture.attention_softcap, out[:, rows],
             )  # fmt: skip
@@ -221,7 +232,14 @@ def _flat(x: Array) -> Array:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _scratch(crew, name: str, tokens: int, rows: slice) -> Array:  # type: ignore[no-untyped-def]
+def _tile_tasks(
+    layers: Sequence[LightLinear], outs: Sequence[Array], threads: int
+) -> list[tuple[LightLinear, Array, slice]]:
+    return [
+        (layer, out, rows) for layer, out in zip(layers, outs, strict=True) for rows in layer.tiles(threads)
+    ]
+
+
+def _scratch(crew: Crew, name: str, tokens: int, rows: slice) -> Array:
     width = rows.stop - rows.start
-    scratch: Array = crew.scratch(name, tokens * width).reshape(tokens, width)
-    return scratch
+    return crew.scratch(name, tokens * width).reshape(tokens, width)
