@@ -5,6 +5,7 @@ No torch, no files from elsewhere; the same arguments give the same package dige
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from permille.models.families import expected_tensors, family_of, scoped_tensors
 from permille.package.blobs import BlobFolder
+from permille.package.direction_layers import write_basis, write_exponents
 from permille.package.layers import (
     masked_values,
     write_dense,
@@ -155,6 +157,21 @@ def write_package(
         provenance={},
     )
     return Package.open(folder, write_manifest(folder, manifest))
+
+
+def layered_package(
+    package: Package, *, basis_KR: NDArray[np.int8] | None = None, exponents_K: NDArray[np.int8] | None = None
+) -> Package:
+    """The package with layers of learned directions or scaling exponents added, in the same folder."""
+    manifest, folder = package.manifest, package.blobs
+    counts = {tensor.name: tensor.count for tensor in manifest.tensors}
+    layers = list(manifest.layers)
+    if basis_KR is not None:
+        layers.append(write_basis(folder, basis_KR, counts))
+    if exponents_K is not None:
+        layers.append(write_exponents(folder, exponents_K, counts))
+    changed = replace(manifest, layers=sort_layers(layers))
+    return Package.open(folder, write_manifest(folder, changed))
 
 
 def _random_weight(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.zo.header import EstimatorKind, LogHeader
-from permille.zo.lattice import perturbed, values
+from permille.zo.lattice import perturbed, perturbed_pairs, values
 from permille.zo.layers import NO_LAYERS, DirectionLayers
 from permille.zo.loss_engine import Batch, LossEngine
 from permille.zo.step_directions import directions_of
@@ -62,10 +62,7 @@ def spsa(
     z_QK = directions_of(header, step, layers)
     epsilon = header.epsilon_at(step)
     scale = epsilon / header.sigma_at(step)
-    values_VK = np.empty((2 * header.queries, header.k), dtype=np.float32)
-    for query in range(header.queries):
-        values_VK[2 * query] = perturbed(w_base_K, s_K, header.step_unit_exponent, z_QK[query], scale)
-        values_VK[2 * query + 1] = perturbed(w_base_K, s_K, header.step_unit_exponent, z_QK[query], -scale)
+    values_VK = perturbed_pairs(w_base_K, s_K, header.step_unit_exponent, z_QK, scale)
     losses_V = _scalars(engine.losses(values_VK, batch), 2 * header.queries)
     with np.errstate(invalid="ignore", over="ignore"):
         projected_grad_Q = (losses_V[0::2] - losses_V[1::2]) / (2 * epsilon)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.zo.estimates import estimate, forward_mode, one_sided, split, spsa
 from permille.zo.header import LogHeader
-from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, coefficient
+from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, add_scaled, coefficient
 from permille.zo.layers import NO_LAYERS, DirectionLayers
 from permille.zo.loss_engine import Batch, LossEngine
 from permille.zo.records import StepFlag, StepRecord, weight_of
@@ -81,7 +81,7 @@ def apply_record(
     if reach:
         for c, z_K in zip(record.coefficients, directions_of(header, record.step, layers), strict=True):
             if c:
-                s_K += c * z_K.astype(np.int64)
+                add_scaled(s_K, c, z_K)
 
 
 def _record(
