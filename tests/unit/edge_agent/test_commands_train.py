@@ -27,7 +27,7 @@ from tests.unit.edge_agent.runs import home_with_package, user_text
 def quick_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line asks the factory; here it gives the engine of tests."""
 
-    def open_engine(package: Package, **_choices: object) -> BigramEngine:
+    def open_engine(package: Package, *_name: object, **_choices: object) -> BigramEngine:
         return BigramEngine(package)
 
     monkeypatch.setattr(permille.engines.factory, "open_engine", open_engine)
@@ -68,6 +68,21 @@ def test_train_adopts_reports_and_says_what_it_did(
     assert "adopted" in shown
     assert "held-out loss" in shown
     assert "had ended before" in shown
+
+
+def test_an_estimator_is_chosen_by_name(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = str(user_text(tmp_path))
+
+    assert _run(home, "train", text, "--steps", "6", "--estimator", "one-sided", "--json") in (0, 7)
+
+    options = _json(capsys)["plan"]["options"]
+    assert (options["estimator"], options["queries"]) == ("one_sided", 16)
+    (report,) = read_reports(home)
+    assert report.metrics is not None
+    assert report.metrics["estimator"] == "one_sided"
+    assert _run(home, "train", text, "--steps", "6", "--estimator", "adam") == 3
 
 
 def test_the_log_is_shared_only_where_the_user_says_so(home: Home, tmp_path: Path) -> None:

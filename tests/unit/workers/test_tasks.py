@@ -16,7 +16,9 @@ from permille.store import claims, devices, jobs, models, results, runs
 from permille.store.tables import Job, Mask, PackageRow, QuantizationRow, Run
 from permille.zo.directions import Distribution
 from permille.zo.lattice import state_digest
+from permille.zo.layers import DirectionLayers
 from permille.zo.log import (
+    BasisUse,
     EstimatorKind,
     LogHeader,
     Schedule,
@@ -25,6 +27,7 @@ from permille.zo.log import (
     decode_canonical,
     encode_canonical,
 )
+from permille.zo.package_layers import exponents_of
 from permille.zo.replay import replay
 from tests.unit.workers.conftest import Bench, save_model
 from workers.context import JobCancelledError, TaskContext
@@ -304,6 +307,39 @@ def test_replay_verifies_the_devices_state(bench: Bench, package: PackageRow) ->
     data = shared_log(package)
     run = replayed(bench, package, data, state_of(data))
     assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, state_of(data))
+
+
+def test_replay_reads_the_layers_that_a_log_needs(bench: Bench) -> None:
+    mask = mask_of(bench)
+    parts = {"mask_id": mask.id, "quantization_id": quantization_of(bench).id}
+    scaled = package_of(bench, bench.finish("package", {**parts, "fisher_exponents": True}))
+    exponents = exponents_of(Package.open(bench.blobs, scaled.digest))
+    assert exponents is not None
+    data = shared_log(scaled, exponents=exponents.use())
+    log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
+    s_K = replay(log.header, log.coefficients_TQ, DirectionLayers(exponents=exponents))
+    digest = state_digest(s_K, mask_digest=log.header.mask_digest, step_unit_exponent=-20)
+
+    run = replayed(bench, scaled, data, digest)
+
+    assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, digest)
+
+
+def test_replay_refuses_a_log_along_directions_that_the_package_lacks(
+    bench: Bench, package: PackageRow
+) -> None:
+    use = BasisUse(
+        digest="sha256:" + "c" * 64,
+        rank=3,
+        steps=3,
+        bound=9,
+        sum_squares=99,
+        epsilon=1e-2,
+        learning_rate=1e-2,
+    )
+    run = replayed(bench, package, shared_log(package, basis=use), None)
+    assert run.log_state == "refused"
+    assert "log-binding" in str(run.log_reason)
 
 
 def test_replay_refuses_another_state(bench: Bench, package: PackageRow) -> None:
