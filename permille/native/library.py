@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import OperatorError
-from permille.native.build import LIBRARY_NAME
 
 ABI = 1
 """The number in `src/permille.h`; a library with another one is not used."""
 
 VARIABLE = "PERMILLE_NATIVE"
+LIBRARY_NAME = "_kernels.so"
+"""As in `build`, which is not imported where nothing is built."""
 
 _PATHS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 _WIDEST_FIRST = ("avx512", "avx2", "neon", "scalar")

@@ -10,7 +10,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef PERMILLE_ABI
 #define PERMILLE_ABI 1 /* library.py holds the same number */
+#endif
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the kernels are written for little-endian machines; numpy does their work elsewhere"
@@ -41,7 +43,7 @@ INLINE float float_of(uint32_t bits) {
     return value;
 }
 
-/* Nearest bfloat16, ties to even; every NaN becomes 0x7fc0, as in torch. */
+/* Nearest bfloat16, ties to even; every NaN becomes 0x7fc0. */
 INLINE uint16_t bf16_of(float value) {
     const uint32_t bits = bits_of(value), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);

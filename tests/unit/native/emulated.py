@@ -1,0 +1,75 @@
+"""The NEON path on a machine of another kind: cross-compiled, each call run by an emulator.
+
+A call's arguments go into a file, `neon_driver.c` calls the kernel and writes all arrays back.
+"""
+
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.native.build import SOURCES
+from permille.native.library import Argument, Library
+
+COMPILER = "aarch64-linux-gnu-gcc"
+EMULATOR = "qemu-aarch64-static"
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-static",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-DTARGET=neon",
+    "-DPATH_NEON",
+)
+
+
+class EmulatedNeon(Library):
+    """Has the interface of a library; a call takes some 20 ms."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = "neon"
+        self._folder = folder
+        self._program = folder / "driver"
+        missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
+        if missing:
+            raise RuntimeError(f"expected {missing} on PATH: see `make test-neon`")
+        driver = Path(__file__).with_name("neon_driver.c")
+        sources = [str(SOURCES / "kernels.c"), str(driver)]
+        include = f"-I{SOURCES}"
+        subprocess.run([COMPILER, *_FLAGS, include, *sources, "-o", self._program], check=True)
+
+    def call(self, name: str, *arguments: Argument) -> int:
+        """Run one kernel; arrays that it wrote are copied back."""
+        request, answer = self._folder / "request", self._folder / "answer"
+        request.write_bytes(_encode(name, arguments))
+        subprocess.run([EMULATOR, self._program, request, answer], check=True)
+        data = answer.read_bytes()
+        offset = 8
+        for argument in arguments:
+            if isinstance(argument, np.ndarray):
+                _write_back(argument, data[offset : offset + argument.nbytes])
+                offset += argument.nbytes
+        assert offset == len(data)
+        return int(struct.unpack_from("<q", data)[0])
+
+
+def _encode(name: str, arguments: tuple[Argument, ...]) -> bytes:
+    parts = [name.encode().ljust(32, b"\0"), struct.pack("<q", len(arguments))]
+    for argument in arguments:
+        if isinstance(argument, np.ndarray):
+            parts += [struct.pack("<qq", 1, argument.nbytes), argument.tobytes()]
+        else:
+            parts.append(struct.pack("<qq", 0, argument))
+    return b"".join(parts)
+
+
+def _write_back(array: NDArray[np.generic], data: bytes) -> None:
+    if array.flags.writeable:
+        array[...] = np.frombuffer(data, dtype=array.dtype).reshape(array.shape)
+    else:
+        assert array.tobytes() == data, "a kernel wrote to a read-only array"

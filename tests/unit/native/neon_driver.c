@@ -1,0 +1,61 @@
+/* Reads one call from a file, runs the kernel, writes its result and all arrays back (emulated.py). */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int64_t (*Kernel)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                          int64_t, int64_t);
+
+#define KERNELS(X)                                                                                             \
+    X(dequantize_f32) X(dequantize_bf16) X(set_values_f32_i64) X(set_values_f32_u32) X(set_values_bf16_i64)    \
+    X(set_values_bf16_u32) X(widen_bf16) X(widen_f16) X(sparse_product) X(packed_product) X(direction)         \
+    X(add_scaled_i8) X(add_scaled_i32) X(perturbed_i8) X(perturbed_i32) X(perturbed_pairs_i8)                  \
+    X(perturbed_pairs_i32) X(bit_sums)
+
+#define DECLARE(name) int64_t name##_neon(void);
+KERNELS(DECLARE)
+
+#define ENTRY(name) {#name, (Kernel)(void *)name##_neon},
+static const struct {
+    const char *name;
+    Kernel kernel;
+} TABLE[] = {KERNELS(ENTRY)};
+
+static void take(void *target, size_t size, FILE *file) {
+    if (fread(target, 1, size, file) != size) exit(3);
+}
+
+int main(int argc, char **argv) {
+    char name[32];
+    int64_t count, values[12] = {0}, sizes[12] = {0};
+    FILE *request = argc == 3 ? fopen(argv[1], "rb") : NULL;
+    if (!request) return 2;
+    take(name, sizeof name, request);
+    take(&count, sizeof count, request);
+    if (count > 12) return 2;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t is_array, value;
+        take(&is_array, sizeof is_array, request);
+        take(&value, sizeof value, request);
+        values[i] = value;
+        if (!is_array) continue;
+        sizes[i] = value;
+        void *data = malloc(value ? (size_t)value : 1);
+        if (!data) return 4;
+        take(data, (size_t)value, request);
+        values[i] = (int64_t)(intptr_t)data;
+    }
+    Kernel kernel = NULL;
+    for (size_t i = 0; i < sizeof TABLE / sizeof *TABLE; i++)
+        if (!strcmp(TABLE[i].name, name)) kernel = TABLE[i].kernel;
+    if (!kernel) return 5;
+    const int64_t *v = values;
+    const int64_t result = kernel(v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11]);
+    FILE *answer = fopen(argv[2], "wb");
+    if (!answer) return 6;
+    fwrite(&result, sizeof result, 1, answer);
+    for (int64_t i = 0; i < count; i++)
+        if (sizes[i]) fwrite((void *)(intptr_t)values[i], 1, (size_t)sizes[i], answer);
+    return fclose(answer);
+}

@@ -1,0 +1,126 @@
+"""The sparse product and the product from codes: against float64, and the same bits where promised."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.native import library
+from permille.native.products import compressed_rows, packed_product, sparse_product
+from permille.native.rows import PackedRows
+from permille.quantization import Scheme, dequantize, quantize
+
+F32, I32 = np.float32, np.int32
+SHAPE = (53, 96)
+
+
+def _sparse(
+    tokens: int, queries: int = 3
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """x, the entries and their indices; some rows have none, one has many."""
+    rng = np.random.default_rng(tokens)
+    flat = np.sort(rng.choice(SHAPE[0] * SHAPE[1], 90, replace=False))
+    flat = np.unique(np.concatenate([flat[flat // SHAPE[1] % 5 > 0], np.arange(7 * 96, 7 * 96 + 40)]))
+    x_MK = rng.normal(size=(tokens, SHAPE[1])).astype(F32)
+    return x_MK, rng.normal(size=(queries, len(flat))).astype(F32), flat
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9, 16, 21])
+def test_sparse_product_adds_every_variant(path: str, tokens: int) -> None:
+    x_MK, z_QC, flat = _sparse(tokens)
+    out_QMN = np.full((3, tokens, SHAPE[0]), 2, F32)
+    sparse_product(x_MK, *compressed_rows(flat.astype(np.uint32), SHAPE), z_QC, out_QMN)
+    for out_MN, z_C in zip(out_QMN, z_QC, strict=True):
+        dense_NK = np.zeros(SHAPE)
+        dense_NK.reshape(-1)[flat.astype(np.int64)] = z_C
+        assert np.abs(out_MN - (2 + x_MK @ dense_NK.T)).max(initial=0) < 1e-5
+
+
+def test_sparse_product_has_the_same_bits_on_every_path_and_for_every_batch(
+    compiled: library.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x_MK, z_QC, flat = _sparse(21)
+    rows = compressed_rows(flat.astype(np.uint32), SHAPE)
+    whole_QMN = np.zeros((3, 21, SHAPE[0]), F32)
+    sparse_product(x_MK, *rows, z_QC, whole_QMN)
+    for first in range(21):
+        one_QMN = np.zeros((3, 1, SHAPE[0]), F32)
+        sparse_product(x_MK[first : first + 1], *rows, z_QC, one_QMN)
+        assert np.array_equal(one_QMN[:, 0], whole_QMN[:, first])
+    monkeypatch.setenv(library.VARIABLE, "scalar")
+    scalar_QMN = np.zeros_like(whole_QMN)
+    sparse_product(x_MK, *rows, z_QC, scalar_QMN)
+    assert np.array_equal(scalar_QMN, whole_QMN)
+
+
+# Runs of whole groups, rows that end within a group, and columns that only decoding can take
+PACKED = [
+    (Scheme.NF4, 64, (300, 256)),
+    (Scheme.NF4, 64, (30, 96)),
+    (Scheme.NF4, 64, (20, 191)),
+    (Scheme.INT4, 32, (300, 96)),
+    (Scheme.INT4, 128, (40, 160)),
+    (Scheme.INT4, 32, (20, 191)),
+]
+
+
+@pytest.mark.parametrize(("scheme", "group_size", "shape"), PACKED)
+def test_packed_product_is_the_product_with_the_decoded_weight(
+    path: str, scheme: Scheme, group_size: int, shape: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng(3)
+    tensor = quantize(rng.normal(size=shape).astype(F32), scheme, group_size)
+    w_NK = dequantize(tensor).astype(np.float64)
+    weight = PackedRows.of(tensor)
+    for tokens in (0, 1, 3, 8, 16):
+        x_MK = rng.normal(size=(tokens, shape[1])).astype(F32)
+        out_MN = np.full((tokens, shape[0]), 7, F32)
+        packed_product(weight, x_MK, out_MN, 2, shape[0] - 1)
+        bound_MN = 1e-6 * (np.abs(x_MK) @ np.abs(w_NK).T) + 1e-30
+        assert (np.abs(out_MN - x_MK @ w_NK.T) < bound_MN)[:, 2:-1].all()
+        assert (out_MN[:, [0, 1, -1]] == 7).all()
+
+
+def test_packed_product_of_a_token_does_not_depend_on_its_batch(compiled: library.Library) -> None:
+    rng = np.random.default_rng(4)
+    weight = PackedRows.of(quantize(rng.normal(size=(40, 128)).astype(F32), Scheme.NF4, 64))
+    if compiled.path == "scalar":  # there the product is the system's, which promises nothing of the kind
+        assert not hasattr(compiled._dll, "packed_product_scalar")
+        return
+    x_MK = rng.normal(size=(7, 128)).astype(F32)
+    whole_MN, one_MN = np.empty((7, 40), F32), np.empty((1, 40), F32)
+    packed_product(weight, x_MK, whole_MN)
+    for token in range(7):
+        packed_product(weight, x_MK[token : token + 1], one_MN)
+        assert np.array_equal(one_MN[0], whole_MN[token])
+
+
+X, STARTS, COLUMNS = np.zeros((2, 4), F32), np.array([0, 1, 2], I32), np.array([0, 3], I32)
+Z, OUT = np.zeros((1, 2), F32), np.zeros((1, 2, 2), F32)
+WEIGHT = PackedRows.of(quantize(np.ones((6, 64), F32), Scheme.INT4, 32))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: sparse_product(X.astype(np.float64), STARTS, COLUMNS, Z, OUT),
+        lambda: sparse_product(X.T.copy().T, STARTS, COLUMNS, Z, OUT),
+        lambda: sparse_product(X, STARTS.astype(np.int64), COLUMNS, Z, OUT),
+        lambda: sparse_product(X, STARTS[1:].copy(), COLUMNS, Z, OUT[..., :1].copy()),
+        lambda: sparse_product(X, np.array([0, 1, 3], I32), COLUMNS, Z, OUT),
+        lambda: sparse_product(X, np.empty(0, I32), COLUMNS, Z, OUT),
+        lambda: sparse_product(X, STARTS, COLUMNS, Z[:, :1].copy(), OUT),
+        lambda: sparse_product(X, STARTS, COLUMNS, Z, OUT[:, :1].copy()),
+        lambda: compressed_rows(np.array([3, 3]), (2, 4)),
+        lambda: compressed_rows(np.array([-1, 3]), (2, 4)),
+        lambda: compressed_rows(np.array([3, 8]), (2, 4)),
+        lambda: packed_product(WEIGHT, np.zeros((17, 64), F32), np.zeros((17, 6), F32)),
+        lambda: packed_product(WEIGHT, np.zeros((1, 63), F32), np.zeros((1, 6), F32)),
+        lambda: packed_product(WEIGHT, np.zeros((1, 64), F32), np.zeros((1, 5), F32)),
+        lambda: packed_product(WEIGHT, np.zeros((1, 64), F32), np.zeros((1, 6), F32), 0, 7),
+    ],
+)
+def test_what_does_not_fit_never_reaches_a_pointer(path: str, call: object) -> None:
+    assert callable(call)
+    with pytest.raises(InputError, match="expected"):
+        call()

@@ -1,0 +1,153 @@
+"""Four-bit rows, values into tiles, widening: the quantizer's own bits on every path."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.native import weights
+from permille.native.weights import PackedRows
+from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
+
+# Odd columns, groups that end within a row, rows that begin within a byte or a block
+CASES = [
+    (Scheme.NF4, 64, (37, 191)),
+    (Scheme.NF4, 64, (24, 256)),
+    (Scheme.NF4, 64, (1, 5)),
+    (Scheme.INT4, 32, (37, 191)),
+    (Scheme.INT4, 128, (24, 384)),
+    (Scheme.INT4, 128, (9, 130)),
+]
+
+
+def quantized(scheme: Scheme, group_size: int, shape: tuple[int, int]) -> QuantizedTensor:
+    """A seeded weight with a group of zeros and one of large values."""
+    w_NK = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    w_NK[shape[0] // 2] *= 1e30
+    w_NK[-1] = 0
+    return quantize(w_NK, scheme, group_size)
+
+
+@pytest.mark.parametrize(("scheme", "group_size", "shape"), CASES)
+def test_rows_are_the_quantizers_bits(
+    path: str, scheme: Scheme, group_size: int, shape: tuple[int, int]
+) -> None:
+    tensor = quantized(scheme, group_size, shape)
+    expected_NK = dequantize(tensor)
+    weight = PackedRows.of(tensor)
+    rows = shape[0]
+    for first, last in [(0, rows), (rows // 3, rows // 2), (rows - 1, rows), (rows, rows)]:
+        out = np.empty((last - first, shape[1]), np.float32)
+        weights.dequantize_rows(weight, first, last, out)
+        assert np.array_equal(out.view(np.uint32), expected_NK[first:last].view(np.uint32))
+        out_16 = np.empty(out.shape, np.uint16)
+        weights.dequantize_rows_bf16(weight, first, last, out_16)
+        assert np.array_equal(out_16, _torch_bf16(expected_NK[first:last]))
+
+
+@pytest.mark.parametrize(("scheme", "group_size", "shape"), CASES)
+def test_decoded_at_picks_single_weights(scheme: Scheme, group_size: int, shape: tuple[int, int]) -> None:
+    tensor = quantized(scheme, group_size, shape)
+    flat = np.arange(0, shape[0] * shape[1], 3, dtype=np.uint32)
+    found = weights.decoded_at(PackedRows.of(tensor), flat)
+    assert np.array_equal(found, dequantize(tensor).reshape(-1)[flat])
+    with pytest.raises(InputError, match="expected flat indices below"):
+        weights.decoded_at(PackedRows.of(tensor), np.array([shape[0] * shape[1]]))
+
+
+@pytest.mark.parametrize("index_type", [np.int64, np.uint32])
+def test_values_are_set_in_a_tile_of_either_type(
+    path: str, index_type: type[np.int64] | type[np.uint32]
+) -> None:
+    index: Any = np.array([100, 103, 107], dtype=index_type)
+    values = np.array([1.00390625, -3.4e38, np.nan], np.float32)  # a tie, an overflow of bfloat16, no number
+    tile = np.zeros((2, 4), np.float32)
+    weights.set_values(tile, index, values, 100)
+    assert np.array_equal(tile.reshape(-1)[[0, 3, 7]], values, equal_nan=True)
+    assert np.count_nonzero(tile) == 3
+    tile_16 = np.zeros((2, 4), np.uint16)
+    weights.set_values(tile_16, index, values, 100)
+    assert tile_16.reshape(-1)[[0, 3, 7]].tolist() == [0x3F80, 0xFF80, 0x7FC0]
+
+
+@pytest.mark.parametrize("bad", [99, 108, 2**32 - 1])
+def test_an_index_outside_the_tile_writes_nothing(path: str, bad: int) -> None:
+    for tile in (np.zeros(8, np.float32), np.zeros(8, np.uint16)):
+        with pytest.raises(InputError, match=f"expected indices within 100..108, got {bad}"):
+            weights.set_values(tile, np.array([100, bad]), np.ones(2, np.float32), 100)
+        assert not tile.any()
+
+
+def test_widening_is_exact_for_every_bit_pattern(path: str) -> None:
+    source = np.arange(1 << 16, dtype=np.uint16)
+    out = np.empty(1 << 16, np.float32)
+    weights.widen_bf16(source, out)
+    assert np.array_equal(out.view(np.uint32), source.astype(np.uint32) << 16)
+    for view in (source, source.view(np.float16)):
+        out[:] = 0
+        weights.widen_f16(view, out)
+        expected = torch.from_numpy(source.view(np.float16)).float().numpy()
+        assert np.array_equal(out, expected, equal_nan=True)
+        assert np.array_equal(np.signbit(out), np.signbit(expected))
+
+
+def test_rounding_to_bfloat16_is_that_of_torch() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    values = np.concatenate([bits, np.arange(1 << 16, dtype=np.uint32) << 15]).view(np.float32)
+    ours, theirs = weights.bf16_of(values), _torch_bf16(values)
+    number = ~np.isnan(values)
+    assert np.array_equal(ours[number], theirs[number])
+    assert (ours[~number] == 0x7FC0).all()
+
+
+WEIGHT = PackedRows.of(quantized(Scheme.INT4, 32, (6, 64)))
+F32, U16, I64 = np.float32, np.uint16, np.int64
+
+
+def _read_only(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: weights.dequantize_rows(WEIGHT, 0, 7, np.empty((7, 64), F32)),
+        lambda: weights.dequantize_rows(WEIGHT, 3, 2, np.empty((0, 64), F32)),
+        lambda: weights.dequantize_rows(WEIGHT, -1, 2, np.empty((3, 64), F32)),
+        lambda: weights.dequantize_rows(WEIGHT, 0, 2, np.empty((2, 63), F32)),
+        lambda: weights.dequantize_rows(WEIGHT, 0, 2, np.empty((64, 2), F32).T),
+        lambda: weights.dequantize_rows(WEIGHT, 0, 2, np.empty((2, 64), np.float64)),
+        lambda: weights.dequantize_rows(WEIGHT, 0, 2, _read_only(np.empty((2, 64), F32))),
+        lambda: weights.dequantize_rows_bf16(WEIGHT, 0, 2, np.empty((2, 64), np.float32)),
+        lambda: weights.set_values(np.empty(4, np.float64), np.zeros(1, I64), np.zeros(1, F32)),  # type: ignore[arg-type]
+        lambda: weights.set_values(np.empty(4, F32)[::2], np.zeros(1, I64), np.zeros(1, F32)),
+        lambda: weights.set_values(np.empty(4, F32), np.zeros(1, np.int32), np.zeros(1, F32)),  # type: ignore[arg-type]
+        lambda: weights.set_values(np.empty(4, F32), np.zeros(2, I64), np.zeros(1, F32)),
+        lambda: weights.set_values(np.empty(4, F32), np.zeros(3, I64)[::2], np.zeros(2, F32)),
+        lambda: weights.set_values(_read_only(np.empty(4, F32)), np.zeros(1, I64), np.zeros(1, F32)),
+        lambda: weights.widen_bf16(np.zeros(3, U16), np.zeros(4, F32)),
+        lambda: weights.widen_f16(np.zeros(3, F32), np.zeros(3, F32)),  # type: ignore[arg-type]
+    ],
+)
+def test_what_does_not_fit_never_reaches_a_pointer(path: str, call: object) -> None:
+    assert callable(call)
+    with pytest.raises(InputError, match="expected"):
+        call()
+
+
+def test_a_packed_weight_is_checked_when_it_is_made() -> None:
+    tensor = quantized(Scheme.NF4, 64, (24, 256))
+    short = QuantizedTensor(
+        scheme=tensor.scheme, shape=(25, 256), group_size=64, packed=tensor.packed, scales=tensor.scales
+    )
+    with pytest.raises(InputError, match="expected 3200 packed bytes"):
+        PackedRows.of(short)
+
+
+def _torch_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    rounded = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy()
+    return rounded.view(np.uint16)
