@@ -17,6 +17,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from edge_agent.evaluate import EVALUATION_TOKENS
+from edge_agent.rows import Row, evaluation_batches
 from permille.engines.assembly import as_tensor
 from permille.package.reader import Package
 from permille.package.writer import link_transformers_folder
@@ -68,6 +70,16 @@ def mean_loss(model: Any, batch: Batch) -> Tensor:
     hidden_RH = hidden_BTH[:, :-1][target_BT[:, 1:]]
     logit_RD = model.get_output_embeddings()(hidden_RH).float()
     return functional.cross_entropy(logit_RD, ids_BT[target_BT])
+
+
+def rows_loss(model: Any, rows: list[Row]) -> float:
+    """Mean loss of a target token over all rows, as the agent's own `mean_loss`."""
+    total, targets = 0.0, 0
+    for part in evaluation_batches(rows, tokens=EVALUATION_TOKENS):
+        count = int(part.batch.target_BT.sum())
+        total += batch_loss(model, part.batch) * count
+        targets += count
+    return total / targets
 
 
 def release() -> None:

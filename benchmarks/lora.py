@@ -4,6 +4,7 @@ The strongest thrifty form that users have: adapters on all linear layers of the
 as in the papers), activations of one layer at a time, gradients of a batch added up over micro-batches.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -51,8 +52,13 @@ class LoraStep:
         return loss
 
 
-def accumulate(model: Any, batch: Batch, micro_rows: int) -> float:
-    """Gradients of the batch's mean loss, added up over micro-batches; returns the loss."""
+def accumulate(
+    model: Any, batch: Batch, micro_rows: int, *, before: Callable[[], None] | None = None
+) -> float:
+    """Gradients of the batch's mean loss, added up over micro-batches; returns the loss.
+
+    `before` is called before each micro-batch.
+    """
     targets = int(batch.target_BT.sum())
     total = 0.0
     for start in range(0, len(batch.input_ids_BT), micro_rows):
@@ -62,6 +68,8 @@ def accumulate(model: Any, batch: Batch, micro_rows: int) -> float:
             attention_BT=batch.attention_BT[rows],
             target_BT=batch.target_BT[rows],
         )
+        if before is not None:
+            before()
         loss = mean_loss(model, part) * (int(part.target_BT.sum()) / targets)
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())

@@ -4,8 +4,9 @@
 
 Above the package: the peak less the bytes of the package, whose pages are mapped and resident once touched,
 though a machine short of memory may drop them and read them again. Above imports: less what the
-process held when its libraries were loaded as well. bitsandbytes and LoRA load copies, not maps: for them the
-package is part of the anonymous peak.
+process held when its libraries were loaded as well. bitsandbytes loads a copy, not a map: for it the package
+is part of the anonymous peak. LoRA is the thriftiest form that we know: packed weights mapped, activations
+recomputed, one row at a time.
 """
 
 import json

@@ -13,12 +13,9 @@ from tokenizers import Tokenizer
 
 from edge_agent.home import Home, open_home
 from edge_agent.releases import InstalledRelease, record_installed
-from permille.models.loading import load_model
 from permille.package.limits import FILE_NAMES
 from permille.package.reader import Package
 from permille.quantization import Scheme
-from permille.sensitivity.fisher import fisher_scores
-from permille.sensitivity.masks import MaskMethod, select_mask
 from tests.packages import write_package
 
 
@@ -65,6 +62,11 @@ def package_of_model(
         sequences: how many sequences are scored.
         length: their tokens.
     """
+    # Here, so that who finds the package made needs no torch.
+    from permille.models.loading import load_model
+    from permille.sensitivity.fisher import fisher_scores
+    from permille.sensitivity.masks import MaskMethod, select_mask
+
     model = load_model(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     scores = fisher_scores(model, _sequences(tokenizer, corpus, sequences, length))

@@ -27,7 +27,7 @@ CONTENDERS = (
     "permille light bfloat16",
     "bitsandbytes NF4 float32",
     "bitsandbytes NF4 bfloat16",
-    "LoRA on bitsandbytes NF4 float32",
+    "LoRA on the package float32",
 )
 
 
@@ -95,11 +95,13 @@ def _theirs(package: Package, contender: str, batch: Batch, threads: int, linked
 
     torch.set_num_threads(threads)
     dtype = torch.bfloat16 if "bfloat16" in contender else torch.float32
-    model = bitsandbytes_model(package, linked, dtype)
     if "LoRA" in contender:
         from benchmarks.lora import LoraStep
+        from benchmarks.packed_training import packed_model
 
+        model, _ = packed_model(package)
         return LoraStep(model, batch, micro_rows=1, learning_rate=1e-4)
+    model = bitsandbytes_model(package, linked, dtype)
 
     def pair() -> None:
         batch_loss(model, batch)

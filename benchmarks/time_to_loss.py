@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.cells import Cells, Result, Settings
-from benchmarks.dense import batch_loss
+from benchmarks.dense import batch_loss, rows_loss
 from benchmarks.loss_page import page
 from benchmarks.machine import machine
 from benchmarks.mezo import Mezo
@@ -29,7 +29,7 @@ from benchmarks.model_packages import Sources, sources_from_environment
 from benchmarks.plain_mezo import PlainMezo
 from benchmarks.settings import settings_parser
 from benchmarks.trajectories import agent_run, descend, lowest
-from benchmarks.user_text import DENSITIES, UserText, dense_loss, user_text
+from benchmarks.user_text import DENSITIES, UserText, user_text
 from edge_agent.rows import Row, TrainingBatches
 from edge_agent.search import MAX_RACES
 from permille.models.loading import load_model
@@ -84,7 +84,7 @@ def _unpacked(user: UserText) -> list[Row]:
 def _descended(user: UserText, model: Any, step: Any, steps: int) -> Result:
     before = machine()
     every = max(1, steps // EVALUATIONS)
-    points = descend(step, lambda: dense_loss(model, user.prepared.select), steps=steps, every=every)
+    points = descend(step, lambda: rows_loss(model, user.prepared.select), steps=steps, every=every)
     return {"points": points, "machine": {"before": before, "after": machine()}}
 
 

@@ -1,19 +1,14 @@
-"""One user's text under one model's package, as the agent reads it; and losses of dense models on it."""
+"""One user's text under one model's package, as the agent reads it. No torch, so that memory can be told."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.dense import batch_loss
 from benchmarks.model_packages import Sources, installed_home, speaker_text
 from edge_agent.data import DataReport, read_documents
-from edge_agent.evaluate import EVALUATION_TOKENS
 from edge_agent.home import Home
 from edge_agent.options import TrainOptions
 from edge_agent.prepare import Prepared, prepare
 from edge_agent.releases import installed_release
-from edge_agent.rows import Row, evaluation_batches
 from edge_agent.training_job import package_tokenizer
 from permille.errors import OperatorError
 from permille.package.blobs import BlobFolder
@@ -62,17 +57,3 @@ def user_text(
         row_tokens=row_tokens,
         seed=seed,
     )
-
-
-def dense_loss(model: Any, rows: list[Row]) -> float:
-    """Mean loss of a target token over all rows, as the agent's own `mean_loss`."""
-    total, targets = 0.0, 0
-    for batch, count in _batches(rows):
-        total += batch_loss(model, batch) * count
-        targets += count
-    return total / targets
-
-
-def _batches(rows: list[Row]) -> Iterator[tuple[Any, int]]:
-    for part in evaluation_batches(rows, tokens=EVALUATION_TOKENS):
-        yield part.batch, int(part.batch.target_BT.sum())

@@ -1,0 +1,155 @@
+"""First-order training on the same 4-bit base: time and peak memory to three held-out losses.
+
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m benchmarks.first_order --output docs/results
+
+Against the agent's default: LoRA (peft, r = 8 on all linear layers) and AdamW on the package's own sparse
+values, both checkpointed, in micro-batches of 2 rows, with a learning rate from a short grid of trials. All
+start from the same base, which each run checks. Every run is a process of its own.
+
+Finished runs are kept in `--cells`; the page is that of `time_to_loss`, so give both the same file.
+"""
+
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from benchmarks.cells import Cells, Result, Settings
+from benchmarks.first_order_child import METHODS
+from benchmarks.loss_page import page
+from benchmarks.machine import machine
+from benchmarks.one_step import run_child
+from benchmarks.settings import settings_parser
+from benchmarks.time_to_loss import SPEAKER
+from benchmarks.trajectories import lowest
+from benchmarks.user_text import DENSITIES
+from permille.errors import InputError
+
+FIGURE = "first order"
+LEARNING_RATES = {"LoRA": (3e-4, 1e-3, 3e-3, 1e-2), "sparse values": (3e-4, 1e-3, 3e-3, 1e-2)}
+
+
+def measure(
+    packages: Path,
+    *,
+    method: str,
+    model: str,
+    seed: int,
+    steps: int,
+    every: int,
+    threads: int,
+    learning_rate: float,
+) -> Result:
+    """One child.
+
+    Raises:
+        InputError: it failed; a method that cannot run is no result.
+    """
+    before = machine()
+    with tempfile.TemporaryDirectory() as home:
+        options = {
+            "method": method,
+            "model": model,
+            "speaker": SPEAKER,
+            "seed": seed,
+            "packages": packages,
+            "home": Path(home) / "home",
+            "steps": steps,
+            "every": every,
+            "threads": threads,
+            "learning-rate": learning_rate,
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        found = run_child([sys.executable, "-m", "benchmarks.first_order_child", *words])
+    if "failed" in found:
+        raise InputError(f"expected {method} to train, got {found['said']}")
+    return found | {"machine": {"before": before, "after": machine()}}
+
+
+def run(
+    cells: Cells,
+    packages: Path,
+    *,
+    model: str,
+    seed: int,
+    our_steps: int,
+    steps: int,
+    trial_steps: int,
+    threads: int,
+) -> None:
+    """The runs of one model and seed that are missing."""
+    common: Settings = {"model": model, "speaker": SPEAKER, "seed": seed, "threads": threads}
+    for method in METHODS:
+        chosen = 0.0
+        if method in LEARNING_RATES:
+            losses = {}
+            for rate in LEARNING_RATES[method]:
+                settings = common | {"what": "trial", "method": method, "steps": trial_steps, "rate": rate}
+                trial = partial(
+                    measure,
+                    packages,
+                    method=method,
+                    model=model,
+                    seed=seed,
+                    steps=trial_steps,
+                    every=trial_steps,
+                    threads=threads,
+                    learning_rate=rate,
+                )
+                losses[rate] = float(lowest(cells.once(FIGURE, settings, trial)["points"])["loss"])
+            chosen = min(losses, key=lambda rate: losses[rate])
+        count = our_steps if method == "permille" else steps
+        settings = common | {"what": "run", "method": method, "steps": count, "rate": chosen}
+        cells.once(
+            FIGURE,
+            settings,
+            partial(
+                measure,
+                packages,
+                method=method,
+                model=model,
+                seed=seed,
+                steps=count,
+                every=max(1, count // 40),
+                threads=threads,
+                learning_rate=chosen,
+            ),
+        )
+
+
+def main() -> None:
+    """Measure what is missing and write the page."""
+    parser = settings_parser(__doc__)
+    parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--our-steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=80, help="of first-order training")
+    parser.add_argument("--trial-steps", type=int, default=20)
+    parser.add_argument("--output", type=Path, help="folder for time_to_loss.json and time_to_loss.md")
+    arguments = parser.parse_args()
+    cells = Cells(arguments.cells)
+    for model in arguments.model or list(DENSITIES):
+        for seed in arguments.seeds:
+            run(
+                cells,
+                arguments.folder / "models",
+                model=model,
+                seed=seed,
+                our_steps=arguments.our_steps,
+                steps=arguments.steps,
+                trial_steps=arguments.trial_steps,
+                threads=arguments.threads,
+            )
+    if arguments.output is None:
+        print(page(cells))
+        return
+    document = [
+        {"figure": figure, "settings": settings, "result": result} for figure, settings, result in cells
+    ]
+    (arguments.output / "time_to_loss.json").write_text(json.dumps(document) + "\n")
+    (arguments.output / "time_to_loss.md").write_text(page(cells))
+
+
+if __name__ == "__main__":
+    main()
