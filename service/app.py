@@ -9,6 +9,7 @@ import permille
 from service import console, guard, health, openapi, problems
 from service.access import routes as access_routes
 from service.access.bootstrap import ensure_token
+from service.bases import routes as basis_routes
 from service.builds import routes as build_routes
 from service.context import Service
 from service.corpora import routes as corpus_routes
@@ -30,6 +31,7 @@ ROUTERS = (
     corpus_routes.router,
     build_routes.router,
     mask_routes.router,
+    basis_routes.router,
     quantization_routes.router,
     package_routes.router,
     release_routes.router,

@@ -27,6 +27,18 @@ MASK_EXAMPLES: Final[dict[str, Example]] = {
         "value": {"method": "magnitude", "model_id": _MODEL, "density": 0.001},
     },
 }
+BASIS_EXAMPLES: Final[dict[str, Example]] = {
+    "usual": {
+        "summary": "32 directions from 256 public texts",
+        "value": {
+            "mask_id": f"mask_{EXAMPLE}",
+            "corpus_id": _CORPUS,
+            "sequences": 256,
+            "length": 128,
+            "rank": 32,
+        },
+    },
+}
 QUANTIZATION_EXAMPLES: Final[dict[str, Example]] = {
     "nf4": {
         "summary": "nf4, perplexity measured",
@@ -48,6 +60,15 @@ BUILD_EXAMPLES: Final[dict[str, Example]] = {
             "model_id": _MODEL,
             "mask": {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100},
             "quantization": {"scheme": "nf4"},
+        },
+    },
+    "directions": {
+        "summary": "the same with learned directions and powers of two",
+        "value": {
+            "model_id": _MODEL,
+            "mask": {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100},
+            "basis": {"corpus_id": _CORPUS, "sequences": 256, "rank": 32},
+            "fisher_exponents": True,
         },
     },
 }

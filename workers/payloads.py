@@ -34,6 +34,21 @@ class MaskPayload(_Closed):
         return self.model_dump(exclude={"model_id", "corpus_id"})
 
 
+class BasisPayload(_Closed):
+    """Learn directions for a mask's weights from a corpus."""
+
+    mask_id: str
+    corpus_id: str
+    sequences: int = 256
+    length: int = 128
+    rank: int = 32
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """What is stored of the basis: everything but what it was made of."""
+        return self.model_dump(exclude={"mask_id", "corpus_id"})
+
+
 class QuantizationPayload(_Closed):
     """Quantize a model, with regard to a mask or without."""
 
@@ -50,10 +65,12 @@ class QuantizationPayload(_Closed):
 
 
 class PackagePayload(_Closed):
-    """Pack a mask and a quantization of one model."""
+    """Pack a mask and a quantization of one model, with directions if asked for."""
 
     mask_id: str
     quantization_id: str
+    basis_id: str | None = None
+    fisher_exponents: bool = False
 
 
 class ReplayPayload(_Closed):

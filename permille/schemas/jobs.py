@@ -12,6 +12,7 @@ class JobKind(StrEnum):
     """What a job makes."""
 
     MASK = "mask"
+    BASIS = "basis"
     QUANTIZATION = "quantization"
     PACKAGE = "package"
     BUILD = "build"

@@ -8,10 +8,13 @@ MANIFEST_MEDIA_TYPE: Final = "application/vnd.permille.manifest+json"
 
 
 class PackageCreate(Closed):
-    """Make a package of a mask and a quantization of the same model."""
+    """Make a package of a mask and a quantization of the same model. A basis must be of the very same mask;
+    `fisher_exponents` adds powers of two from the scores of a fisher mask."""
 
     mask_id: Id
     quantization_id: Id
+    basis_id: Id | None = None
+    fisher_exponents: bool = False
 
 
 class PackageLayer(Closed):

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from permille.schemas.bases import BasisCreate
 from permille.schemas.builds import BuildCreate
 from permille.schemas.fields import Closed
 from permille.schemas.masks import MaskCreate
@@ -16,6 +17,13 @@ class MaskPreflight(Closed):
 
     kind: Literal["mask"]
     request: MaskCreate
+
+
+class BasisPreflight(Closed):
+    """Ask for a basis job."""
+
+    kind: Literal["basis"]
+    request: BasisCreate
 
 
 class QuantizationPreflight(Closed):
@@ -33,7 +41,7 @@ class BuildPreflight(Closed):
 
 
 PreflightCreate = Annotated[
-    MaskPreflight | QuantizationPreflight | BuildPreflight, Field(discriminator="kind")
+    MaskPreflight | BasisPreflight | QuantizationPreflight | BuildPreflight, Field(discriminator="kind")
 ]
 
 

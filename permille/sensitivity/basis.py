@@ -1,8 +1,11 @@
 """Learned directions and powers of two: what a device may be told about its masked weights (numpy only).
 
-- `learn_basis`: the r directions in which the gradients of a corpus's sequences have most of their length, as
-  small integers. A device then perturbs along `z = U b` with random signs `b`: r dimensions to search in
-  place of k. What a device can reach in the basis is limited: it serves the first steps.
+- `learn_basis`: the r directions that the gradients of a corpus's sequences share, as small integers. A
+  device then perturbs along `z = U b` with random signs `b`: r dimensions to search in place of k. What a
+  device can reach in the basis is limited: it serves the first steps. Directions in which gradients are long
+  are also those in which the loss curves most, where only short steps are safe: so the weights are divided
+  by the root of their mean squared gradient, before and after (`whitening`; natural gradient, diagonal).
+  Measured: docs/results/learned_directions.md.
 - `captured`: the share of a gradient that lies in the basis, the evidence behind one.
 - `fisher_exponents`: a power of two for each masked weight, from its Fisher score.
 
@@ -20,21 +23,28 @@ from permille.errors import InputError
 from permille.package.limits import MAX_BASIS_RANK, MAX_EXPONENT
 
 LARGEST = 127
+WHITENING = -0.5
+_LEAST, _MOST = 0.1, 1e3
 # The largest number becomes 127 times one of these and is then cut: heavy tails must not round the rest to 0.
 _FACTORS = (1, 2, 4, 8, 16, 32)
 _COLUMNS = 1 << 16
 
 
-def learn_basis(gradients_NK: NDArray[np.float32], rank: int) -> NDArray[np.int8]:
-    """The first `rank` right singular vectors of the gradients, not centred, as integers.
+def learn_basis(
+    gradients_NK: NDArray[np.float32], rank: int, *, power: float = WHITENING
+) -> NDArray[np.int8]:
+    """The directions that the gradients share, as integers.
 
-    All columns are scaled by one number, so that no direction weighs more than another: of the candidates
-    the one whose rounded columns keep most of their direction. Columns come in falling order of what they
-    hold; a column's sign is such that the mean gradient's part along it is not negative.
+        D = diag(whitening(G)),  G D = S s V^T,  U = D V
+
+    V: the first `rank` right singular vectors of the scaled gradients, not centred. All columns are rounded
+    in one unit: of the candidates the one that keeps most of their directions. Columns come in falling order
+    of what they hold; a column's sign is such that the mean gradient's part along it is not negative.
 
     Args:
         gradients_NK: [N, k], N at least `rank`; may be mapped.
         rank: 1 to 256.
+        power: of `whitening`; 0 leaves the gradients as they are.
 
     Returns:
         [k, rank] from -127 to 127, no column all 0.
@@ -42,28 +52,52 @@ def learn_basis(gradients_NK: NDArray[np.float32], rank: int) -> NDArray[np.int8
     Raises:
         InputError: too few gradients, gradients that are not finite or span fewer than `rank` directions.
     """
-    vectors_NR = _row_vectors(gradients_NK, rank)
-    largest = max(float(np.abs(part).max()) for _, part in _columns(gradients_NK, vectors_NR))
-    scale = _best_scale(gradients_NK, vectors_NR, LARGEST / largest)
+    scaling_K = whitening(gradients_NK, power)
+    vectors_NR = _row_vectors(gradients_NK, scaling_K, rank)
+    largest = max(float(np.abs(part).max()) for _, part in _columns(gradients_NK, scaling_K, vectors_NR))
+    scale = _best_scale(gradients_NK, scaling_K, vectors_NR, LARGEST / largest)
     basis_KR = np.empty((gradients_NK.shape[1], rank), np.int8)
-    for start, part in _columns(gradients_NK, vectors_NR):
+    for start, part in _columns(gradients_NK, scaling_K, vectors_NR):
         basis_KR[start : start + len(part)] = _rounded(part, scale)
     if not basis_KR.any(axis=0).all():
         raise InputError(f"expected {rank} directions that survive rounding, got a column of zeros")
     return basis_KR
 
 
-def captured(basis_KR: NDArray[np.int8], gradients_NK: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Share of each gradient's squared length that its projection onto the columns has, [N] from 0 to 1.
+def whitening(gradients_NK: NDArray[np.float32], power: float = WHITENING) -> NDArray[np.float64]:
+    """The scale of each weight, [k]: `clip(F / median F, 0.1, 1000) ** power`, F_i = (1/N) sum_n g_{n,i}^2.
 
-    A gradient of 0 has share 0. With random columns in place of learned ones the share would be r / k.
+    A weight with hardly a gradient in few sequences is not known to be safe, hence the lower bound.
+
+    Raises:
+        InputError: gradients that are not finite, or all 0.
+    """
+    squares_K = np.empty(gradients_NK.shape[1])
+    for start in range(0, squares_K.size, _COLUMNS):
+        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64)
+        squares_K[start : start + _COLUMNS] = (block_NB * block_NB).mean(axis=0)
+    if not np.isfinite(squares_K).all() or not (squares_K > 0).any():
+        raise InputError("expected finite gradients that are not all 0, got others")
+    typical = float(np.median(squares_K[squares_K > 0]))
+    scaling_K: NDArray[np.float64] = np.clip(squares_K / typical, _LEAST, _MOST) ** power
+    return scaling_K
+
+
+def captured(
+    basis_KR: NDArray[np.int8], gradients_NK: NDArray[np.float32], scaling_K: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Share of each scaled gradient `D g` that its projection onto the columns of `U / D` has, [N], 0 to 1.
+
+    Of the squared length. A gradient of 0 has share 0. Random columns would have r / k. `scaling_K`: as the
+    basis was learned with; ones for the gradients as they are.
     """
     gram_RR = np.zeros((basis_KR.shape[1], basis_KR.shape[1]))
     parts_NR = np.zeros((len(gradients_NK), basis_KR.shape[1]))
     lengths_N = np.zeros(len(gradients_NK))
     for start in range(0, len(basis_KR), _COLUMNS):
-        block_BR = basis_KR[start : start + _COLUMNS].astype(np.float64)
-        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64)
+        scaling_B = scaling_K[start : start + _COLUMNS]
+        block_BR = basis_KR[start : start + _COLUMNS] / scaling_B[:, None]
+        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64) * scaling_B
         gram_RR += block_BR.T @ block_BR
         parts_NR += block_NB @ block_BR
         lengths_N += (block_NB * block_NB).sum(axis=1)
@@ -98,18 +132,19 @@ def fisher_exponents(scores_K: NDArray[np.float32], power: float = -0.25) -> NDA
     return np.asarray(cut - cut.min(), np.int8)
 
 
-def _row_vectors(gradients_NK: NDArray[np.float32], rank: int) -> NDArray[np.float64]:
-    """[N, r] weights of the rows: columns of `gradients.T @ them` are the singular vectors, of length 1."""
+def _row_vectors(
+    gradients_NK: NDArray[np.float32], scaling_K: NDArray[np.float64], rank: int
+) -> NDArray[np.float64]:
+    """[N, r] weights of the rows: `scaled gradients.T @ them` are the singular vectors, of length 1."""
     number = len(gradients_NK)
     if not 1 <= rank <= min(MAX_BASIS_RANK, number):
         most = min(MAX_BASIS_RANK, number)
         raise InputError(f"expected a rank from 1 to {most} of {number} gradients, got {rank}")
     gram_NN = np.zeros((number, number))
     for start in range(0, gradients_NK.shape[1], _COLUMNS):
-        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64)
+        columns = slice(start, start + _COLUMNS)
+        block_NB = np.asarray(gradients_NK[:, columns], np.float64) * scaling_K[columns]
         gram_NN += block_NB @ block_NB.T
-    if not np.isfinite(gram_NN).all():
-        raise InputError("expected finite gradients, got NaN or infinity")
     values_N, vectors_NN = np.linalg.eigh(gram_NN)
     values_R, vectors_NR = values_N[::-1][:rank], vectors_NN[:, ::-1][:, :rank]
     if values_R[-1] <= values_R[0] * 1e-12:
@@ -120,20 +155,26 @@ def _row_vectors(gradients_NK: NDArray[np.float32], rank: int) -> NDArray[np.flo
 
 
 def _columns(
-    gradients_NK: NDArray[np.float32], vectors_NR: NDArray[np.float64]
+    gradients_NK: NDArray[np.float32], scaling_K: NDArray[np.float64], vectors_NR: NDArray[np.float64]
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Blocks of rows of the singular vectors, [block, r], with the number of their first row."""
+    """Blocks of rows of the directions `D V`, [block, r], with the number of their first row."""
     for start in range(0, gradients_NK.shape[1], _COLUMNS):
-        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64)
+        columns = slice(start, start + _COLUMNS)
+        block_NB = np.asarray(gradients_NK[:, columns], np.float64) * scaling_K[columns] ** 2
         yield start, block_NB.T @ vectors_NR
 
 
-def _best_scale(gradients_NK: NDArray[np.float32], vectors_NR: NDArray[np.float64], unit: float) -> float:
+def _best_scale(
+    gradients_NK: NDArray[np.float32],
+    scaling_K: NDArray[np.float64],
+    vectors_NR: NDArray[np.float64],
+    unit: float,
+) -> float:
     """The candidate with the largest mean cosine between columns before and after rounding; the first of
     equal ones."""
     dots_FR = np.zeros((len(_FACTORS), vectors_NR.shape[1]))
     squares_FR = np.zeros_like(dots_FR)
-    for _, part in _columns(gradients_NK, vectors_NR):
+    for _, part in _columns(gradients_NK, scaling_K, vectors_NR):
         for index, factor in enumerate(_FACTORS):
             rounded = _rounded(part, unit * factor).astype(np.float64)
             dots_FR[index] += (rounded * part).sum(axis=0)

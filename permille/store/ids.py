@@ -21,6 +21,7 @@ class Prefix(StrEnum):
     CORPUS = "corpus"
     JOB = "job"
     MASK = "mask"
+    BASIS = "basis"
     QUANTIZATION = "quant"
     PACKAGE = "pkg"
     RELEASE = "rel"

@@ -61,6 +61,7 @@ class JobKind(StrEnum):
     """What a job makes."""
 
     MASK = "mask"
+    BASIS = "basis"
     QUANTIZATION = "quantization"
     PACKAGE = "package"
     BUILD = "build"
@@ -213,7 +214,7 @@ class Job(_Owned, Base):
     dispatched_at: Mapped[datetime | None]  # last sent to the broker, if there is one
     cancel_requested_at: Mapped[datetime | None]
     error: Mapped[dict[str, Any] | None]  # type, message, retryable, and for a bug the traceback
-    result_kind: Mapped[str | None]  # mask | quantization | package | run
+    result_kind: Mapped[str | None]  # mask | basis | quantization | package | run
     result_id: Mapped[str | None]
     started_at: Mapped[datetime | None]  # of the newest attempt
     updated_at: Mapped[datetime]
@@ -254,6 +255,24 @@ class Mask(_Owned, Base):
     scores_digest: Mapped[str | None]
     report_digest: Mapped[str]
     picture_digest: Mapped[str]
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class Basis(_Owned, Base):
+    """The result of a basis job: learned directions for the weights of one mask."""
+
+    __tablename__ = "bases"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
+    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
+    mask_id: Mapped[str] = mapped_column(ForeignKey("masks.id"))
+    corpus_id: Mapped[str] = mapped_column(ForeignKey("corpora.id"))
+    options: Mapped[dict[str, Any]]  # sequences, length, rank, seed
+    k: Mapped[int] = mapped_column(BigInteger)
+    layer: Mapped[dict[str, Any]]  # role, media_type, digest, size_bytes
+    provenance: Mapped[dict[str, Any]]
+    basis_digest: Mapped[str]
+    report_digest: Mapped[str]
     size_bytes: Mapped[int] = mapped_column(BigInteger)
 
 

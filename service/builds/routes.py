@@ -40,7 +40,7 @@ def create_build(
     operator: Maker,
     key: IdempotencyKey = None,
 ) -> Job:
-    """Start making a package of a model: mask, quantization and package."""
+    """Start making a package of a model: mask, quantization, package, and a basis if asked for."""
     payload = {
         "model_id": body.model_id,
         "corpus_id": corpus_of(body.mask),
@@ -48,6 +48,8 @@ def create_build(
         "quantization": body.quantization.model_dump(mode="json"),
         "mask_aware": body.mask_aware,
         "evaluation_corpus_id": body.evaluation_corpus_id,
+        "basis": None if body.basis is None else body.basis.model_dump(mode="json"),
+        "fisher_exponents": body.fisher_exponents,
     }
     job = submit(
         service,
@@ -102,6 +104,7 @@ def present(session: Session, row: tables.Job) -> Build:
         model_id=str(row.payload["model_id"]),
         mask_id=made.get("mask"),
         quantization_id=made.get("quantization"),
+        basis_id=made.get("basis"),
         package_digest=package.digest if package else None,
         created_at=row.created_at,
     )

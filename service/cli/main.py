@@ -33,6 +33,7 @@ for _name, _commands in (
     ("corpora", inputs.corpora),
     ("builds", work.builds),
     ("masks", work.masks),
+    ("bases", work.bases),
     ("quantizations", work.quantizations),
     ("packages", work.packages),
     ("jobs", work.jobs),

@@ -1,4 +1,4 @@
-"""Commands of long work and its results: masks, quantizations, packages, builds, jobs, preflight."""
+"""Commands of long work and its results: masks, bases, quantizations, packages, builds, jobs, preflight."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +11,15 @@ from service.cli.output import watch
 from service.cli.session import AsJson, Key, Rows, Session, Wait, connect
 
 masks = typer.Typer(no_args_is_help=True, help="Which weights are sensitive, and the evidence.")
+bases = typer.Typer(no_args_is_help=True, help="Directions learned from texts, and what they hold.")
 quantizations = typer.Typer(no_args_is_help=True, help="The dense layer, and what it costs.")
 packages = typer.Typer(no_args_is_help=True, help="What a device downloads.")
-builds = typer.Typer(no_args_is_help=True, help="Mask, quantization and package in one go.")
+builds = typer.Typer(no_args_is_help=True, help="Mask, quantization, package (and basis) in one go.")
 jobs = typer.Typer(no_args_is_help=True, help="Long work: state, progress, events, cancel, retry.")
 
 JOB_COLUMNS = ("id", "kind", "state", "progress.fraction", "progress.message", "result", "created_at")
 MASK_COLUMNS = ("id", "model_id", "options.method", "options.density", "k", "created_at")
+BASIS_COLUMNS = ("id", "mask_id", "corpus_id", "options.rank", "size_bytes", "created_at")
 QUANTIZATION_COLUMNS = ("id", "model_id", "options.scheme", "options.group_size", "size_bytes", "created_at")
 PACKAGE_COLUMNS = ("digest", "model_id", "k", "size_bytes", "created_at")
 BUILD_COLUMNS = ("id", "state", "model_id", "package_digest", "created_at")
@@ -30,6 +32,10 @@ Sequences = Annotated[int, typer.Option(help="Sequences to measure gradients on.
 Length = Annotated[int, typer.Option(help="Tokens of a sequence.")]
 Seed = Annotated[int, typer.Option(help="Seed of the choice of sequences, or of a random mask.")]
 ScopeFlag = Annotated[str, typer.Option("--scope", help='"all", or blocks: "layers:4-7".')]
+Exponents = Annotated[
+    bool, typer.Option("--fisher-exponents", help="Add powers of two from the scores of a fisher mask.")
+]
+Rank = Annotated[int, typer.Option(help="Directions; at most 7/8 of the sequences.")]
 Scheme = Annotated[str, typer.Option(help="nf4 or int4.")]
 GroupSize = Annotated[int | None, typer.Option(help="nf4: 64; int4: 32 or 128.")]
 Evaluate = Annotated[str | None, typer.Option("--evaluate-on", help="Corpus to measure perplexity on.")]
@@ -84,6 +90,53 @@ def report_mask(
     """Show the evidence behind a mask: coverage curve and table by tensor."""
     with connect(context, as_json=as_json) as session:
         _report(session, f"/v1/masks/{mask_id}/report", picture)
+
+
+@bases.command("create")
+def create_basis(
+    context: typer.Context,
+    mask: Annotated[str, typer.Option(help="Id of the mask whose weights are moved.")],
+    corpus: Annotated[str, typer.Option(help="Id of a corpus of public texts, or of users who agreed.")],
+    rank: Rank = 32,
+    sequences: Annotated[int, typer.Option(help="Sequences to take gradients of.")] = 256,
+    length: Length = 128,
+    seed: Seed = 0,
+    wait: Wait = True,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Learn directions for a mask's weights. What is learned goes to every device: use public texts, or
+    texts whose authors agreed.
+
+    Example:
+
+      permille bases create --mask mask_01j... --corpus corpus_01j... --rank 32
+    """
+    options = {"sequences": sequences, "length": length, "rank": rank, "seed": seed}
+    with connect(context, as_json=as_json) as session:
+        body = {"mask_id": mask, "corpus_id": corpus, **options}
+        _follow(session, session.client.post("/v1/bases", body, key=key), wait=wait)
+
+
+@bases.command("list")
+def list_bases(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
+    """List finished bases."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.pages("/v1/bases", limit=limit), BASIS_COLUMNS)
+
+
+@bases.command("show")
+def show_basis(context: typer.Context, basis_id: str, as_json: AsJson = False) -> None:
+    """Show one basis."""
+    with connect(context, as_json=as_json) as session:
+        session.output.show(session.client.get(f"/v1/bases/{basis_id}"))
+
+
+@bases.command("report")
+def report_basis(context: typer.Context, basis_id: str, as_json: AsJson = False) -> None:
+    """Show which share of left-out gradients the first columns of a basis hold."""
+    with connect(context, as_json=as_json) as session:
+        _report(session, f"/v1/bases/{basis_id}/report", None)
 
 
 @quantizations.command("create")
@@ -143,12 +196,15 @@ def create_package(
     context: typer.Context,
     mask: Annotated[str, typer.Option(help="Id of a mask.")],
     quantization: Annotated[str, typer.Option(help="Id of a quantization of the same model.")],
+    basis: Annotated[str | None, typer.Option(help="Id of a basis of the same mask.")] = None,
+    fisher_exponents: Exponents = False,
     wait: Wait = True,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pack a mask and a quantization."""
-    body = {"mask_id": mask, "quantization_id": quantization}
+    """Pack a mask and a quantization, with learned directions if given."""
+    body: dict[str, Any] = {"mask_id": mask, "quantization_id": quantization}
+    body |= {"basis_id": basis, "fisher_exponents": fisher_exponents}
     with connect(context, as_json=as_json) as session:
         _follow(session, session.client.post("/v1/packages", body, key=key), wait=wait)
 
@@ -185,11 +241,19 @@ def create_build(
     ] = False,
     evaluate_on: Evaluate = None,
     evaluation_tokens: EvaluationTokens = 8192,
+    basis_from: Annotated[
+        str | None,
+        typer.Option(
+            "--basis-from", help="Corpus of public or consenting users' texts to learn a basis from."
+        ),
+    ] = None,
+    rank: Rank = 32,
+    fisher_exponents: Exponents = False,
     wait: Wait = True,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a package: mask, quantization and package.
+    """Make a package: mask, quantization, package, and a basis if asked for.
 
     Example:
 
@@ -201,6 +265,8 @@ def create_build(
         "quantization": quantization_options(scheme, group_size, evaluation_tokens),
         "mask_aware": mask_aware,
         "evaluation_corpus_id": evaluate_on,
+        "basis": None if basis_from is None else {"corpus_id": basis_from, "rank": rank},
+        "fisher_exponents": fisher_exponents,
     }
     with connect(context, as_json=as_json) as session:
         _follow(session, session.client.post("/v1/builds", body, key=key), wait=wait)
@@ -226,7 +292,9 @@ def list_jobs(
     state: Annotated[
         str | None, typer.Option(help="queued, running, succeeded, failed, cancelled, dead.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="mask, quantization, package, build, replay.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="mask, basis, quantization, package, build, replay.")
+    ] = None,
     limit: Rows = 50,
     as_json: AsJson = False,
 ) -> None:

@@ -16,7 +16,13 @@ from service.access.principals import Operator
 from service.context import Service
 from service.problems import ApiError
 
-_COLLECTIONS = {"mask": "masks", "quantization": "quantizations", "run": "runs", "package": "packages"}
+_COLLECTIONS = {
+    "mask": "masks",
+    "basis": "bases",
+    "quantization": "quantizations",
+    "run": "runs",
+    "package": "packages",
+}
 
 
 def submit(

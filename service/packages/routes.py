@@ -169,6 +169,18 @@ def _check_parts(service: Service, operator: Operator, body: PackageCreate) -> N
         quantization = results.get_quantization(
             session, tenant_id=operator.tenant_id, quantization_id=body.quantization_id
         )
+        basis = (
+            None
+            if body.basis_id is None
+            else results.get_basis(session, tenant_id=operator.tenant_id, basis_id=body.basis_id)
+        )
+    if basis is not None and basis.provenance["mask"] != mask.mask_digest:
+        raise ApiError(
+            ProblemType.CONFLICT,
+            f"expected a basis of {mask.mask_digest}, got one of {basis.provenance['mask']}",
+        )
+    if body.fisher_exponents and mask.scores_digest is None:
+        raise ApiError(ProblemType.CONFLICT, f"expected a mask with scores, got {mask.id}, which has none")
     if mask.model_id != quantization.model_id:
         raise ApiError(
             ProblemType.CONFLICT,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from permille.models.families import Config, expected_tensors, scoped_tensors
+from permille.schemas.bases import BasisOptions
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.quantizations import Int4, Nf4
 
@@ -81,6 +82,21 @@ def mask_needs(
     work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS
     seconds = work / flops_per_s + sizes.scoped * SECONDS_A_WEIGHT
     return Needs(memory_bytes=memory, disk_bytes=mask_disk + scores, seconds=seconds)
+
+
+def basis_needs(sizes: Sizes, options: BasisOptions, *, k: int, flops_per_s: float) -> Needs:
+    """What learning a basis needs: a gradient for each sequence, kept on the disk with a copy of most of
+    them, and the basis itself in memory."""
+    activations = options.length * (sizes.layers + 16) * sizes.hidden + 3 * options.length * sizes.vocabulary
+    memory = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
+    rows = options.sequences * k * FLOAT_BYTES
+    work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS
+    gram = 2.0 * options.sequences * (options.sequences + 16 * options.rank) * k
+    return Needs(
+        memory_bytes=memory + 4 * options.rank * k,
+        disk_bytes=2 * rows + 2 * options.rank * k,
+        seconds=(work + gram) / flops_per_s,
+    )
 
 
 def quantization_needs(sizes: Sizes, options: Nf4 | Int4, *, evaluated: bool, flops_per_s: float) -> Needs:

@@ -4,6 +4,7 @@ figures."""
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
+from permille.schemas.bases import BasisCreate
 from permille.schemas.builds import BuildCreate
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
 from permille.schemas.problems import ProblemType
@@ -13,6 +14,7 @@ from service.context import Service
 from service.preflights.estimates import (
     Needs,
     Sizes,
+    basis_needs,
     mask_needs,
     package_needs,
     quantization_needs,
@@ -53,24 +55,52 @@ def needs_of_quantization(
     return NOTHING if sizes is None else _quantization(sizes, body.options, machine, evaluated=evaluated)
 
 
+def needs_of_basis(service: Service, tenant_id: str, body: BasisCreate, machine: Machine) -> Needs:
+    """Raises NotFoundError for an unknown mask or corpus, ApiError (`conflict`) for more directions than
+    sequences give."""
+    _check_rank(body.rank, body.sequences)
+    with service.database.read() as session:
+        mask = results.get_mask(session, tenant_id=tenant_id, mask_id=body.mask_id)
+        sizes = _sizes(session, tenant_id, mask.model_id, str(mask.options.get("scope", "all")))
+        _check_corpus(session, tenant_id, body.corpus_id)
+    return NOTHING if sizes is None else basis_needs(sizes, body, k=mask.k, flops_per_s=machine.flops_per_s)
+
+
 def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine: Machine) -> Needs:
-    """Raises what the parts raise."""
+    """Raises what the parts raise, and ApiError (`conflict`) for exponents of a mask without scores."""
+    if body.basis is not None:
+        _check_rank(body.basis.rank, body.basis.sequences)
+    if body.fisher_exponents and not isinstance(body.mask, FisherMask):
+        raise ApiError(
+            ProblemType.CONFLICT, f"expected a mask of method fisher for exponents, got {body.mask.method}"
+        )
     with service.database.read() as session:
         sizes = _sizes(session, tenant_id, body.model_id, body.mask.scope)
         _check_mask(session, tenant_id, body.mask)
         _check_corpus(session, tenant_id, body.evaluation_corpus_id)
+        _check_corpus(session, tenant_id, None if body.basis is None else body.basis.corpus_id)
         whole = _sizes(session, tenant_id, body.model_id, "all")
     if sizes is None or whole is None:
         return NOTHING
     evaluated = body.evaluation_corpus_id is not None
     quantization = _quantization(whole, body.quantization, machine, evaluated=evaluated)
-    return _mask(sizes, body.mask, machine).then(quantization).then(package_needs(whole))
+    needs = _mask(sizes, body.mask, machine).then(quantization).then(package_needs(whole))
+    if body.basis is None:
+        return needs
+    k = round(sizes.scoped * body.mask.density)
+    return needs.then(basis_needs(sizes, body.basis, k=k, flops_per_s=machine.flops_per_s))
 
 
 def check_mask(service: Service, tenant_id: str, body: MaskBody) -> None:
     """Refuse a mask job that the machine cannot hold."""
     machine = look(service.settings)
     require(needs_of_mask(service, tenant_id, body, machine), machine)
+
+
+def check_basis(service: Service, tenant_id: str, body: BasisCreate) -> None:
+    """Refuse a basis job that the machine cannot hold."""
+    machine = look(service.settings)
+    require(needs_of_basis(service, tenant_id, body, machine), machine)
 
 
 def check_quantization(service: Service, tenant_id: str, body: QuantizationCreate) -> None:
@@ -93,6 +123,15 @@ def _sizes(session: Session, tenant_id: str, model_id: str, scope: str) -> Sizes
         return sizes_of(model.config, scope)
     except InputError as exc:
         raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
+
+
+def _check_rank(rank: int, sequences: int) -> None:
+    """One sequence of eight is left out to measure on."""
+    most = sequences - sequences // 8
+    if rank > most:
+        raise ApiError(
+            ProblemType.CONFLICT, f"expected at most {most} directions of {sequences} sequences, got {rank}"
+        )
 
 
 def _check_mask(session: Session, tenant_id: str, mask: FisherMask | WeightMask) -> None:

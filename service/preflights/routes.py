@@ -4,12 +4,18 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body
 
-from permille.schemas.preflights import BuildPreflight, MaskPreflight, Preflight, PreflightCreate
+from permille.schemas.preflights import (
+    BasisPreflight,
+    BuildPreflight,
+    MaskPreflight,
+    Preflight,
+    PreflightCreate,
+)
 from permille.schemas.problems import ProblemType
 from service.access.principals import Viewer
 from service.context import Served
 from service.preflights.machine import look
-from service.preflights.planning import needs_of_build, needs_of_mask, needs_of_quantization
+from service.preflights.planning import needs_of_basis, needs_of_build, needs_of_mask, needs_of_quantization
 from service.preflights.verdict import judge
 from service.problems import PRIVATE, documented
 
@@ -26,6 +32,8 @@ def check_preflight(body: Annotated[PreflightCreate, Body()], service: Served, o
     machine = look(service.settings)
     if isinstance(body, MaskPreflight):
         needs = needs_of_mask(service, operator.tenant_id, body.request, machine)
+    elif isinstance(body, BasisPreflight):
+        needs = needs_of_basis(service, operator.tenant_id, body.request, machine)
     elif isinstance(body, BuildPreflight):
         needs = needs_of_build(service, operator.tenant_id, body.request, machine)
     else:

@@ -1,23 +1,29 @@
-"""The package job: a mask and a quantization of one model, the masked values, the files.
+"""The package job: a mask and a quantization of one model, the masked values, the files, and if asked for
+a basis and powers of two.
 
 The reader verifies the package, as a stranger would, before its row is written.
 """
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.package.canonical import JSON
-from permille.package.manifest import Quantization
+from permille.package.direction_layers import write_exponents
+from permille.package.manifest import Layer, Quantization
 from permille.package.reader import verify_package
-from permille.packing import write_package
+from permille.packing import mask_counts, write_package
 from permille.quantization import Scheme
+from permille.sensitivity.basis import fisher_exponents
+from permille.sensitivity.scores import load_scores
 from permille.store import results
 from permille.store.results import LayerRecord
-from permille.store.tables import Mask, QuantizationRow
+from permille.store.tables import Basis, Mask, QuantizationRow
 from workers.context import Publish, Result, TaskContext
 from workers.payloads import PackagePayload, parse_payload
 from workers.tasks.layers import layer_of, read_mask
-from workers.tasks.sources import open_model
+from workers.tasks.sources import SourceModel, open_model
 
 
 def run(context: TaskContext) -> Publish:
@@ -33,6 +39,11 @@ def run(context: TaskContext) -> Publish:
     model = open_model(context, mask_row.model_id)
     _check_same_weights(model.provenance, mask_row, quantization)
     mask = read_mask(context.blobs, mask_row.mask_digest)
+    basis_row = _basis(context, payload, mask_row)
+    optional = [] if basis_row is None else [layer_of(basis_row.layer)]
+    if payload.fisher_exponents:
+        context.progress(0.1, "scaling")
+        optional.append(_exponents(context, model, mask_row, mask))
     context.progress(0.2, "writing the values")
     stored = (quantization.dense_layer, quantization.plain_layer, mask_row.layer)
     dense, plain, mask_layer = (layer_of(record) for record in stored)
@@ -41,11 +52,12 @@ def run(context: TaskContext) -> Publish:
         model.checkpoint,
         mask,
         layers=(dense, plain, mask_layer),
+        optional=optional,
         scheme=_scheme(quantization),
         method=str(mask_row.options["method"]),
         density=str(mask_row.options["density"]),
         scope=str(mask_row.options["scope"]),
-        provenance=_provenance(mask_row, quantization),
+        provenance=_provenance(mask_row, quantization, basis_row),
     )
     digest = manifest.digest
     context.progress(0.6, "verifying")
@@ -93,6 +105,28 @@ def _parts(context: TaskContext, payload: PackagePayload) -> tuple[Mask, Quantiz
     return mask, quantization
 
 
+def _basis(context: TaskContext, payload: PackagePayload, mask: Mask) -> Basis | None:
+    if payload.basis_id is None:
+        return None
+    with context.db.read() as session:
+        basis = results.get_basis(session, tenant_id=context.claim.tenant_id, basis_id=payload.basis_id)
+    if basis.provenance["mask"] != mask.mask_digest:
+        raise InputError(f"expected a basis of {mask.mask_digest}, got one of {basis.provenance['mask']}")
+    return basis
+
+
+def _exponents(
+    context: TaskContext, model: SourceModel, mask_row: Mask, mask: dict[str, NDArray[np.uint32]]
+) -> Layer:
+    """Powers of two from the scores that chose the mask."""
+    if mask_row.scores_digest is None:
+        raise InputError(f"expected a mask with scores, got {mask_row.id}, which has none")
+    scores = load_scores(context.blobs.path(mask_row.scores_digest))
+    counts = mask_counts(model.checkpoint, mask)
+    masked = [scores[name].reshape(-1)[mask[name]] for name in counts if counts[name]]
+    return write_exponents(context.blobs, fisher_exponents(np.concatenate(masked)), counts)
+
+
 def _check_same_weights(model: dict[str, JSON], mask: Mask, quantization: QuantizationRow) -> None:
     for part in (mask, quantization):
         made_of = part.provenance["model"]["digest"]
@@ -108,6 +142,7 @@ def _scheme(quantization: QuantizationRow) -> Quantization:
     )
 
 
-def _provenance(mask: Mask, quantization: QuantizationRow) -> dict[str, JSON]:
+def _provenance(mask: Mask, quantization: QuantizationRow, basis: Basis | None) -> dict[str, JSON]:
     """Where it comes from: no clock, no row ids, so that the same inputs give the same package."""
-    return {"mask": mask.provenance, "quantization": quantization.provenance}
+    found: dict[str, JSON] = {"mask": mask.provenance, "quantization": quantization.provenance}
+    return found if basis is None else {**found, "basis": basis.provenance}

@@ -8,6 +8,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from permille.schemas import (
     access,
+    bases,
     builds,
     corpora,
     devices,
@@ -26,6 +27,7 @@ from tests.api_service import run_metrics
 
 MODULES = (
     access,
+    bases,
     builds,
     corpora,
     devices,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.sensitivity import basis as module
-from permille.sensitivity.basis import captured, fisher_exponents, learn_basis
+from permille.sensitivity.basis import captured, fisher_exponents, learn_basis, whitening
 
 
 def shared_gradients(
@@ -21,28 +21,52 @@ def shared_gradients(
     return found.astype(np.float32)
 
 
+ONES = np.ones(500)
+
+
+def share_of(basis: NDArray[np.int8], gradients: NDArray[np.float32]) -> float:
+    """The share of the first gradient, unscaled."""
+    return float(captured(basis, gradients, np.ones(len(basis)))[0])
+
+
 def test_a_basis_of_some_gradients_holds_others_of_the_same_space() -> None:
-    basis = learn_basis(shared_gradients(12), 4)
+    gradients = shared_gradients(12)
+    basis = learn_basis(gradients, 4)
     assert (basis.dtype, basis.shape) == (np.dtype(np.int8), (500, 4))
-    assert captured(basis, shared_gradients(6, seed=1)).min() > 0.999
+    assert captured(basis, shared_gradients(6, seed=1), whitening(gradients)).min() > 0.999
 
 
 def test_a_basis_holds_no_more_than_its_share_of_foreign_gradients() -> None:
     foreign = np.random.default_rng(5).standard_normal((200, 500)).astype(np.float32)
-    share = captured(learn_basis(shared_gradients(12), 4), foreign)
+    share = captured(learn_basis(shared_gradients(12), 4), foreign, ONES)
     assert abs(share.mean() - 4 / 500) < 3 * share.std() / np.sqrt(200)
 
 
 def test_columns_are_the_singular_vectors_of_the_gradients_uncentred() -> None:
     gradients = shared_gradients(40, noise=0.3) + np.float32(0.2)
-    basis = learn_basis(gradients, 3).astype(np.float64)
+    basis = learn_basis(gradients, 3, power=0).astype(np.float64)
     expected = np.linalg.svd(gradients.astype(np.float64), full_matrices=False)[2][:3].T
     unit = basis / np.linalg.norm(basis, axis=0)
     assert np.abs((unit * expected).sum(axis=0)).min() > 0.999
 
 
+def test_whitened_columns_are_scaled_before_and_after() -> None:
+    spread = 10.0 ** np.random.default_rng(3).uniform(-1, 1, 500)
+    gradients = (shared_gradients(40, noise=0.3) * spread).astype(np.float32)
+    squares = (gradients.astype(np.float64) ** 2).mean(axis=0)
+    scaling = (squares / np.median(squares)).clip(0.1, 1000) ** -0.5
+    np.testing.assert_allclose(whitening(gradients), scaling)
+    vectors = np.linalg.svd(gradients.astype(np.float64) * scaling, full_matrices=False)[2][:3].T
+    expected = vectors * scaling[:, None]
+    basis = learn_basis(gradients, 3).astype(np.float64)
+    cosines = (
+        (basis * expected).sum(axis=0) / np.linalg.norm(basis, axis=0) / np.linalg.norm(expected, axis=0)
+    )
+    assert np.abs(cosines).min() > 0.99
+
+
 def test_columns_have_one_length_and_the_largest_number_fills_the_byte() -> None:
-    basis = learn_basis(shared_gradients(20, noise=0.5), 8)
+    basis = learn_basis(shared_gradients(20, noise=0.5), 8, power=0)
     lengths = np.linalg.norm(basis.astype(np.float64), axis=0)
     assert np.abs(basis.astype(np.int16)).max() == 127
     assert lengths.max() / lengths.min() < 1.02
@@ -58,9 +82,9 @@ def test_a_heavy_tail_does_not_round_the_rest_to_nothing() -> None:
     """One weight with three hundred times the others' gradient: without a cut all others would be 0."""
     gradients = np.full((1, 100_000), 3e-3, np.float32)
     gradients[0, 7] = 1.0
-    basis = learn_basis(gradients, 1)
+    basis = learn_basis(gradients, 1, power=0)
     assert basis[7, 0] == 127 and basis[:7].min() >= 0
-    assert captured(basis, gradients)[0] > captured(np.eye(1, 100_000, 7, dtype=np.int8).T, gradients)[0]
+    assert share_of(basis, gradients) > share_of(np.eye(1, 100_000, 7, dtype=np.int8).T, gradients)
 
 
 def test_what_was_learned_does_not_depend_on_blocks_or_on_a_mapped_file(
@@ -68,22 +92,25 @@ def test_what_was_learned_does_not_depend_on_blocks_or_on_a_mapped_file(
 ) -> None:
     gradients = shared_gradients(20, noise=0.5)
     whole = learn_basis(gradients, 4)
-    share = captured(whole, gradients)
+    share = captured(whole, gradients, whitening(gradients))
     mapped = np.memmap(tmp_path / "gradients", np.float32, "w+", shape=gradients.shape)
     mapped[:] = gradients
     monkeypatch.setattr(module, "_COLUMNS", 37)
     assert np.abs(learn_basis(mapped, 4).astype(np.int16) - whole).max() <= 1
-    np.testing.assert_allclose(captured(whole, mapped), share, rtol=1e-9)
+    np.testing.assert_allclose(captured(whole, mapped, whitening(mapped)), share, rtol=1e-9)
 
 
 def test_a_gradient_of_zero_has_no_share() -> None:
-    assert captured(learn_basis(shared_gradients(5), 2), np.zeros((1, 500), np.float32)).tolist() == [0.0]
+    assert captured(learn_basis(shared_gradients(5), 2), np.zeros((1, 500), np.float32), ONES).tolist() == [
+        0.0
+    ]
 
 
 def test_columns_that_repeat_each_other_are_counted_once() -> None:
     gradients = shared_gradients(3)
     basis = learn_basis(gradients, 1)
-    np.testing.assert_allclose(captured(np.hstack([basis, basis]), gradients), captured(basis, gradients))
+    twice = captured(np.hstack([basis, basis]), gradients, ONES)
+    np.testing.assert_allclose(twice, captured(basis, gradients, ONES))
 
 
 @pytest.mark.parametrize(("number", "rank"), [(4, 0), (4, 5), (300, 257), (8, 5)])

@@ -2,9 +2,17 @@
 
 import pytest
 
+from permille.schemas.bases import BasisOptions
 from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
 from permille.schemas.quantizations import Nf4, SchemeName
-from service.preflights.estimates import PROCESS_BYTES, Needs, mask_needs, quantization_needs, sizes_of
+from service.preflights.estimates import (
+    PROCESS_BYTES,
+    Needs,
+    basis_needs,
+    mask_needs,
+    quantization_needs,
+    sizes_of,
+)
 from service.preflights.machine import Machine
 from service.preflights.verdict import judge, require
 from service.problems import ApiError
@@ -36,6 +44,15 @@ def test_fisher_holds_weights_and_scores_and_spills_scores_that_do_not_fit() -> 
 def test_other_methods_hold_one_tensor() -> None:
     needs = mask_needs(SIZES, WeightMask(method=MaskMethod.MAGNITUDE), memory_bytes=None, flops_per_s=1e9)
     assert needs.memory_bytes < PROCESS_BYTES + 4 * 5 * SIZES.largest
+
+
+def test_a_basis_keeps_a_gradient_of_each_sequence_on_the_disk() -> None:
+    options = BasisOptions(sequences=64, length=16, rank=8)
+    small = basis_needs(SIZES, options, k=100, flops_per_s=1e9)
+    large = basis_needs(SIZES, options, k=10_100, flops_per_s=1e9)
+    assert large.disk_bytes - small.disk_bytes == 10_000 * (2 * 64 * 4 + 2 * 8)
+    assert large.memory_bytes - small.memory_bytes == 10_000 * 4 * 8
+    assert small.seconds == pytest.approx(64 * 16 * SIZES.parameters * 8 / 1e9, rel=0.1)
 
 
 def test_perplexity_costs_memory_and_time() -> None:

@@ -106,6 +106,31 @@ def test_unaware_builds_run_mask_and_quantization_side_by_side(db: Database, ten
     run(db, "package")
 
 
+BASIS = {"corpus_id": "corpus_3", "rank": 8}
+
+
+def test_a_basis_is_learned_after_the_mask_and_the_package_waits_for_it(db: Database, tenant_id: str) -> None:
+    build = submit_build(db, tenant_id, basis=BASIS, fisher_exponents=True)
+    run(db, "mask")
+    assert {job.kind for job in parts(db, build).values()} == {"mask", "quantization", "basis"}
+    first, second = take(db), take(db)
+    assert first is not None and second is not None
+    basis, quantization = sorted((first, second), key=lambda claim: claim.kind)
+    assert basis.payload == {"mask_id": "mask_1", **BASIS}
+    finish(db, quantization)
+    assert take(db) is None
+    assert read(db, build).progress == pytest.approx(0.9 / 1.6)
+    finish(db, basis)
+    package = take(db)
+    assert package is not None
+    assert package.payload == {
+        "mask_id": "mask_1",
+        "quantization_id": "quantization_1",
+        "basis_id": "basis_1",
+        "fisher_exponents": True,
+    }
+
+
 def test_children_due_adds_nothing_twice() -> None:
     assert children_due(PAYLOAD, {"mask": None}) == []
     assert children_due(PAYLOAD, {"mask": "m", "quantization": "q", "package": None}) == []

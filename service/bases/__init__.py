@@ -1,0 +1,1 @@
+"""Bases: asked for, listed, and the evidence behind them."""
