@@ -7,7 +7,9 @@
 #     --tls-certificate /run/tls/cert.pem --tls-key /run/tls/key.pem
 FROM python:3.12-slim AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+# The native kernels are compiled here; the second image needs no compiler.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY permille permille
 COPY service service
 COPY workers workers

@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv demo test lint types check-imports pytest system-packages fuzz kill-agent schemathesis bench-replay bench-engine bench-personalise bench-estimators bench-quantization example-model clean
+.PHONY: help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-estimators bench-quantization example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -30,10 +30,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/.installed  ## The whole product once: service, package, device, training, replay (minutes)
+# The kernels are compiled at installation too; here again when a C source has changed.
+$(VENV)/.native: $(VENV)/.installed permille/native/build.py $(wildcard permille/native/src/*)
+	@$(BIN)/python -m permille.native.build
+	@touch $@
+
+demo: $(VENV)/.native  ## The whole product once: service, package, device, training, replay (minutes)
 	@$(BIN)/python -m examples.demo
 
-test: $(VENV)/.installed system-packages lint types check-imports pytest  ## Lint, types, import contracts and all tests
+test: $(VENV)/.native system-packages lint types check-imports pytest  ## Lint, types, import contracts and all tests
 
 system-packages:
 	@bash scripts/system-packages.sh
@@ -48,31 +53,38 @@ types: $(VENV)/.installed
 check-imports: $(VENV)/.installed
 	$(BIN)/lint-imports
 
-pytest: $(VENV)/.installed
+pytest: $(VENV)/.native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-fuzz: $(VENV)/.installed  ## Fuzz the package reader for ten minutes
+test-neon: $(VENV)/.native  ## The kernels' tests on Arm: cross-compiled, run by an emulator (Debian: see the script)
+	@bash scripts/neon-packages.sh
+	PERMILLE_TEST_NEON=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/native -k neon
+
+test-sanitized: $(VENV)/.native  ## The kernels' tests under AddressSanitizer and UBSan (gcc)
+	bash scripts/test-sanitized.sh
+
+fuzz: $(VENV)/.native  ## Fuzz the package reader for ten minutes
 	$(BIN)/python -m benchmarks.fuzz_reader --minutes 10
 
-kill-agent: $(VENV)/.installed  ## Kill a training agent at 50 random moments and compare its bits
+kill-agent: $(VENV)/.native  ## Kill a training agent at 50 random moments and compare its bits
 	$(BIN)/python -m benchmarks.kill_agent --kills 50
 
 schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks
 	$(BIN)/python -m tests.api_fuzz --examples 200
 
-bench-replay: $(VENV)/.installed  ## Replay of 20,000 steps of 1.1M values
+bench-replay: $(VENV)/.native  ## Replay of 20,000 steps of 1.1M values
 	$(BIN)/python -m benchmarks.replay
 
-bench-engine: $(VENV)/.installed  ## Step time of the engine beside transformers and bitsandbytes
+bench-engine: $(VENV)/.native  ## Step time of the engine beside transformers and bitsandbytes
 	$(BIN)/python -m benchmarks.engine
 
-bench-personalise: $(VENV)/.installed  ## Held-out loss of several users, three seeds (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-personalise: $(VENV)/.native  ## Held-out loss of several users, three seeds (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.personalise
 
-bench-estimators: $(VENV)/.installed  ## Held-out loss by estimator at equal cost (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-estimators: $(VENV)/.native  ## Held-out loss by estimator at equal cost (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.estimators
 
-bench-quantization: $(VENV)/.installed  ## Perplexity by scheme and by knowledge of the mask (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-quantization: $(VENV)/.native  ## Perplexity by scheme and by knowledge of the mask (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.quantization_quality
 
 example-model: $(VENV)/.installed  ## Train the example model again from its sources (Debian with apt-get)
