@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from edge_agent.console import JsonOption, home_of, show
+from edge_agent.engines import AUTO, EngineOption
 
 
 class JsonLines(logging.Formatter):
@@ -36,6 +37,7 @@ def run(
     once: Annotated[
         bool, typer.Option("--once", help="One pass: pull, train if allowed, report; then end.")
     ] = False,
+    engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
     """Keep this device up to date: pull new packages, train when your policy allows, report.
@@ -59,7 +61,7 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _set_from_signal(stop))
     with hold_daemon_lock(home):
-        daemon = Daemon(home, stop)
+        daemon = Daemon(home, stop, engine=engine)
         if once:
             daemon.run_once()
         else:

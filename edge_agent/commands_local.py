@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_agent.console import JsonOption, home_of, show
+from edge_agent.engines import AUTO, EngineChoice, EngineOption
 
 if TYPE_CHECKING:
     from edge_agent.local.model import LocalModel, Variant
@@ -40,6 +41,7 @@ def compare(
     top_p: TopPOption = 0.95,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
     """Show the base and the personal model side by side: held-out losses and samples.
@@ -55,7 +57,7 @@ def compare(
 
     home = home_of(context)
     sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with _open_model(context, threads) as model:
+    with _open_model(context, threads, engine) as model:
         result = compare_models(home, model, data_paths=data or [], prompts=prompt or [], sampling=sampling)
     show(result, as_json=as_json, render=lambda console: _render_comparison(console, result))
 
@@ -69,6 +71,7 @@ def generate(
     top_p: TopPOption = 0.95,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text.
@@ -82,7 +85,7 @@ def generate(
     from edge_agent.local.model import Sampling
 
     sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with _open_model(context, threads) as model:
+    with _open_model(context, threads, engine) as model:
         variant = _variant(model, base)
         generated, pieces = model.complete(prompt, variant, sampling)
         if as_json:
@@ -113,6 +116,7 @@ def chat(
     top_p: TopPOption = 0.95,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
 ) -> None:
     """Talk to the model in the terminal. /reset forgets the conversation, /exit or Ctrl-D ends.
 
@@ -127,7 +131,7 @@ def chat(
 
     beginning = [("system", system)] if system else []
     messages = list(beginning)
-    with _open_model(context, threads) as model:
+    with _open_model(context, threads, engine) as model:
         variant = _variant(model, base)
         typer.echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
@@ -156,6 +160,7 @@ def serve(
     context: typer.Context,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8081,
     threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
     """Serve the model to programs on this machine, in the OpenAI REST dialect, on loopback only.
@@ -172,7 +177,7 @@ def serve(
 
     home = home_of(context)
     token_file, token = read_or_make_token(home)
-    with _open_model(context, threads) as model:
+    with _open_model(context, threads, engine) as model:
         server = LocalServer(("127.0.0.1", port), model, token)
         address = f"http://127.0.0.1:{server.port}/v1"
         models = [variant.value for variant in model.variants]
@@ -221,11 +226,10 @@ def export(
     show(document, as_json=as_json)
 
 
-def _open_model(context: typer.Context, threads: int | None) -> "LocalModel":
+def _open_model(context: typer.Context, threads: int | None, engine: str) -> "LocalModel":
     from edge_agent.local.model import LocalModel
-    from permille.engines.factory import open_engine
 
-    return LocalModel(home_of(context), lambda package: open_engine(package, threads=threads))
+    return LocalModel(home_of(context), EngineChoice(name=engine, threads=threads))
 
 
 def _variant(model: "LocalModel", base: bool) -> "Variant":

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_agent.console import ExitCode, JsonOption, home_of, show
+from edge_agent.engines import AUTO, EngineChoice, EngineOption
 
 if TYPE_CHECKING:
     from edge_agent.report import Delivery
@@ -52,6 +53,7 @@ def train(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
     """Personalise the installed model on your text, with forward passes only.
@@ -84,7 +86,6 @@ def train(
     from edge_agent.run_reports import collect_reports, log_delivery
     from edge_agent.run_reports import share_log as share_log_of
     from edge_agent.training_job import run_training
-    from permille.engines.factory import open_engine
     from permille.errors import InputError
 
     home = home_of(context)
@@ -109,7 +110,7 @@ def train(
             stop_event=stop,
             progress=progress,
             options=options,
-            engine_of=lambda package: open_engine(package, threads=threads, device=device),
+            engine_of=EngineChoice(name=engine, threads=threads, device=device),
         )
         collect_reports(home)
         if share_log and result.known and result.run is not None:

@@ -17,6 +17,7 @@ from typing import Any
 from edge_agent.client import ServiceUnavailableError
 from edge_agent.consent import shares_log
 from edge_agent.daemon_state import DaemonState, data_fingerprint, read_daemon_state, write_daemon_state
+from edge_agent.engines import AUTO
 from edge_agent.enrolment import Connect, connect, open_api, require_enrolment
 from edge_agent.home import Home
 from edge_agent.lock import LockedError, hold_lock
@@ -62,10 +63,14 @@ class Daemon:
 
     Args:
         stop: set from outside (a signal) to end soon and cleanly.
+        engine: what trainings compute with: "auto", "light" or "torch".
     """
 
-    def __init__(self, home: Home, stop: threading.Event, world: World | None = None) -> None:
+    def __init__(
+        self, home: Home, stop: threading.Event, world: World | None = None, *, engine: str = AUTO
+    ) -> None:
         self._home = home
+        self._engine = engine
         self._stop = stop
         self._world = world or World()
         self._failed_polls = 0
@@ -165,6 +170,7 @@ class Daemon:
             minutes=policy.minutes_per_run,
             seed=0,
             share_log=shares_log(self._home),
+            engine=self._engine,
         )
         log.info("training starts: %d data references, %g minutes", len(request.data_paths), request.minutes)
         meter = _Meter(self, policy)

@@ -1,6 +1,7 @@
 """The durable state of one run: a folder of results, each written once, whole, before anything depends on it.
 
     run.json            what the run is: package, data digest, seed, settings; its random id for reports
+    engine.json         the engine that the run computes with, to its end
     search-*.json       results of the search, thrown-away steps included
     plan.json           epsilon, step size, step unit, steps: logged before the first step
     attempt-<n>.journal the step log of attempt n (permille.zo.journal)

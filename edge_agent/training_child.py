@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from edge_agent.engines import AUTO, EngineChoice
 from edge_agent.home import Home, open_home
 from edge_agent.lock import LockedError, hold_lock
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
@@ -32,12 +33,14 @@ _ERRORS: Mapping[str, type[PermilleError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
-    """What the daemon asks for. `minutes` and `seed` are the same on every try, so that a run is resumed."""
+    """What the daemon asks for. `minutes` and `seed` are the same on every try, so that a run is resumed;
+    `engine` is the name of one."""
 
     data_paths: tuple[Path, ...]
     minutes: float
     seed: int
     share_log: bool
+    engine: str = AUTO
 
 
 def train_in_child(home: Home, request: TrainingRequest, keep_going: Callable[[], bool]) -> str:
@@ -95,6 +98,7 @@ def _train(request: Mapping[str, Any], stop: threading.Event) -> str:
             seed=request["seed"],
             share_log=request["share_log"],
             stop_event=stop,
+            engine_of=EngineChoice(name=request.get("engine", AUTO)),
         )
     return str(outcome.outcome)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edge_agent.activation import Active, activate, active_model, referenced_runs
 from edge_agent.data import DataReport, read_documents
 from edge_agent.documents import Document
+from edge_agent.engines import EngineChoice
 from edge_agent.home import Home
 from edge_agent.interruption import InterruptibleEngine, RunInterrupted
 from edge_agent.judge import judge
@@ -34,7 +35,6 @@ from edge_agent.search import SearchFailed
 from edge_agent.setup import Setup, training_layers
 from edge_agent.tokens import TextTokenizer
 from edge_agent.trainer import Chosen, make_plan, train_attempts
-from permille.engines.factory import open_engine
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
@@ -55,7 +55,7 @@ def run_training(
     stop_event: threading.Event | None = None,
     progress: RunProgress | None = None,
     options: TrainOptions | None = None,
-    engine_of: OpenEngine = open_engine,
+    engine_of: OpenEngine | None = None,
 ) -> RunResult:
     """Personalise the installed package on the text in `data_paths`; adopt the result where it is surely
     better.
@@ -72,7 +72,7 @@ def run_training(
         stop_event: once set, the run stops within one call of the engine, resumable.
         progress: told what happens.
         options: further choices; `steps`, `minutes` and `seed` are then those in it.
-        engine_of: opens an engine on a package.
+        engine_of: opens an engine on a package; None: the one that fits. A run that goes on keeps its engine.
 
     Raises:
         InputError: paths or options that cannot be used.
@@ -98,7 +98,9 @@ def run_training(
         _activate_again(home, run, package)
         return result_of(run, ended, known=True)
     progress.phase("loading the model")
+    engine_of = _engine_of_run(run, engine_of or EngineChoice())
     engine = engine_of(package)
+    _keep_engine(run, engine)
     if stop_event is not None:
         engine = InterruptibleEngine(engine, stop_event)
     job = _Job(home, release, package, options, prepared, report, run, engine, share_log)
@@ -242,6 +244,36 @@ def _run(
     places = {"paths": [str(path.absolute()) for path in data_paths], "bad_rows": report.examples}
     run.once("data", lambda: places)
     return run
+
+
+def _engine_of_run(run: RunFolder, engine_of: OpenEngine) -> OpenEngine:
+    begun = _engine_name(run)
+    if begun is None or not isinstance(engine_of, EngineChoice):
+        return engine_of
+    return engine_of.begun_with(begun)
+
+
+def _keep_engine(run: RunFolder, engine: Engine) -> None:
+    """Losses of two engines differ in their last bits, so a run that mixed them would be no function of its
+    definition.
+
+    Raises:
+        InputError: the run began with another engine.
+    """
+    begun, name = _engine_name(run), engine.info()["name"]
+    if begun not in (None, name):
+        raise InputError(
+            f"expected engine {begun!r}, with which this run began, got {name!r}: "
+            f"go on with --engine {begun}, or begin another run with --seed"
+        )
+    run.once("engine", lambda: dict(engine.info()))
+
+
+def _engine_name(run: RunFolder) -> str | None:
+    """The engine of a run that has computed something; before there was a choice it was torch."""
+    if (known := run.load("engine")) is not None:
+        return str(known["name"])
+    return "torch" if run.load("plan") is not None else None
 
 
 def _activate_again(home: Home, run: RunFolder, package: Package) -> None:

@@ -40,6 +40,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("service/planted.py", "import torch", "the API process needs no torch"),
         ("service/planted.py", "import permille.sensitivity.fisher", "the API process needs no torch"),
         ("permille/zo/planted.py", "import pydantic", "zo and package stay light"),
+        ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
+        ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
         ("edge_agent/planted.py", "import torch", "the agent reaches torch only through an engine"),
     ],
 )
@@ -88,6 +90,7 @@ def test_there_is_one_version_number() -> None:
     [
         ("permille.zo.replay", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille.package.reader", {"torch", "pydantic", "sqlalchemy", "httpx"}),
+        ("permille.engines.light_engine", {"torch", "transformers", "pydantic", "sqlalchemy", "httpx"}),
         ("edge_agent.cli", {"torch", "transformers", "fastapi", "sqlalchemy", "celery"}),
         ("service.app", {"torch", "transformers", "bitsandbytes", "datasets"}),
     ],

@@ -279,7 +279,11 @@ def _gpt_neox(settings: Settings, family: Family) -> Architecture:
     )
 
 
-_FAMILIES: dict[Family, Callable[[Settings, Family], Architecture]] = dict.fromkeys(Family, _llama) | {
+_FAMILIES: Mapping[Family, Callable[[Settings, Family], Architecture]] = {
+    Family.LLAMA: _llama,
+    Family.MISTRAL: _llama,
+    Family.QWEN2: _llama,
+    Family.QWEN3: _llama,
     Family.GEMMA: _gemma,
     Family.GEMMA2: _gemma,
     Family.GEMMA3_TEXT: _gemma3,

@@ -101,4 +101,4 @@ def _rows(array: Array) -> bool:
 
 def _distance(array: Array) -> int:
     """Numbers from one row to the next."""
-    return max(array.strides[0] // 4, array.shape[1], 1)
+    return max(int(array.strides[0]) // 4, int(array.shape[1]), 1)

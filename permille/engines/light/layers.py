@@ -59,7 +59,7 @@ def activate(kind: Activation, x: Array) -> Array:
     if kind is Activation.GELU:
         x *= 0.5 * (1 + erf(x * np.float32(math.sqrt(0.5))))
         return x
-    x *= 0.5 * (1 + np.tanh(_tanh_argument(x)))
+    x *= np.float32(0.5) * (1 + np.tanh(_tanh_argument(x)))
     return x
 
 
@@ -67,15 +67,19 @@ def slope(kind: Activation, x: Array) -> Array:
     """The function's derivative, pointwise."""
     if kind is Activation.RELU:
         return (x > 0).astype(np.float32)
+    found: Array
     if kind is Activation.SILU:
-        sigmoid = 1 / (1 + np.exp(-x))
-        return sigmoid * (1 + x * (1 - sigmoid))
+        sigmoid: Array = np.reciprocal(1 + np.exp(-x))
+        found = sigmoid * (1 + x * (1 - sigmoid))
+        return found
     if kind is Activation.GELU:
-        density = np.exp(-0.5 * x * x) * np.float32(1 / math.sqrt(2 * math.pi))
-        return 0.5 * (1 + erf(x * np.float32(math.sqrt(0.5)))) + x * density
+        density: Array = np.exp(np.float32(-0.5) * x * x) * np.float32(1 / math.sqrt(2 * math.pi))
+        found = np.float32(0.5) * (1 + erf(x * np.float32(math.sqrt(0.5)))) + x * density
+        return found
     tanh = np.tanh(_tanh_argument(x))
     inner = np.float32(_ROOT_2_PI) * (1 + np.float32(3 * _CUBIC) * x * x)
-    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+    found = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+    return found
 
 
 _ROOT_2_PI, _CUBIC = math.sqrt(2 / math.pi), 0.044715

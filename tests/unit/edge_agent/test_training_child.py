@@ -31,7 +31,7 @@ import sys, types
 from types import SimpleNamespace
 from permille.errors import *
 module = types.ModuleType("edge_agent.training_job")
-def run_training(home, *, data_paths, steps, minutes, seed, share_log, stop_event):
+def run_training(home, *, data_paths, steps, minutes, seed, share_log, stop_event, engine_of):
 {body}
 module.run_training = run_training
 sys.modules["edge_agent.training_job"] = module
@@ -59,6 +59,7 @@ def test_the_child_is_handed_the_request_and_its_outcome_comes_back(
 ) -> None:
     child_doing(
         "assert steps is None and (minutes, seed, share_log) == (1.0, 0, False)\n"
+        "assert engine_of.name == 'auto'\n"
         "assert [str(path) for path in data_paths] == ['/no/such/file.txt']\n"
         "print('chatter of a library')\n"
         "return SimpleNamespace(outcome='kept_base')"

@@ -1,0 +1,85 @@
+"""The engine of a run: chosen by name, kept to the end of the run, without torch where that is possible."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edge_agent.engines import EngineChoice
+from edge_agent.run_folder import find_run
+from edge_agent.training_job import run_training
+from permille.engines.interface import EngineInfo
+from permille.engines.light_engine import LightEngine
+from permille.errors import InputError
+from permille.package.reader import Package
+from permille.schemas.runs import Outcome
+from tests.bigram_engine import BigramEngine, bigram_engine
+from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
+
+
+class Light(BigramEngine):
+    """The quick engine of tests under another name."""
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(name="light", version="1", compute_dtype="float32", threads=1, device="cpu")
+
+
+def test_a_choice_opens_its_engine_and_auto_stays_with_that_of_the_run(tmp_path: Path) -> None:
+    _, package = home_with_package(tmp_path / "home")
+
+    assert EngineChoice(name="light", threads=1)(package).info()["name"] == "light"
+    assert EngineChoice().begun_with("torch").name == "torch"
+    assert EngineChoice(name="light").begun_with("torch").name == "light"
+
+
+def test_a_run_does_not_go_on_with_another_engine(tmp_path: Path) -> None:
+    home, _ = home_with_package(tmp_path / "home")
+    text = user_text(tmp_path)
+
+    def train(engine_of: object) -> object:
+        return run_training(
+            home,
+            data_paths=[text],
+            steps=None,
+            minutes=None,
+            seed=0,
+            share_log=False,
+            options=QUICK,
+            engine_of=engine_of,  # type: ignore[arg-type]
+        )
+
+    class Killed(BaseException):
+        """Stands for SIGKILL."""
+
+    class Dies(BigramEngine):
+        def losses(self, *_: object) -> object:  # type: ignore[override]
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(Dies)
+    with pytest.raises(InputError, match="with which this run began, got 'light': go on with --engine"):
+        train(Light)
+    result = train(bigram_engine)
+    assert result.outcome is not Outcome.INTERRUPTED  # type: ignore[attr-defined]
+    run = find_run(home, result.run)  # type: ignore[attr-defined]
+    assert run.require("engine") == run.require("outcome")["engine"]
+
+
+def test_training_on_the_light_engine_imports_no_torch(tmp_path: Path) -> None:
+    home, package = home_with_package(tmp_path / "home")
+    text = user_text(tmp_path)
+    code = f"""
+import sys
+from pathlib import Path
+from edge_agent.home import open_home
+from edge_agent.options import TrainOptions
+from edge_agent.training_job import run_training
+options = TrainOptions(seed=0, steps=2, queries=1, batch_rows=1, row_tokens=16)
+result = run_training(open_home(Path({str(home.root)!r})), data_paths=[Path({str(text)!r})], steps=None,
+                      minutes=None, seed=0, share_log=False, options=options)
+print(result.details["metrics"]["engine"], sorted({{"torch", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "light []", done.stderr
+    assert isinstance(EngineChoice()(Package.open(package.blobs, package.digest)), LightEngine)
