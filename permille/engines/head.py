@@ -15,8 +15,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_BLOCK_TOKENS = 4096
+# Logits of one block are 4 MiB of float32, a widened block of the weight at most 8 MiB.
+_BLOCK_TOKENS = 1024
 _BLOCK_ROWS = 1024
+_BLOCK_WEIGHTS = 2 << 20
 
 
 class OutputHead:
@@ -42,42 +44,47 @@ class OutputHead:
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """[R, D] float32: for the few rows of a generation."""
         wide_RH = _wide(hidden_RH)
-        return torch.cat([self._capped(wide_RH @ w_BH.T)[0] for _, w_BH in self._blocks(wide_RH)], dim=1)
+        return torch.cat([self._capped(wide_RH @ w_BH.T) for _, w_BH in self._blocks(wide_RH)], dim=1)
 
     def _losses(self, hidden_RH: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
         """(loss [R], logsumexp [R])."""
         normalizer_R = hidden_RH.new_full((len(hidden_RH),), -torch.inf)
         chosen_R = torch.zeros_like(normalizer_R)
         for first, w_BH in self._blocks(hidden_RH):
-            logit_RB, _ = self._capped(hidden_RH @ w_BH.T)
-            normalizer_R = torch.logaddexp(normalizer_R, torch.logsumexp(logit_RB, dim=1))
+            logit_RB = self._capped(hidden_RH @ w_BH.T)
             row, inside = _inside(target_R, first, len(w_BH))
             chosen_R[row] = logit_RB[row, inside]
+            # As torch.logsumexp, in place: copies of the logits would be most of the memory.
+            largest_R = logit_RB.amax(dim=1)
+            sum_R = logit_RB.sub_(largest_R[:, None]).exp_().sum(dim=1)
+            normalizer_R = torch.logaddexp(normalizer_R, largest_R + sum_R.log())
         return normalizer_R - chosen_R, normalizer_R
 
     def _gradients(self, hidden_RH: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
         loss_R, normalizer_R = self._losses(hidden_RH, target_R)
         gradient_RH = torch.zeros_like(hidden_RH)
         for first, w_BH in self._blocks(hidden_RH):
-            logit_RB, slope_RB = self._capped(hidden_RH @ w_BH.T)
-            error_RB = torch.exp(logit_RB - normalizer_R[:, None])
+            logit_RB = self._capped(hidden_RH @ w_BH.T)
+            slope_RB = None if self._softcap is None else 1 - (logit_RB / self._softcap).square_()
+            error_RB = logit_RB.sub_(normalizer_R[:, None]).exp_()
             row, inside = _inside(target_R, first, len(w_BH))
             error_RB[row, inside] -= 1
             if slope_RB is not None:
                 error_RB *= slope_RB
-            gradient_RH += error_RB @ w_BH
+            gradient_RH.addmm_(error_RB, w_BH)
         return loss_R, gradient_RH
 
     def _blocks(self, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-        for first in range(0, len(self._weight_DH), _BLOCK_TOKENS):
-            yield first, self._weight_DH[first : first + _BLOCK_TOKENS].to(like.dtype)
+        vocabulary, width = self._weight_DH.shape
+        step = max(1, min(_BLOCK_TOKENS, _BLOCK_WEIGHTS // width))
+        for first in range(0, vocabulary, step):
+            yield first, self._weight_DH[first : first + step].to(like.dtype)
 
-    def _capped(self, logit_RB: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(logits, their derivative with respect to those before the cap)."""
+    def _capped(self, logit_RB: Tensor) -> Tensor:
+        """The logits through the soft cap, in place."""
         if self._softcap is None:
-            return logit_RB, None
-        tanh_RB = torch.tanh(logit_RB / self._softcap)
-        return self._softcap * tanh_RB, 1 - tanh_RB.square()
+            return logit_RB
+        return logit_RB.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
 def _row_blocks(hidden_RH: Tensor, target_R: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,5 +1,8 @@
 """Losses and gradients of the head, in blocks, against torch's own cross entropy and reverse-mode."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -50,6 +53,31 @@ def test_a_bfloat16_head_has_float32_logits() -> None:
     got = OutputHead(weight, None).logits(hidden)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, hidden.float() @ weight.float().T, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(1024, 64), (8, 4096)])
+@pytest.mark.parametrize("method", ["losses", "gradients"])
+def test_a_large_vocabulary_stays_below_64_mib(rows: int, hidden: int, method: str) -> None:
+    """256,000 words: all logits of 1,024 targets would be 1 GB, the widened weight of 4,096 columns 4 GB."""
+    code = f"""
+import torch
+from permille.engines.head import OutputHead
+
+def resident(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
+
+torch.set_num_threads(1)
+weight = torch.zeros(256_000, {hidden}, dtype=torch.bfloat16)  # Read, never written: it takes no memory.
+head = OutputHead(weight, 30.0)
+hidden, target = torch.ones({rows}, {hidden}), torch.arange({rows})
+OutputHead(torch.zeros(9, {hidden}), None).{method}(hidden[:4], target[:4])
+before = resident("VmRSS")
+head.{method}(hidden, target)
+print(resident("VmHWM") - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64
 
 
 def test_large_logits_neither_overflow_nor_lose_the_loss() -> None:
