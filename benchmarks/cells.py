@@ -42,6 +42,10 @@ class Cells:
         """The finished cells of a figure."""
         return [(settings, result) for name, settings, result in self if name == figure]
 
+    def has(self, figure: str, settings: Settings) -> bool:
+        """Whether the cell is finished."""
+        return _key(figure, settings) in self._results
+
     def once(self, figure: str, settings: Settings, measure: Callable[[], Result]) -> Result:
         """The cell's result; measured and written if it is not there."""
         key = _key(figure, settings)

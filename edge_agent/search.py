@@ -100,7 +100,7 @@ def find_learning_rate(
     wanted = [-1, 0, 1]
     while wanted:
         for power in wanted:
-            racer = _Racer(setup, phase, epsilon, g_rms, start * RACE_FACTOR**power, race_steps)
+            racer = Racer(setup, phase, epsilon, g_rms, start * RACE_FACTOR**power, race_steps)
             result = run.once(f"search-{_stage(phase)}race-{power}", racer.race)
             losses[power] = math.inf if result["loss"] is None else float(result["loss"])
         best = min(losses, key=lambda power: (losses[power], power))
@@ -117,8 +117,12 @@ def find_learning_rate(
 
 
 @dataclass(frozen=True, slots=True)
-class _Racer:
-    """A few steps from the base with one learning rate. The steps are thrown away."""
+class Racer:
+    """A few steps of one phase from the base, with one learning rate. The steps are thrown away.
+
+    Attributes:
+        g_rms: root mean square of the projected gradients, for the step unit.
+    """
 
     setup: Setup
     phase: Phase

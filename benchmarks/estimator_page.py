@@ -1,0 +1,128 @@
+"""The comparison of estimators as markdown, from finished cells."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks.cells import Cells
+from benchmarks.estimator_runs import Contender
+from permille.zo.header import EstimatorKind
+
+FIGURE = "estimators"
+BASELINE = Contender(estimator=EstimatorKind.SPSA, queries=8).label
+
+Points = list[dict[str, Any]]
+# Of one (model, text, seed): the points of each contender, by label.
+Group = dict[str, Points]
+
+
+def page(cells: Cells) -> str:
+    """All groups in one table for each model and text, and what each contender does over all of them."""
+    groups = _groups(cells)
+    lines = [
+        "# Estimators at equal cost",
+        "",
+        "Made by `python -m benchmarks.estimators`; all points are in `estimators.json`. Nats per held-out",
+        "token that training takes off, mean over seeds: after the same number of row passes, and after the",
+        "same processor seconds (those of the contender of the group that was done first). Speed: seconds",
+        f"that `{BASELINE}` needs for its last loss, divided by those that the contender needs for it;",
+        "geometric mean over the runs that reach it. Name: estimator, queries x rows.",
+    ]
+    for model, text in sorted({key[:2] for key in groups}):
+        chosen = [group for key, group in sorted(groups.items()) if key[:2] == (model, text)]
+        lines += ["", f"## {model}, {text}", "", *_table(chosen)]
+    lines += ["", "## All", "", *_table(list(groups.values()))]
+    failed = [
+        f"- {Contender(**_contender(settings)).label}: {settings['model']}, {settings['text']}, "
+        f"seed {settings['seed']}: {result['failed']}"
+        for settings, result in cells.of(FIGURE)
+        if "failed" in result
+    ]
+    if failed:
+        lines += ["", "## Without a usable epsilon or step size", "", *failed]
+    return "\n".join(lines) + "\n"
+
+
+def loss_at(points: Points, axis: str, place: float) -> float:
+    """The loss at a number of passes or seconds, on the line between the points around it; NaN where a loss
+    was not finite."""
+    before = points[0]
+    for point in points[1:]:
+        if point[axis] >= place:
+            share = (place - before[axis]) / (point[axis] - before[axis])
+            return _loss(before) + share * (_loss(point) - _loss(before))
+        before = point
+    return _loss(points[-1])
+
+
+def seconds_to(points: Points, loss: float) -> float:
+    """Seconds until the loss is reached, on the line between points; infinite where it never is."""
+    before = points[0]
+    for point in points[1:]:
+        if _loss(point) <= loss:
+            fall = _loss(before) - _loss(point)
+            share = 1.0 if fall <= 0 else (_loss(before) - loss) / fall
+            return float(before["cpu_s"] + share * (point["cpu_s"] - before["cpu_s"]))
+        before = point
+    return math.inf
+
+
+def _groups(cells: Cells) -> dict[tuple[str, str, int], Group]:
+    groups: dict[tuple[str, str, int], Group] = defaultdict(dict)
+    for settings, result in cells.of(FIGURE):
+        if "points" in result:
+            label = Contender(**_contender(settings)).label
+            groups[settings["model"], settings["text"], settings["seed"]][label] = result["points"]
+    return groups
+
+
+def _contender(settings: dict[str, Any]) -> dict[str, Any]:
+    names = ("queries", "batch_rows", "basis", "scaling")
+    return {"estimator": EstimatorKind(settings["estimator"]), **{name: settings[name] for name in names}}
+
+
+def _table(groups: Iterable[Group]) -> list[str]:
+    columns: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for group in groups:
+        for label, found in _figures(group).items():
+            for name, number in found.items():
+                columns[label][name].append(number)
+    lines = [
+        "| contender | runs | at equal passes | at equal seconds | SE | speed | reached |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for label, column in sorted(columns.items(), key=lambda item: -mean(item[1]["by_seconds"])):
+        seconds = column["by_seconds"]
+        error = f"{stdev(seconds) / math.sqrt(len(seconds)):.3f}" if len(seconds) > 1 else "-"
+        reached = [speed for speed in column["speed"] if speed > 0]
+        speed = f"{math.exp(mean(map(math.log, reached))):.2f}" if reached else "-"
+        lines.append(
+            f"| {label} | {len(seconds)} | {mean(column['by_passes']):.3f} | {mean(seconds):.3f} "
+            f"| {error} | {speed} | {len(reached)} of {len(column['speed'])} |"
+        )
+    return lines
+
+
+def _figures(group: Group) -> dict[str, dict[str, float]]:
+    """Of each contender: the fall at equal passes and at equal seconds, and the speed (0: not reached)."""
+    passes = min(points[-1]["passes"] for points in group.values())
+    seconds = min(points[-1]["cpu_s"] for points in group.values())
+    figures = {}
+    for label, points in group.items():
+        base = _loss(points[0])
+        found = {
+            "by_passes": base - loss_at(points, "passes", passes),
+            "by_seconds": base - loss_at(points, "cpu_s", seconds),
+        }
+        if BASELINE in group:
+            goal = _loss(group[BASELINE][-1])
+            needed = seconds_to(points, goal)
+            found["speed"] = seconds_to(group[BASELINE], goal) / needed if 0 < needed < math.inf else 0.0
+        figures[label] = found
+    return figures
+
+
+def _loss(point: dict[str, Any]) -> float:
+    return math.nan if point["loss"] is None else float(point["loss"])
