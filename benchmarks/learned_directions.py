@@ -67,7 +67,7 @@ class Case:
     lengths: tuple[float, ...]
 
 
-_SMALL, _REFERENCE = (0.03, 0.1, 0.3, 0.9), (0.2, 0.6, 1.8, 5.4)
+_SMALL, _REFERENCE = (0.1, 0.3, 0.9), (0.6, 1.8, 5.4)
 CASES = (
     Case(model="stories260K-hf", density=0.01, steps=100, lengths=_SMALL),
     Case(model="reference-7M", density=0.001, steps=100, lengths=_REFERENCE),
