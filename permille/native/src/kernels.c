@@ -7,3 +7,4 @@
 #include "products.inc"
 #include "directions.inc"
 #include "replay.inc"
+#include "layers.inc"

@@ -1,0 +1,128 @@
+"""What stands between the products of a decoder layer: norm, rotation, activation, attention, in float32.
+
+Each function says whether it did the work: without the library, or for arrays whose layout a kernel does not
+take, it returns False and touches nothing, and the caller's numpy does the same to rounding. They hold no
+lock while they run and use one thread.
+
+# Legend: M tokens, H width, T new tokens of S, A heads, B key-value heads, D numbers of a head, E = half of
+what is rotated, N, K = rows and columns of the head.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.native.library import load
+
+Array = NDArray[np.float32]
+
+_LANES = 16
+
+
+def rms_norm(x_MH: Array, weight_H: Array, epsilon: float, out: Array) -> bool:
+    """`out = w x / sqrt(mean(x^2) + epsilon)`; `out` may be x."""
+    library = load()
+    arrays = (x_MH, weight_H, out)
+    if library is None or not all(_is_plain(array) for array in arrays) or x_MH.shape != out.shape:
+        return False
+    rows, width = x_MH.shape
+    if weight_H.shape != (width,):
+        return False
+    library.call("rms_norm", x_MH, rows, width, weight_H, np.array([epsilon], np.float32), out)
+    return True
+
+
+def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> bool:
+    """Rotate the first 2E numbers of every head by its token's angles, in place."""
+    library = load()
+    tokens, heads, head = x_MAD.shape
+    half = cosine_ME.shape[1]
+    fits = cosine_ME.shape == sine_ME.shape == (tokens, half) and 2 * half <= head
+    plain = _is_plain(cosine_ME) and _is_plain(sine_ME) and _has_plain_heads(x_MAD)
+    if library is None or not fits or not plain:
+        return False
+    library.call(
+        "rotate", x_MAD, tokens, *_steps(x_MAD)[:1], heads, head, *_steps(x_MAD)[1:], half, cosine_ME, sine_ME
+    )
+    return True
+
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def activate(kind: str, x: Array) -> bool:
+    """`x / (1 + e^-x)` ("silu") or the tanh form of GELU ("gelu_tanh"), in place."""
+    library = load()
+    if library is None or kind not in _ACTIVATIONS or not _is_plain(x):
+        return False
+    library.call("activate", x, x.size, _ACTIVATIONS[kind])
+    return True
+
+
+def attention(
+    q_TAD: Array,
+    k_SBD: Array,
+    v_SBD: Array,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    out_TAD: Array,
+) -> bool:
+    """Causal attention of the last T of S tokens; head a reads key-value head a // (A / B).
+
+    Args:
+        window: a token sees so many, itself included; None: all before it.
+        cap: scores are `cap * tanh(score / cap)`; None: as they are.
+    """
+    library = load()
+    arrays = (q_TAD, k_SBD, v_SBD, out_TAD)
+    if library is None or not all(_has_plain_heads(array) for array in arrays):
+        return False
+    queries, heads, head = q_TAD.shape
+    keys, kv_heads, _ = k_SBD.shape
+    fits = k_SBD.shape == v_SBD.shape == (keys, kv_heads, head) and out_TAD.shape == q_TAD.shape
+    if not fits or heads % kv_heads or not 0 < queries <= keys or cap == 0:
+        return False
+    numbers = np.array([scale, cap or 0.0], np.float32)
+    if queries == 1:
+        library.call(
+            "attention_one", q_TAD, _steps(q_TAD)[1], k_SBD, *_steps(k_SBD), v_SBD, *_steps(v_SBD),
+            out_TAD, _steps(out_TAD)[1], keys, heads, kv_heads, head, window or 0, numbers,
+            np.empty(keys, np.float32),
+        )  # fmt: skip
+        return True
+    wide, deep = -(-keys // _LANES) * _LANES, -(-head // _LANES) * _LANES
+    library.call(
+        "attention", q_TAD, *_steps(q_TAD), k_SBD, *_steps(k_SBD), v_SBD, *_steps(v_SBD),
+        out_TAD, *_steps(out_TAD), queries, keys, heads, kv_heads, head, window or 0, numbers,
+        np.empty((head + 4) * wide + keys * deep, np.float32),
+    )  # fmt: skip
+    return True
+
+
+def product_bf16(x_K: Array, w_NK: NDArray[np.uint16], out_N: Array) -> bool:
+    """`out = W x` for rows of bfloat16, which are widened in registers."""
+    library = load()
+    plain = _is_plain(x_K) and _is_plain(out_N) and w_NK.dtype == np.uint16 and w_NK.flags.c_contiguous
+    if library is None or not plain or w_NK.shape != (len(out_N), len(x_K)):
+        return False
+    library.call("product_bf16", x_K, w_NK, *w_NK.shape, out_N)
+    return True
+
+
+def _is_plain(array: Array) -> bool:
+    return array.dtype == np.float32 and array.flags.c_contiguous
+
+
+def _has_plain_heads(array: Array) -> bool:
+    """[tokens, heads, numbers] with the numbers of a head side by side."""
+    return (
+        array.ndim == 3
+        and array.dtype == np.float32
+        and array.strides[2] == 4
+        and all(stride >= 0 and stride % 4 == 0 for stride in array.strides)
+    )
+
+
+def _steps(array: Array) -> tuple[int, int]:
+    """Floats from token to token and from head to head."""
+    return array.strides[0] // 4, array.strides[1] // 4
