@@ -10,6 +10,7 @@ from rich.markup import escape
 from permille import __version__
 from permille.files import write_atomic
 from service.cli import fleet, inputs, work
+from service.cli.evaluate import evaluate
 from service.cli.exits import CommandError, Exit
 from service.cli.output import make_output, print_json
 from service.cli.session import AsJson, Place
@@ -46,6 +47,7 @@ for _name, _commands in (
 ):
     app.add_typer(_commands, name=_name)
 app.command("preflight")(work.preflight)
+app.command("evaluate")(evaluate)
 
 
 def _show_version(wanted: bool) -> None:

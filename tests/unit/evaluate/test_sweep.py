@@ -155,3 +155,18 @@ def test_a_task_counts_only_where_first_order_training_clearly_gains() -> None:
     assert not countable({("fo:full", "sst2"): [record("fo:full", 300)]}, "sst2")
     one_N, other_N = paired([record("a", 3)], [record("b", 2)])
     assert one_N.sum() - other_N.sum() == 1
+
+
+def test_the_operators_command_runs_a_sweep_and_tells_refusals(
+    sweep_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from service.cli.main import main as permille
+
+    sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
+    table = tmp_path / "table.md"
+    assert permille(["evaluate", str(sweep_file), "--table", str(table)]) == 0
+    assert "| zero-shot |" in table.read_text()
+    sweep_file.write_text("models = 3")
+    assert permille(["evaluate", str(sweep_file)]) == 3
+    assert "expected corpus, methods, tasks" in capfd.readouterr().err
+    assert permille(["evaluate", str(tmp_path / "absent.toml")]) == 2

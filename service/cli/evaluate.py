@@ -1,0 +1,42 @@
+"""`permille evaluate`: a sweep over methods and tasks, in a process of its own, since it needs torch."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.cli.exits import CommandError, Exit
+
+_NEEDED = ("torch", "transformers", "scipy", "peft")
+
+
+def evaluate(
+    sweep: Annotated[
+        Path, typer.Argument(help="TOML file; docs/guide/evaluate.md.", exists=True, dir_okay=False)
+    ],
+    results: Annotated[
+        Path | None, typer.Option(help="JSON lines, one a finished cell. Default: beside the sweep.")
+    ] = None,
+    table: Annotated[Path | None, typer.Option(help="Where to write the tables. Default: printed.")] = None,
+) -> None:
+    """Compare methods on tasks, here and now. Stop it when you like: the same command goes on.
+
+    Examples:
+
+      permille evaluate sweep.toml --table table.md
+    """
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise CommandError(
+            f'expected {", ".join(missing)} to be installed: pip install "permille[evaluate]"', Exit.USAGE
+        )
+    options = {"--results": results, "--table": table}
+    chosen = [text for name, path in options.items() if path is not None for text in (name, str(path))]
+    try:
+        done = subprocess.run([sys.executable, "-m", "permille.evaluate", str(sweep), *chosen], check=False)
+    except KeyboardInterrupt:  # the process had it too, and has said what it keeps
+        raise typer.Exit(130) from None
+    if done.returncode:
+        raise typer.Exit(int(Exit.REFUSED) if done.returncode == 1 else done.returncode)
