@@ -15,6 +15,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 
 DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}
+_OTHER_DENSITY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ def user_text(
     Raises:
         OperatorError: no package was installed.
     """
-    home = installed_home(folder, sources, model, packages, DENSITIES[model])
+    home = installed_home(folder, sources, model, packages, DENSITIES.get(model, _OTHER_DENSITY))
     release = installed_release(home)
     if release is None:
         raise OperatorError(f"expected an installed package in {folder}, found none")

@@ -1,0 +1,115 @@
+"""The races to a held-out loss, in their quick form: a tiny random model, made-up texts, a few steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compute_types, first_order, time_to_loss
+from benchmarks.cells import Cells
+from benchmarks.loss_page import page
+from benchmarks.model_packages import Sources
+from benchmarks.trajectories import descend, lowest, seconds_to
+from benchmarks.user_text import user_text
+from edge_agent.evaluate import mean_loss
+from permille.engines.torch_engine import TorchEngine
+from tests.packages import sentences
+from tests.tiny_model import write_model
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    """A model and texts where the benchmarks look for them."""
+    made = Sources(models=tmp_path / "models", data=tmp_path / "data")
+    write_model(made.models / "tiny")
+    made.corpus.parent.mkdir(parents=True)
+    texts = (" ".join(sentences(20, seed=seed)) for seed in range(64))
+    made.corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    users = made.data / "users/shakespeare/tinyshakespeare_by_speaker.jsonl"
+    users.parent.mkdir(parents=True)
+    row = {"user": time_to_loss.SPEAKER, "text": sentences(250, seed=7)}
+    users.write_text(json.dumps(row) + "\n")
+    return made
+
+
+def test_evaluations_are_off_the_clock_and_the_first_low_one_counts() -> None:
+    losses = iter([5.0, 4.0, 2.0, 3.0])
+    points = descend(lambda _: None, lambda: next(losses), steps=6, every=2)
+    assert [point["step"] for point in points] == [0, 2, 4, 6]
+    assert lowest(points)["step"] == 4
+    assert seconds_to(points, 3.5) == points[2]["wall_s"]
+    assert seconds_to(points, 1.0) is None
+
+
+def test_a_loss_that_is_not_finite_ends_a_run() -> None:
+    losses = iter([5.0, float("inf"), 2.0])
+    points = descend(lambda _: None, lambda: next(losses), steps=6, every=2)
+    assert [point["step"] for point in points] == [0, 2]
+
+
+def test_the_race_against_mezo_makes_every_run_and_a_page(sources: Sources, tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "cells.jsonl")
+    time_to_loss.run(
+        cells,
+        sources,
+        tmp_path / "packages",
+        model="tiny",
+        seed=0,
+        steps=4,
+        our_steps=4,
+        trial_steps=1,
+        threads=1,
+    )
+    found = {settings["what"]: result for settings, result in cells.of("time to loss")}
+    assert set(found) == {"trial", "MeZO", "plain MeZO", "permille"}
+    assert [point["step"] for point in found["MeZO"]["points"]] == [0, 1, 2, 3, 4]
+    # Both loops begin at the full-precision model's loss on the same rows.
+    assert found["MeZO"]["points"][0]["loss"] == found["plain MeZO"]["points"][0]["loss"]
+    assert found["permille"]["points"][-1]["step"] == 4
+    assert "| plain MeZO | 4 |" in page(cells)
+
+
+def test_first_order_trains_from_our_base_in_a_process_of_its_own(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERMILLE_MODELS", str(sources.models))
+    monkeypatch.setenv("PERMILLE_DATA", str(sources.data))
+    user = user_text(sources, "tiny", time_to_loss.SPEAKER, 0, tmp_path / "packages", tmp_path / "home")
+    base = mean_loss(TorchEngine(user.package), user.package.values(), user.prepared.select)
+    found = first_order.measure(
+        tmp_path / "packages",
+        method="LoRA",
+        model="tiny",
+        seed=0,
+        steps=4,
+        every=2,
+        threads=1,
+        learning_rate=1e-2,
+    )
+    assert found["points"][0]["loss"] == pytest.approx(base, abs=1e-3)
+    assert found["points"][-1]["loss"] < base
+    assert found["peak_bytes"] >= found["anonymous_peak_bytes"] > 1 << 20
+
+
+def test_compute_types_are_judged_against_float32(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_types, "RACE_STEPS", 1)
+    monkeypatch.setattr(compute_types, "PROBE_STEPS", 1)
+    cells = Cells(tmp_path / "cells.jsonl")
+    compute_types.run(
+        cells,
+        sources,
+        tmp_path / "packages",
+        model="tiny",
+        seeds=[0, 1],
+        steps=2,
+        threads=1,
+        types=["float32", "bfloat16"],
+    )
+    errors = {settings["type"]: result for settings, result in cells.of("error") if settings["seed"] == 0}
+    assert errors["float32"]["forward"] == 0
+    assert errors["bfloat16"]["forward"] > 1e-4
+    assert errors["float32"]["1"] < errors["bfloat16"]["1"]
+    text = compute_types.page(cells)
+    assert "| bfloat16 | 2 | 2 |" in text
