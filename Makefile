@@ -75,8 +75,15 @@ schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service w
 bench-replay: $(VENV)/.native  ## Replay of 20,000 steps of 1.1M values
 	$(BIN)/python -m benchmarks.replay
 
-bench-engine: $(VENV)/.native  ## Step time of the engine beside transformers and bitsandbytes
-	$(BIN)/python -m benchmarks.engine
+bench-engine: $(VENV)/.native  ## Steps, memory and decoding beside dense passes, bitsandbytes and MeZO (20 minutes)
+	$(BIN)/python -m benchmarks.engine --output docs/results
+
+bench-time-to-loss: $(VENV)/.native  ## Time to the losses of MeZO and of first order (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m benchmarks.time_to_loss --cells build/bench/loss.jsonl
+	$(BIN)/python -m benchmarks.first_order --cells build/bench/loss.jsonl --output docs/results
+
+bench-compute-types: $(VENV)/.native  ## Compute types that training bears (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m benchmarks.compute_types --cells build/bench/types.jsonl --output docs/results
 
 bench-personalise: $(VENV)/.native  ## Held-out loss of several users, three seeds (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.personalise
