@@ -54,12 +54,11 @@ class AssembledModel:
     config: Any
 
 
-def assemble(
-    package: Package, *, device: torch.device, dtype: torch.dtype, cache_bytes: int
-) -> AssembledModel:
+def assemble(package: Package, overlay: Overlay, *, cache_bytes: int) -> AssembledModel:
     """Build the model of a package.
 
     Args:
+        overlay: its layers share it; it decides device and dtype.
         cache_bytes: dequantized weights are kept, in the model's order, as far as they fit.
 
     Raises:
@@ -69,10 +68,9 @@ def assemble(
     if package.config.get("use_bidirectional_attention"):
         raise InputError("expected a causal language model, got one with use_bidirectional_attention")
     model = _empty_model(package.config)
-    overlay = Overlay(device, dtype)
-    _compute_buffers(model, device)
+    _compute_buffers(model, overlay.device)
     _place_overlays(model, package, overlay, cache_bytes)
-    _place_plain(model, package, device, dtype)
+    _place_plain(model, package, overlay.device, overlay.dtype)
     names = [info.name for info in package.manifest.tensors]
     layers = model.get_submodule(names[0].partition(".layers.")[0] + ".layers")
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()

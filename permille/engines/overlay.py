@@ -52,9 +52,11 @@ class FixedValues:
 class Overlay:
     """What the layers of one engine share: the values of the running forward pass, and a scratch weight."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, int8_inputs: bool = False) -> None:
+        """`int8_inputs`: layers see their inputs as int8 would hold them; for experiments."""
         self.device = device
         self.dtype = dtype
+        self.int8_inputs = int8_inputs
         self.differentiated = False
         self.fixed: FixedValues | None = None
         self._values_GK: Tensor | None = None
@@ -133,7 +135,7 @@ class OverlayLinear(nn.Module):
         values_GC = self._overlay.values(*self._span)
         if self._overlay.differentiated:
             return self._differentiated(x, values_GC[0])
-        x_MK = x.reshape(-1, self.in_features)
+        x_MK = self.seen(x).reshape(-1, self.in_features)
         if self._overlay.fixed is not None and not self._cached and self._weight.multiplies(x_MK):
             y_MN = self._from_codes(x_MK, self._overlay.fixed, values_GC)
         else:
@@ -141,6 +143,10 @@ class OverlayLinear(nn.Module):
             groups = len(values_GC) if values_GC.shape[1] else 1
             self._by_tiles(x_MK.chunk(groups), values_GC, y_MN.chunk(groups))
         return y_MN.view(*x.shape[:-1], self.out_features)
+
+    def seen(self, x: Tensor) -> Tensor:
+        """The input as the product takes it."""
+        return through_int8(x) if self._overlay.int8_inputs else x
 
     def current_weight(self) -> Tensor:
         """The weight [N, K] of `primal`'s product; valid until another layer runs."""
@@ -225,6 +231,12 @@ class OverlayLinear(nn.Module):
         return self._overlay.scratch(size) if self._cache is None else self._cache
 
 
+def through_int8(x: Tensor) -> Tensor:
+    """x [..., K] rounded to 8 bits and back, each token with its own symmetric scale: `max|x| / 127`."""
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    return torch.where(scale > 0, torch.round(x / scale) * scale, x)
+
+
 class _OverlayProduct(torch.autograd.Function):
     """The layer as a function of x and of its sparse values, for forward-mode differentiation.
 
@@ -234,13 +246,13 @@ class _OverlayProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, value_C: Tensor, layer: OverlayLinear) -> Tensor:
-        return layer.primal(x, value_C)
+        return layer.primal(layer.seen(x), value_C)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, OverlayLinear], _: Tensor) -> None:
-        x, _, layer = inputs
+        x, _, layer = inputs  # Rounding of inputs is passed straight through by tangents.
         ctx.set_materialize_grads(False)
-        ctx.save_for_forward(x)
+        ctx.save_for_forward(layer.seen(x))
         ctx.layer = layer
 
     @staticmethod

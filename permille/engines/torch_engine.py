@@ -32,7 +32,7 @@ from permille.engines.assembly import assemble
 from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values
 from permille.engines.interface import EngineInfo
 from permille.engines.layer_stack import Program, RunLayer
-from permille.engines.overlay import FixedValues
+from permille.engines.overlay import FixedValues, Overlay
 from permille.engines.packed_attention import Segments
 from permille.engines.packed_batch import PackedBatch, packed_parts
 from permille.engines.prefix_cache import PrefixCache, row_key
@@ -49,11 +49,16 @@ DEFAULT_CACHE_BYTES = 512 << 20
 
 
 class ComputeDtype(StrEnum):
-    """What the decoder computes in. FLOAT64 is for tests: a reference for derivatives."""
+    """What the decoder computes in.
+
+    FLOAT64 is for tests: a reference for derivatives. INT8_ACTIVATIONS is for experiments: float32, but
+    linear layers see their inputs as int8 would hold them; as slow as float32.
+    """
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT64 = "float64"
+    INT8_ACTIVATIONS = "int8-activations"
 
 
 class TorchEngine:
@@ -95,10 +100,12 @@ class TorchEngine:
             torch.set_num_threads(threads)
         self._device = _device(device)
         self._compute_dtype = ComputeDtype(compute_dtype)
-        self._dtype: torch.dtype = getattr(torch, self._compute_dtype)
+        int8_inputs = self._compute_dtype is ComputeDtype.INT8_ACTIVATIONS
+        self._dtype: torch.dtype = torch.float32 if int8_inputs else getattr(torch, self._compute_dtype)
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
-        self._model = assemble(package, device=self._device, dtype=self._dtype, cache_bytes=cache_bytes)
+        overlay = Overlay(self._device, self._dtype, int8_inputs=int8_inputs)
+        self._model = assemble(package, overlay, cache_bytes=cache_bytes)
         self._first_masked = first_masked_layer(self._model.spans)
         self._prefix_cache = prefix_cache
         self._prefix_scope = (
