@@ -40,9 +40,8 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> bool:
     plain = _is_plain(cosine_ME) and _is_plain(sine_ME) and _has_plain_heads(x_MAD)
     if library is None or not fits or not plain:
         return False
-    library.call(
-        "rotate", x_MAD, tokens, *_steps(x_MAD)[:1], heads, head, *_steps(x_MAD)[1:], half, cosine_ME, sine_ME
-    )
+    token_step, head_step = _steps(x_MAD)
+    library.call("rotate", x_MAD, tokens, token_step, heads, head_step, half, cosine_ME, sine_ME)
     return True
 
 
