@@ -24,7 +24,7 @@ from permille.package.layers import (
     write_plain,
     write_values,
 )
-from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES
+from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES, MEASUREMENTS
 from permille.package.manifest import (
     Layer,
     Manifest,
@@ -164,7 +164,7 @@ def _quantized(
 
 def _files(blobs: BlobFolder, checkpoint: Checkpoint) -> Iterator[Layer]:
     yield write_file(blobs, "config.json", config_bytes(clean_config(checkpoint.config)))
-    for name in sorted(FILE_NAMES - {"config.json"}):
+    for name in sorted(FILE_NAMES - {"config.json", MEASUREMENTS}):
         if (checkpoint.folder / name).exists():
             yield write_file(blobs, name, _read(checkpoint, name))
 

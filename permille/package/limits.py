@@ -18,6 +18,8 @@ MAX_EXPONENT = 15  # FORMAT 4.7
 MAX_BASIS_RANK = 256  # FORMAT 4.8
 GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
 
+MEASUREMENTS = "measurements.json"  # made with the package, never taken from a model's folder
+
 # FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.
 FILE_NAMES = frozenset(
     {
@@ -32,6 +34,7 @@ FILE_NAMES = frozenset(
         "merges.txt",
         "added_tokens.json",
         "LICENSE",
+        MEASUREMENTS,
     }
 )
 

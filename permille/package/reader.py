@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
-from permille.package.config_files import check_config_family, check_file, parse_config
+from permille.package.config_files import check_config_family, check_file, parse_config, parse_measurements
 from permille.package.direction_layers import check_basis, check_exponents, rank_of, read_flat
 from permille.package.layers import ABSMAX, SCALES
-from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, OPTIONAL_ROLES, Role
+from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, MEASUREMENTS, OPTIONAL_ROLES, Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.safetensors_io import FLOATS, RawTensor, SafetensorsFile
@@ -226,6 +226,10 @@ class Package:
     def file(self, path: str) -> bytes:
         """A file's bytes, hashed (KeyError: the package has no such file)."""
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)
+
+    def measurements(self) -> dict[str, Any] | None:
+        """What the package's maker measured of it (FORMAT 3.3); None: nothing. Evidence, not settings."""
+        return parse_measurements(self.file(MEASUREMENTS)) if MEASUREMENTS in self.manifest.files() else None
 
     def verify(self, deep: bool = True) -> VerifyReport:
         """Hash every blob and look at every number; without `deep` what `open` did is reported.

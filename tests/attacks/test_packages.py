@@ -468,6 +468,20 @@ def tokenizer_config_with_code(forge: Forge) -> str:
     return forge.seal()
 
 
+@attack("config-malformed")
+def measurements_are_a_list(forge: Forge) -> str:
+    forge.rename("LICENSE", "measurements.json")
+    forge.replace("measurements.json", b"[1]")
+    return forge.seal()
+
+
+@attack("config-malformed")
+def measurements_with_nan(forge: Forge) -> str:
+    forge.rename("LICENSE", "measurements.json")
+    forge.replace("measurements.json", b'{"error_of_g":NaN}')
+    return forge.seal()
+
+
 @attack("config-model")
 def config_of_an_unknown_family(forge: Forge) -> str:
     return _with_config(forge, model_type="mamba")

@@ -1,4 +1,4 @@
-"""Exponents and a basis come back in flat order, are optional, and nothing wrong is written."""
+"""Exponents, a basis and measurements come back, are optional, and nothing wrong is written."""
 
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from permille.package.direction_layers import write_basis, write_exponents
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
+from permille.package.writer import add_measurements
 from tests.unit.package.tiny import write_tiny
 
 K = 70
@@ -60,6 +61,21 @@ def test_a_tensor_without_masked_weights_has_no_rows(blobs: BlobFolder) -> None:
     same = write_basis(blobs, np.ones((5, 2), np.int8), dict(COUNTS))
     assert layer == same
     assert layer != write_basis(blobs, np.ones((5, 2), np.int8), COUNTS | {"a": 3, "c": 2})
+
+
+def test_measurements_are_added_and_replaced_without_touching_the_rest(blobs: BlobFolder) -> None:
+    tiny = write_tiny(blobs, basis=BASIS)
+    package = Package.open(blobs, tiny.digest)
+    assert package.measurements() is None
+    measured = {"torch": {"bf16": {"0.01": 0.05}}}
+    first = Package.open(blobs, add_measurements(package, {"torch": {}}))
+    second = Package.open(blobs, add_measurements(first, measured))
+    assert second.measurements() == measured
+    assert set(package.manifest.layers) < set(second.manifest.layers)
+    assert len(second.manifest.layers) == len(package.manifest.layers) + 1
+    assert second.mask_digest == package.mask_digest
+    with pytest.raises(ValueError, match="JSON compliant"):
+        add_measurements(package, {"error": float("nan")})
 
 
 @pytest.mark.parametrize(

@@ -91,3 +91,28 @@ def test_a_file_that_is_too_large_is_refused(mask: Mapping[str, NDArray[np.uint3
             method="random",
             density=0.05,
         )
+
+
+def test_measurements_of_a_models_folder_are_not_taken_for_ours(
+    mask: Mapping[str, NDArray[np.uint32]], tmp_path: Path
+) -> None:
+    save_model(tmp_path / "model")
+    (tmp_path / "model" / "measurements.json").write_text('{"error_of_g": 0}')
+    blobs = BlobFolder(tmp_path / "blobs")
+    digest = pack_model(blobs, Checkpoint(tmp_path / "model"), mask, method="random", density=0.05)
+    assert Package.open(blobs, digest).measurements() is None
+
+
+def test_directions_are_packed_beside_the_mask(
+    checkpoint: Checkpoint, mask: Mapping[str, NDArray[np.uint32]], tmp_path: Path
+) -> None:
+    k = sum(indices.size for indices in mask.values())
+    exponents, basis = np.zeros(k, np.int8), np.ones((k, 2), np.int8)
+    blobs = BlobFolder(tmp_path)
+    digest = pack_model(
+        blobs, checkpoint, mask, method="random", density=0.05, exponents=exponents, basis=basis
+    )
+    package = Package.open(blobs, digest)
+    assert np.array_equal(package.basis(), basis) and np.array_equal(package.exponents(), exponents)  # type: ignore[arg-type]
+    with pytest.raises(InputError):
+        pack_model(blobs, checkpoint, mask, method="random", density=0.05, basis=basis[1:])
