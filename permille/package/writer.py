@@ -1,8 +1,8 @@
 """The last step of making a package, and a view of it for other software.
 
 `write_manifest` stores the manifest after its layers are there, `add_measurements` the same package with what
-was measured of it. `link_transformers_folder` lays out an NF4 package as a folder that unmodified transformers
-with bitsandbytes opens: the dense layer, without the overlay.
+was measured of it. `link_transformers_folder` lays out an NF4 package as a folder that unmodified
+transformers with bitsandbytes opens: the dense layer, without the overlay.
 """
 
 import dataclasses

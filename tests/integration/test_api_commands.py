@@ -51,6 +51,22 @@ def test_commands_make_list_and_show(up: Running) -> None:
     table = up.permille("models", "list").stdout
     assert model["id"] in table
     assert up.answer("preflight", "--model", model["id"], "--method", "random")["accepted"] is True
+    assert up.answer("bases", "list") == []
+    learned = up.permille(
+        "bases",
+        "create",
+        "--mask",
+        "mask_01jd3kq8z7m4n5p6r7s8t9v0wx",
+        "--corpus",
+        corpus["id"],
+        "--rank",
+        "4",
+    )
+    assert (learned.returncode, "no mask" in learned.stderr) == (4, True)
+    build = ("builds", "create", "--model", model["id"], "--corpus", corpus["id"], "--sequences", "4")
+    job = up.answer(*build, "--basis-from", corpus["id"], "--rank", "4", "--fisher-exponents", "--no-wait")
+    assert up.answer("builds", "show", job["id"])["basis_id"] is None
+    assert up.permille(*build, "--method", "random", "--fisher-exponents").returncode == 3
 
 
 def test_invitation_and_tokens(up: Running) -> None:
