@@ -49,19 +49,21 @@ class Library:
         """
         kernel = self._kernels.get(name)
         if kernel is None:
-            kernel = self._kernels[name] = self._find(name)
+            kernel = self._kernels[name] = self._find(name, arguments)
         return kernel(
-            *(
-                ctypes.c_void_p(argument.ctypes.data)
-                if isinstance(argument, np.ndarray)
-                else ctypes.c_int64(argument)
+            *[
+                argument.ctypes.data if isinstance(argument, np.ndarray) else argument
                 for argument in arguments
-            )
+            ]
         )
 
-    def _find(self, name: str) -> Callable[..., int]:
+    def _find(self, name: str, arguments: tuple[Argument, ...]) -> Callable[..., int]:
+        """A kernel is always called with arguments of the same kinds, so the first call tells them."""
         function = self._dll[f"{name}_{self.path}"]
         function.restype = ctypes.c_int64
+        function.argtypes = [
+            ctypes.c_void_p if isinstance(argument, np.ndarray) else ctypes.c_int64 for argument in arguments
+        ]
         return function
 
 
