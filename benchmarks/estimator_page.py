@@ -52,7 +52,7 @@ def loss_at(points: Points, axis: str, place: float) -> float:
     for point in points[1:]:
         if point[axis] >= place:
             share = (place - before[axis]) / (point[axis] - before[axis])
-            return _loss(before) + share * (_loss(point) - _loss(before))
+            return float(_loss(before) + share * (_loss(point) - _loss(before)))
         before = point
     return _loss(points[-1])
 

@@ -36,7 +36,7 @@ from permille.zo.lattice import values
 TRIALS = 8
 TRIAL_SHARE = 0.06
 FEWEST_TRIAL_STEPS = 4
-EVALUATIONS = 8
+EVALUATIONS = 6
 # Enough for a difference of some hundredths of a nat between contenders on the same rows.
 HELD_OUT_TOKENS = 2000
 SELECT_TOKENS = 1000

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.evaluate import mean_loss
-from edge_agent.pace import find_lengths
+from edge_agent.pace import Lengths, find_lengths
 from edge_agent.progress import RunProgress
 from edge_agent.run_clock import RunClock
 from edge_agent.run_folder import Evaluation, Json, RunFolder
-from edge_agent.search import find_epsilon, find_learning_rate
+from edge_agent.search import SearchFailed, find_epsilon, find_learning_rate
 from edge_agent.setup import Phase, Setup, widest_block
 from permille.zo.estimators import apply_record, take_step
 from permille.zo.journal import Journal
@@ -75,18 +75,13 @@ def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClo
 
     def plan() -> Json:
         progress.phase("finding epsilon")
-        epsilons = {phase: find_epsilon(setup, run, phase) for phase in setup.phases}
-        lengths = find_lengths(setup, run, epsilons[Phase.PLAIN]["epsilon"], clock)
+        epsilon = find_epsilon(setup, run)
+        lengths = find_lengths(setup, run, epsilon["epsilon"], clock)
         progress.phase("finding the step size")
-        rates = {
-            phase: _rates(setup, run, phase, epsilons[phase], lengths.race_steps) for phase in setup.phases
-        }
-        learned = rates.get(Phase.LEARNED)
-        if learned is not None:
-            learned["steps"] = setup.learned_steps(lengths.steps)
-        return rates[Phase.PLAIN] | {
-            "base_loss": rates[Phase.PLAIN]["learning_rate_search"]["base_loss"],
-            "learned": learned,
+        plain = _rates(setup, run, Phase.PLAIN, epsilon, lengths.race_steps)
+        return plain | {
+            "base_loss": plain["learning_rate_search"]["base_loss"],
+            "learned": _learned(setup, run, plain, lengths),
             "total_steps": lengths.steps,
             "evaluate_every": max(1, math.ceil(lengths.steps / lengths.evaluations)),
             "limit_s": lengths.limit_s,
@@ -94,6 +89,28 @@ def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClo
         }
 
     return run.once("plan", plan)
+
+
+def _learned(setup: Setup, run: RunFolder, plain: Json, lengths: Lengths) -> Json | None:
+    """What the search found for learned directions; None where the run is better off without them.
+
+    They are used where, of racers with equally many steps, theirs ends lower than the plain one.
+    """
+    steps = setup.learned_steps(lengths.steps)
+    if not steps:
+        return None
+    try:
+        epsilon = find_epsilon(setup, run, Phase.LEARNED)
+        learned = _rates(setup, run, Phase.LEARNED, epsilon, lengths.race_steps)
+    except SearchFailed:
+        return None
+    return learned | {"steps": steps} if _won(learned) < _won(plain) else None
+
+
+def _won(rates: Json) -> float:
+    """The loss that won the race."""
+    losses: dict[str, float | None] = rates["learning_rate_search"]["races"]
+    return min(loss for loss in losses.values() if loss is not None)
 
 
 def _rates(setup: Setup, run: RunFolder, phase: Phase, epsilon: Json, race_steps: int) -> Json:
@@ -130,7 +147,7 @@ def attempt_header(setup: Setup, plan: Json, attempt: int) -> LogHeader:
     learning_rate = plan["learning_rate"] * 0.5**attempt
     learned: Json | None = plan.get("learned")
     basis = None
-    if learned is not None and learned["steps"]:
+    if learned is not None:
         basis = setup.basis_use(
             Phase.LEARNED,
             steps=learned["steps"],

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edge_agent import trainer
 from edge_agent.activation import Active
 from edge_agent.home import Home, open_home
 from edge_agent.options import DEFAULT_QUERIES, TrainOptions, estimator_named
@@ -16,12 +17,13 @@ from edge_agent.progress import SilentProgress
 from edge_agent.releases import InstalledRelease, record_installed
 from edge_agent.run_clock import RunClock
 from edge_agent.run_folder import RunFolder, open_run
-from edge_agent.search import STEP_NORM, find_epsilon, find_learning_rate
+from edge_agent.search import STEP_NORM, SearchFailed, find_epsilon, find_learning_rate
 from edge_agent.setup import Phase, block_split, step_spread, training_layers, widest_block
 from edge_agent.trainer import Chosen, attempt_header, make_plan, train_attempts
 from edge_agent.training_job import run_training
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
+from permille.sensitivity.basis import learn_basis
 from permille.zo.header import EstimatorKind
 from permille.zo.journal import read_journal
 from permille.zo.log import decode_canonical
@@ -32,12 +34,16 @@ from tests.packages import layered_package, tiny_package
 from tests.unit.edge_agent.runs import QUICK, setup_of, user_text
 
 
-def add_layers(package: Package, *, rank: int = 6) -> Package:
-    """A basis around what text has in common (the biases of a bigram model), and exponents."""
-    rng = np.random.Generator(np.random.PCG64(0))
-    u_KR = rng.integers(-127, 128, (package.k, rank)).astype(np.int8)
-    u_KR[320:] //= 8
+def add_layers(package: Package, folder: Path, *, rank: int = 6) -> Package:
+    """A basis of the gradients that somebody else's text causes, and exponents."""
+    engine = BigramEngine(package)
+    setup = setup_of(package, engine, user_text(folder, seed=11), batch_rows=4)
+    every_KK = np.eye(package.k, dtype=np.float32)
+    gradients_NK = np.array(
+        [engine.directional_derivatives(package.values(), every_KK, setup.batches(n))[1] for n in range(12)]
+    )
     exponents_K = (np.arange(package.k) % 3).astype(np.int8)
+    u_KR = learn_basis(gradients_NK.astype(np.float32), rank)
     return layered_package(package, basis_KR=u_KR, exponents_K=exponents_K)
 
 
@@ -47,8 +53,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 @pytest.fixture(scope="module")
-def layered(plain: Package) -> Package:
-    return add_layers(plain)
+def layered(plain: Package, tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return add_layers(plain, tmp_path_factory.mktemp("public"))
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +126,35 @@ def test_learned_directions_have_a_search_and_rates_of_their_own(
         assert header.learning_rate_at(step) * rates["g_rms"] / unit > 300
 
 
+def test_directions_that_lose_the_race_are_left_out(plain: Package, text: Path, tmp_path: Path) -> None:
+    last_KR = np.zeros((plain.k, 2), dtype=np.int8)
+    last_KR[-2:] = [[127, 0], [0, 127]]
+    useless = layered_package(plain, basis_KR=last_KR)
+    setup = setup_of(useless, BigramEngine(useless), text, steps=40)
+    run = _run(tmp_path)
+
+    plan = make_plan(setup, run, SilentProgress(), RunClock(run))
+
+    assert plan["learned"] is None
+    assert attempt_header(setup, plan, 0).version == 1
+
+
+def test_directions_without_a_usable_epsilon_are_left_out(
+    layered: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> Any:
+        if Phase.LEARNED in arguments:
+            raise SearchFailed("expected an epsilon, got none")
+        return find_epsilon(*arguments)
+
+    monkeypatch.setattr(trainer, "find_epsilon", fails)
+    setup = setup_of(layered, BigramEngine(layered), text)
+
+    plan = make_plan(setup, _run(tmp_path), SilentProgress(), RunClock(_run(tmp_path)))
+
+    assert plan["learned"] is None
+
+
 def test_learned_directions_may_be_left_out(layered: Package, text: Path, tmp_path: Path) -> None:
     setup = setup_of(layered, BigramEngine(layered), text, basis=False)
 
@@ -153,7 +188,7 @@ def test_the_same_run_twice_has_the_same_bits_and_goes_on_after_a_kill(
 
 def test_an_adopted_model_is_rebuilt_from_its_log_and_the_packages_layers(text: Path, tmp_path: Path) -> None:
     home = open_home(tmp_path / "home")
-    package = add_layers(tiny_package(home.blobs))
+    package = add_layers(tiny_package(home.blobs), tmp_path)
     record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
     result = _run_training(home, text)
     assert result.outcome.value == "adopted"
