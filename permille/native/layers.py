@@ -15,7 +15,7 @@ from permille.native.library import load
 
 Array = NDArray[np.float32]
 
-_LANES = 16
+_STEP = 16
 
 
 def rms_norm(x_MH: Array, weight_H: Array, epsilon: float, out: Array) -> bool:
@@ -89,7 +89,7 @@ def attention(
             np.empty(keys, np.float32),
         )  # fmt: skip
         return True
-    wide, deep = -(-keys // _LANES) * _LANES, -(-head // _LANES) * _LANES
+    wide, deep = -(-keys // _STEP) * _STEP, -(-head // _STEP) * _STEP
     library.call(
         "attention", q_TAD, *_steps(q_TAD), k_SBD, *_steps(k_SBD), v_SBD, *_steps(v_SBD),
         out_TAD, *_steps(out_TAD), queries, keys, heads, kv_heads, head, window or 0, numbers,
@@ -104,7 +104,7 @@ def product_bf16(x_K: Array, w_NK: NDArray[np.uint16], out_N: Array) -> bool:
     plain = _is_plain(x_K) and _is_plain(out_N) and w_NK.dtype == np.uint16 and w_NK.flags.c_contiguous
     if library is None or not plain or w_NK.shape != (len(out_N), len(x_K)):
         return False
-    library.call("product_bf16", x_K, w_NK, *w_NK.shape, out_N)
+    library.call("product_bf16", x_K, w_NK, *w_NK.shape, out_N, np.empty_like(x_K))
     return True
 
 

@@ -73,6 +73,9 @@ class LightHead:
         logit_RD = np.empty((len(hidden_RH), self._table.rows), np.float32)
 
         def block(rows: slice) -> None:
+            if len(hidden_RH) == 1 and self._table.row_product(hidden_RH[0], rows, logit_RD[0, rows]):
+                self._cap(logit_RD[:, rows])
+                return
             self._tools.blas.product(hidden_RH, self._weight(rows), logit_RD[:, rows])
             self._cap(logit_RD[:, rows])
 

@@ -1,4 +1,6 @@
-"""The pointwise and row-wise parts of a decoder in numpy, and how a small change of the input moves them.
+"""The pointwise and row-wise parts of a decoder, and how a small change of the input moves them.
+
+What the kernels of `permille.native.layers` do not take is done in numpy, with the same results to rounding.
 
 Each function works on some rows and writes to a place that the caller gives, so that rows can be split over
 threads. A tangent is what forward-mode differentiation makes of the function: derivatives are written by
@@ -14,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light.architecture import Activation, NormKind
+from permille.native import layers as native
 
 Array = NDArray[np.float32]
 
@@ -22,6 +25,8 @@ def norm(
     kind: NormKind, x_MH: Array, weight_H: Array, bias_H: Array | None, epsilon: float, out: Array
 ) -> None:
     """`out = w x / sqrt(mean(x^2) + epsilon)`, or the same of `x - mean(x)`, plus the bias (LAYER)."""
+    if kind is not NormKind.LAYER and native.rms_norm(x_MH, weight_H, epsilon, out):
+        return
     scaled_MH, _ = _standardized(kind, x_MH, epsilon)
     np.multiply(scaled_MH, weight_H, out=out)
     if bias_H is not None:
@@ -51,6 +56,8 @@ def _standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, A
 
 def activate(kind: Activation, x: Array) -> Array:
     """The function, pointwise; `x` is used up and may be what is returned."""
+    if native.activate(kind.value, x):
+        return x
     if kind is Activation.RELU:
         return np.maximum(x, 0, out=x)
     if kind is Activation.SILU:
@@ -105,6 +112,8 @@ def _tanh_argument(x: Array) -> Array:
 
 def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
     """Rotate the first 2E numbers of every head, in place. Linear, so it is its own tangent."""
+    if native.rotate(x_MAD, cosine_ME, sine_ME):
+        return
     half = cosine_ME.shape[1]
     cosine, sine = cosine_ME[:, None], sine_ME[:, None]
     first, second = x_MAD[..., :half], x_MAD[..., half : 2 * half]
@@ -124,6 +133,8 @@ def attention(
     out_TAD: Array,
 ) -> None:
     """Causal attention of the last T of S tokens; head a reads key-value head a // (A / B)."""
+    if native.attention(q_TAD, k_SBD, v_SBD, scale, window, cap, out_TAD):
+        return
     for q_GTD, k_SD, v_SD, out_GTD in _by_head(q_TAD, k_SBD, v_SBD, out_TAD):
         weight_GTS, _ = _weights(q_GTD, k_SD, scale, window, cap)
         np.matmul(weight_GTS, v_SD, out=out_GTD)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light.crew import blocks
+from permille.native.layers import product_bf16
 from permille.native.weights import widen_bf16, widen_f16
 from permille.package.safetensors_io import RawTensor
 
@@ -39,6 +40,12 @@ class Table:
         out_RH = scratch[: found.size].reshape(found.shape)
         self._widen(found, out_RH)
         return out_RH
+
+    def row_product(self, x_H: Array, rows: slice, out_R: Array) -> bool:
+        """`out = W[rows] x` without widening to memory; False where that is not possible."""
+        if self._dtype != "BF16":
+            return False
+        return product_bf16(x_H, self._stored[rows].view(np.uint16), out_R)
 
     @property
     def is_float32(self) -> bool:
