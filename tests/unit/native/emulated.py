@@ -21,6 +21,7 @@ _FLAGS = (
     "-O3",
     "-static",
     "-ffp-contract=off",
+    "-fno-math-errno",
     "-Wall",
     "-Wextra",
     "-DTARGET=neon",

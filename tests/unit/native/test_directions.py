@@ -16,6 +16,10 @@ from permille.zo import lattice
 from permille.zo.bit_sums import bit_sums
 from permille.zo.directions import BlockLayout, Distribution, direction
 from permille.zo.directions import direction_slice as by_numpy
+from permille.zo.estimators import apply_record
+from permille.zo.replay import replay
+from tests.unit.zo import reference
+from tests.unit.zo.logs import make_header, make_records
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "directions.json").read_text())
 COUNTS = (5, 0, 129, 40, 8193, 1)
@@ -101,6 +105,18 @@ def test_replay_sums_are_exact_for_coefficients_of_every_size(
         coefficients=c_D,
     )
     assert np.array_equal(sums, expected)
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_a_log_replays_to_the_reference_on_every_path(path: str, distribution: Distribution) -> None:
+    header = make_header(distribution=distribution, counts=(9, 0, 12))
+    rows = np.random.default_rng(1).integers(-(2**31) + 1, 2**31, (17, 2)).tolist()
+    expected = reference.state(header.seed, rows, header.counts, distribution, start=0)
+    assert replay(header, np.array(rows)).tolist() == expected
+    s_K = np.zeros(header.k, dtype=np.int64)
+    for record in make_records(rows):
+        apply_record(s_K, record, header)
+    assert s_K.tolist() == expected
 
 
 def test_many_large_coefficients_of_one_sign_do_not_overflow(compiled: library.Library) -> None:
