@@ -89,7 +89,7 @@ bench-personalise: $(VENV)/.native  ## Held-out loss of several users, three see
 	$(BIN)/python -m benchmarks.personalise
 
 bench-estimators: $(VENV)/.native  ## Held-out loss by estimator at equal cost (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m benchmarks.estimators
+	$(BIN)/python -m benchmarks.estimators --output docs/results
 
 bench-quantization: $(VENV)/.native  ## Perplexity by scheme and by knowledge of the mask (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.quantization_quality
