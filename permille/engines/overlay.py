@@ -196,7 +196,11 @@ class OverlayLinear(nn.Module):
             start = self._span[0]
             if start not in fixed.changes:
                 fixed.changes[start] = value_1C - self._weight.decoded_at(self._mask.indices)
-            self._mask.add_product(wide_MK, fixed.changes[start], y_MN[None])
+            change_1C = fixed.changes[start]
+            if len(wide_MK) == 1:
+                self._mask.add_token_product(wide_MK[0], change_1C[0], y_MN[0])
+            else:
+                self._mask.add_product(wide_MK, change_1C, y_MN[None])
         return (y_MN if self.bias is None else y_MN + self.bias).to(x_MK.dtype)
 
     def _multiply(self, x_MK: Tensor, tile_RK: Tensor, out_MR: Tensor, first: int, last: int) -> None:

@@ -39,13 +39,16 @@ from permille.engines.prefix_cache import PrefixCache, row_key
 from permille.engines.sampling import Sampling, next_token
 from permille.engines.sharing import first_masked_layer, plan_sharing
 from permille.errors import InputError, OperatorError
+from permille.native.library import load
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
 
 # Tokens of all variants together in one forward pass: bounds the activations.
 DEFAULT_MAX_TOKENS = 8192
-# Dequantized weights that are kept. More makes generation faster; training needs it only for small models.
-DEFAULT_CACHE_BYTES = 512 << 20
+# Dequantized weights that are kept where compiled kernels decode them at 1 to 2% of a step: small models.
+DEFAULT_CACHE_BYTES = 64 << 20
+# Where torch decodes them, more is worth its memory: generation decodes every weight for every token.
+SLOW_CACHE_BYTES = 512 << 20
 
 
 class ComputeDtype(StrEnum):
@@ -72,7 +75,7 @@ class TorchEngine:
         compute_dtype: str = ComputeDtype.FLOAT32,
         threads: int | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        cache_bytes: int | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         """Map the package and build its model; nothing is dequantized yet.
@@ -81,7 +84,8 @@ class TorchEngine:
             threads: torch's threads for the whole process; None leaves them as they are.
             max_tokens: bound on variants * sequences * tokens of one forward pass; a call beyond it runs in
                 parts.
-            cache_bytes: bound on dequantized weights that are kept. 0 keeps none.
+            cache_bytes: bound on dequantized weights that are kept. 0 keeps none; None is 64 MiB with
+                compiled kernels on a CPU, else 512 MiB.
             prefix_cache: keeps hidden states before the first masked layer from call to call; without effect
                 where the first layer is masked. It may be shared with other engines.
 
@@ -104,6 +108,9 @@ class TorchEngine:
         self._dtype: torch.dtype = torch.float32 if int8_inputs else getattr(torch, self._compute_dtype)
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
+        if cache_bytes is None:
+            fast = self._device.type == "cpu" and load() is not None
+            cache_bytes = DEFAULT_CACHE_BYTES if fast else SLOW_CACHE_BYTES
         overlay = Overlay(self._device, self._dtype, int8_inputs=int8_inputs)
         self._model = assemble(package, overlay, cache_bytes=cache_bytes)
         self._first_masked = first_masked_layer(self._model.spans)
