@@ -51,9 +51,20 @@ def dense_model(package: Package, dtype: torch.dtype, *, prepacked: bool) -> Any
 
 
 def bitsandbytes_model(package: Package, folder: Path, dtype: torch.dtype) -> Any:
-    """The package's dense layer opened by transformers with bitsandbytes: 4 bits, no sparse values."""
+    """The package's dense layer opened by transformers with bitsandbytes: 4 bits, no sparse values.
+
+    The quantizer leaves tables and norms in their stored dtype whatever `dtype` says: a bf16 head would be
+    emulated where float32 was asked for.
+    """
     link_transformers_folder(package, folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = dtype
+    return model
 
 
 def batch_loss(model: Any, batch: Batch) -> float:

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -77,6 +78,7 @@ def interleaved(
         for name, step in steps.items():
             if not number or name not in once:
                 timings[name].append(timed(step))
+                sys.stderr.write(f"  {name}: {timings[name][-1].wall_s:.2f} s\n")
     return {name: summary(found) for name, found in timings.items()}
 
 
