@@ -10,7 +10,9 @@ on the same build and number of threads.
 size, R target tokens.
 """
 
+import json
 import threading
+import time
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -27,8 +29,9 @@ from permille.engines.light.linear import Tools
 from permille.engines.light.model import LightModel, Norm, load_model
 from permille.engines.light.packing import Packed, pack
 from permille.engines.light.runs import TangentRun, VariantRun, Workspace
+from permille.engines.prefix_cache import PrefixCache, row_key
 from permille.engines.sampling import Sampling, next_token
-from permille.engines.sharing import LayerGroups, plan_sharing
+from permille.engines.sharing import LayerGroups, first_masked_layer, plan_sharing
 from permille.errors import InputError
 from permille.native.library import cpu_path
 from permille.package.reader import Package
@@ -37,7 +40,9 @@ from permille.zo.estimators import Batch
 Array = NDArray[np.float32]
 
 # Tokens of all variants together in one forward pass: bounds the activations.
-DEFAULT_MAX_TOKENS = 4096
+DEFAULT_MAX_TOKENS = 2048
+# Fewer tokens of one variant than this make its products slow: then rather fewer variants at a time.
+_FEW_TOKENS = 256
 # Dequantized weights that are kept. Only a small model's steps are noticeably faster with them.
 DEFAULT_CACHE_BYTES = 64 << 20
 
@@ -52,6 +57,7 @@ class LightEngine:
         threads: int | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         """Map the package. Weights are dequantized now only where the whole model fits `cache_bytes`.
 
@@ -59,6 +65,8 @@ class LightEngine:
             threads: None takes every processor that the process may use.
             max_tokens: bound on variants * tokens of one forward pass; a call beyond it runs in parts.
             cache_bytes: bound on dequantized weights that are kept. 0 keeps none.
+            prefix_cache: keeps hidden states before the first masked layer from call to call; without effect
+                where the lowest layer is masked.
 
         Raises:
             InputError: mathematics that this engine does not have, or an argument out of range.
@@ -75,6 +83,11 @@ class LightEngine:
         weights = sum(rows * columns for rows, columns in (info.shape for info in package.manifest.tensors))
         fits = 4 * weights <= cache_bytes
         self._model: LightModel = load_model(package, self._tools, cached=fits)
+        self._first_masked = first_masked_layer(self._model.spans)
+        self._prefix_cache = prefix_cache
+        self._prefix_scope = (
+            f"{package.digest} {self._first_masked} {json.dumps(self.info(), sort_keys=True)}"
+        )
 
     @property
     def k(self) -> int:
@@ -177,7 +190,7 @@ class LightEngine:
 
     def _token_losses(self, values_VK: Array, batch: Batch) -> Array:
         """[v, R] for a checked batch, in parts of at most `max_tokens`."""
-        rows = max(1, self._max_tokens // len(values_VK))
+        rows = max(self._max_tokens // len(values_VK), min(_FEW_TOKENS, self._max_tokens))
         with self._lock, np.errstate(all="ignore"):
             return np.concatenate(
                 [self._part_losses(values_VK, packed) for packed in pack(batch, rows)], axis=1
@@ -198,7 +211,9 @@ class LightEngine:
         plan = plan_sharing(values_VK, self._model.spans)
         run = VariantRun(self._tools, self._model.architecture, self._workspace, packed)
         states_GMH = self._residual(plan[-1].count, packed)
-        for groups, layer in zip(plan, self._model.layers, strict=True):
+        first = self._first_masked
+        x_GMH = states_GMH[:1]
+        for groups, layer in zip(plan[first:], self._model.layers[first:], strict=True):
             x_GMH = _split(states_GMH, groups)
             run.set_values(values_VK[groups.first_G])
             run_layer(run, self._model.architecture, layer, x_GMH)
@@ -220,7 +235,7 @@ class LightEngine:
         with np.errstate(all="ignore"):
             x_QMH = self._residual(1 + len(z_QK), packed)
             x_QMH[1:] = 0
-            for layer in self._model.layers:
+            for layer in self._model.layers[self._first_masked :]:
                 run_layer(run, self._model.architecture, layer, x_QMH)
             states_QRH = self._finish(run, self._before_targets(x_QMH, packed))
             loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], packed.target_R)
@@ -231,10 +246,42 @@ class LightEngine:
         return float(loss_R.sum(dtype=np.float64)), np.array(sums_Q)
 
     def _residual(self, states: int, packed: Packed) -> Array:
-        """Work memory [states, M, H] whose first state is the embedded tokens."""
+        """Work memory [states, M, H] whose first state is what enters the first masked layer."""
         x_GMH = self._workspace.take("residual", (states, len(packed.id_M), self._model.hidden))
-        self._embed(packed.id_M, packed.position_M, x_GMH[0])
+        if self._prefix_cache is None or self._first_masked == 0:
+            self._compute_prefix(packed, x_GMH[:1])
+        else:
+            self._recall_prefix(self._prefix_cache, packed, x_GMH[0])
         return x_GMH
+
+    def _compute_prefix(self, packed: Packed, out_1MH: Array) -> None:
+        """Embedded tokens, and the layers that no value has a part in."""
+        self._embed(packed.id_M, packed.position_M, out_1MH[0])
+        run = VariantRun(self._tools, self._model.architecture, self._workspace, packed)
+        run.set_values(np.empty((1, 0), np.float32))
+        for layer in self._model.layers[: self._first_masked]:
+            run_layer(run, self._model.architecture, layer, out_1MH)
+
+    def _recall_prefix(self, cache: PrefixCache, packed: Packed, out_MH: Array) -> None:
+        """The same from the cache, sequence by sequence; what it does not have is computed together."""
+        keys = [row_key(packed.id_M[part], self._prefix_scope) for part in packed.sequences]
+        missing = []
+        for index, (key, part) in enumerate(zip(keys, packed.sequences, strict=True)):
+            found = cache.get(key)
+            if found is None:
+                missing.append(index)
+            else:
+                out_MH[part] = found
+        if not missing:
+            return
+        begin = time.perf_counter()
+        few = packed.only(missing)
+        states_1MH = np.empty((1, len(few.id_M), self._model.hidden), np.float32)
+        self._compute_prefix(few, states_1MH)
+        each_s = (time.perf_counter() - begin) / len(missing)
+        for index, part in zip(missing, few.sequences, strict=True):
+            out_MH[packed.sequences[index]] = states_1MH[0, part]
+            cache.put(keys[index], states_1MH[0, part], fill_s=each_s)
 
     def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64], out_MH: Array) -> None:
         model = self._model

@@ -211,7 +211,7 @@ def _gemma3(settings: Settings, family: Family) -> Architecture:
 def _opt(settings: Settings, family: Family) -> Architecture:
     hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     before = settings.flag("do_layer_norm_before", True)
-    final = before and not settings.flag("_remove_final_layer_norm", False)
+    removed = settings.flag("_remove_final_layer_norm", False)
     settings.flag("enable_bias", True)
     settings.flag("layer_norm_elementwise_affine", True)
     settings.size("word_embed_proj_dim", hidden)
@@ -238,7 +238,7 @@ def _opt(settings: Settings, family: Family) -> Architecture:
             norm_mlp="final_layer_norm",
         ),
         embedding="model.decoder.embed_tokens",
-        final_norm="model.decoder.final_layer_norm" if final else None,
+        final_norm="model.decoder.final_layer_norm" if before and not removed else None,
         tied=False,
     )
 

@@ -4,7 +4,7 @@ The last token of a sequence is never read, and what comes after its last target
 being causal. So a sequence ends before its last target, and one without targets is left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,19 @@ class Packed:
     sequences: tuple[slice, ...]
     state_R: NDArray[np.int64]
     target_R: NDArray[np.int64]
+
+    def only(self, chosen: Sequence[int]) -> "Packed":
+        """The chosen sequences alone, without targets."""
+        parts = [self.sequences[index] for index in chosen]
+        lengths = [part.stop - part.start for part in parts]
+        stops = np.cumsum(lengths).tolist()
+        return Packed(
+            id_M=np.concatenate([self.id_M[part] for part in parts]),
+            position_M=np.concatenate([self.position_M[part] for part in parts]),
+            sequences=tuple(slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)),
+            state_R=np.empty(0, np.int64),
+            target_R=np.empty(0, np.int64),
+        )
 
 
 def pack(batch: Batch, most_tokens: int) -> Iterator[Packed]:

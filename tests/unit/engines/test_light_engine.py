@@ -1,0 +1,296 @@
+"""What the light engine promises beyond the suite: what it refuses, what it shares, what it never copies."""
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.random_packages import Shape, random_package
+from permille.engines.light import blas
+from permille.engines.light.architecture import architecture_of
+from permille.engines.light.packing import pack
+from permille.engines.light_engine import LightEngine
+from permille.engines.prefix_cache import PrefixCache
+from permille.errors import InputError
+from permille.native.library import VARIABLE, paths
+from permille.package.blobs import BlobFolder
+from permille.package.config_files import clean_config
+from permille.package.reader import Package
+from permille.quantization import Scheme
+from permille.zo.estimators import Batch
+from tests.unit.engines.conformance import Conformance
+from tests.unit.engines.tiny import (
+    CONFIGS,
+    Tiny,
+    reference_model,
+    tiny_batch,
+    tiny_model,
+    tiny_package,
+    variants,
+    write_package,
+)
+
+
+def _tiny(folder: Path, family: str, **changes: Any) -> Tiny:
+    model = tiny_model(family, **changes)
+    package = write_package(BlobFolder(folder), model, Scheme.INT4)
+    return Tiny(package=package, reference=reference_model(package, model))
+
+
+def _config(family: str) -> dict[str, Any]:
+    return clean_config(tiny_model(family).config.to_dict())
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn untruncated": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "beta_fast": 20,
+        "beta_slow": 2,
+    },
+    "yarn with its own factor": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 1.2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_types_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
+    parameters = {"rope_type": name.split()[0], "rope_theta": 1000.0} | ROPES[name]
+    tiny = _tiny(tmp_path, "llama", rope_parameters=parameters)
+    Conformance(engine=LightEngine(tiny.package), tiny=tiny).token_losses_are_those_of_the_reference()
+
+
+VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": ("llama", {"mlp_bias": True, "tie_word_embeddings": False}),
+    "one key-value head": ("llama", {"num_key_value_heads": 1}),
+    "no window": ("mistral", {"sliding_window": None}),
+    "own head size": ("mistral", {"head_dim": 16}),
+    "windows from a layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "biases of attention": ("qwen3", {"attention_bias": True}),
+    "exact gelu": ("llama", {"hidden_act": "gelu"}),
+    "layers by name": (
+        "gemma2",
+        {"layer_types": ["full_attention", "sliding_attention"], "attn_logit_softcapping": 0.5},
+    ),
+    "a pattern": ("gemma3_text", {"num_hidden_layers": 3, "layer_types": None, "query_pre_attn_scalar": 9}),
+    "norms behind": ("opt", {"do_layer_norm_before": False}),
+    "norms without weights": ("opt", {"layer_norm_elementwise_affine": False, "enable_bias": False}),
+    "one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "all rotated": ("gpt_neox", {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_variations_of_a_family_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
+    family, changes = VARIATIONS[name]
+    tiny = _tiny(tmp_path, family, **changes)
+    suite = Conformance(engine=LightEngine(tiny.package), tiny=tiny)
+    suite.token_losses_are_those_of_the_reference()
+    suite.derivatives_are_those_of_reverse_mode()
+    suite.greedy_text_is_that_of_the_reference()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "an unknown activation": {"hidden_act": "gelu_fast"},
+    "an activation that is no text": {"hidden_act": 3},
+    "bidirectional attention": {"use_bidirectional_attention": True},
+    "another rope": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+    "a key of another rope": {"rope_parameters": {"rope_type": "default", "mrope_section": [1]}},
+    "a rope that is no table": {"rope_parameters": [1]},
+    "an odd rotation": {"head_dim": 7},
+    "a rotation of a part": {"partial_rotary_factor": 0.5},
+    "a rope without its factor": {"rope_parameters": {"rope_type": "linear"}},
+    "a negative base": {"rope_theta": -1.0},
+    "a window in a family without": {"sliding_window": 8},
+    "a soft cap in a family without": {"attn_logit_softcapping": 30.0},
+    "a scale in a family without": {"query_pre_attn_scalar": 64},
+    "a norm before that it has not": {"do_layer_norm_before": False},
+    "layer types in a family without": {"layer_types": ["full_attention"] * 2},
+    "no epsilon": {"rms_norm_eps": 0},
+    "an epsilon that is no number": {"rms_norm_eps": "1e-5"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mathematics_that_it_does_not_have_is_refused_by_name(name: str) -> None:
+    config = _config("llama") | {"rope_parameters": None, "rope_theta": 1e4}
+    architecture_of(config)
+    with pytest.raises(InputError, match=r"light engine: expected .*torch engine"):
+        architecture_of(config | REFUSED[name])
+
+
+def test_windows_without_a_size_are_refused() -> None:
+    config = _config("gemma2")
+    with pytest.raises(InputError, match="sliding_window"):
+        architecture_of(config | {"sliding_window": None})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+def test_numpy_alone_conforms(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    tiny = tiny_package(tmp_path, family)
+    engine = LightEngine(tiny.package, cache_bytes=0)
+    assert engine.info()["version"].endswith("kernels numpy")
+    Conformance(engine=engine, tiny=tiny).check()
+
+
+def test_kernels_and_numpy_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = tiny_package(tmp_path, "qwen3")
+    engine = LightEngine(tiny.package, cache_bytes=0)
+    losses = {}
+    for path in ("off", *paths()):
+        monkeypatch.setenv(VARIABLE, path)
+        losses[path] = engine.losses(variants(tiny.package, 3), tiny_batch())
+    for path, found in losses.items():
+        np.testing.assert_allclose(found, losses["off"], rtol=0, atol=1e-5, err_msg=path)
+
+
+def test_another_blas_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where numpy's library is not found, products go through a copy."""
+    monkeypatch.setattr(blas, "_library", lambda: None)
+    tiny = tiny_package(tmp_path, "llama")
+    engine = LightEngine(tiny.package)
+    assert "numpy's matmul" in engine.info()["version"]
+    Conformance(engine=engine, tiny=tiny).check()
+
+
+def test_numpys_own_library_is_found_here() -> None:
+    assert "OpenBLAS" in blas.Blas().name
+
+
+def test_a_sequence_ends_before_its_last_target_and_one_without_is_left_out() -> None:
+    target_BT = np.zeros((4, 6), bool)
+    target_BT[0, [1, 3]] = True
+    target_BT[2, 5] = True
+    target_BT[3, 2] = True
+    ids_BT = np.arange(24).reshape(4, 6)
+    batch = Batch(input_ids_BT=ids_BT, attention_BT=np.ones((4, 6), bool), target_BT=target_BT)
+
+    (whole,) = pack(batch, 100)
+    assert whole.id_M.tolist() == [0, 1, 2, 12, 13, 14, 15, 16, 18, 19]
+    assert whole.position_M.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1]
+    assert whole.target_R.tolist() == [1, 3, 17, 20]
+    assert whole.state_R.tolist() == [0, 2, 7, 9]
+    parts = list(pack(batch, 7))
+    assert [part.id_M.tolist() for part in parts] == [[0, 1, 2], [12, 13, 14, 15, 16, 18, 19]]
+    assert np.concatenate([part.target_R for part in parts]).tolist() == [1, 3, 17, 20]
+
+
+def _upper_half(folder: Path) -> Package:
+    shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
+    return random_package(folder, shape, density=0.01, first_layer=2)
+
+
+def _shifted(package: Package, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return variants(package, count, scale=0.1)
+
+
+def test_layers_below_the_mask_are_computed_once_and_kept(tmp_path: Path) -> None:
+    package = _upper_half(tmp_path)
+    values_VK, batch = _shifted(package, 3), tiny_batch()
+    z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (2, package.k))
+    plain = LightEngine(package, cache_bytes=0)
+    cache = PrefixCache(1 << 20)
+    kept = LightEngine(package, cache_bytes=0, prefix_cache=cache)
+
+    expected = plain.losses(values_VK, batch)
+    np.testing.assert_array_equal(kept.losses(values_VK, batch), expected)
+    assert (cache.counters().hits, cache.counters().misses) == (0, 3)
+    np.testing.assert_array_equal(kept.losses(values_VK, batch), expected)
+    assert (cache.counters().hits, cache.counters().misses) == (3, 3)
+    loss, found_Q = kept.directional_derivatives(values_VK[0], z_QK, batch)
+    expected_loss, expected_Q = plain.directional_derivatives(values_VK[0], z_QK, batch)
+    assert (loss, found_Q.tolist()) == (expected_loss, expected_Q.tolist())
+    assert cache.counters().misses == 3
+
+
+def test_variants_share_the_layers_where_they_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pairs that differ in the first layer, and within a pair in the last."""
+    tiny = tiny_package(tmp_path, "llama")
+    engine = LightEngine(tiny.package, cache_bytes=0)
+    start, stop = engine._model.spans[0]
+    values_VK = np.repeat(variants(tiny.package, 1), 4, axis=0)
+    values_VK[2:, start:stop] += np.float32(0.1)
+    values_VK[[1, 3], stop:] += np.float32(0.1)
+    alone = [engine.losses(values_K[None], tiny_batch())[0] for values_K in values_VK]
+    assert len(set(map(float, alone))) == 4
+
+    rows: list[int] = []
+    product = engine._tools.blas.product
+    monkeypatch.setattr(
+        engine._tools.blas, "product", lambda a, b, out: (rows.append(len(a)), product(a, b, out))
+    )
+    together = engine.losses(values_VK, tiny_batch())
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5)
+    shared = sum(rows)
+    rows.clear()
+    values_VK[:, start] += np.arange(4, dtype=np.float32)
+    engine.losses(values_VK, tiny_batch())
+    assert shared < 0.85 * sum(rows)
+
+
+@pytest.mark.parametrize("call", ["open", "losses", "derivatives", "generate"])
+def test_embedding_and_head_are_never_copied(call: str, tmp_path: Path) -> None:
+    shape = Shape(hidden=64, inner=96, layers=1, heads=4, kv_heads=2, vocabulary=160_000)
+    package = random_package(tmp_path, shape, density=0.01)
+    table_bytes = package.plain("lm_head.weight").data.nbytes
+    values_K, batch = package.values(), tiny_batch()
+    tracemalloc.start()
+    try:
+        engine = LightEngine(package, threads=1, cache_bytes=0)
+        if call == "losses":
+            engine.losses(values_K[None], batch)
+        elif call == "derivatives":
+            engine.directional_derivatives(values_K, np.ones((1, package.k), np.float32), batch)
+        elif call == "generate":
+            list(engine.generate(values_K, np.array([1, 2]), max_new_tokens=2))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.75 * table_bytes
+
+
+def test_no_weight_is_unpacked_as_a_whole(tmp_path: Path) -> None:
+    """A weight of 4 M numbers is 16 MB in float32; a tile of it is 6."""
+    shape = Shape(hidden=2048, inner=2048, layers=1, heads=4, kv_heads=4, vocabulary=96)
+    package = random_package(tmp_path, shape, density=1e-4)
+    engine = LightEngine(package, threads=1, cache_bytes=0)
+    values_K, batch = package.values(), tiny_batch()
+    tracemalloc.start()
+    try:
+        engine.losses(values_K[None], batch)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12e6
+
+
+def test_a_package_can_be_loaded_for_every_family(tmp_path: Path) -> None:
+    assert set(CONFIGS) == {architecture_of(_config(family)).family for family in CONFIGS}
+
+
+@pytest.mark.parametrize("wrong", [{"threads": 0}, {"max_tokens": 0}])
+def test_wrong_settings_are_refused(wrong: dict[str, int], tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path, "llama")
+    with pytest.raises(InputError, match="expected"):
+        LightEngine(tiny.package, **wrong)
