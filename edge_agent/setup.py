@@ -25,7 +25,7 @@ from permille.zo.package_layers import basis_of, exponents_of
 
 # Of a run's steps along learned directions: at most a quarter, and at most so many for each of them.
 LEARNED_SHARE = 4
-LEARNED_PER_RANK = 4
+LEARNED_PER_RANK = 2
 
 
 class Phase(StrEnum):
