@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from edge_agent import trainer
 from edge_agent.activation import Active
@@ -21,9 +22,12 @@ from edge_agent.search import STEP_NORM, SearchFailed, find_epsilon, find_learni
 from edge_agent.setup import Phase, block_split, step_spread, training_layers, widest_block
 from edge_agent.trainer import Chosen, attempt_header, make_plan, train_attempts
 from edge_agent.training_job import run_training
+from permille.engines.interface import Batch
+from permille.engines.sharing import layer_spans, plan_sharing
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.sensitivity.basis import learn_basis
+from permille.zo.estimators import estimate
 from permille.zo.header import EstimatorKind
 from permille.zo.journal import read_journal
 from permille.zo.log import decode_canonical
@@ -249,6 +253,24 @@ def test_a_split_is_in_the_middle_of_what_is_masked(
 ) -> None:
     split = block_split(counts, layers, 10)
     assert (split.first_upper_tensor, split.lower_queries) == (expected, 2)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_an_engine_can_share_the_lower_block_of_a_split(layered: Package, text: Path, phase: Phase) -> None:
+    class Recorder(BigramEngine):
+        def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+            self.asked_VK = values_VK
+            return super().losses(values_VK, batch)
+
+    engine = Recorder(layered)
+    setup = setup_of(layered, engine, text, estimator=EstimatorKind.SPLIT, queries=10)
+    header = setup.phase_header(phase, seed=1, epsilon=1e-3)
+    s_K = np.zeros(layered.k, dtype=np.int64)
+    estimate(engine, setup.batches(0), header, setup.w_base_K, s_K, 0, setup.layers)
+    names = [tensor.name for tensor in layered.manifest.tensors]
+    groups = plan_sharing(engine.asked_VK, layer_spans(names, layered.counts, 2))
+    # 2 lower and 8 upper directions, both signs of each
+    assert [layer.count for layer in groups] == [4, 16]
 
 
 def test_one_masked_layer_cannot_be_split() -> None:
