@@ -3,7 +3,6 @@
 An index outside the vocabulary would read foreign memory or kill the process, so everything is settled here.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,18 +95,6 @@ def check_batch(batch: Batch, limits: ModelLimits) -> Batch:
         attention_BT=batch.attention_BT[:, :columns],
         target_BT=batch.target_BT[:, :columns],
     )
-
-
-def row_parts(batch: Batch, rows: int) -> Iterator[Batch]:
-    """The batch in parts of at most `rows` sequences, those without a target left out."""
-    for start in range(0, len(batch.input_ids_BT), rows):
-        part = slice(start, start + rows)
-        if batch.target_BT[part].any():
-            yield Batch(
-                input_ids_BT=batch.input_ids_BT[part],
-                attention_BT=batch.attention_BT[part],
-                target_BT=batch.target_BT[part],
-            )
 
 
 def _check_layout(batch: Batch) -> None:

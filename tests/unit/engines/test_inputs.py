@@ -12,7 +12,6 @@ from permille.engines.inputs import (
     check_directions,
     check_prompt,
     check_values,
-    row_parts,
 )
 from permille.errors import InputError
 from permille.zo.estimators import Batch
@@ -108,9 +107,3 @@ def test_directions_become_float32(dtype: type[np.generic]) -> None:
 def test_prompts_that_are_wrong_are_refused(prompt: np.ndarray[Any, Any]) -> None:
     with pytest.raises(InputError, match="expected"):
         check_prompt(prompt, LIMITS)
-
-
-def test_parts_hold_all_targets_and_no_part_without_one() -> None:
-    parts = list(row_parts(with_cell("target_BT", (1, 1), False), 1))
-    assert len(parts) == 1
-    np.testing.assert_array_equal(parts[0].input_ids_BT, batch().input_ids_BT[:1])

@@ -139,8 +139,14 @@ def test_a_long_text_ends_at_the_models_last_position(llama: Tiny) -> None:
     assert len(tokens) == POSITIONS - 3
 
 
-def test_text_streams_while_losses_are_computed(llama: Tiny) -> None:
-    engine = TorchEngine(llama.package)
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("kernels", ["", "off"])
+def test_text_streams_while_losses_are_computed(
+    llama: Tiny, monkeypatch: pytest.MonkeyPatch, kernels: str, cache_bytes: int
+) -> None:
+    """Values that a text fixed once are back after another call has set its own."""
+    monkeypatch.setenv("PERMILLE_NATIVE", kernels)
+    engine = TorchEngine(llama.package, cache_bytes=cache_bytes)
     values_VK = variants(llama.package, 2)
     quiet = list(engine.generate(values_VK[0], np.array([1, 2, 3]), max_new_tokens=8))
     stream = engine.generate(values_VK[0], np.array([1, 2, 3]), max_new_tokens=8)
