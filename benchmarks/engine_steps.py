@@ -1,6 +1,5 @@
 """Whole training steps of our engines: directions, passes, update; what is not forward is counted apart."""
 
-import inspect
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,15 +128,12 @@ def opened(
         return None
 
 
-def _opened_with_cache(package: Package, name: str, threads: int, prefix_cache: PrefixCache) -> Engine | None:
-    if name == "torch":
-        from permille.engines.torch_engine import TorchEngine
+def _opened_with_cache(package: Package, name: str, threads: int, prefix_cache: PrefixCache) -> Engine:
+    if name == "light":
+        return LightEngine(package, threads=threads, prefix_cache=prefix_cache)
+    from permille.engines.torch_engine import TorchEngine
 
-        return TorchEngine(package, threads=threads, prefix_cache=prefix_cache)
-    if name == "light" and "prefix_cache" in inspect.signature(LightEngine).parameters:
-        options: dict[str, Any] = {"threads": threads, "prefix_cache": prefix_cache}
-        return LightEngine(package, **options)
-    return None
+    return TorchEngine(package, threads=threads, prefix_cache=prefix_cache)
 
 
 def random_batch(package: Package, sequences: int, tokens: int, *, seed: int = 0) -> Batch:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.cells import Cells, Result, Settings
 from benchmarks.first_order_child import METHODS
-from benchmarks.loss_page import page
+from benchmarks.loss_page import OURS, page
 from benchmarks.machine import machine
 from benchmarks.one_step import run_child
 from benchmarks.settings import settings_parser
@@ -99,7 +99,7 @@ def run(
                 )
                 losses[rate] = float(lowest(cells.once(FIGURE, settings, trial)["points"])["loss"])
             chosen = min(losses, key=lambda rate: losses[rate])
-        count = our_steps if method == "permille" else steps
+        count = our_steps if method in OURS else steps
         settings = common | {"what": "run", "method": method, "steps": count, "rate": chosen}
         cells.once(
             FIGURE,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_steps import opened
+from benchmarks.loss_page import OURS
 from benchmarks.machine import AnonymousPeak, resident
 from benchmarks.model_packages import sources_from_environment
 from benchmarks.trajectories import agent_run, descend
@@ -19,7 +20,7 @@ from edge_agent.evaluate import mean_loss
 from edge_agent.rows import TrainingBatches
 from permille.errors import InputError
 
-METHODS = ("permille", "LoRA", "sparse values")
+METHODS = (*OURS, "LoRA", "sparse values")
 BATCH_ROWS, MICRO_ROWS = 16, 2
 
 
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, default=0.0)
     arguments = parser.parse_args()
-    if arguments.method != "permille":
+    if arguments.method not in OURS:
         import torch
 
         torch.set_num_threads(arguments.threads)
@@ -109,9 +110,10 @@ def main() -> None:
         arguments.seed,
         arguments.packages,
         arguments.home,
+        learned="learned" in arguments.method,
     )
     with AnonymousPeak() as anonymous:
-        if arguments.method == "permille":
+        if arguments.method in OURS:
             found = agent_run(user, steps=arguments.steps, threads=arguments.threads, options={})
         else:
             train = _lora if arguments.method == "LoRA" else _sparse
@@ -122,7 +124,7 @@ def main() -> None:
                 every=arguments.every,
             )
     peaks = {"peak_bytes": resident()["VmHWM"], "anonymous_peak_bytes": anonymous.bytes}
-    if arguments.method != "permille":
+    if arguments.method not in OURS:
         _check_base(user, arguments.threads, found)
     print(json.dumps(found | peaks))
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.cells import Cells, Result, Settings
 from benchmarks.dense import batch_loss, rows_loss
-from benchmarks.loss_page import page
+from benchmarks.loss_page import OURS, page
 from benchmarks.machine import machine
 from benchmarks.mezo import Mezo
 from benchmarks.model_packages import Sources, sources_from_environment
@@ -121,8 +121,12 @@ def run(
             cells.once(
                 FIGURE, settings, partial(loop, user, learning_rate=rate, steps=steps, threads=threads)
             )
-        settings = common | {"what": "permille", "steps": our_steps}
-        cells.once(FIGURE, settings, partial(_ours, user, steps=our_steps, threads=threads))
+    for what in OURS:
+        with tempfile.TemporaryDirectory() as name:
+            learned = what != OURS[0]
+            user = user_text(sources, model, SPEAKER, seed, packages, Path(name), learned=learned)
+            settings = common | {"what": what, "steps": our_steps}
+            cells.once(FIGURE, settings, partial(_ours, user, steps=our_steps, threads=threads))
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
 """One user's text under one model's package, as the agent reads it. No torch, so that memory can be told."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.model_packages import Sources, installed_home, speaker_text
 from edge_agent.data import DataReport, read_documents
-from edge_agent.home import Home
+from edge_agent.home import Home, open_home
 from edge_agent.options import TrainOptions
 from edge_agent.prepare import Prepared, prepare
-from edge_agent.releases import installed_release
+from edge_agent.releases import InstalledRelease, installed_release, record_installed
 from edge_agent.training_job import package_tokenizer
 from permille.errors import OperatorError
 from permille.package.blobs import BlobFolder
@@ -32,14 +33,27 @@ class UserText:
 
 
 def user_text(
-    sources: Sources, model: str, speaker: str, seed: int, packages: Path, folder: Path
+    sources: Sources,
+    model: str,
+    speaker: str,
+    seed: int,
+    packages: Path,
+    folder: Path,
+    *,
+    learned: bool = False,
 ) -> UserText:
     """Make the home in `folder`; the package is made once in `packages`.
+
+    Args:
+        learned: the package that carries learned directions and exponents beside all else.
 
     Raises:
         OperatorError: no package was installed.
     """
-    home = installed_home(folder, sources, model, packages, DENSITIES.get(model, _OTHER_DENSITY))
+    if learned:
+        home = _layered_home(folder, sources, model, packages / "layered")
+    else:
+        home = installed_home(folder, sources, model, packages, DENSITIES.get(model, _OTHER_DENSITY))
     release = installed_release(home)
     if release is None:
         raise OperatorError(f"expected an installed package in {folder}, found none")
@@ -58,3 +72,14 @@ def user_text(
         row_tokens=row_tokens,
         seed=seed,
     )
+
+
+def _layered_home(folder: Path, sources: Sources, model: str, packages: Path) -> Home:
+    # Here, so that runs on a package without such layers depend on nothing that makes them.
+    from benchmarks.estimators import layered_model_package
+
+    package = layered_model_package(sources, model, packages)
+    home = open_home(folder)
+    shutil.copytree(package.blobs.root, home.blobs, dirs_exist_ok=True)
+    record_installed(home, InstalledRelease(name="benchmark", version=1, manifest_digest=package.digest))
+    return home

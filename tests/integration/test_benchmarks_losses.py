@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compute_types, first_order, time_to_loss
+from benchmarks import compute_types, estimators, first_order, time_to_loss
 from benchmarks.cells import Cells
-from benchmarks.loss_page import page
+from benchmarks.loss_page import OURS, page
 from benchmarks.model_packages import Sources
 from benchmarks.trajectories import descend, lowest, seconds_to
 from benchmarks.user_text import user_text
@@ -47,7 +47,10 @@ def test_a_loss_that_is_not_finite_ends_a_run() -> None:
     assert [point["step"] for point in points] == [0, 2]
 
 
-def test_the_race_against_mezo_makes_every_run_and_a_page(sources: Sources, tmp_path: Path) -> None:
+def test_the_race_against_mezo_makes_every_run_and_a_page(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(estimators.MODELS, "tiny", (0.01, 1.0))
     cells = Cells(tmp_path / "cells.jsonl")
     time_to_loss.run(
         cells,
@@ -61,11 +64,12 @@ def test_the_race_against_mezo_makes_every_run_and_a_page(sources: Sources, tmp_
         threads=1,
     )
     found = {settings["what"]: result for settings, result in cells.of("time to loss")}
-    assert set(found) == {"trial", "MeZO", "plain MeZO", "permille"}
+    assert set(found) == {"trial", "MeZO", "plain MeZO", *OURS}
     assert [point["step"] for point in found["MeZO"]["points"]] == [0, 1, 2, 3, 4]
     # Both loops begin at the full-precision model's loss on the same rows.
     assert found["MeZO"]["points"][0]["loss"] == found["plain MeZO"]["points"][0]["loss"]
-    assert found["permille"]["points"][-1]["step"] == 4
+    assert [found[what]["points"][-1]["step"] for what in OURS] == [4, 4]
+    assert [found[what]["options"]["basis"] for what in OURS] == [True, True]
     assert "| plain MeZO | 4 |" in page(cells)
 
 
