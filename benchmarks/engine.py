@@ -48,7 +48,7 @@ def full(cells: Cells, folder: Path, threads: int, *, bf16: bool) -> None:
 def _steps(
     cells: Cells, folder: Path, threads: int, *, layers: int | None, rounds: int, bf16: bool = False
 ) -> None:
-    for shape, depth, tokens, queries in (("30M", None, [64], False), ("1.1B", layers, [64, 128], True)):
+    for shape, depth, tokens, query_rounds in (("30M", None, [64], 0), ("1.1B", layers, [64, 128], 1)):
         step_time.run(
             cells,
             folder,
@@ -59,7 +59,7 @@ def _steps(
             threads=threads,
             rounds=rounds,
             bf16=bf16,
-            queries=queries,
+            query_rounds=query_rounds,
         )
     prefix_time.run(
         cells,

@@ -149,9 +149,9 @@ def run(
     threads: int,
     rounds: int,
     bf16: bool,
-    queries: bool,
+    query_rounds: int,
 ) -> None:
-    """The cells of this figure that are missing."""
+    """The cells of this figure that are missing; with 0 `query_rounds` none of eight queries a step."""
     for length in tokens:
         sizes = {"sequences": sequences, "tokens": length, "threads": threads, "rounds": rounds}
         settings: Settings = {"shape": shape, "layers": layers, "bf16": bf16} | sizes
@@ -169,13 +169,13 @@ def run(
             )
 
         cells.once(FIGURE, settings, cell)
-    if queries:
-        settings = {"shape": shape, "layers": layers} | sizes | {"tokens": tokens[0]}
+    if query_rounds:
+        settings = {"shape": shape, "layers": layers} | sizes | {"tokens": tokens[0], "rounds": query_rounds}
 
         def query_cell() -> Result:
             package = random_package(folder, SHAPES[shape].with_layers(layers))
             return measure_queries(
-                package, sequences=sequences, tokens=tokens[0], threads=threads, rounds=rounds
+                package, sequences=sequences, tokens=tokens[0], threads=threads, rounds=query_rounds
             )
 
         cells.once("queries", settings, query_cell)
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bf16", action="store_true", help="bf16 rows without bf16 instructions too")
-    parser.add_argument("--queries", action="store_true", help="eight queries a step as well")
+    parser.add_argument("--query-rounds", type=int, default=0, help="rounds of eight queries a step")
     arguments = parser.parse_args()
     cells = Cells(arguments.cells)
     run(
@@ -207,7 +207,7 @@ def main() -> None:
         threads=arguments.threads,
         rounds=arguments.rounds,
         bf16=arguments.bf16,
-        queries=arguments.queries,
+        query_rounds=arguments.query_rounds,
     )
     for settings, result in cells.of(FIGURE) + cells.of("queries"):
         seconds = {name: found["wall_s"] for name, found in result["steps"].items()}

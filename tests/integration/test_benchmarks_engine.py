@@ -129,7 +129,7 @@ def test_rounds_are_interleaved_and_slow_ones_run_once() -> None:
 def test_all_figures_of_a_tiny_shape_make_a_page(tmp_path: Path) -> None:
     cells = Cells(tmp_path / "cells.jsonl")
     sizes: dict[str, Any] = {"shape": "tiny", "layers": None, "threads": 1}
-    step_time.run(cells, tmp_path, **sizes, sequences=2, tokens=[8], rounds=1, bf16=False, queries=True)
+    step_time.run(cells, tmp_path, **sizes, sequences=2, tokens=[8], rounds=1, bf16=False, query_rounds=1)
     prefix_time.run(cells, tmp_path, **sizes, sequences=2, tokens=[8], rounds=1)
     decode.run(cells, tmp_path, **sizes, prompt=4, tokens=3, rounds=1)
     memory.run(cells, tmp_path, **sizes, sequences=2, tokens=8, contenders=("permille torch float32",))
