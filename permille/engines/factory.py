@@ -5,6 +5,7 @@
 
 from permille.engines.interface import Engine
 from permille.engines.light.architecture import architecture_of
+from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.package.reader import Package
 
@@ -19,12 +20,14 @@ def open_engine(
     device: str = "cpu",
     compute_dtype: str = "float32",
     threads: int | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Engine:
     """Load a package into the engine of this name.
 
     Args:
         name: "light" computes on a CPU in float32; "torch" also on CUDA and in bfloat16, if it is installed.
         threads: None leaves it to the engine.
+        prefix_cache: keeps hidden states before the first masked layer from call to call.
 
     Raises:
         InputError: an unknown name, an engine whose extra is not installed, or one that cannot do what is
@@ -34,8 +37,8 @@ def open_engine(
     if name not in ENGINES:
         raise InputError(f"expected an engine of {', '.join(ENGINES)}; got {name!r}")
     if name == LIGHT or (name == AUTO and _light_fits(package, device, compute_dtype)):
-        return _light(package, device, compute_dtype, threads)
-    return _torch(package, device, compute_dtype, threads)
+        return _light(package, device, compute_dtype, threads, prefix_cache)
+    return _torch(package, device, compute_dtype, threads, prefix_cache)
 
 
 def _light_fits(package: Package, device: str, compute_dtype: str) -> bool:
@@ -48,15 +51,19 @@ def _light_fits(package: Package, device: str, compute_dtype: str) -> bool:
     return True
 
 
-def _light(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:
+def _light(
+    package: Package, device: str, compute_dtype: str, threads: int | None, prefix_cache: PrefixCache | None
+) -> Engine:
     if device != "cpu" or compute_dtype != "float32":
         raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "light"')
     from permille.engines.light_engine import LightEngine
 
-    return LightEngine(package, threads=threads)
+    return LightEngine(package, threads=threads, prefix_cache=prefix_cache)
 
 
-def _torch(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:
+def _torch(
+    package: Package, device: str, compute_dtype: str, threads: int | None, prefix_cache: PrefixCache | None
+) -> Engine:
     try:
         from permille.engines.torch_engine import TorchEngine
     except ModuleNotFoundError as exc:
@@ -65,4 +72,6 @@ def _torch(package: Package, device: str, compute_dtype: str, threads: int | Non
         raise InputError(
             f'engine "torch" needs {exc.name}, which is not installed: pip install "permille[torch]"'
         ) from exc
-    return TorchEngine(package, device=device, compute_dtype=compute_dtype, threads=threads)
+    return TorchEngine(
+        package, device=device, compute_dtype=compute_dtype, threads=threads, prefix_cache=prefix_cache
+    )
