@@ -43,8 +43,10 @@ Array = NDArray[np.float32]
 DEFAULT_MAX_TOKENS = 2048
 # Fewer tokens of one variant than this make its products slow: then rather fewer variants at a time.
 _FEW_TOKENS = 256
-# Dequantized weights that are kept. Only a small model's steps are noticeably faster with them.
-DEFAULT_CACHE_BYTES = 64 << 20
+# Tangents of one pass share the primal: rather fewer tokens at a time than the primal twice.
+_FEW_TANGENT_TOKENS = 128
+# Dequantized weights that are kept. With the kernels a step is not faster with them, even of a model of 6 M.
+DEFAULT_CACHE_BYTES = 0
 
 
 class LightEngine:
@@ -126,7 +128,8 @@ class LightEngine:
         check_values(values_K[None], self._model.limits)
         z_QK = check_directions(directions_QK, self._model.limits)
         batch = check_batch(batch, self._model.limits)
-        queries = min(len(z_QK), max(1, self._max_tokens // 512))
+        most = max(1, self._max_tokens // _FEW_TANGENT_TOKENS - 1)
+        queries = -(-len(z_QK) // -(-len(z_QK) // most))
         sums_Q, loss_sum = np.zeros(len(z_QK)), 0.0
         with self._lock:
             for first in range(0, len(z_QK), queries):

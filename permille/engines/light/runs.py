@@ -19,8 +19,8 @@ from permille.engines.light.rope import Rope
 
 Array = NDArray[np.float32]
 
-# Rows of a pointwise task: its temporary arrays stay in a cache.
-_ROWS = 64
+# Rows of a pointwise task.
+_ROWS = 256
 
 
 class Workspace:
