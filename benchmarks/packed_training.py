@@ -21,6 +21,8 @@ from permille.engines.assembly import as_tensor
 from permille.native.weights import PackedRows, dequantize_rows
 from permille.package.reader import Package
 
+_BLOCK_TOKENS = 4096
+
 
 class Buffer:
     """One matrix of scratch that all layers share, one after the other."""
@@ -95,7 +97,7 @@ class StoredEmbedding(nn.Embedding):
 
 
 class StoredHead(nn.Linear):
-    """Multiplies with the table as stored, widened for the product and again for its gradient."""
+    """Multiplies with the table as stored, widened a block at a time, and again for the gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
@@ -104,14 +106,21 @@ class StoredHead(nn.Linear):
 
 
 class _HeadProduct(torch.autograd.Function):
+    """`x W^T`, block by block of the vocabulary: no float32 copy of the head exists."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = weight
-        return x @ weight.float().T
+        return torch.cat([x @ block.float().T for block in torch.split(weight, _BLOCK_TOKENS)], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] @ ctx.weight.float(), None
+        parts = torch.split(gradients[0], _BLOCK_TOKENS, dim=-1)
+        blocks = torch.split(ctx.weight, _BLOCK_TOKENS)
+        by_x = parts[0] @ blocks[0].float()
+        for part, block in zip(parts[1:], blocks[1:], strict=True):
+            by_x += part @ block.float()
+        return by_x, None
 
 
 def packed_model(package: Package) -> tuple[Any, nn.Parameter]:

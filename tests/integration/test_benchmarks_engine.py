@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import decode, memory, prefix_time, step_time
+from benchmarks import decode, memory, packed_training, prefix_time, step_time
 from benchmarks.cells import Cells
 from benchmarks.dense import batch_loss, dense_model
 from benchmarks.engine_page import page
@@ -78,7 +78,10 @@ def test_the_dense_contender_computes_what_the_engine_computes(tmp_path: Path, p
     assert batch_loss(model, batch) == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_first_order_training_starts_at_the_engines_loss_with_its_derivative(tmp_path: Path) -> None:
+def test_first_order_training_starts_at_the_engines_loss_with_its_derivative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_training, "_BLOCK_TOKENS", 100)  # 256 tokens: two whole blocks and a part
     package = random_package(tmp_path, TINY, density=0.05)
     batch = random_batch(package, 2, 8)
     z_K = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), package.k)
