@@ -165,10 +165,9 @@ class TorchEngine:
         check_values(values_K[None], self._model.limits)
         directions_QK = check_directions(directions_QK, self._model.limits)
         batch = check_batch(batch, self._model.limits)
-        # Short parts that all directions share, not few directions on long ones: each primal is computed once.
-        rows = max(
-            1, self._max_tokens // (1 + len(directions_QK)), min(self._max_tokens // 2, _PRIMAL_TOKENS)
-        )
+        # Short parts that all directions share, not few directions on long ones: a primal is computed once.
+        shared = self._max_tokens // (1 + len(directions_QK))
+        rows = max(1, shared, min(self._max_tokens // 2, _PRIMAL_TOKENS))
         with self._lock, torch.no_grad():
             value_K = self._tensor(values_K)
             parts = [
