@@ -101,6 +101,8 @@ def _stock(running: Running) -> dict[str, str]:
     )
     build = running.answer("builds", "show", job["id"])
     digest = build["package_digest"]
+    options = ("--corpus", corpus["id"], "--sequences", "16", "--length", "16", "--rank", "4")
+    basis = running.answer("bases", "create", "--mask", build["mask_id"], *options)
     running.answer("releases", "publish", "tiny-llama", "--package", digest, "--alias", "stable")
     return {
         "model_id": model["id"],
@@ -108,6 +110,7 @@ def _stock(running: Running) -> dict[str, str]:
         "job_id": job["id"],
         "build_id": job["id"],
         "mask_id": build["mask_id"],
+        "basis_id": basis["result_id"],
         "quantization_id": build["quantization_id"],
         "digest": digest,
         "blob_digest": running.answer("packages", "show", digest)["layers"][0]["digest"],
