@@ -1,16 +1,20 @@
 """Which engine the agent computes with: the user's choice, opened on a package when it is needed."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from permille.engines.interface import Engine
+    from permille.engines.prefix_cache import PrefixCache
     from permille.package.reader import Package
 
 ENGINE_VARIABLE = "PERMILLE_AGENT_ENGINE"
 AUTO = "auto"
+KEPT_MEMORY_BYTES = 64 << 20
+KEPT_DISK_BYTES = 1 << 30
 
 EngineOption = Annotated[
     str,
@@ -30,11 +34,14 @@ class EngineChoice:
         name: "auto", "light" or "torch".
         device: cpu, or cuda with torch.
         threads: None leaves it to the engine.
+        kept_states: folder for hidden states before the first masked layer; None keeps none. A mask of the
+            upper layers then costs a step what those layers cost.
     """
 
     name: str = AUTO
     device: str = "cpu"
     threads: int | None = None
+    kept_states: Path | None = None
 
     def __call__(self, package: "Package") -> "Engine":
         """Open it.
@@ -44,8 +51,24 @@ class EngineChoice:
         """
         from permille.engines.factory import open_engine
 
-        return open_engine(package, name=self.name, device=self.device, threads=self.threads)
+        return open_engine(
+            package,
+            name=self.name,
+            device=self.device,
+            threads=self.threads,
+            prefix_cache=None if self.kept_states is None else _prefix_cache(self.kept_states),
+        )
 
     def begun_with(self, name: str) -> "EngineChoice":
         """This choice for a run that began with the engine `name`: "auto" stays with it."""
         return replace(self, name=name) if self.name == AUTO else self
+
+    def keeping_states(self, folder: Path) -> "EngineChoice":
+        """This choice for training, where the same rows come again and again."""
+        return replace(self, kept_states=folder)
+
+
+def _prefix_cache(folder: Path) -> "PrefixCache":
+    from permille.engines.prefix_cache import PrefixCache
+
+    return PrefixCache(KEPT_MEMORY_BYTES, folder=folder, disk_bytes=KEPT_DISK_BYTES, rows_alone=True)

@@ -6,6 +6,7 @@ request began before, and makes the end durable. The caller holds the writers' l
 """
 
 import hashlib
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,12 +100,16 @@ def run_training(
         return result_of(run, ended, known=True)
     progress.phase("loading the model")
     engine_of = _engine_of_run(run, engine_of or EngineChoice())
-    engine = engine_of(package)
+    kept_states = run.path / "kept-states"
+    engine = _keeping(engine_of, kept_states)(package)
     _keep_engine(run, engine)
     if stop_event is not None:
         engine = InterruptibleEngine(engine, stop_event)
     job = _Job(home, release, package, options, prepared, report, run, engine, share_log)
-    return job.run_to_end(progress, engine_of)
+    try:
+        return job.run_to_end(progress, engine_of)
+    finally:  # they can be turned back into the user's text
+        shutil.rmtree(kept_states, ignore_errors=True)
 
 
 def package_tokenizer(package: Package) -> TextTokenizer:
@@ -251,6 +256,10 @@ def _engine_of_run(run: RunFolder, engine_of: OpenEngine) -> OpenEngine:
     if begun is None or not isinstance(engine_of, EngineChoice):
         return engine_of
     return engine_of.begun_with(begun)
+
+
+def _keeping(engine_of: OpenEngine, folder: Path) -> OpenEngine:
+    return engine_of.keeping_states(folder) if isinstance(engine_of, EngineChoice) else engine_of
 
 
 def _keep_engine(run: RunFolder, engine: Engine) -> None:

@@ -266,7 +266,7 @@ class LightEngine:
             run_layer(run, self._model.architecture, layer, out_1MH)
 
     def _recall_prefix(self, cache: PrefixCache, packed: Packed, out_MH: Array) -> None:
-        """The same from the cache, sequence by sequence; what it does not have is computed together."""
+        """The same from the cache, sequence by sequence; what it does not have is computed."""
         keys = [row_key(packed.id_M[part], self._prefix_scope) for part in packed.sequences]
         missing = []
         for index, (key, part) in enumerate(zip(keys, packed.sequences, strict=True)):
@@ -275,16 +275,15 @@ class LightEngine:
                 missing.append(index)
             else:
                 out_MH[part] = found
-        if not missing:
-            return
-        begin = time.perf_counter()
-        few = packed.only(missing)
-        states_1MH = np.empty((1, len(few.id_M), self._model.hidden), np.float32)
-        self._compute_prefix(few, states_1MH)
-        each_s = (time.perf_counter() - begin) / len(missing)
-        for index, part in zip(missing, few.sequences, strict=True):
-            out_MH[packed.sequences[index]] = states_1MH[0, part]
-            cache.put(keys[index], states_1MH[0, part], fill_s=each_s)
+        for rows in cache.together(missing):
+            begin = time.perf_counter()
+            few = packed.only(rows)
+            states_1MH = np.empty((1, len(few.id_M), self._model.hidden), np.float32)
+            self._compute_prefix(few, states_1MH)
+            each_s = (time.perf_counter() - begin) / len(rows)
+            for index, part in zip(rows, few.sequences, strict=True):
+                out_MH[packed.sequences[index]] = states_1MH[0, part]
+                cache.put(keys[index], states_1MH[0, part], fill_s=each_s)
 
     def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64], out_MH: Array) -> None:
         model = self._model

@@ -58,10 +58,20 @@ class PrefixCounters:
 class PrefixCache:
     """A bounded store of arrays by key. Safe to use from several threads."""
 
-    def __init__(self, memory_bytes: int, *, folder: Path | None = None, disk_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        memory_bytes: int,
+        *,
+        folder: Path | None = None,
+        disk_bytes: int = 0,
+        rows_alone: bool = False,
+    ) -> None:
         """
         Args:
             memory_bytes: bound on arrays in memory; one larger than it is not kept there.
+            rows_alone: engines compute each missing row by itself, so that its bits are a function of the row
+                and not of the batch in which it was first met: a resumed run then has the bits of one that
+                was not interrupted. Filling costs some more.
             folder: where rows go that memory has no room for; made if need be, for its owner alone.
             disk_bytes: bound on the files.
 
@@ -74,6 +84,7 @@ class PrefixCache:
                 "expected bounds of 0 bytes or more, and a folder for files, "
                 f"got memory_bytes {memory_bytes}, disk_bytes {disk_bytes}, folder {folder}"
             )
+        self.rows_alone = rows_alone
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
         self._rows: OrderedDict[bytes, Hidden] = OrderedDict()
@@ -105,6 +116,12 @@ class PrefixCache:
         with self._lock:
             self._fill_s += fill_s
             self._keep(key, row)
+
+    def together(self, missing: list[int]) -> list[list[int]]:
+        """Which of the missing rows an engine computes in one pass."""
+        if self.rows_alone:
+            return [[row] for row in missing]
+        return [missing] if missing else []
 
     def counters(self) -> PrefixCounters:
         """What happened so far, and what is held now."""

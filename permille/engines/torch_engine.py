@@ -318,12 +318,12 @@ class TorchEngine:
         keys = [row_key(row, self._prefix_scope) for row in packed.rows()]
         found = [self._prefix_cache.get(key) for key in keys]
         missing = [row for row, states in enumerate(found) if states is None]
-        if missing:
+        for rows in self._prefix_cache.together(missing):
             begin = time.perf_counter()
-            states_MH = _as_array(self._computed_prefix(packed.only(missing))[0])
-            each_s = (time.perf_counter() - begin) / len(missing)
-            cuts = np.cumsum(packed.length_B[missing])[:-1]
-            for row, states_TH in zip(missing, np.split(states_MH, cuts), strict=True):
+            states_MH = _as_array(self._computed_prefix(packed.only(rows))[0])
+            each_s = (time.perf_counter() - begin) / len(rows)
+            cuts = np.cumsum(packed.length_B[rows])[:-1]
+            for row, states_TH in zip(rows, np.split(states_MH, cuts), strict=True):
                 self._prefix_cache.put(keys[row], states_TH, fill_s=each_s)
                 found[row] = states_TH
         rows_MH = np.concatenate([states_TH for states_TH in found if states_TH is not None])

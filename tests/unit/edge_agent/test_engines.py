@@ -83,3 +83,37 @@ print(result.details["metrics"]["engine"], sorted({{"torch", "transformers"}} & 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "light []", done.stderr
     assert isinstance(EngineChoice()(Package.open(package.blobs, package.digest)), LightEngine)
+
+
+def test_hidden_states_are_kept_for_the_run_and_gone_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, _ = home_with_package(tmp_path / "home")
+    text = user_text(tmp_path)
+    seen: list[bool] = []
+
+    class Stopped(Exception):  # noqa: N818 - stands for any end of a run
+        """Ends the run."""
+
+    def folder(job: object) -> Path:
+        path: Path = job.run.path / "kept-states"  # type: ignore[attr-defined]
+        return path
+
+    def look(job: object, *_: object) -> None:
+        seen.append(folder(job).is_dir())
+        raise Stopped
+
+    monkeypatch.setattr("edge_agent.training_job._Job.run_to_end", look)
+    with pytest.raises(Stopped):
+        run_training(
+            home,
+            data_paths=[text],
+            steps=None,
+            minutes=None,
+            seed=0,
+            share_log=False,
+            options=QUICK,
+            engine_of=EngineChoice(),
+        )
+    assert seen == [True]
+    assert not list(home.root.rglob("kept-states"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.engines.light_engine import LightEngine
 from permille.engines.overlay import OverlayLinear
 from permille.engines.prefix_cache import PrefixCache
 from permille.engines.torch_engine import TorchEngine
@@ -107,6 +108,27 @@ def test_rows_that_are_kept_and_rows_that_are_not_go_together(tiny: Tiny) -> Non
     engine.losses(values_VK, rows(batch, [3, 1]))
     np.testing.assert_allclose(engine.losses(values_VK, batch), plain, rtol=0, atol=1e-5)
     assert (cache.counters().hits, cache.counters().misses) == (2, 5)
+
+
+@pytest.mark.parametrize("make", [TorchEngine, LightEngine])
+def test_rows_computed_alone_have_the_same_bits_whatever_they_were_met_with(
+    llama: Tiny, make: type[TorchEngine] | type[LightEngine]
+) -> None:
+    batch, values_VK = tiny_batch(lengths=(12, 7, 9, 12, 5)), variants(llama.package, 2)
+    first = make(llama.package, prefix_cache=PrefixCache(1 << 20, rows_alone=True))
+    expected = first.losses(values_VK, batch)
+    second = make(llama.package, prefix_cache=PrefixCache(1 << 20, rows_alone=True))
+    for met in ([4], [0, 3, 1], [2]):
+        second.losses(values_VK, rows(batch, met))
+    np.testing.assert_array_equal(second.losses(values_VK, batch), expected)
+    plain = make(llama.package).losses(values_VK, batch)
+    np.testing.assert_allclose(expected, plain, rtol=0, atol=1e-5)
+
+
+def test_missing_rows_go_together_or_one_by_one() -> None:
+    assert PrefixCache(1).together([2, 5]) == [[2, 5]]
+    assert PrefixCache(1, rows_alone=True).together([2, 5]) == [[2], [5]]
+    assert PrefixCache(1).together([]) == []
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed", "cut"])
