@@ -7,6 +7,7 @@ rows are never in a source.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ def domain_of(sources: Sources, user: str) -> str:
     return next(domain for domain in DOMAINS if user in user_texts(sources, domain))
 
 
-def _lines(path: Path) -> list[dict[str, list[str]]]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON lines file; a line that was torn by a foreign line break is passed over."""
     with path.open(encoding="utf-8") as file:
         whole = [line for line in file if line.startswith("{") and line.endswith("}\n")]
