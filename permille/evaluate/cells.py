@@ -7,7 +7,7 @@ any two methods can be compared in pairs later.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,14 @@ from permille.evaluate.examples import Example, Pool, majority_share
 from permille.evaluate.methods import DYNAMIC, Method, TrainedSet
 from permille.evaluate.prompts import Task
 from permille.evaluate.rows import read_file
-from permille.evaluate.scoring import Choices, Scored, encode_example, score, training_batch
+from permille.evaluate.scoring import (
+    Choices,
+    Scored,
+    encode_example,
+    mean_losses,
+    score,
+    training_batch,
+)
 from permille.evaluate.specification import Base, Sweep
 from permille.evaluate.splits import Splits, split
 from permille.evaluate.trainables import Trainable, masked_weights
@@ -34,6 +41,8 @@ from permille.zo.estimators import Batch
 Json = dict[str, Any]
 
 _MASK_EXAMPLES = 64
+# Directions of one segment are no other segment's.
+_SEGMENT_SEEDS = 1_000_003
 _SPLIT_NAMES = ("train", "validation", "test")
 
 
@@ -125,35 +134,35 @@ class Bench:
         return trainable, train(trainable, data.batch, _validation(trainable, data.validation), recipe)
 
     def _trained_dynamic(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
-        """Segments of `refresh_steps`, each with a new mask; what was learned stays in the weights."""
+        """Segments of `refresh_steps`, each with a new mask; what was learned stays in the weights.
+
+        A segment ends with its best evaluation, and the next one begins there; the schedule runs over all.
+        """
         model = models.stored(cell.model, cell.base)
-        segments = -(-recipe.steps // self.sweep.refresh_steps)
+        own = models.stored(cell.model, Base.BF16)
+        every = self.sweep.refresh_steps
         curve: list[tuple[int, float]] = []
-        trainable, trained = None, None
-        for segment in range(segments):
-            mask = self._mask(cell, data, segment, model)
+        step, learned = 0, set[tuple[str, int]]()
+        for first in range(0, recipe.steps, every):
+            mask = self._mask(cell, data, first // every, model)
             assert mask is not None  # every dynamic set has one
+            models.give_own_values(model, own, mask, learned)
             trainable = masked_weights(model, mask)
-            part = Recipe(
-                order=recipe.order,
-                steps=min(self.sweep.refresh_steps, recipe.steps - segment * self.sweep.refresh_steps),
-                step_factor=recipe.step_factor,
-                seed=recipe.seed + segment * 7919,
-                queries=recipe.queries,
-                evaluations=max(1, recipe.evaluations // segments),
+            part = replace(
+                recipe,
+                steps=min(every, recipe.steps - first),
+                seed=recipe.seed + first * _SEGMENT_SEEDS,
+                evaluations=max(1, recipe.evaluations * every // recipe.steps),
+                first_step=first,
+                total_steps=recipe.steps,
             )
             trained = train(
-                trainable,
-                data.batches_from(segment * self.sweep.refresh_steps),
-                _validation(trainable, data.validation),
-                part,
+                trainable, data.batches_from(first), _validation(trainable, data.validation), part
             )
             trainable.token_losses(trained.values_K, data.batch(0))  # installs them for the next segment
-            first = segment * self.sweep.refresh_steps
-            curve += [(first + step, loss) for step, loss in trained.curve]
-        assert trainable is not None and trained is not None  # a recipe has at least one step
-        best = Trained(values_K=trained.values_K, step=curve[-1][0], loss=trained.loss, curve=tuple(curve))
-        return trainable, best
+            curve += [(first + at, loss) for at, loss in trained.curve]
+            step = first + trained.step if trained.step else step
+        return trainable, replace(trained, step=step, curve=tuple(curve))
 
     def _mask(self, cell: Cell, data: "CellData", segment: int, model: Any) -> Mask | None:
         density = self.sweep.density
@@ -236,15 +245,15 @@ class CellData:
         ]
 
     @cached_property
-    def _demonstrations(self) -> str:
+    def _demonstrations(self) -> tuple[str, ...]:
         """Solved training examples, for in-context learning: drawn with the seed."""
         shots = self._cell.method.shots
         if not shots:
-            return ""
+            return ()
         rng = np.random.default_rng([self.seed, 1])
         chosen = rng.choice(len(self.splits.train), min(shots, len(self.splits.train)), replace=False)
         solved = [self.splits.train[index] for index in chosen]
-        return "".join(f"{item.prompt}{item.candidates[item.label]}\n\n" for item in solved)
+        return tuple(f"{item.prompt}{item.candidates[item.label]}\n\n" for item in solved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +287,9 @@ class Outcome:
             "items": [example.name for example in self.data.splits.test],
             "correct": "".join("01"[int(right)] for right in self.tested.correct_N),
             "item_losses": [round(loss, 5) for loss in self.tested.loss_N.tolist()],
+            "shots": float(np.mean([item.shots for item in self.data.test])),
+            "cut_examples": sum(item.cut > 0 for item in self.data.test),
+            "validation_loss": None if self.trained is None else self.trained.loss,
             "best_step": None if self.trained is None else self.trained.step,
             "curve": None if self.trained is None else _finite_curve(self.trained),
             "seconds": round(self.seconds, 2),
@@ -291,11 +303,15 @@ class Outcome:
 
 def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDArray[np.float32]], float]:
     """Mean loss of the right answers: one pass, the wrong candidates are not needed."""
-    batches = [training_batch(items[first : first + 32]) for first in range(0, len(items), 32)]
+    parts = [items[first : first + 32] for first in range(0, len(items), 32)]
+    batches = [training_batch(part) for part in parts]
 
     def loss(values_K: NDArray[np.float32]) -> float:
-        token_losses = [trainable.token_losses(values_K, batch).astype(np.float64) for batch in batches]
-        return float(np.concatenate(token_losses).mean())
+        means = [
+            mean_losses(trainable.token_losses(values_K, batch), part)
+            for batch, part in zip(batches, parts, strict=True)
+        ]
+        return float(np.concatenate(means).mean())
 
     return loss
 

@@ -58,6 +58,23 @@ def stored(
     return model
 
 
+def give_own_values(
+    model: "PreTrainedModel", own: "PreTrainedModel", mask: Mask, learned: set[tuple[str, int]]
+) -> None:
+    """Give the masked weights of `model` the values of `own`, but those that were trained before.
+
+    Args:
+        learned: (tensor, flat index) of every weight that was ever masked; this mask's are added.
+    """
+    source = dict(own.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fresh = [index for index in mask.get(name, ()) if (name, int(index)) not in learned]
+            at = torch.tensor([int(index) for index in fresh], dtype=torch.int64)
+            parameter.view(-1)[at] = source[name].reshape(-1)[at]
+            learned.update((name, int(index)) for index in fresh)
+
+
 def linear_weights(model: "PreTrainedModel") -> list[str]:
     """Names of the linear weights of the blocks, in the order of the model: what can be masked."""
     return [name for name, _ in scoped_tensors(model.config.to_dict(), "all")]

@@ -128,12 +128,16 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row | _BadRowError]]:
 
 def _table_rows(path: Path) -> Iterator[tuple[str, Row | _BadRowError]]:
     """SST-2: `sentence <tab> label`, GLUE with a header line, the sentence-level release without."""
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, line in enumerate(file, start=1):
-            cells = line.rstrip("\r\n").split("\t")
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            name = f"{path.name}:{number}"
+            try:
+                cells = line.decode("utf-8").rstrip("\r\n").split("\t")
+            except UnicodeDecodeError as exc:
+                yield name, _BadRowError(f"expected UTF-8, got {exc}")
+                continue
             if number == 1 and cells == ["sentence", "label"]:
                 continue
-            name = f"{path.name}:{number}"
             if len(cells) == 2:
                 yield name, {"sentence": cells[0], "label": cells[1].strip()}
             else:
@@ -144,10 +148,10 @@ def _multirc_rows(name: str, row: Row) -> Iterator[tuple[str, Row | _BadRowError
     """SuperGLUE nests questions and answers below their passage; one example is one answer."""
     try:
         passage = row["passage"]
-        for question in passage["questions"]:
-            for answer in question["answers"]:
+        for number, question in enumerate(passage["questions"], start=1):
+            for place, answer in enumerate(question["answers"], start=1):
                 yield (
-                    f"{name}.{answer.get('idx', '?')}",
+                    f"{name}.{number}.{place}",
                     {
                         "paragraph": passage["text"],
                         "question": question["question"],

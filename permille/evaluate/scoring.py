@@ -38,10 +38,18 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """An example in tokens: one `Answer` a candidate, and the index of the right one."""
+    """An example in tokens: one `Answer` a candidate, all after the same tokens as far as they agree.
+
+    Attributes:
+        label: index of the right candidate.
+        shots: solved examples that stand before the question: those that fitted.
+        cut: tokens of the prompt's front that did not fit.
+    """
 
     answers: tuple[Answer, ...]
     label: int
+    shots: int
+    cut: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +76,24 @@ class Scored:
 
 
 def encode_example(
-    example: Example, encode: Encode, *, begin: int | None, max_tokens: int, demonstrations: str = ""
+    example: Example,
+    encode: Encode,
+    *,
+    begin: int | None,
+    max_tokens: int,
+    demonstrations: Sequence[str] = (),
 ) -> Choices:
-    """The example in tokens; a prompt too long loses its front, never the candidate.
+    """The example in tokens. Demonstrations that do not fit are left out whole, the first ones first; a
+    prompt that is too long by itself loses its front; a candidate loses nothing.
 
     Prompt and candidate are encoded as one text, and the boundary is where the prompt's own tokens end as
-    long as they agree, so that a candidate is spelled as the model would meet it.
+    long as they agree, so that a candidate is spelled as the model would meet it. All candidates stand after
+    the same tokens: the longest one says how much fits.
 
     Args:
         begin: id of the token that begins a text, or None for a model without one.
         max_tokens: of prompt and candidate together, `begin` included.
-        demonstrations: solved examples before the prompt (in-context learning), with their separator.
+        demonstrations: solved examples before the prompt (in-context learning), each with its separator.
 
     Raises:
         InputError: the example has no candidates, or one does not fit.
@@ -86,21 +101,25 @@ def encode_example(
     if not example.candidates:
         raise InputError(f"expected candidates in {example.name}, got free text")
     start = () if begin is None else (begin,)
-    prompt = demonstrations + example.prompt
+    room = max_tokens - len(start)
+    for dropped in range(len(demonstrations) + 1):
+        shown = demonstrations[dropped:]
+        prompt = "".join(shown) + example.prompt
+        wholes = [tuple(encode(prompt + candidate)) for candidate in example.candidates]
+        if max(map(len, wholes)) <= room:
+            break
     prompt_ids = tuple(encode(prompt))
+    cut = max(0, max(map(len, wholes)) - room)
     answers = []
-    for candidate in example.candidates:
-        whole = tuple(encode(prompt + candidate))
-        boundary = _common(prompt_ids, whole)
-        targets = len(whole) - boundary
-        room = max_tokens - len(start)
-        if not 0 < targets < room:
+    for candidate, whole in zip(example.candidates, wholes, strict=True):
+        targets = len(whole) - _common(prompt_ids, whole)
+        if not 0 < targets < len(whole) - cut:
             raise InputError(
-                f"expected 1 to {room - 1} tokens in candidate {candidate!r:.60} of {example.name}, "
-                f"got {targets}"
+                f"expected 1 to {len(whole) - cut - 1} tokens in candidate {candidate!r:.60} of "
+                f"{example.name}, after at least one of the prompt, got {targets}"
             )
-        answers.append(Answer(ids=(*start, *whole[-room:]), targets=targets))
-    return Choices(answers=tuple(answers), label=example.label)
+        answers.append(Answer(ids=(*start, *whole[cut:]), targets=targets))
+    return Choices(answers=tuple(answers), label=example.label, shots=len(shown), cut=cut)
 
 
 def training_batch(choices: Sequence[Choices]) -> Batch:
@@ -136,6 +155,12 @@ def score(token_losses: TokenLosses, choices: Sequence[Choices], *, max_batch_to
         loss.append(own[item.label])
         first += len(item.answers)
     return Scored(correct_N=np.array(correct, dtype=np.bool_), loss_N=np.array(loss))
+
+
+def mean_losses(losses_R: NDArray[np.float32], items: Sequence[Choices]) -> NDArray[np.float64]:
+    """Loss a token of each right answer, float64 [items], from the losses of `training_batch(items)`."""
+    ends = np.cumsum([item.answers[item.label].targets for item in items])
+    return np.array([part.mean() for part in np.split(losses_R.astype(np.float64), ends[:-1])])
 
 
 def f1_of_text(prediction: str, references: Sequence[str]) -> float:

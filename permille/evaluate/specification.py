@@ -13,6 +13,7 @@
 Paths are relative to the file's folder.
 """
 
+import importlib.util
 import tomllib
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -118,9 +119,21 @@ def _checked(sweep: Sweep) -> Sweep:
         raise InputError("expected models in folders of different names, got a name twice")
     if not sweep.seeds or min(sweep.seeds) < 0 or max(sweep.seeds) >= TUNING_SEED_OFFSET:
         raise InputError(f"expected seeds from 0 to {TUNING_SEED_OFFSET - 1}, got {list(sweep.seeds)}")
-    for name in ("models", "tasks", "methods", "bases"):
-        if not getattr(sweep, name):
-            raise InputError(f"expected at least one of {name}, got none")
+    for name in ("models", "tasks", "methods", "bases", "seeds"):
+        found = list(getattr(sweep, name))
+        if not found or len(set(found)) < len(found):
+            raise InputError(f"expected one or more of {name}, each once, got {len(found)}")
+    for model in sweep.models:
+        if missing := [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]:
+            raise InputError(f"expected {' and '.join(missing)} in {model}, got none")
+    if Task.SQUAD in sweep.tasks:
+        raise InputError(
+            "expected tasks with candidate answers, got squad: free text is not scored in sweeps"
+        )
+    if any(item.size for item in sweep.methods) and importlib.util.find_spec("peft") is None:
+        raise InputError(
+            'expected peft for adapters, which is not installed: pip install "permille[evaluate]"'
+        )
     return sweep
 
 

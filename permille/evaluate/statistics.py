@@ -40,7 +40,8 @@ def equivalence(
     """Whether the means of paired items differ by less than `margin`, at 5%.
 
     Args:
-        first_N, second_N: an outcome of each item (1 or 0 for right or wrong), pooled over seeds.
+        first_N, second_N: an outcome of each distinct item: 1 or 0 for right or wrong, or its mean over
+            seeds. The same item twice would count as evidence twice.
 
     Raises:
         InputError: fewer than two items, unequal numbers, or numbers that are not finite.
@@ -52,10 +53,9 @@ def equivalence(
     freedom = len(difference_N) - 1
     reach = float(stats.t.ppf(0.95, freedom)) * error
     if error == 0:
-        inside = abs(mean) < margin
-        return Equivalence(
-            difference=mean, interval=(mean, mean), p_value=0.0 if inside else 1.0, equivalent=inside
-        )
+        # No item differs from another: what a share `margin` of other items would hide, with this chance.
+        p_value = (1 - margin) ** len(difference_N) if abs(mean) < margin else 1.0
+        return Equivalence(difference=mean, interval=(mean, mean), p_value=p_value, equivalent=p_value < 0.05)
     below = float(stats.t.sf((mean + margin) / error, freedom))
     above = float(stats.t.cdf((mean - margin) / error, freedom))
     p_value = max(below, above)
@@ -133,7 +133,7 @@ def beats_by(
     difference_N = _differences(first_N, second_N)
     mean, error = float(difference_N.mean()), _standard_error(difference_N)
     if error == 0:
-        return mean, 0.0 if mean > margin else 1.0
+        return mean, ((1 + margin) / 2) ** len(difference_N) if mean > margin else 1.0
     return mean, float(stats.t.sf((mean - margin) / error, len(difference_N) - 1))
 
 

@@ -8,11 +8,12 @@ another sweep is refused, never mixed.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from permille import __version__
 from permille.errors import InputError
 from permille.evaluate.cells import Bench, Cell, Json
 from permille.evaluate.specification import Sweep
@@ -56,7 +57,7 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
 
 def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
     if cell.method.order is None:
-        return bench.run(cell, cell.seed, None).record() | {"step_factor": None}
+        return bench.run(cell, cell.seed, None).record() | {"step_factor": None, "on_edge": False}
     if cell.tuning_key not in done.tunings:
         seed = tuning_seed(cell.seed)
         tuned = tune(lambda factor: bench.run(cell, seed, factor).validation_loss, trials=bench.sweep.trials)
@@ -70,8 +71,9 @@ def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
                 "on_edge": tuned.on_edge,
             }
         )
-    factor = done.tunings[cell.tuning_key]["step_factor"]
-    return bench.run(cell, cell.seed, factor).record() | {"step_factor": factor}
+    tuning = done.tunings[cell.tuning_key]
+    chosen = {"step_factor": tuning["step_factor"], "on_edge": tuning["on_edge"]}
+    return bench.run(cell, cell.seed, tuning["step_factor"]).record() | chosen
 
 
 class Results:
@@ -93,17 +95,26 @@ class Results:
             InputError: the file is of another sweep, or damaged before its last line.
         """
         header = {"kind": "sweep", "key": digest}
-        if not path.exists() or path.stat().st_size == 0:
+        found = path.read_bytes() if path.exists() else b""
+        whole, newline, torn = found.rpartition(b"\n")
+        if not newline:
+            if not _line(header).startswith(found):
+                raise InputError(f"expected results of a sweep in {path}, got {found[:60]!r}")
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"")  # nothing, or the torn beginning of our own first line
             results = cls(path, [])
             results.append(header)
             return results
-        lines = list(_whole_lines(path))
-        if not lines or lines[0] != header:
+        lines = [_parsed(line, number, path) for number, line in enumerate(whole.split(b"\n"), start=1)]
+        if lines[0] != header:
             raise InputError(
                 f"expected results of the sweep {digest[:19]} in {path}, got those of another one: "
                 "choose another file, or give the sweep as it was"
             )
+        if torn:
+            with path.open("r+b") as file:
+                file.truncate(len(found) - len(torn))
+                os.fsync(file.fileno())
         return cls(path, lines)
 
     def append(self, line: Json) -> None:
@@ -111,7 +122,7 @@ class Results:
         if line["kind"] == "bad-row" and line["key"] in self._bad_rows:
             return
         with self._path.open("ab") as file:
-            file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            file.write(_line(line))
             file.flush()
             os.fsync(file.fileno())
         self._take(line)
@@ -124,26 +135,37 @@ class Results:
             self._bad_rows.add(line["key"])
 
 
-def _whole_lines(path: Path) -> Iterator[Json]:
-    data = path.read_bytes()
-    whole, _, torn = data.rpartition(b"\n")
-    if torn:
-        with path.open("r+b") as file:
-            file.truncate(len(data) - len(torn))
-            os.fsync(file.fileno())
-    for number, line in enumerate(whole.split(b"\n"), start=1):
-        try:
-            found = json.loads(line)
-            if not isinstance(found, dict) or not {"kind", "key"} <= found.keys():
-                raise ValueError("not a result")
-        except ValueError as exc:
-            raise InputError(f"expected a result in line {number} of {path}, got {line[:60]!r}") from exc
-        yield found
+def _line(record: Json) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _parsed(line: bytes, number: int, path: Path) -> Json:
+    try:
+        found = json.loads(line)
+        fields = _FIELDS[found["kind"]]
+        if type(found["key"]) is not str or not fields <= found.keys():
+            raise ValueError(f"fields {sorted(found)}")
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        raise InputError(f"expected a result in line {number} of {path}, got {line[:60]!r}") from exc
+    result: Json = found
+    return result
+
+
+_FIELDS: dict[str, set[str]] = {
+    "sweep": set(),
+    "bad-row": set(),
+    "tuning": {"step_factor", "losses", "on_edge"},
+    "cell": {
+        *("model", "base", "method", "task", "seed", "accuracy", "loss", "majority", "items", "correct"),
+        *("shots", "cut_examples", "validation_loss", "on_edge"),
+    },
+}
+"""What a line of each kind holds beside kind and key, as far as it is read again."""
 
 
 def _digest(sweep: Sweep) -> str:
-    """Of everything that decides a cell: the choices and the bytes of the files, wherever these are."""
-    definition = json.dumps(asdict(sweep), default=_content, sort_keys=True)
+    """Of the choices, the bytes of the files, wherever these are, and our version."""
+    definition = json.dumps([__version__, asdict(sweep)], default=_content, sort_keys=True)
     return f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}"
 
 

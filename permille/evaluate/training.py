@@ -52,6 +52,7 @@ class Recipe:
             for first order AdamW's 1e-3.
         queries: directions a step; zeroth order only.
         evaluations: how often validation is looked at, evenly, the end included.
+        first_step: where the run stands in the schedule of a longer one, whose steps are `total_steps`.
     """
 
     order: Order
@@ -61,6 +62,13 @@ class Recipe:
     queries: int = 1
     estimator: EstimatorKind = EstimatorKind.SPSA
     evaluations: int = 10
+    first_step: int = 0
+    total_steps: int | None = None
+
+    @property
+    def schedule_steps(self) -> int:
+        """Where the linear schedule ends."""
+        return self.steps if self.total_steps is None else self.total_steps
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.evaluations < 1 or not self.step_factor > 0:
@@ -108,7 +116,8 @@ def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Ite
     header = _header(trainable, batches, recipe)
     s_K = np.zeros(trainable.k, dtype=np.int64)
     for step in range(recipe.steps):
-        record = take_step(trainable, batches(step), header, trainable.base_K, s_K, step, clip=None)
+        number = recipe.first_step + step
+        record = take_step(trainable, batches(step), header, trainable.base_K, s_K, number, clip=None)
         apply_record(s_K, record, header)
         yield values(trainable.base_K, s_K, header.step_unit_exponent)
 
@@ -149,7 +158,7 @@ def _plain_header(
         epsilon=epsilon,
         learning_rate=learning_rate,
         schedule=Schedule.LINEAR,
-        total_steps=recipe.steps,
+        total_steps=recipe.schedule_steps,
         step_unit_exponent=exponent,
         counts=(trainable.k,),
     )
@@ -159,7 +168,9 @@ def _first_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iter
     """AdamW on the flat vector; its weight decay is 0, as for the papers' references."""
     values_K = torch.from_numpy(trainable.base_K.copy()).requires_grad_(True)
     optimizer = torch.optim.AdamW([values_K], lr=recipe.step_factor * 1e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / recipe.steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - (recipe.first_step + step) / recipe.schedule_steps
+    )
     for step in range(recipe.steps):
         _, gradient_K = trainable.gradient(values_K.detach().numpy(), batches(step))
         values_K.grad = torch.from_numpy(gradient_K)

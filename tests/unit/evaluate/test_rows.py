@@ -97,12 +97,21 @@ def test_sst2_is_read_with_and_without_a_header(header: str, tmp_path: Path) -> 
     assert found == [("a fine film It was", " great"), ("dull It was", " terrible")]
 
 
+def test_a_row_that_is_not_utf_8_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_bytes(b"a fine film\t1\n" * 30 + b"caf\xe9\t0\n")
+    (bad,) = read_file(Task.SST2, path).bad
+    assert bad.name == "train.tsv:31"
+    assert "UTF-8" in bad.reason
+
+
 def test_multirc_is_one_example_an_answer_and_one_group_a_passage(tmp_path: Path) -> None:
     questions = [{"question": "Who?", "answers": [{"text": "Ann", "label": 1}, {"text": "Eve", "label": 0}]}]
     path = written(tmp_path, {"passage": {"text": "Ann won.", "questions": questions}})
     examples = read_file(Task.MULTIRC, path).examples
     assert [e.candidates[e.label] for e in examples] == ["Yes", "No"]
     assert {e.group for e in examples} == {"ann won."}
+    assert len({e.name for e in examples}) == 2  # answers need not have an idx of their own
 
 
 def test_squad_keeps_every_reference_once(tmp_path: Path) -> None:

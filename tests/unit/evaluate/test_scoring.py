@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.evaluate.examples import Example
-from permille.evaluate.scoring import encode_example, f1_of_text, score, training_batch
+from permille.evaluate.scoring import encode_example, f1_of_text, mean_losses, score, training_batch
 from permille.zo.estimators import Batch
 
 
@@ -47,13 +47,29 @@ def test_a_candidate_that_merges_with_the_prompt_counts_the_merged_token() -> No
 def test_a_long_prompt_loses_its_front() -> None:
     choices = encode_example(made(prompt="abcdefgh"), encode, begin=1, max_tokens=6)
     assert choices.answers[1].ids == (1, ord("f"), ord("g"), ord("h"), ord("N"), ord("o"))
-    with pytest.raises(InputError, match="candidate 'Yes' of f:1, got 2"):
+    with pytest.raises(InputError, match="1 to 1 tokens in candidate 'Yes' of f:1"):
         encode_example(made(), encode, begin=1, max_tokens=3)
 
 
-def test_demonstrations_stand_before_the_prompt() -> None:
-    choices = encode_example(made(), encode, begin=None, max_tokens=16, demonstrations="D\n")
-    assert choices.answers[1].ids == (68, 10, 81, 78, 111)
+def test_all_candidates_stand_after_the_same_tokens() -> None:
+    choices = encode_example(made(prompt="abcdefgh", candidates=("x", "uvw")), encode, begin=1, max_tokens=6)
+    assert [answer.ids[:3] for answer in choices.answers] == [(1, ord("g"), ord("h"))] * 2
+    assert choices.cut == 6
+
+
+def test_demonstrations_that_do_not_fit_are_left_out_whole() -> None:
+    for room, shown in ((16, "D\nE\n"), (7, "D\nE\n"), (6, "E\n"), (5, "E\n"), (4, "")):
+        choices = encode_example(made(), encode, begin=None, max_tokens=room, demonstrations=("D\n", "E\n"))
+        assert choices.answers[1].ids == tuple(map(ord, shown + "QNo"))
+        assert (choices.shots, choices.cut) == (len(shown) // 2, 0)
+
+
+def test_losses_of_examples_are_means_over_their_own_tokens() -> None:
+    items = [
+        encode_example(item, encode, begin=1, max_tokens=64) for item in (made(), made(candidates=("x",)))
+    ]
+    got = mean_losses(by_id(training_batch(items)), items)
+    assert got.tolist() == [(500 % 7 + 115 % 7) / 2, ord("x") % 7]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 4096])

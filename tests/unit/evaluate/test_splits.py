@@ -49,6 +49,15 @@ def test_a_small_pool_is_divided_in_proportion() -> None:
     assert [len(splits.train), len(splits.validation), len(splits.test)] == [20, 10, 20]
 
 
+def test_every_seed_has_the_same_test_items() -> None:
+    """So a step size that one seed chose was never chosen on another's test."""
+    examples = pool(list(range(100)))
+    tests = [{e.name for e in split(examples, seed, sizes=(40, 20, 40)).test} for seed in range(3)]
+    assert tests[0] == tests[1] == tests[2]
+    trains = [{e.name for e in split(examples, seed, sizes=(40, 20, 40)).train} for seed in range(2)]
+    assert trains[0] != trains[1]
+
+
 def test_groups_of_a_test_file_are_kept_out_of_training() -> None:
     examples, tests = pool(list(range(100))), [example(group, 1000 + group) for group in range(0, 200, 2)]
     splits = split(examples, 0, test_pool=tests, sizes=(30, 20, 60))

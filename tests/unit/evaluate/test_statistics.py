@@ -32,10 +32,12 @@ def test_methods_that_hardly_differ_are_equivalent_and_others_not() -> None:
 
 
 def test_identical_outcomes_are_equivalent() -> None:
-    same = equivalence(np.ones(10), np.ones(10))
+    same = equivalence(np.ones(1000), np.ones(1000))
     assert same.equivalent
     assert same.interval == (0.0, 0.0)
-    assert not equivalence(np.ones(10), np.zeros(10)).equivalent
+    assert not equivalence(np.ones(1000), np.zeros(1000)).equivalent
+    # Ten items that agree may well hide one in a hundred that does not.
+    assert not equivalence(np.ones(10), np.ones(10)).equivalent
 
 
 def test_the_interval_is_students() -> None:
@@ -68,6 +70,8 @@ def test_beating_a_margin_needs_more_than_the_margin() -> None:
     assert mean > 0.05
     assert p_value < 0.01
     assert beats_by(first_N, second_N, 0.1)[1] > 0.5
+    assert beats_by(np.ones(2), np.zeros(2), 0.05)[1] > 0.2
+    assert beats_by(np.ones(20), np.zeros(20), 0.05)[1] < 0.01
 
 
 def test_ranks_average_over_tasks_and_share_ties() -> None:

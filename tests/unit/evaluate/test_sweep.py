@@ -124,6 +124,9 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
         ('train = "train.tsv"', 'train = "train.tsv"\nvalid = "x"', "train and perhaps test"),
         ("queries = 2", "density = 2.0", "density above 0"),
         ('"zo:lora-4"', '"zo:lora"', "lora-<rank>"),
+        ("seeds = [0]", "seeds = [0, 0]", "one or more of seeds, each once"),
+        ("[tasks.sst2]", "[tasks.squad]", "free text is not scored"),
+        (str(ROOT / "examples" / "model"), str(ROOT / "docs"), "config.json and tokenizer.json"),
     ],
 )
 def test_a_wrong_sweep_is_refused(sweep_file: Path, old: str, new: str, message: str) -> None:
@@ -134,27 +137,74 @@ def test_a_wrong_sweep_is_refused(sweep_file: Path, old: str, new: str, message:
         read_sweep(sweep_file)
 
 
-def test_a_task_counts_only_where_first_order_training_clearly_gains() -> None:
-    def record(method: str, right: int) -> dict[str, object]:
-        return {
-            "method": method,
-            "seed": 0,
-            "items": [str(n) for n in range(400)],
-            "correct": "1" * right + "0" * (400 - right),
-            "accuracy": right / 400,
-            "majority": 0.5,
-        }
+def outcome(method: str, correct: str, *, seed: int = 0, validation_loss: float = 1.0) -> dict[str, object]:
+    return {
+        "method": method,
+        "seed": seed,
+        "items": [str(n) for n in range(len(correct))],
+        "correct": correct,
+        "accuracy": correct.count("1") / len(correct),
+        "majority": 0.5,
+        "validation_loss": validation_loss,
+    }
 
-    zero_shot = ("zero-shot", "sst2")
-    assert countable(
-        {("fo:full", "sst2"): [record("fo:full", 300)], zero_shot: [record("zero-shot", 210)]}, "sst2"
-    )
-    assert not countable(
-        {("fo:full", "sst2"): [record("fo:full", 225)], zero_shot: [record("zero-shot", 210)]}, "sst2"
-    )
-    assert not countable({("fo:full", "sst2"): [record("fo:full", 300)]}, "sst2")
-    one_N, other_N = paired([record("a", 3)], [record("b", 2)])
-    assert one_N.sum() - other_N.sum() == 1
+
+def right(number: int, of: int = 400) -> str:
+    return "1" * number + "0" * (of - number)
+
+
+def test_a_task_counts_only_where_first_order_training_clearly_gains() -> None:
+    zero_shot = {("zero-shot", "sst2"): [outcome("zero-shot", right(210))]}
+    assert countable(zero_shot | {("fo:full", "sst2"): [outcome("fo:full", right(300))]}, "sst2")
+    assert not countable(zero_shot | {("fo:full", "sst2"): [outcome("fo:full", right(225))]}, "sst2")
+    assert not countable({("fo:full", "sst2"): [outcome("fo:full", right(300))]}, "sst2")
+    few = {
+        ("zero-shot", "sst2"): [outcome("zero-shot", "00")],
+        ("fo:full", "sst2"): [outcome("fo:full", "11")],
+    }
+    assert not countable(few, "sst2")
+
+
+def test_the_first_order_method_is_chosen_by_validation_not_by_its_test_items() -> None:
+    lucky = {
+        ("zero-shot", "sst2"): [outcome("zero-shot", right(210))],
+        ("fo:full", "sst2"): [outcome("fo:full", right(225), validation_loss=0.5)],
+        ("fo:lora-8", "sst2"): [outcome("fo:lora-8", right(300), validation_loss=0.9)],
+    }
+    assert not countable(lucky, "sst2")
+
+
+def test_seeds_are_averaged_item_by_item() -> None:
+    first = [outcome("a", "110", seed=0), outcome("a", "100", seed=1)]
+    one_N, other_N = paired(first, [outcome("b", "011")])
+    assert one_N.tolist() == [1.0, 0.5, 0.0]
+    assert other_N.tolist() == [0.0, 1.0, 1.0]
+    twice = outcome("b", "01") | {"items": ["x", "x"]}
+    with pytest.raises(InputError, match="twice"):
+        paired(first, [twice])
+
+
+@pytest.mark.parametrize(
+    "content", [b"keep me", b"line\nno newline", b"x" * 1000, b'{"kind":"sweep"}\nlost', b"[]\n{"]
+)
+def test_a_file_that_is_no_results_is_refused_and_left_as_it_is(
+    content: bytes, sweep_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="expected"):
+        run_sweep(read_sweep(sweep_file), path, lambda *_: None)
+    assert path.read_bytes() == content
+
+
+def test_a_first_line_that_was_torn_is_written_again(sweep_file: Path, tmp_path: Path) -> None:
+    sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
+    path = tmp_path / "results.jsonl"
+    run_sweep(read_sweep(sweep_file), path, lambda *_: None)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20])
+    run_sweep(read_sweep(sweep_file), path, lambda *_: None)
+    assert path.read_bytes().splitlines()[0] == whole.splitlines()[0]
 
 
 def test_the_operators_command_runs_a_sweep_and_tells_refusals(
