@@ -65,12 +65,14 @@ class QuantizationPayload(_Closed):
 
 
 class PackagePayload(_Closed):
-    """Pack a mask and a quantization of one model, with directions if asked for."""
+    """Pack a mask and a quantization of one model, with directions and measured precision if asked for."""
 
     mask_id: str
     quantization_id: str
     basis_id: str | None = None
     fisher_exponents: bool = False
+    measure_precision: bool = False
+    precision_corpus_id: str | None = None
 
 
 class ReplayPayload(_Closed):

@@ -9,6 +9,7 @@ difference of two losses; at a large one, curvature. An error of 1 is a step tha
 # Legend: K masked weights, Q directions.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +21,9 @@ from permille.zo.estimators import Batch, LossEngine
 
 # Fewer directions tell too little: the error of an rms over 32 is some 12%.
 MIN_DIRECTIONS = 32
-# Directions of one call to an engine: bounds what the perturbed values take.
+# Directions of one call to an engine, and perturbed values of one: bound what those take.
 _TOGETHER = 4
+_TOGETHER_VALUES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,10 @@ class Precision:
     bfloat16_cosine: float
 
 
+def _untold(_done: int) -> None:
+    """Progress that nobody follows."""
+
+
 def rademacher(queries: int, k: int, seed: int) -> NDArray[np.float32]:
     """Directions of +1 and -1, [q, k], for measurements alone; training's are of `permille.zo.directions`."""
     rng = np.random.Generator(np.random.Philox(seed))
@@ -55,11 +61,14 @@ def measure_differences(
     directions_QK: NDArray[np.float32],
     batch: Batch,
     epsilon: float,
+    progress: Callable[[int], None] = _untold,
 ) -> Precision:
     """The error of two-sided differences.
 
     Args:
         exact_Q: what a float32 engine's `directional_derivatives` gives for these directions.
+        directions_QK: may be a mapped file; few rows are looked at together.
+        progress: told how many directions are done.
 
     Raises:
         InputError: fewer than 32 directions, an epsilon that is not positive, or exact derivatives that are
@@ -68,10 +77,10 @@ def measure_differences(
     _check(exact_Q, directions_QK)
     if not 0 < epsilon < np.inf:
         raise InputError(f"expected a positive epsilon, got {epsilon}")
-    parts = [
-        differences(engine, values_K, directions_QK[start : start + _TOGETHER], batch, epsilon)
-        for start in range(0, len(directions_QK), _TOGETHER)
-    ]
+    parts = []
+    for together in directions_together(directions_QK):
+        parts.append(differences(engine, values_K, directions_QK[together], batch, epsilon))
+        progress(together.stop)
     cosines = [perturbation_cosines(values_K, z_K, epsilon) for z_K in directions_QK]
     return Precision(
         epsilon=epsilon,
@@ -96,8 +105,8 @@ def measure_forward_mode(
     """
     _check(exact_Q, directions_QK)
     parts = [
-        engine.directional_derivatives(values_K, directions_QK[start : start + _TOGETHER], batch)[1]
-        for start in range(0, len(directions_QK), _TOGETHER)
+        engine.directional_derivatives(values_K, directions_QK[together], batch)[1]
+        for together in directions_together(directions_QK)
     ]
     return Precision(
         epsilon=None,
@@ -106,6 +115,13 @@ def measure_forward_mode(
         cosine=1.0,
         bfloat16_cosine=1.0,
     )
+
+
+def directions_together(directions_QK: NDArray[np.float32]) -> Iterator[slice]:
+    """Rows for one call to an engine each."""
+    queries, k = directions_QK.shape
+    size = max(1, min(_TOGETHER, _TOGETHER_VALUES // max(k, 1)))
+    return (slice(start, min(start + size, queries)) for start in range(0, queries, size))
 
 
 def differences(

@@ -5,7 +5,7 @@ children, and looked at again by every sweep.
 
 Payload: `model_id`, `corpus_id`, `evaluation_corpus_id`, `mask` (its options), `quantization` (its options),
 `mask_aware`: the quantization then waits for the mask, else both run side by side; `basis` (its corpus and
-options, or null) and `fisher_exponents`.
+options, or null), `fisher_exponents`, `measure_precision` and `precision_corpus_id`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -153,4 +153,7 @@ def _package_payload(
         parts["basis_id"] = basis_id
     if payload.get("fisher_exponents", False):
         parts["fisher_exponents"] = True
+    if payload.get("measure_precision", False):
+        parts["measure_precision"] = True
+        parts["precision_corpus_id"] = payload.get("precision_corpus_id")
     return parts

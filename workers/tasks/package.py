@@ -1,5 +1,5 @@
 """The package job: a mask and a quantization of one model, the masked values, the files, and if asked for
-a basis and powers of two.
+a basis, powers of two and the measured error of the projected gradient.
 
 The reader verifies the package, as a stranger would, before its row is written.
 """
@@ -12,7 +12,7 @@ from permille.errors import InputError
 from permille.package.canonical import JSON
 from permille.package.direction_layers import write_exponents
 from permille.package.manifest import Layer, Quantization
-from permille.package.reader import verify_package
+from permille.package.reader import Package, verify_package
 from permille.packing import mask_counts, write_package
 from permille.quantization import Scheme
 from permille.sensitivity.basis import fisher_exponents
@@ -23,6 +23,7 @@ from permille.store.tables import Basis, Mask, QuantizationRow
 from workers.context import Publish, Result, TaskContext
 from workers.payloads import PackagePayload, parse_payload
 from workers.tasks.layers import layer_of, read_mask
+from workers.tasks.precision import add_precision
 from workers.tasks.sources import SourceModel, open_model
 
 
@@ -30,7 +31,8 @@ def run(context: TaskContext) -> Publish:
     """Make the package of the payload and verify it as a stranger would.
 
     Raises:
-        InputError: parts of different models or weights, a quantization that was made for another mask.
+        InputError: parts of different models or weights, a quantization that was made for another mask, a
+            precision that is to be measured on no text or has nothing to compare with.
         PackageError: a stored part is damaged, or a file of the model may not be in a package.
     """
     payload = parse_payload(PackagePayload, context.claim.payload)
@@ -60,8 +62,11 @@ def run(context: TaskContext) -> Publish:
         provenance=_provenance(mask_row, quantization, basis_row),
     )
     digest = manifest.digest
-    context.progress(0.6, "verifying")
+    if payload.measure_precision:
+        digest = add_precision(context, digest, model, payload.precision_corpus_id or mask_row.corpus_id)
+    context.progress(0.9 if payload.measure_precision else 0.6, "verifying")
     verify_package(context.blobs, digest)
+    manifest = Package.open(context.blobs, digest).manifest
 
     def publish(session: Session) -> Result:
         row = results.add_package(
