@@ -39,6 +39,8 @@ def _machine(cells: Cells) -> str:
     loads = []
     described = ""
     for _, _, result in cells:
+        if "machine" not in result:  # of a page of its own
+            continue
         before, after = result["machine"]["before"], result["machine"]["after"]
         loads += [before["load_1m"], after["load_1m"]]
         versions = ", ".join(f"{name} {version}" for name, version in after["versions"].items())

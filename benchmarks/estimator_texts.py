@@ -5,6 +5,7 @@ Speeches of one of Shakespeare's speakers (users/shakespeare), tweets of one to 
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,18 @@ def _reviews(data: Path, seed: int) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Lines end at a newline only: some texts hold other separators."""
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]
+    """Lines end at a newline only: some texts hold other separators. Rows that are broken are counted on
+    standard error."""
+    rows, bad = [], 0
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            if line.strip():
+                rows.append(json.loads(line))
+        except ValueError:
+            bad += 1
+    if bad:
+        print(f"{path.name}: {bad} rows of {len(rows) + bad} are no JSON and are left out", file=sys.stderr)
+    return rows
 
 
 TEXTS: dict[str, Callable[[Path, int], list[str]]] = {

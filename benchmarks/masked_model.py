@@ -6,6 +6,7 @@ rows are never in a source.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,11 @@ def domain_of(sources: Sources, user: str) -> str:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON lines file; a line that was torn by a foreign line break is passed over."""
+    """The rows of a JSON lines file; lines that were torn by a foreign line break are counted on standard
+    error."""
     with path.open(encoding="utf-8") as file:
-        whole = [line for line in file if line.startswith("{") and line.endswith("}\n")]
+        lines = list(file)
+    whole = [line for line in lines if line.startswith("{") and line.endswith("}\n")]
+    if len(whole) < len(lines):
+        print(f"{path.name}: {len(lines) - len(whole)} torn lines of {len(lines)} left out", file=sys.stderr)
     return [json.loads(line) for line in whole]
