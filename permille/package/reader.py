@@ -2,8 +2,9 @@
 
 `Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, mask, values,
 exponents), and holds the structure of all layers against the manifest and the config. The big layers (dense,
-plain, basis) are mapped; their bytes are hashed when they enter the blob folder and again by `verify`.
-Scales, plain numbers and the basis are checked as they are read.
+plain, basis) are mapped; their bytes are hashed when they enter the blob folder and again by `verify`, those
+of exponents and basis also each time they are read, because they are read whole. Scales and plain numbers
+are checked as they are read.
 """
 
 from collections.abc import Mapping
@@ -193,11 +194,12 @@ class Package:
         """The power of two of each masked weight [k], flat order (FORMAT 4.7); None: the package has none.
 
         Raises:
-            PackageError: `exponents-range`.
+            PackageError: `blob-digest` or `exponents-range`.
         """
         layer = self._layers.get(Role.EXPONENTS)
         if layer is None:
             return None
+        self.blobs.check(self.manifest.layer(Role.EXPONENTS).digest)
         exponents_K = read_flat(layer, self.manifest.tensors)
         check_exponents(exponents_K)
         return exponents_K
@@ -214,11 +216,12 @@ class Package:
         The caller's own copy: r bytes a masked weight.
 
         Raises:
-            PackageError: `basis-range` or `basis-column`.
+            PackageError: `blob-digest`, `basis-range` or `basis-column`.
         """
         layer = self._layers.get(Role.BASIS)
         if layer is None:
             return None
+        self.blobs.check(self.manifest.layer(Role.BASIS).digest)
         basis_KR = read_flat(layer, self.manifest.tensors)
         check_basis(basis_KR)
         return basis_KR

@@ -6,15 +6,20 @@ from permille.zo.header import LogHeader
 from permille.zo.layers import NO_LAYERS, Basis, DirectionLayers, Exponents
 
 
+def needs_layers(header: LogHeader) -> bool:
+    """Whether a log's directions are made with a layer of its package; most logs need none."""
+    return header.basis is not None or header.exponents is not None
+
+
 def layers_of(package: Package, header: LogHeader) -> DirectionLayers:
     """What a log of this package needs of its layers; they are read only where it needs them.
 
     A layer that the log needs and the package lacks is absent, so that replay refuses the log.
 
     Raises:
-        PackageError: a layer breaks a rule of FORMAT 4.7 or 4.8.
+        PackageError: a layer's blob is damaged, or it breaks a rule of FORMAT 4.7 or 4.8.
     """
-    if header.version == 1:
+    if not needs_layers(header):
         return NO_LAYERS
     return DirectionLayers(
         basis=None if header.basis is None else basis_of(package),
@@ -26,7 +31,7 @@ def basis_of(package: Package) -> Basis | None:
     """The package's learned directions, r bytes a masked weight; None where it has none.
 
     Raises:
-        PackageError: the layer breaks a rule of FORMAT 4.8.
+        PackageError: `blob-digest`, or the layer breaks a rule of FORMAT 4.8.
     """
     u_KR = package.basis()
     return None if u_KR is None else Basis(u_KR, package.manifest.layer(Role.BASIS).digest)
@@ -36,7 +41,7 @@ def exponents_of(package: Package) -> Exponents | None:
     """The package's scaling exponents; None where it has none, or where all are 0 and scale nothing.
 
     Raises:
-        PackageError: the layer breaks a rule of FORMAT 4.7.
+        PackageError: `blob-digest`, or the layer breaks a rule of FORMAT 4.7.
     """
     e_K = package.exponents()
     if e_K is None or not e_K.any():

@@ -14,6 +14,7 @@ from permille.zo.layers import NO_LAYERS, Basis, DirectionLayers, Exponents
 from permille.zo.learned import product, signs
 
 Integers = NDArray[np.signedinteger]
+_WEIGHTS = 1 << 14
 
 
 def directions_of(header: LogHeader, step: int, layers: DirectionLayers = NO_LAYERS) -> Integers:
@@ -40,7 +41,12 @@ def directions_of(header: LogHeader, step: int, layers: DirectionLayers = NO_LAY
 def _learned(header: LogHeader, step: int, basis: Basis) -> Integers:
     queries = range(header.queries)
     b_QR = signs(seed=header.seed, steps=[step] * header.queries, queries=queries, rank=basis.rank)
-    return np.ascontiguousarray(product(basis, b_QR.T.astype(np.int64)).T, dtype=np.int32)
+    b_RQ = b_QR.T.astype(np.int64)
+    z_QK = np.empty((header.queries, header.k), dtype=np.int32)
+    for first in range(0, header.k, _WEIGHTS):  # the product is int64: never more than a block of it
+        weights = slice(first, first + _WEIGHTS)
+        z_QK[:, weights] = product(basis, b_RQ, weights).T
+    return z_QK
 
 
 def _plain(header: LogHeader, step: int, exponents: Exponents | None) -> Integers:

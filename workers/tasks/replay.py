@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from permille.errors import InputError, PackageError
+from permille.errors import InputError, OperatorError, PackageError
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
@@ -19,7 +19,7 @@ from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
 from permille.zo.layers import NO_LAYERS, DirectionLayers
 from permille.zo.log import CanonicalLog, decode_canonical
-from permille.zo.package_layers import layers_of
+from permille.zo.package_layers import layers_of, needs_layers
 from permille.zo.replay import replay
 from workers.context import Publish, Result, TaskContext
 from workers.payloads import ReplayPayload, parse_payload
@@ -43,6 +43,7 @@ def run(context: TaskContext) -> Publish:
 
     Raises:
         InputError: the run or its log is gone.
+        OperatorError: a stored blob is missing or damaged; the log is then not judged.
     """
     payload = parse_payload(ReplayPayload, context.claim.payload)
     with context.db.read() as session:
@@ -69,15 +70,22 @@ def run(context: TaskContext) -> Publish:
 
 
 def judge(context: TaskContext, run_row: Run, log_digest: str) -> Verdict:
-    """Decode, compare with the package, replay, compare with the device's state."""
+    """Decode, compare with the package, replay, compare with the device's state.
+
+    Raises:
+        OperatorError: the log or a layer that it needs cannot be read from our own blobs.
+    """
     try:
-        data = context.blobs.read(log_digest, limit=MAX_LOG_BYTES)
+        data = _stored_log(context, log_digest)
         log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
         manifest = _manifest(context, run_row)
         _check_bound_to(log, manifest)
         _check_work(log)
-        context.progress(0.1, "replaying")
-        layers = _layers(context, manifest, log)
+    except (PackageError, InputError) as exc:
+        return Verdict(state=LogState.REFUSED, reason=str(exc))
+    context.progress(0.1, "replaying")
+    layers = _layers(context, manifest, log)
+    try:
         s_K = replay(log.header, log.coefficients_TQ, layers, threads=context.settings.threads or 1)
     except (PackageError, InputError) as exc:
         return Verdict(state=LogState.REFUSED, reason=str(exc))
@@ -101,6 +109,15 @@ def _manifest(context: TaskContext, run_row: Run) -> Manifest:
     return Manifest.from_bytes(package.manifest)
 
 
+def _stored_log(context: TaskContext, log_digest: str) -> bytes:
+    try:
+        return context.blobs.read(log_digest, limit=MAX_LOG_BYTES)
+    except PackageError as exc:
+        if exc.code == "blob-size":  # too large for us: the device's
+            raise
+        raise OperatorError(f"expected the log {log_digest} whole among the blobs, got {exc}") from exc
+
+
 def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
     header = log.header
     expected = (manifest.digest, manifest.layer(Role.MASK).digest, manifest.counts)
@@ -113,9 +130,12 @@ def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
 
 def _layers(context: TaskContext, manifest: Manifest, log: CanonicalLog) -> DirectionLayers:
     """The package's layers that the log's directions are made with; most logs need none."""
-    if log.header.version == 1:
+    if not needs_layers(log.header):
         return NO_LAYERS
-    return layers_of(Package.open(context.blobs, manifest.digest), log.header)
+    try:
+        return layers_of(Package.open(context.blobs, manifest.digest), log.header)
+    except PackageError as exc:
+        raise OperatorError(f"expected package {manifest.digest} whole among the blobs, got {exc}") from exc
 
 
 def _check_work(log: CanonicalLog) -> None:

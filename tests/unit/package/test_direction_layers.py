@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.errors import InputError
+from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.direction_layers import write_basis, write_exponents
 from permille.package.limits import Role
@@ -54,6 +54,19 @@ def test_either_may_come_alone_and_changes_nothing_else(blobs: BlobFolder) -> No
         assert Manifest.from_bytes(made.manifest.to_bytes()) == made.manifest
         package = Package.open(blobs, made.digest)
         assert (package.exponents() is None) != (package.basis() is None)
+
+
+@pytest.mark.parametrize("role", [Role.EXPONENTS, Role.BASIS])
+def test_bytes_that_changed_in_the_blob_folder_are_not_used(blobs: BlobFolder, role: Role) -> None:
+    tiny = write_tiny(blobs, exponents=EXPONENTS, basis=BASIS)
+    package = Package.open(blobs, tiny.digest)
+    path = blobs.path(package.manifest.layer(role).digest)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # one number, still in range
+    path.chmod(0o644)
+    path.write_bytes(data)
+    with pytest.raises(PackageError, match="blob-digest"):
+        package.basis() if role is Role.BASIS else package.exponents()
 
 
 def test_a_tensor_without_masked_weights_has_no_rows(blobs: BlobFolder) -> None:

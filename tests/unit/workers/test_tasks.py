@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from permille.package.blobs import digest_of
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
@@ -275,7 +276,7 @@ def state_of(data: bytes) -> str:
     )
 
 
-def replayed(bench: Bench, package: PackageRow, data: bytes, claimed: str | None) -> Run:
+def queued_replay(bench: Bench, package: PackageRow, data: bytes, claimed: str | None) -> Job:
     with bench.db.write() as session:
         _, code = devices.invite(session, tenant_id=bench.tenant_id, release="r", alias="stable")
         device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="1.0.0").device
@@ -289,6 +290,11 @@ def replayed(bench: Bench, package: PackageRow, data: bytes, claimed: str | None
             log_digest=bench.blobs.put_bytes(data),
             size_bytes=len(data),
         )
+    return job
+
+
+def replayed(bench: Bench, package: PackageRow, data: bytes, claimed: str | None) -> Run:
+    job = queued_replay(bench, package, data, claimed)
     bench.run_queued()
     succeeded(bench.read(job))
     with bench.db.read() as session:
@@ -368,6 +374,46 @@ def test_replay_refuses_a_malformed_log(bench: Bench, package: PackageRow) -> No
     run = replayed(bench, package, data[:-1] + bytes([data[-1] ^ 1]), None)
     assert run.log_state == "refused"
     assert "log-corrupt" in str(run.log_reason)
+
+
+def test_replay_opens_no_package_for_a_log_that_needs_no_layer(bench: Bench, package: PackageRow) -> None:
+    data = shared_log(package, estimator=EstimatorKind.ONE_SIDED)  # its header has version 2
+    bench.blobs.delete(Manifest.from_bytes(package.manifest).layer(Role.DENSE).digest)
+    assert replayed(bench, package, data, state_of(data)).log_state == "verified"
+
+
+def damaged_dense(bench: Bench, manifest: Manifest, log: str) -> None:
+    bench.blobs.delete(manifest.layer(Role.DENSE).digest)
+
+
+def damaged_exponents(bench: Bench, manifest: Manifest, log: str) -> None:
+    path = bench.blobs.path(manifest.layer(Role.EXPONENTS).digest)
+    path.chmod(0o644)
+    path.write_bytes(bytes(len(path.read_bytes())))
+
+
+def deleted_log(bench: Bench, manifest: Manifest, log: str) -> None:
+    bench.blobs.delete(log)
+
+
+@pytest.mark.parametrize("damage", [damaged_dense, damaged_exponents, deleted_log])
+def test_a_damaged_blob_of_the_service_is_no_verdict_on_the_devices_log(
+    bench: Bench, damage: Callable[[Bench, Manifest, str], None]
+) -> None:
+    mask = mask_of(bench)
+    parts = {"mask_id": mask.id, "quantization_id": quantization_of(bench).id, "fisher_exponents": True}
+    package = package_of(bench, bench.finish("package", parts))
+    exponents = exponents_of(Package.open(bench.blobs, package.digest))
+    assert exponents is not None
+    data = shared_log(package, exponents=exponents.use())
+    job = queued_replay(bench, package, data, None)
+    damage(bench, Manifest.from_bytes(package.manifest), digest_of(data))
+    bench.run_queued()
+    after = bench.read(job)
+    assert after.state == "failed" and "whole among the blobs" in str(after.error)
+    with bench.db.read() as session:
+        run = runs.get(session, tenant_id=bench.tenant_id, run_id="run-1")
+    assert str(run.log_reason).startswith("replay-failed: ")
 
 
 def test_a_stopped_fisher_job_goes_on_after_its_last_shard(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -169,6 +170,21 @@ def test_sigma_of_learned_directions_is_their_root_mean_square() -> None:
     z_DK = np.concatenate([directions_of(header, step, LAYERS) for step in range(3000)]).astype(float)
     assert np.sqrt((z_DK**2).mean()) == pytest.approx(header.sigma_at(0), rel=0.02)
     assert abs(z_DK.mean()) < 0.02 * header.sigma_at(0)
+
+
+def test_learned_directions_take_little_more_than_the_directions_themselves() -> None:
+    k, queries = 1 << 18, 8
+    basis = Basis(np.ones((k, 1), dtype=np.int8), "sha256:" + "c" * 64)
+    layers = DirectionLayers(basis=basis)
+    use = basis.use(steps=3, epsilon=1e-3, learning_rate=0.1)
+    header = make_header(counts=(k,), queries=queries, basis=use)
+    directions_of(header, 0, layers)
+    tracemalloc.start()
+    z_QK = directions_of(header, 0, layers)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert z_QK.flags.c_contiguous and z_QK.dtype == np.int32
+    assert peak < 1.75 * z_QK.nbytes
 
 
 def test_signs_are_fair_and_differ_from_every_tensors_stream() -> None:
