@@ -10,7 +10,7 @@
 - `fisher_exponents`: a power of two for each masked weight, from its Fisher score.
 
 The gradients come from `permille.sensitivity.gradients`, one row [k] a sequence, and may be a mapped file:
-they are read in blocks of columns. Sums are float64. The directions of a singular value decomposition are not
+they are read in blocks of columns of 32 MiB. Sums are float64. The directions of a singular value decomposition are not
 the same to the last bit with every linear algebra library; a basis is named by its bytes.
 """
 
@@ -27,7 +27,8 @@ WHITENING = -0.5
 _LEAST, _MOST = 0.1, 1e3
 # The largest number becomes 127 times one of these and is then cut: heavy tails must not round the rest to 0.
 _FACTORS = (1, 2, 4, 8, 16, 32)
-_COLUMNS = 1 << 16
+_FLOATS = 1 << 22  # of a block in float64: 32 MiB
+_FEWEST_COLUMNS = 256
 
 
 def learn_basis(
@@ -73,9 +74,10 @@ def whitening(gradients_NK: NDArray[np.float32], power: float = WHITENING) -> ND
         InputError: gradients that are not finite, or all 0.
     """
     squares_K = np.empty(gradients_NK.shape[1])
-    for start in range(0, squares_K.size, _COLUMNS):
-        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64)
-        squares_K[start : start + _COLUMNS] = (block_NB * block_NB).mean(axis=0)
+    for columns in _blocks(squares_K.size, len(gradients_NK)):
+        block_NB = gradients_NK[:, columns].astype(np.float64)
+        np.square(block_NB, out=block_NB)
+        squares_K[columns] = block_NB.mean(axis=0)
     if not np.isfinite(squares_K).all() or not (squares_K > 0).any():
         raise InputError("expected finite gradients that are not all 0, got others")
     typical = float(np.median(squares_K[squares_K > 0]))
@@ -94,13 +96,13 @@ def captured(
     gram_RR = np.zeros((basis_KR.shape[1], basis_KR.shape[1]))
     parts_NR = np.zeros((len(gradients_NK), basis_KR.shape[1]))
     lengths_N = np.zeros(len(gradients_NK))
-    for start in range(0, len(basis_KR), _COLUMNS):
-        scaling_B = scaling_K[start : start + _COLUMNS]
-        block_BR = basis_KR[start : start + _COLUMNS] / scaling_B[:, None]
-        block_NB = np.asarray(gradients_NK[:, start : start + _COLUMNS], np.float64) * scaling_B
+    for columns in _blocks(len(basis_KR), max(gram_RR.shape[0], len(gradients_NK))):
+        block_BR = basis_KR[columns] / scaling_K[columns][:, None]
+        block_NB = gradients_NK[:, columns].astype(np.float64)
+        block_NB *= scaling_K[columns]
         gram_RR += block_BR.T @ block_BR
         parts_NR += block_NB @ block_BR
-        lengths_N += (block_NB * block_NB).sum(axis=1)
+        lengths_N += np.square(block_NB, out=block_NB).sum(axis=1)
     solved_RN = np.linalg.lstsq(gram_RR, parts_NR.T, rcond=None)[0]
     held_N = (parts_NR * solved_RN.T).sum(axis=1)
     share_N: NDArray[np.float64] = np.zeros_like(held_N)
@@ -112,8 +114,8 @@ def fisher_exponents(scores_K: NDArray[np.float32], power: float = -0.25) -> NDA
     """Powers of two near `F ** power`, moved so that the smallest is 0.
 
     A direction scaled by `D = 2 ** e` makes a step along `D^2 g`: with the power -1/4 that is the gradient
-    divided by the root of the Fisher score, Adam's scaling in the mean. What lies more than 15 octaves above
-    the smallest is cut to 15. A score of 0 counts as the smallest score above it.
+    divided by the root of the Fisher score, Adam's scaling in the mean. A score of 0 counts as the smallest
+    score above it. Exponents are cut to 15 in all, on both sides of their median: 7 below it, 8 above.
 
     Args:
         scores_K: Fisher scores of the masked weights, flat order.
@@ -141,9 +143,9 @@ def _row_vectors(
         most = min(MAX_BASIS_RANK, number)
         raise InputError(f"expected a rank from 1 to {most} of {number} gradients, got {rank}")
     gram_NN = np.zeros((number, number))
-    for start in range(0, gradients_NK.shape[1], _COLUMNS):
-        columns = slice(start, start + _COLUMNS)
-        block_NB = np.asarray(gradients_NK[:, columns], np.float64) * scaling_K[columns]
+    for columns in _blocks(gradients_NK.shape[1], number):
+        block_NB = gradients_NK[:, columns].astype(np.float64)
+        block_NB *= scaling_K[columns]
         gram_NN += block_NB @ block_NB.T
     values_N, vectors_NN = np.linalg.eigh(gram_NN)
     values_R, vectors_NR = values_N[::-1][:rank], vectors_NN[:, ::-1][:, :rank]
@@ -158,10 +160,23 @@ def _columns(
     gradients_NK: NDArray[np.float32], scaling_K: NDArray[np.float64], vectors_NR: NDArray[np.float64]
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
     """Blocks of rows of the directions `D V`, [block, r], with the number of their first row."""
-    for start in range(0, gradients_NK.shape[1], _COLUMNS):
-        columns = slice(start, start + _COLUMNS)
-        block_NB = np.asarray(gradients_NK[:, columns], np.float64) * scaling_K[columns] ** 2
-        yield start, block_NB.T @ vectors_NR
+    for columns in _blocks(gradients_NK.shape[1], len(gradients_NK)):
+        block_NB = gradients_NK[:, columns].astype(np.float64)
+        block_NB *= scaling_K[columns] ** 2
+        part_BR = block_NB.T @ vectors_NR
+        del block_NB  # not held while the caller works on the part
+        yield columns.start, part_BR
+
+
+def block_columns(number: int) -> int:
+    """How many columns of `number` gradients are taken into float64 at once."""
+    return max(_FEWEST_COLUMNS, _FLOATS // number)
+
+
+def _blocks(columns: int, number: int) -> Iterator[slice]:
+    width = block_columns(number)
+    for start in range(0, columns, width):
+        yield slice(start, start + width)
 
 
 def _best_scale(

@@ -1,5 +1,6 @@
 """A basis holds the directions that gradients share; exponents are powers of two of scores."""
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +96,23 @@ def test_what_was_learned_does_not_depend_on_blocks_or_on_a_mapped_file(
     share = captured(whole, gradients, whitening(gradients))
     mapped = np.memmap(tmp_path / "gradients", np.float32, "w+", shape=gradients.shape)
     mapped[:] = gradients
-    monkeypatch.setattr(module, "_COLUMNS", 37)
+    monkeypatch.setattr(module, "_FLOATS", 20 * 37)
+    monkeypatch.setattr(module, "_FEWEST_COLUMNS", 1)
     assert np.abs(learn_basis(mapped, 4).astype(np.int16) - whole).max() <= 1
     np.testing.assert_allclose(captured(whole, mapped, whitening(mapped)), share, rtol=1e-9)
+
+
+def test_memory_does_not_grow_with_the_number_of_gradients(tmp_path: Path) -> None:
+    """Of 512 mapped gradients, two blocks of the width that one had would be 512 MiB."""
+    number, k = 512, 1 << 16
+    gradients = np.memmap(tmp_path / "gradients", np.float32, "w+", shape=(number, k))
+    gradients[:, : number + 1] = np.eye(number, number + 1, dtype=np.float32) + 0.01
+    tracemalloc.start()
+    basis = learn_basis(gradients, 2)
+    captured(basis, gradients[:64], np.ones(k))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * number * module.block_columns(number) + 24 * number**2 + 32 * k
 
 
 def test_a_gradient_of_zero_has_no_share() -> None:
