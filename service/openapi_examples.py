@@ -71,4 +71,27 @@ BUILD_EXAMPLES: Final[dict[str, Example]] = {
             "fisher_exponents": True,
         },
     },
+    "precision": {
+        "summary": "the same as usual, and the error of the projected gradient measured",
+        "value": {
+            "model_id": _MODEL,
+            "mask": {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100},
+            "measure_precision": True,
+        },
+    },
+}
+PACKAGE_EXAMPLES: Final[dict[str, Example]] = {
+    "usual": {
+        "summary": "a mask and a quantization",
+        "value": {"mask_id": f"mask_{EXAMPLE}", "quantization_id": f"quantization_{EXAMPLE}"},
+    },
+    "precision": {
+        "summary": "the same, and the error of the projected gradient measured",
+        "value": {
+            "mask_id": f"mask_{EXAMPLE}",
+            "quantization_id": f"quantization_{EXAMPLE}",
+            "measure_precision": True,
+            "precision_corpus_id": _CORPUS,
+        },
+    },
 }

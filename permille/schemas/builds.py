@@ -9,7 +9,9 @@ from permille.schemas.quantizations import Nf4, QuantizationOptions, SchemeName
 
 class BuildCreate(Closed):
     """Make a package of a model in one go. `mask_aware` leaves the mask's weights out of the groups' scales;
-    `basis` adds learned directions, `fisher_exponents` powers of two from the scores of a fisher mask."""
+    `basis` adds learned directions, `fisher_exponents` powers of two from the scores of a fisher mask;
+    `measure_precision` measures how far the projected gradient is from the exact one, on a few sequences of
+    `precision_corpus_id`, which is the mask's corpus unless another is named."""
 
     model_id: Id
     mask: MaskRequest
@@ -18,6 +20,8 @@ class BuildCreate(Closed):
     evaluation_corpus_id: Id | None = None
     basis: BasisRequest | None = None
     fisher_exponents: bool = False
+    measure_precision: bool = False
+    precision_corpus_id: Id | None = None
 
 
 class Build(Closed):

@@ -50,6 +50,8 @@ def create_build(
         "evaluation_corpus_id": body.evaluation_corpus_id,
         "basis": None if body.basis is None else body.basis.model_dump(mode="json"),
         "fisher_exponents": body.fisher_exponents,
+        "measure_precision": body.measure_precision,
+        "precision_corpus_id": body.precision_corpus_id,
     }
     job = submit(
         service,

@@ -22,6 +22,7 @@ MASK_COLUMNS = ("id", "model_id", "options.method", "options.density", "k", "cre
 BASIS_COLUMNS = ("id", "mask_id", "corpus_id", "options.rank", "size_bytes", "created_at")
 QUANTIZATION_COLUMNS = ("id", "model_id", "options.scheme", "options.group_size", "size_bytes", "created_at")
 PACKAGE_COLUMNS = ("digest", "model_id", "k", "size_bytes", "created_at")
+PRECISION_COLUMNS = ("engine", "compute_dtype", "epsilon", "relative_error", "cosine", "directions", "tokens")
 BUILD_COLUMNS = ("id", "state", "model_id", "package_digest", "created_at")
 
 Model = Annotated[str, typer.Option("--model", help="Id of a registered model.")]
@@ -34,6 +35,12 @@ Seed = Annotated[int, typer.Option(help="Seed of the choice of sequences, or of 
 ScopeFlag = Annotated[str, typer.Option("--scope", help='"all", or blocks: "layers:4-7".')]
 Exponents = Annotated[
     bool, typer.Option("--fisher-exponents", help="Add powers of two from the scores of a fisher mask.")
+]
+Precision = Annotated[
+    bool, typer.Option("--measure-precision", help="Measure the error of the projected gradient.")
+]
+PrecisionCorpus = Annotated[
+    str | None, typer.Option("--precision-corpus", help="Corpus to measure it on; else the mask's.")
 ]
 Rank = Annotated[int, typer.Option(help="Directions; at most 7/8 of the sequences.")]
 Scheme = Annotated[str, typer.Option(help="nf4 or int4.")]
@@ -198,6 +205,8 @@ def create_package(
     quantization: Annotated[str, typer.Option(help="Id of a quantization of the same model.")],
     basis: Annotated[str | None, typer.Option(help="Id of a basis of the same mask.")] = None,
     fisher_exponents: Exponents = False,
+    measure_precision: Precision = False,
+    precision_corpus: PrecisionCorpus = None,
     wait: Wait = True,
     key: Key = None,
     as_json: AsJson = False,
@@ -205,6 +214,7 @@ def create_package(
     """Pack a mask and a quantization, with learned directions if given."""
     body: dict[str, Any] = {"mask_id": mask, "quantization_id": quantization}
     body |= {"basis_id": basis, "fisher_exponents": fisher_exponents}
+    body |= {"measure_precision": measure_precision, "precision_corpus_id": precision_corpus}
     with connect(context, as_json=as_json) as session:
         _follow(session, session.client.post("/v1/packages", body, key=key), wait=wait)
 
@@ -221,6 +231,20 @@ def show_package(context: typer.Context, digest: str, as_json: AsJson = False) -
     """Show one package and its layers."""
     with connect(context, as_json=as_json) as session:
         session.output.show(session.client.get(f"/v1/packages/{digest}"))
+
+
+@packages.command("report")
+def report_package(context: typer.Context, digest: str, as_json: AsJson = False) -> None:
+    """Show what was measured of a package: the error of its gradients by compute type and epsilon."""
+    with connect(context, as_json=as_json) as session:
+        report = session.client.get(f"/v1/packages/{digest}/report")
+        if session.output.as_json:
+            session.output.show(report)
+        elif report["precision"]:
+            session.output.show(report["precision"], PRECISION_COLUMNS)
+            session.output.say(f"best epsilon in float32: {report['best_epsilon']}")
+        else:
+            session.output.say("nothing was measured: see `permille packages create --measure-precision`")
 
 
 @builds.command("create")
@@ -249,6 +273,8 @@ def create_build(
     ] = None,
     rank: Rank = 32,
     fisher_exponents: Exponents = False,
+    measure_precision: Precision = False,
+    precision_corpus: PrecisionCorpus = None,
     wait: Wait = True,
     key: Key = None,
     as_json: AsJson = False,
@@ -267,6 +293,8 @@ def create_build(
         "evaluation_corpus_id": evaluate_on,
         "basis": None if basis_from is None else {"corpus_id": basis_from, "rank": rank},
         "fisher_exponents": fisher_exponents,
+        "measure_precision": measure_precision,
+        "precision_corpus_id": precision_corpus,
     }
     with connect(context, as_json=as_json) as session:
         _follow(session, session.client.post("/v1/builds", body, key=key), wait=wait)

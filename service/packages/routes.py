@@ -1,8 +1,8 @@
 """Routes of packages: operators make and list them, devices fetch what their release gives them."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 from sqlalchemy.orm import Session
 
 from permille.errors import PackageError
@@ -10,16 +10,25 @@ from permille.package.limits import MEDIA_TYPES
 from permille.package.manifest import Manifest
 from permille.schemas.fields import Page
 from permille.schemas.jobs import Job, JobKind
-from permille.schemas.packages import MANIFEST_MEDIA_TYPE, PackageCreate, PackageLayer, PackageRecord
+from permille.schemas.packages import (
+    MANIFEST_MEDIA_TYPE,
+    PackageCreate,
+    PackageLayer,
+    PackageRecord,
+    PackageReport,
+)
 from permille.schemas.problems import ProblemType
 from permille.store import results, tables
 from service.access.principals import Anyone, DevicePrincipal, Maker, Operator, Viewer
 from service.context import Served, Service
 from service.idempotency import IdempotencyKey
 from service.jobs.records import submit
+from service.openapi_examples import PACKAGE_EXAMPLES
 from service.packages.content import CACHE_CONTROL, blob_response, not_modified
+from service.packages.report import package_report
 from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
 from service.parameters import BlobDigest, PackageDigest
+from service.preflights.planning import check_precision
 from service.problems import PRIVATE, ApiError, documented
 
 router = APIRouter(
@@ -52,7 +61,11 @@ _MANIFEST_RESPONSES: dict[int | str, dict[str, Any]] = {
     responses=documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT),
 )
 def create_package(
-    body: PackageCreate, response: Response, service: Served, operator: Maker, key: IdempotencyKey = None
+    body: Annotated[PackageCreate, Body(openapi_examples=PACKAGE_EXAMPLES)],
+    response: Response,
+    service: Served,
+    operator: Maker,
+    key: IdempotencyKey = None,
 ) -> Job:
     """Start packing a mask and a quantization of the same model."""
     job = submit(
@@ -84,6 +97,15 @@ def get_package(digest: PackageDigest, service: Served, operator: Viewer) -> Pac
     """Read what is known of one package."""
     with service.database.read() as session:
         return present(results.get_package(session, tenant_id=operator.tenant_id, digest=digest))
+
+
+@router.get("/{digest}/report")
+def get_package_report(digest: PackageDigest, service: Served, operator: Viewer) -> PackageReport:
+    """What was measured of a package: the error of the projected gradient by compute type and epsilon."""
+    with service.database.read() as session:
+        row = results.get_package(session, tenant_id=operator.tenant_id, digest=digest)
+        manifest = Manifest.from_bytes(row.manifest)
+    return package_report(service, manifest)
 
 
 @router.get("/{digest}/manifest", response_class=Response, responses=_MANIFEST_RESPONSES)
@@ -174,6 +196,7 @@ def _check_parts(service: Service, operator: Operator, body: PackageCreate) -> N
             if body.basis_id is None
             else results.get_basis(session, tenant_id=operator.tenant_id, basis_id=body.basis_id)
         )
+        check_precision(session, operator.tenant_id, body, mask.corpus_id)
     if basis is not None and basis.provenance["mask"] != mask.mask_digest:
         raise ApiError(
             ProblemType.CONFLICT,

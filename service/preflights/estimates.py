@@ -18,6 +18,11 @@ PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weig
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
 FISHER_FLOPS = 8
 FORWARD_FLOPS = 2
+# As `permille.engines.package_precision` does it: two compute types, four epsilons, both signs, 32
+# directions, and forward mode; of 4 sequences of 32 tokens.
+PRECISION_DIRECTIONS, PRECISION_TOKENS = 32, 128
+PRECISION_PASSES = PRECISION_DIRECTIONS * (2 * 4 * 2 + 2)
+PRECISION_COPIES = 64
 SECONDS_A_WEIGHT = 60e-9  # reading, coding and writing one weight on one core
 
 
@@ -117,4 +122,16 @@ def package_needs(sizes: Sizes) -> Needs:
         memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
         disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
         seconds=sizes.scoped * SECONDS_A_WEIGHT,
+    )
+
+
+def precision_needs(sizes: Sizes, *, k: int, flops_per_s: float) -> Needs:
+    """What measuring the precision needs: passes over a few tokens, directions in a mapped file, a few copies
+    of the values. A tangent doubles a pass; the model stays packed, but for one layer and what is plain."""
+    memory = PROCESS_BYTES + (sizes.parameters - sizes.scoped + 3 * sizes.largest) * FLOAT_BYTES
+    work = float(PRECISION_PASSES) * PRECISION_TOKENS * sizes.parameters * FORWARD_FLOPS
+    return Needs(
+        memory_bytes=memory + sizes.scoped // 2 + PRECISION_COPIES * k * FLOAT_BYTES,
+        disk_bytes=PRECISION_DIRECTIONS * k * FLOAT_BYTES,
+        seconds=work / flops_per_s,
     )

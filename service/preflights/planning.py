@@ -7,6 +7,7 @@ from permille.errors import InputError
 from permille.schemas.bases import BasisCreate
 from permille.schemas.builds import BuildCreate
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
+from permille.schemas.packages import PackageCreate
 from permille.schemas.problems import ProblemType
 from permille.schemas.quantizations import Int4, Nf4, QuantizationCreate
 from permille.store import corpora, models, results
@@ -17,6 +18,7 @@ from service.preflights.estimates import (
     basis_needs,
     mask_needs,
     package_needs,
+    precision_needs,
     quantization_needs,
     sizes_of,
 )
@@ -67,7 +69,8 @@ def needs_of_basis(service: Service, tenant_id: str, body: BasisCreate, machine:
 
 
 def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine: Machine) -> Needs:
-    """Raises what the parts raise, and ApiError (`conflict`) for exponents of a mask without scores."""
+    """Raises what the parts raise, and ApiError (`conflict`) for exponents of a mask without scores and for
+    a precision without a corpus."""
     if body.basis is not None:
         _check_rank(body.basis.rank, body.basis.sequences)
     if body.fisher_exponents and not isinstance(body.mask, FisherMask):
@@ -77,6 +80,8 @@ def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine:
     with service.database.read() as session:
         sizes = _sizes(session, tenant_id, body.model_id, body.mask.scope)
         _check_mask(session, tenant_id, body.mask)
+        own_corpus = body.mask.corpus_id if isinstance(body.mask, FisherMask) else None
+        check_precision(session, tenant_id, body, own_corpus)
         _check_corpus(session, tenant_id, body.evaluation_corpus_id)
         _check_corpus(session, tenant_id, None if body.basis is None else body.basis.corpus_id)
         whole = _sizes(session, tenant_id, body.model_id, "all")
@@ -85,10 +90,12 @@ def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine:
     evaluated = body.evaluation_corpus_id is not None
     quantization = _quantization(whole, body.quantization, machine, evaluated=evaluated)
     needs = _mask(sizes, body.mask, machine).then(quantization).then(package_needs(whole))
-    if body.basis is None:
-        return needs
     k = round(sizes.scoped * body.mask.density)
-    return needs.then(basis_needs(sizes, body.basis, k=k, flops_per_s=machine.flops_per_s))
+    if body.basis is not None:
+        needs = needs.then(basis_needs(sizes, body.basis, k=k, flops_per_s=machine.flops_per_s))
+    if body.measure_precision:
+        needs = needs.then(precision_needs(whole, k=k, flops_per_s=machine.flops_per_s))
+    return needs
 
 
 def check_mask(service: Service, tenant_id: str, body: MaskBody) -> None:
@@ -113,6 +120,27 @@ def check_build(service: Service, tenant_id: str, body: BuildCreate) -> None:
     """Refuse a build that the machine cannot hold."""
     machine = look(service.settings)
     require(needs_of_build(service, tenant_id, body, machine), machine)
+
+
+def check_precision(
+    session: Session, tenant_id: str, body: BuildCreate | PackageCreate, mask_corpus_id: str | None
+) -> None:
+    """Refuse a precision that would be measured on no text.
+
+    Raises:
+        NotFoundError: no such corpus.
+        ApiError: `conflict`.
+    """
+    if body.precision_corpus_id is not None and not body.measure_precision:
+        raise ApiError(
+            ProblemType.CONFLICT, "expected measure_precision with precision_corpus_id, got the corpus alone"
+        )
+    if body.measure_precision and body.precision_corpus_id is None and mask_corpus_id is None:
+        raise ApiError(
+            ProblemType.CONFLICT,
+            "expected precision_corpus_id to measure the precision on, or a mask with a corpus; got neither",
+        )
+    _check_corpus(session, tenant_id, body.precision_corpus_id)
 
 
 def _sizes(session: Session, tenant_id: str, model_id: str, scope: str) -> Sizes | None:

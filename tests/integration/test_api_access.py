@@ -154,6 +154,7 @@ def test_other_tenant_sees_nothing(api: Api) -> None:
         f"/v1/jobs/{job['id']}/events",
         f"/v1/jobs/{job['id']}/events/stream",
         f"/v1/packages/{package.digest}",
+        f"/v1/packages/{package.digest}/report",
         f"/v1/packages/{package.digest}/manifest",
         f"/v1/packages/{package.digest}/blobs/{blob}",
         "/v1/releases/tiny/versions/1",

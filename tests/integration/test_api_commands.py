@@ -69,6 +69,22 @@ def test_commands_make_list_and_show(up: Running) -> None:
     assert up.permille(*build, "--method", "random", "--fisher-exponents").returncode == 3
 
 
+def test_commands_ask_for_precision_and_show_it(up: Running) -> None:
+    for command in ("packages", "builds"):
+        text = up.permille(command, "create", "--help").stdout
+        assert "--measure-precision" in text
+        assert "--precision-corpus" in text
+    assert "error of its gradients" in up.permille("packages", "report", "--help").stdout
+    model = up.answer("models", "add", "measured", "--folder", "tiny")
+    build = ("builds", "create", "--model", model["id"], "--method", "random", "--measure-precision")
+    refused = up.permille(*build)
+    assert (refused.returncode, "precision_corpus_id" in refused.stderr) == (3, True)
+    corpus = up.answer("corpora", "add", "measured", "--file", "texts.jsonl")
+    job = up.answer(*build, "--precision-corpus", corpus["id"], "--no-wait")
+    assert job["kind"] == "build"
+    assert up.permille("packages", "report", "sha256:" + "0" * 64).returncode == 4
+
+
 def test_invitation_and_tokens(up: Running) -> None:
     invitation = up.answer("invitations", "create", "--release", "tiny")
     assert len(invitation["invitation"]) == 22
