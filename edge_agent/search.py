@@ -1,6 +1,7 @@
 """How far to look and how far to step: epsilon and the learning rate, found on the device before training.
 
-Epsilon starts where `epsilon * sqrt(k)` is about 0.5 and is checked: the projected gradients at epsilon and
+Epsilon starts where `epsilon * sqrt(k)` is about 0.5, or for plain directions where the package's maker
+measured the smallest error in float32 (FORMAT 3.3), and is checked: the projected gradients at epsilon and
 at 2 epsilon, as the run's own estimator gives them, must agree,
 `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is tried. Forward mode has
 no epsilon, so nothing is checked there.
@@ -32,6 +33,8 @@ from permille.zo.log import EstimatorKind, LogHeader
 EPSILON_NORM = 0.5
 STEP_NORM = 0.4
 MAX_RELATIVE_ERROR = 0.3
+# A measured epsilon that is farther than this from where the search would start is not tried.
+MAX_MEASURED_FACTOR = 64.0
 PROBE_STEPS = 4
 EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
 RACE_FACTOR = 3.0
@@ -65,14 +68,17 @@ def find_epsilon(setup: Setup, run: RunFolder, phase: Phase = Phase.PLAIN) -> Js
         if not g_rms:
             raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {g_rms}")
         return {"epsilon": start, "relative_error": 0.0, "g_rms": g_rms}
+    candidates = {str(tried): start * factor for tried, factor in enumerate(EPSILON_FACTORS, start=1)}
+    measured = _believable(setup.measured_epsilon, start) if phase is Phase.PLAIN else None
+    if measured is not None:
+        candidates = {"measured": measured} | candidates
     errors = []
-    for tried, factor in enumerate(EPSILON_FACTORS, start=1):
-        epsilon = start * factor
-        probe = run.once(f"search-{_stage(phase)}epsilon-{tried}", partial(_probe, setup, phase, epsilon))
+    for name, epsilon in candidates.items():
+        probe = run.once(f"search-{_stage(phase)}epsilon-{name}", partial(_probe, setup, phase, epsilon))
         errors.append(probe["relative_error"])
         if probe["relative_error"] is not None and probe["relative_error"] <= MAX_RELATIVE_ERROR:
             return {"epsilon": epsilon, **probe}
-    tried_epsilons = ", ".join(f"{start * factor:.2g}" for factor in EPSILON_FACTORS)
+    tried_epsilons = ", ".join(f"{epsilon:.2g}" for epsilon in candidates.values())
     raise SearchFailed(
         f"expected a relative error of the gradient of at most {MAX_RELATIVE_ERROR}, got {errors} for "
         f"epsilon {tried_epsilons}: this engine's arithmetic is too coarse for this package"
@@ -92,7 +98,8 @@ def find_learning_rate(
     Raises:
         SearchFailed: no learning rate gave a finite loss.
     """
-    start = STEP_NORM / (g_rms * step_spread(setup.phase_header(phase, seed=0, epsilon=epsilon)))
+    header = setup.phase_header(phase, seed=0, epsilon=epsilon)
+    start = STEP_NORM / (g_rms * step_spread(header, setup.layers))
     base_loss = run.once("search-base", lambda: {"loss": finite_or_none(_base_loss(setup))})["loss"]
     if base_loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")
@@ -175,6 +182,13 @@ class Racer:
 
 def _base_loss(setup: Setup) -> float:
     return mean_loss(setup.engine, setup.w_base_K, setup.prepared.select)
+
+
+def _believable(measured: float | None, start: float) -> float | None:
+    """The measured epsilon, unless it is out of all proportion: what a package says is not trusted."""
+    if measured is None or not start / MAX_MEASURED_FACTOR <= measured <= start * MAX_MEASURED_FACTOR:
+        return None
+    return measured
 
 
 def _probe(setup: Setup, phase: Phase, epsilon: float) -> Json:

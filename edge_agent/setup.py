@@ -17,6 +17,7 @@ from edge_agent.prepare import Prepared
 from edge_agent.rows import TrainingBatches
 from permille.engines.interface import Engine
 from permille.errors import InputError
+from permille.package.measurements import best_epsilon, precision_rows
 from permille.package.reader import Package
 from permille.zo.directions import Distribution
 from permille.zo.layers import NO_LAYERS, DirectionLayers
@@ -26,6 +27,7 @@ from permille.zo.package_layers import basis_of, exponents_of
 # Of a run's steps along learned directions: at most a quarter, and at most so many for each of them.
 LEARNED_SHARE = 4
 LEARNED_PER_RANK = 2
+_ROWS = 1 << 14
 
 
 class Phase(StrEnum):
@@ -42,6 +44,7 @@ class Setup:
     Attributes:
         layers: of the package, as far as the options use them.
         decoder_layers: blocks of the model, each of the same number of tensors.
+        measured_epsilon: where the package's maker measured the smallest error of the projected gradient.
     """
 
     engine: Engine
@@ -54,6 +57,7 @@ class Setup:
     batches: TrainingBatches
     layers: DirectionLayers = NO_LAYERS
     decoder_layers: int = 1
+    measured_epsilon: float | None = None
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -128,15 +132,40 @@ class Setup:
         return min(total_steps // LEARNED_SHARE, LEARNED_PER_RANK * self.layers.basis.rank)
 
 
-def step_spread(header: LogHeader) -> float:
-    """Length of a step of learning rate and projected gradients 1: `sqrt(sum over blocks of k / q)`.
+def step_spread(header: LogHeader, layers: DirectionLayers = NO_LAYERS) -> float:
+    """Length of the first step of learning rate and projected gradients 1.
 
-    Directions have unit variance, and the mean of q of them is `sqrt(q)` times shorter than one.
+    `sqrt(sum over blocks of n * (1 / q + (1 - 1 / q) / r))`, n a block's sum of variances, r the number of
+    dimensions that its directions really fill (`_filled`). Plain directions have unit variance and fill all:
+    `k / q`, the mean of q of them is `sqrt(q)` times shorter than one. Where directions share a strong one,
+    the parts of their mean along it do not cancel: each projected gradient has the sign of its own.
     """
     total = 0.0
     for queries, tensors in header.blocks():
-        total += sum(header.counts[tensors]) / (queries.stop - queries.start)
+        number = queries.stop - queries.start
+        variance, filled = _filled(header, layers, header.weights_of(tensors))
+        total += variance * (1 / number + (1 - 1 / number) / filled)
     return math.sqrt(total)
+
+
+def _filled(header: LogHeader, layers: DirectionLayers, weights: slice) -> tuple[float, float]:
+    """Of a block's directions in step 0: the sum of their variances, and the participation ratio
+    `(tr M)^2 / tr M^2` of their covariance M, 1 to k; infinite for plain ones, of whose k nothing is left."""
+    basis, exponents = layers.basis_of(header), layers.exponents_of(header)
+    if basis is not None and header.basis_steps:
+        gram_RR = np.zeros((basis.rank, basis.rank))
+        for first in range(weights.start, weights.stop, _ROWS):
+            rows_KR = basis.u_KR[first : min(first + _ROWS, weights.stop)].astype(np.float32)
+            gram_RR += rows_KR.T @ rows_KR
+        trace, squares = float(np.trace(gram_RR)), float((gram_RR * gram_RR).sum())
+    elif exponents is not None:
+        variances_K = np.exp2(2.0 * exponents.e_K[weights])
+        trace, squares = float(variances_K.sum()), float((variances_K * variances_K).sum())
+    else:
+        return float(weights.stop - weights.start), math.inf
+    if not squares:  # nothing in this block moves
+        return 0.0, math.inf
+    return trace / header.sigma_at(0) ** 2, trace * trace / squares
 
 
 def widest_block(header: LogHeader) -> int:
@@ -146,7 +175,7 @@ def widest_block(header: LogHeader) -> int:
 
 
 def block_split(counts: tuple[int, ...], decoder_layers: int, queries: int) -> BlockSplit:
-    """Two blocks of about the same number of layers, counted from the first one that is masked.
+    """Two blocks of about the same number of layers, from the first one that is masked to the last.
 
     Raises:
         InputError: fewer than two layers are masked.
@@ -155,9 +184,8 @@ def block_split(counts: tuple[int, ...], decoder_layers: int, queries: int) -> B
     masked = [layer for layer in range(decoder_layers) if any(counts[layer * size : (layer + 1) * size])]
     if size * decoder_layers != len(counts) or len(masked) < 2:
         raise InputError(f"expected masks in two layers or more for a split, got {len(masked)}")
-    middle = (masked[0] + decoder_layers) // 2
-    cut = min(max(middle, masked[0] + 1), masked[-1])
-    return BlockSplit(first_upper_tensor=cut * size, lower_queries=queries // SPLIT_QUERIES)
+    middle = (masked[0] + masked[-1] + 1) // 2
+    return BlockSplit(first_upper_tensor=middle * size, lower_queries=queries // SPLIT_QUERIES)
 
 
 def training_layers(package: Package, options: TrainOptions) -> DirectionLayers:
@@ -166,3 +194,9 @@ def training_layers(package: Package, options: TrainOptions) -> DirectionLayers:
         basis=basis_of(package) if options.basis else None,
         exponents=exponents_of(package) if options.scaling else None,
     )
+
+
+def measured_epsilon(package: Package) -> float | None:
+    """Where the package says that the error is smallest in float32, which engines compute in; None where it
+    says nothing that is of the form."""
+    return best_epsilon(precision_rows(package.measurements()))

@@ -33,7 +33,7 @@ from edge_agent.run_clock import RunClock
 from edge_agent.run_end import RunResult, log_facts, result_of
 from edge_agent.run_folder import Json, RunFolder, open_run, prune_runs
 from edge_agent.search import SearchFailed
-from edge_agent.setup import Setup, training_layers
+from edge_agent.setup import Setup, measured_epsilon, training_layers
 from edge_agent.tokens import TextTokenizer
 from edge_agent.trainer import Chosen, make_plan, train_attempts
 from permille.engines.interface import Engine
@@ -43,6 +43,9 @@ from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 
 OpenEngine = Callable[[Package], Engine]
+
+KEPT_STATES = "kept-states"
+"""Folder in a run's folder: hidden states of its text, for as long as a process trains."""
 
 
 def run_training(
@@ -73,13 +76,15 @@ def run_training(
         stop_event: once set, the run stops within one call of the engine, resumable.
         progress: told what happens.
         options: further choices; `steps`, `minutes` and `seed` are then those in it.
-        engine_of: opens an engine on a package; None: the one that fits. A run that goes on keeps its engine.
+        engine_of: opens an engine on a package; None: the one that fits. A run that goes on keeps its engine;
+            an active model of another package is opened with what fits it.
 
     Raises:
         InputError: paths or options that cannot be used.
         OperatorError: no package is installed.
         PackageError: the package or a state is not what it claims to be.
     """
+    _remove_kept_states(home)
     options = options or TrainOptions(seed=seed, steps=steps, minutes=minutes)
     progress = progress or SilentProgress()
     release = installed_release(home)
@@ -99,14 +104,15 @@ def run_training(
         _activate_again(home, run, package)
         return result_of(run, ended, known=True)
     progress.phase("loading the model")
-    engine_of = _engine_of_run(run, engine_of or EngineChoice())
-    kept_states = run.path / "kept-states"
-    engine = _keeping(engine_of, kept_states)(package)
+    engine_of = engine_of or EngineChoice()
+    kept_states = run.path / KEPT_STATES
+    engine = _keeping(_engine_of_run(run, engine_of), kept_states)(package)
     _keep_engine(run, engine)
     if stop_event is not None:
         engine = InterruptibleEngine(engine, stop_event)
     job = _Job(home, release, package, options, prepared, report, run, engine, share_log)
     try:
+        # The active model may be of another family, which the engine of this run need not know.
         return job.run_to_end(progress, engine_of)
     finally:  # they can be turned back into the user's text
         shutil.rmtree(kept_states, ignore_errors=True)
@@ -177,6 +183,7 @@ class _Job:
             ),
             layers=training_layers(self.package, self.options),
             decoder_layers=int(self.package.config["num_hidden_layers"]),
+            measured_epsilon=measured_epsilon(self.package),
         )
 
     def _incumbent(self) -> Active:
@@ -249,6 +256,12 @@ def _run(
     places = {"paths": [str(path.absolute()) for path in data_paths], "bad_rows": report.examples}
     run.once("data", lambda: places)
     return run
+
+
+def _remove_kept_states(home: Home) -> None:
+    """What killed processes left, of whatever run: nobody else trains while the caller holds the lock."""
+    for folder in home.runs.glob(f"*/{KEPT_STATES}"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _engine_of_run(run: RunFolder, engine_of: OpenEngine) -> OpenEngine:

@@ -13,7 +13,7 @@ from edge_agent.options import TrainOptions
 from edge_agent.prepare import prepare
 from edge_agent.releases import InstalledRelease, record_installed
 from edge_agent.rows import TrainingBatches
-from edge_agent.setup import Setup, training_layers
+from edge_agent.setup import Setup, measured_epsilon, training_layers
 from edge_agent.training_job import package_tokenizer
 from permille.engines.interface import Engine
 from permille.package.reader import Package
@@ -57,4 +57,5 @@ def setup_of(
         batches=TrainingBatches(prepared.train, batch_rows=options.batch_rows, seed=options.seed),
         layers=training_layers(package, options),
         decoder_layers=int(package.config["num_hidden_layers"]),
+        measured_epsilon=measured_epsilon(package),
     )
