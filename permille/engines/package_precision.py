@@ -1,8 +1,8 @@
 """The error of one package's projected gradient, over compute types and a short grid of epsilon.
 
 Exact derivatives are the torch engine's forward mode in float32; differences are measured in float32 and
-bfloat16. What it costs is bounded by the sizes here: about 580 forward passes of 128 tokens, a third of what
-a usual Fisher mask takes, and no more memory than the engine and a few copies of the sparse values.
+bfloat16. What it costs is bounded by the sizes here: about 580 forward passes of 128 tokens, a third of a
+usual Fisher mask's operations, and no more memory than the engine and a few copies of the sparse values.
 """
 
 import math
