@@ -106,7 +106,7 @@ class Run:
     def _phase(self, run: RunFolder, phase: Phase, most: int) -> Json:
         epsilon = find_epsilon(self.setup, run, phase)
         header = self.setup.phase_header(phase, seed=0, epsilon=epsilon["epsilon"])
-        start = STEP_NORM / (epsilon["g_rms"] * step_spread(header))
+        start = STEP_NORM / (epsilon["g_rms"] * step_spread(header, self.setup.layers))
         steps = max(FEWEST_TRIAL_STEPS, self._steps(int(self.budget * TRIAL_SHARE)))
         losses: dict[int, float] = {}
         # Two first: of learned directions four trials have to reach the best

@@ -29,13 +29,17 @@ from permille.package.reader import Package
 from permille.sensitivity.basis import learn_basis
 from permille.zo.estimators import estimate
 from permille.zo.header import EstimatorKind
+from permille.zo.header_parts import BlockSplit
 from permille.zo.journal import read_journal
+from permille.zo.layers import NO_LAYERS, Basis, DirectionLayers, Exponents
 from permille.zo.log import decode_canonical
 from permille.zo.package_layers import layers_of
 from permille.zo.replay import replay
+from permille.zo.step_directions import directions_of
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import layered_package, tiny_package
 from tests.unit.edge_agent.runs import QUICK, setup_of, user_text
+from tests.unit.zo.logs import make_header
 
 
 def add_layers(package: Package, folder: Path, *, rank: int = 6) -> Package:
@@ -232,11 +236,49 @@ def test_the_first_step_size_has_the_same_length_for_every_kind(
         epsilon = find_epsilon(setup, run, phase)
         found = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], 2, phase)
         header = setup.phase_header(phase, seed=0, epsilon=1e-3)
-        below = header.weights_of(header.blocks()[0][1]).stop
-        spread = (below / 2 + (layered.k - below) / 8) ** 0.5
-        assert step_spread(header) == pytest.approx(spread)
+        spread = step_spread(header, setup.layers)
+        if phase is Phase.PLAIN and setup.layers.exponents is None:
+            below = header.weights_of(header.blocks()[0][1]).stop
+            assert spread == pytest.approx((below / 2 + (layered.k - below) / 8) ** 0.5)
         assert found["start"] * epsilon["g_rms"] * spread == pytest.approx(STEP_NORM)
     assert widest_block(header) == 8
+
+
+DIGEST = "sha256:" + "c" * 64
+ONE_STRONG = [[120, 1, 1, 1], [1, 10, 1, 1], [1, 1, 10, 1], [1, 1, 1, 10]]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", ["strong", "even", "exponents", "plain"])
+def test_a_step_is_as_long_as_predicted_whatever_its_directions_share(kind: str, split: bool) -> None:
+    k, queries, steps = 240, 10, 300
+    rng = np.random.default_rng(5)
+    layers = NO_LAYERS
+    fields: dict[str, Any] = {"counts": (k // 2, k // 2), "queries": queries}
+    if split:
+        cut = BlockSplit(first_upper_tensor=1, lower_queries=2)
+        fields |= {"estimator": EstimatorKind.SPLIT, "split": cut}
+    if kind == "exponents":
+        layers = DirectionLayers(exponents=Exponents((rng.random(k) < 0.02).astype(np.int8) * 5, DIGEST))
+        assert layers.exponents is not None
+        fields["exponents"] = layers.exponents.use()
+    elif kind != "plain":
+        mix_RR = np.array(ONE_STRONG) if kind == "strong" else np.eye(4) * 100
+        u_KR = np.rint(rng.choice([-1, 1], (k, 4)) @ mix_RR / 1.2).clip(-127, 127).astype(np.int8)
+        layers = DirectionLayers(basis=Basis(u_KR, DIGEST))
+        assert layers.basis is not None
+        fields["basis"] = layers.basis.use(steps=steps, epsilon=1e-3, learning_rate=1.0)
+    header = make_header(**fields)
+    moved = felt = 0.0
+    for step in range(steps):
+        z_QK = directions_of(header, step, layers) / header.sigma_at(step)
+        # A gradient as the directions see it: it has no reason to lie along any of them
+        g_Q = z_QK @ rng.standard_normal(k)
+        parts = [g_Q[rows] @ z_QK[rows] / (rows.stop - rows.start) for rows, _ in header.blocks()]
+        moved += float((sum(parts) ** 2).sum())
+        # All blocks have the same projected gradients here: those of the block itself
+        felt += float((g_Q**2).mean())
+    assert step_spread(header, layers) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +288,7 @@ def test_the_first_step_size_has_the_same_length_for_every_kind(
         ((0, 0, 0, 0, 1, 1, 1, 1), 4, 6),
         ((1, 1, 1, 1, 0, 0, 0, 0), 4, 2),
         ((0, 1, 0, 1, 0, 0), 3, 2),
+        ((1, 1) * 4 + (0, 0) * 4, 8, 4),  # not of the model's 8 layers: of the 4 that are masked
     ],
 )
 def test_a_split_is_in_the_middle_of_what_is_masked(
