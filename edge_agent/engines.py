@@ -56,7 +56,7 @@ class EngineChoice:
             name=self.name,
             device=self.device,
             threads=self.threads,
-            prefix_cache=None if self.kept_states is None else _prefix_cache(self.kept_states),
+            prefix_cache=_prefix_cache(self.kept_states),
         )
 
     def begun_with(self, name: str) -> "EngineChoice":
@@ -68,7 +68,13 @@ class EngineChoice:
         return replace(self, kept_states=folder)
 
 
-def _prefix_cache(folder: Path) -> "PrefixCache":
+def _prefix_cache(folder: Path | None) -> "PrefixCache | None":
+    """None without a folder, and where the disk refuses one: each step then computes its states again."""
     from permille.engines.prefix_cache import PrefixCache
 
-    return PrefixCache(KEPT_MEMORY_BYTES, folder=folder, disk_bytes=KEPT_DISK_BYTES, rows_alone=True)
+    if folder is None:
+        return None
+    try:
+        return PrefixCache(KEPT_MEMORY_BYTES, folder=folder, disk_bytes=KEPT_DISK_BYTES, rows_alone=True)
+    except OSError:
+        return None

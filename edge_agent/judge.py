@@ -23,7 +23,7 @@ from edge_agent.setup import Setup
 from edge_agent.tokens import TextTokenizer
 from edge_agent.trainer import Chosen
 from permille.engines.interface import Engine
-from permille.errors import OperatorError, PackageError
+from permille.errors import InputError, OperatorError, PackageError
 from permille.zo.lattice import state_digest, values
 
 # Opens the model that is active now: its engine, values, tokenizer, and how long its rows may be.
@@ -72,7 +72,7 @@ def judge(setup: Setup, run: RunFolder, chosen: Chosen, incumbent: Active, open_
             return decision | {"adopted": True, "reason": "better than the base on held-out text"}
         try:
             against_active = _against_active(run, setup, personal, open_incumbent, seed)
-        except (PackageError, OperatorError) as exc:
+        except (InputError, PackageError, OperatorError) as exc:
             # It cannot be used either: nothing is lost, and it stays in the history.
             return decision | {"adopted": True, "reason": f"the active model cannot be opened: {exc}"}
         reason = "better than the base and than the active model on held-out text"

@@ -9,6 +9,7 @@ transformers' own code.
 No code of a package runs: the config's family is on our list, and transformers has the code.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +63,16 @@ def assemble(package: Package, overlay: Overlay, *, cache_bytes: int) -> Assembl
         cache_bytes: dequantized weights are kept, in the model's order, as far as they fit.
 
     Raises:
-        InputError: a family that we do not know, or attention that is not causal.
+        InputError: a family that we do not know, attention that is not causal, or frequencies that depend on
+            the longest sequence of a call.
         PackageError: the package lacks a tensor of its config's model, or has another one.
     """
     if package.config.get("use_bidirectional_attention"):
         raise InputError("expected a causal language model, got one with use_bidirectional_attention")
+    if "longrope" in _rope_types(package.config):
+        # transformers chooses its factors by the largest position of a call, and we pack sequences of many
+        # lengths into one.
+        raise InputError("expected a rope type whose frequencies are those of every length, got 'longrope'")
     model = _empty_model(package.config)
     _compute_buffers(model, overlay.device)
     _place_overlays(model, package, overlay, cache_bytes)
@@ -90,6 +96,14 @@ def assemble(package: Package, overlay: Overlay, *, cache_bytes: int) -> Assembl
         ),
         config=model.config,
     )
+
+
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Named in the config, for all layers or by type of layer."""
+    tables = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
+    given = [table for table in tables if isinstance(table, Mapping)]
+    given += [part for table in given for part in table.values() if isinstance(part, Mapping)]
+    return {str(table.get(key)) for table in given for key in ("rope_type", "type")}
 
 
 def _empty_model(config: dict[str, Any]) -> Any:

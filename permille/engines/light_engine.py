@@ -126,6 +126,7 @@ class LightEngine:
     ) -> tuple[float, NDArray[np.float64]]:
         """`grad f . z_i` by forward-mode: one primal pass, and its tangents for all directions beside it."""
         check_values(values_K[None], self._model.limits)
+        values_K = np.ascontiguousarray(values_K)  # parts of it go to kernels
         z_QK = check_directions(directions_QK, self._model.limits)
         batch = check_batch(batch, self._model.limits)
         most = max(1, self._max_tokens // _FEW_TANGENT_TOKENS - 1)

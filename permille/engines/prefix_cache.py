@@ -6,14 +6,17 @@ where a folder is given, else for good.
 
 An entry is a function of the token ids and of the scope that the engine names: package, first masked
 layer, dtype and engine. A file that is gone, cut or changed is a miss; the engine computes again. Files hold
-what can be turned back into a user's text: they are readable by their owner alone, they are deleted by
-`close`, and what a killed process left is deleted when the folder is used again. A folder belongs to one
-cache.
+what can be turned back into a user's text: they are readable by their owner alone, `close` deletes them, and
+a cache that is made on a folder deletes what a killed process left in it. That is all that this module does:
+whoever names a folder that is not used again removes it (the agent does at the end of a run and at the
+beginning of any). Deleting does not overwrite: what the files held stays on the medium until the file system
+uses the room again. A folder belongs to one cache.
 """
 
 import hashlib
 import io
 import os
+import shutil
 import tempfile
 import threading
 from collections import OrderedDict
@@ -31,6 +34,8 @@ Hidden = NDArray[np.generic]
 
 _SUFFIX = ".hidden"
 _DIGEST_BYTES = 32
+_FREE_BYTES = 512 << 20
+"""Left free on the file system: a cache that fills a disk takes the room of what must be stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +78,7 @@ class PrefixCache:
                 and not of the batch in which it was first met: a resumed run then has the bits of one that
                 was not interrupted. Filling costs some more.
             folder: where rows go that memory has no room for; made if need be, for its owner alone.
-            disk_bytes: bound on the files.
+            disk_bytes: bound on the files. None is written that would leave less than 512 MiB free.
 
         Raises:
             InputError: a negative bound, or a bound on files without a folder.
@@ -187,7 +192,7 @@ class _Files:
         np.save(saved, row, allow_pickle=False)
         body = saved.getvalue()
         size = _DIGEST_BYTES + len(body)
-        if size > self._limit:
+        if size > self._limit or not self._has_room(size):
             return
         while self.held + size > self._limit:
             self._drop(next(iter(self._sizes)))
@@ -210,6 +215,10 @@ class _Files:
     def clear(self) -> None:
         for key in list(self._sizes):
             self._drop(key)
+
+    def _has_room(self, size: int) -> bool:
+        free: int | None = self._attempt(lambda: shutil.disk_usage(self._folder).free)
+        return free is not None and free - size >= _FREE_BYTES
 
     def _attempt(self, action: Callable[[], Any]) -> Any:
         """What a disk does wrong costs an entry, never a run."""

@@ -205,6 +205,8 @@ class TorchEngine:
         if positions is not None:
             room = min(room, positions - len(prompt_ids))
         ids, cache = prompt_ids, None
+        # transformers keeps `window - 1` tokens of a layer; for a window of 1 its slice keeps all of them.
+        again = getattr(self._model.config, "sliding_window", None) == 1
         for _ in range(room):
             # Per token, so that a consumer that pauses does not keep the engine from others.
             with self._lock, torch.no_grad():
@@ -213,7 +215,10 @@ class TorchEngine:
             if token in sampling.stop_ids:
                 return
             yield token
-            ids = np.array([token], dtype=np.int64)
+            if again:
+                ids, cache = np.append(ids, token), None
+            else:
+                ids = np.array([token], dtype=np.int64)
 
     def _next_logits(
         self, fixed: FixedValues, ids: NDArray[np.int64], cache: Any

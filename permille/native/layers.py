@@ -82,17 +82,18 @@ def attention(
     if not fits or heads % kv_heads or not 0 < queries <= keys or cap == 0:
         return False
     numbers = np.array([scale, cap or 0.0], np.float32)
+    behind = min(window or 0, keys)  # a config's number may be larger than the kernel's integers
     if queries == 1:
         library.call(
             "attention_one", q_TAD, _steps(q_TAD)[1], k_SBD, *_steps(k_SBD), v_SBD, *_steps(v_SBD),
-            out_TAD, _steps(out_TAD)[1], keys, heads, kv_heads, head, window or 0, numbers,
+            out_TAD, _steps(out_TAD)[1], keys, heads, kv_heads, head, behind, numbers,
             np.empty(keys, np.float32),
         )  # fmt: skip
         return True
     wide, deep = -(-keys // _STEP) * _STEP, -(-head // _STEP) * _STEP
     library.call(
         "attention", q_TAD, *_steps(q_TAD), k_SBD, *_steps(k_SBD), v_SBD, *_steps(v_SBD),
-        out_TAD, *_steps(out_TAD), queries, keys, heads, kv_heads, head, window or 0, numbers,
+        out_TAD, *_steps(out_TAD), queries, keys, heads, kv_heads, head, behind, numbers,
         np.empty((head + 4) * wide + keys * deep, np.float32),
     )  # fmt: skip
     return True

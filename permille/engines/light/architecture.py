@@ -329,7 +329,7 @@ def _windows(settings: Settings, family: Family, count: int) -> tuple[int | None
         return (settings.optional_size("sliding_window", 4096),) * count
     window = settings.optional_size("sliding_window", 4096)
     if family in (Family.QWEN2, Family.QWEN3):
-        first = settings.size("max_window_layers", 28)
+        first = settings.size("max_window_layers", 28, least=0)
         if not settings.flag("use_sliding_window", False):
             window = None
         near = tuple(window is not None and layer >= first for layer in range(count))

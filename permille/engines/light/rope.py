@@ -124,6 +124,8 @@ def _yarn(
         "original_max_position_embeddings", given.get("original_max_position_embeddings", positions)
     )
     factor = positive("factor", given.get("factor", positions / context))
+    if theta == 1:
+        raise unsupported("rope_theta other than 1 for rope type yarn", theta)
     fast = positive("beta_fast", given.get("beta_fast") or 32)
     slow = positive("beta_slow", given.get("beta_slow") or 1)
 

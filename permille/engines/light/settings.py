@@ -4,7 +4,7 @@ Every key that is read is noted. A key that was neither read nor is known to cha
 name: this engine computes what transformers computes, or nothing.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,11 +49,11 @@ class Settings:
         self._config = config
         self._read: set[str] = set()
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of at least `least`."""
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise unsupported(f"{key} to be a whole number of at least 1", value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise unsupported(f"{key} to be a whole number of at least {least}", value)
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
@@ -128,7 +128,7 @@ class Settings:
 
 def positive(name: str, value: object) -> float:
     """A finite number above 0 (InputError)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise unsupported(f"{name} to be a number above 0", value)
     return float(value)
 

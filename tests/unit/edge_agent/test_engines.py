@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from edge_agent.engines import EngineChoice
+from edge_agent.releases import InstalledRelease, record_installed
+from edge_agent.run_end import RunResult
 from edge_agent.run_folder import find_run
 from edge_agent.training_job import run_training
 from permille.engines.interface import EngineInfo
@@ -15,6 +18,7 @@ from permille.errors import InputError
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from tests.bigram_engine import BigramEngine, bigram_engine
+from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
 
 
@@ -117,3 +121,86 @@ def test_hidden_states_are_kept_for_the_run_and_gone_after_it(
         )
     assert seen == [True]
     assert not list(home.root.rglob("kept-states"))
+
+
+def test_what_killed_runs_kept_is_gone_whatever_is_trained_next(tmp_path: Path) -> None:
+    home, _ = home_with_package(tmp_path / "home")
+    text = user_text(tmp_path)
+
+    def train(steps: int) -> str:
+        options = replace(QUICK, steps=steps)
+        result = run_training(
+            home, data_paths=[text], steps=None, minutes=None, seed=0, share_log=False, options=options,
+            engine_of=bigram_engine,
+        )  # fmt: skip
+        assert result.run is not None
+        return result.run
+
+    def leave(run: str) -> None:
+        folder = home.runs / run / "kept-states"
+        folder.mkdir()
+        (folder / "0.hidden").write_bytes(b"of the text")
+
+    ended = train(3)
+    for again in (3, 4):  # one whose end is known, then another run
+        leave(ended)
+        other = home.runs / "of-another-text"
+        other.mkdir(exist_ok=True)
+        leave(other.name)
+        train(again)
+        assert not list(home.root.rglob("kept-states")), again
+
+
+def test_the_active_model_is_opened_with_what_fits_it_not_with_the_engine_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on is pinned to its engine, which need not know the family of the active model."""
+    home, old = home_with_package(tmp_path / "home")
+    text = user_text(tmp_path)
+    opened: list[tuple[str, str]] = []
+
+    def open_engine(choice: EngineChoice, package: Package) -> BigramEngine:
+        opened.append((package.digest, choice.name))
+        return Light(package)
+
+    monkeypatch.setattr(EngineChoice, "__call__", open_engine)
+
+    class Killed(BaseException):
+        """Stands for SIGKILL."""
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    def train() -> RunResult:
+        return run_training(
+            home, data_paths=[text], steps=None, minutes=None, seed=0, share_log=False,
+            options=replace(QUICK, steps=120),
+        )  # fmt: skip
+
+    assert train().outcome is Outcome.ADOPTED
+    new = tiny_package(home.blobs, seed=1)
+    record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=new.digest))
+    with monkeypatch.context() as patch:
+        patch.setattr("edge_agent.training_job.judge", die)
+        with pytest.raises(Killed):
+            train()
+    opened.clear()
+
+    train()
+
+    assert opened == [(new.digest, "light"), (old.digest, "auto")]
+
+
+def test_a_folder_that_cannot_be_made_costs_the_cache_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, package = home_with_package(tmp_path / "home")
+    (tmp_path / "file").write_bytes(b"")
+    given: list[object] = []
+    monkeypatch.setattr(
+        "permille.engines.factory.open_engine", lambda *_, prefix_cache, **__: given.append(prefix_cache)
+    )
+    EngineChoice().keeping_states(tmp_path / "file" / "kept-states")(package)
+    EngineChoice().keeping_states(tmp_path / "kept-states")(package)
+    assert given[0] is None
+    assert given[1] is not None

@@ -22,7 +22,7 @@ from edge_agent.releases import InstalledRelease, record_installed
 from edge_agent.run_end import RunResult
 from edge_agent.run_folder import RunFolder, find_run, list_runs
 from edge_agent.training_job import run_training
-from permille.engines.interface import Batch
+from permille.engines.interface import Batch, Engine
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
 from permille.package.reader import Package
@@ -441,6 +441,25 @@ def test_an_active_model_that_cannot_be_opened_protects_nothing(tmp_path: Path) 
     assert result.outcome is Outcome.ADOPTED
     assert "cannot be opened" in result.message
     assert active_model(home) == Active(package=package.digest, run=result.run)
+
+
+def test_an_active_model_that_no_engine_knows_protects_nothing(tmp_path: Path) -> None:
+    home, old = home_with_package(tmp_path / "home")
+    text = user_text(tmp_path)
+    first = _train(home, text, options=replace(QUICK, steps=40))
+    assert first.outcome is Outcome.ADOPTED
+    new = tiny_package(home.blobs, seed=1)
+    record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=new.digest))
+
+    def choosy(package: Package) -> Engine:
+        if package.digest == old.digest:
+            raise InputError("expected a family that this engine knows")
+        return bigram_engine(package)
+
+    result = _train(home, text, options=replace(QUICK, steps=120), engine_of=choosy)
+
+    assert result.outcome is Outcome.ADOPTED
+    assert "cannot be opened: expected a family" in result.message
 
 
 def test_bad_rows_are_counted_in_the_outcome_and_named_only_beside_it(tmp_path: Path) -> None:

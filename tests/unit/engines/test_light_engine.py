@@ -89,6 +89,10 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     ),
+    "windows from the first layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    ),
     "biases of attention": ("qwen3", {"attention_bias": True}),
     "exact gelu": ("llama", {"hidden_act": "gelu"}),
     "layers by name": (
@@ -130,6 +134,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a norm before that it has not": {"do_layer_norm_before": False},
     "layer types in a family without": {"layer_types": ["full_attention"] * 2},
     "no epsilon": {"rms_norm_eps": 0},
+    "an epsilon beyond all floats": {"rms_norm_eps": 10**400},
+    "a stretched rope without a base": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}
+    },
     "an epsilon that is no number": {"rms_norm_eps": "1e-5"},
 }
 
@@ -225,6 +233,15 @@ def test_layers_below_the_mask_are_computed_once_and_kept(tmp_path: Path) -> Non
     expected_loss, expected_Q = plain.directional_derivatives(values_VK[0], z_QK, batch)
     assert (loss, found_Q.tolist()) == (expected_loss, expected_Q.tolist())
     assert cache.counters().misses == 3
+
+
+def test_values_of_any_layout_have_derivatives(tmp_path: Path) -> None:
+    package = tiny_package(tmp_path, "llama").package
+    values_K = package.values()
+    engine, directions_QK = LightEngine(package), np.ones((1, package.k), np.float32)
+    strided_K = np.stack([values_K, values_K], axis=1)[:, 0]
+    expected = engine.directional_derivatives(values_K, directions_QK, tiny_batch())
+    assert engine.directional_derivatives(strided_K, directions_QK, tiny_batch()) == expected
 
 
 def test_variants_share_the_layers_where_they_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

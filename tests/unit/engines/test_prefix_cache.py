@@ -1,5 +1,6 @@
 """What a cache of hidden states keeps, what it drops first, and that a bad file is never a wrong number."""
 
+import shutil
 import stat
 import threading
 from collections.abc import Callable
@@ -218,3 +219,15 @@ def test_threads_share_a_cache(tmp_path: Path) -> None:
 def test_bounds_that_are_wrong_are_refused(memory: int, disk: int) -> None:
     with pytest.raises(InputError, match="expected bounds"):
         PrefixCache(memory, disk_bytes=disk)
+
+
+@pytest.mark.parametrize(("spare", "expected"), [(FILE, 1), (FILE - 1, 0)])
+def test_files_leave_room_for_what_must_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int, expected: int
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=(512 << 20) + spare)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    cache = PrefixCache(0, folder=tmp_path, disk_bytes=10 * FILE)
+    cache.put(key(0), row(0))
+    assert len(list(tmp_path.iterdir())) == cache.counters().spilled == expected
+    assert (cache.get(key(0)) is not None) is bool(expected)

@@ -13,6 +13,7 @@ from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.quantization import Scheme
+from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.test_overlay import counted
 from tests.unit.engines.tiny import (
     CONFIGS,
@@ -210,3 +211,29 @@ def test_a_model_that_sees_the_future_is_refused(tmp_path: Path) -> None:
     package = write_package(BlobFolder(tmp_path), model, Scheme.NF4)
     with pytest.raises(InputError, match="causal"):
         TorchEngine(package)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling", "by layer type"])
+def test_frequencies_that_depend_on_the_longest_sequence_are_refused(key: str, tmp_path: Path) -> None:
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 16,
+    }
+    package = write_package(BlobFolder(tmp_path), tiny_model("llama", rope_parameters=rope), Scheme.NF4)
+    if key == "rope_scaling":
+        package.config[key] = package.config.pop("rope_parameters")
+        package.config[key]["type"] = package.config[key].pop("rope_type")
+    elif key == "by layer type":
+        package.config["rope_parameters"] = {"full_attention": rope}
+    with pytest.raises(InputError, match="longrope"):
+        TorchEngine(package)
+
+
+def test_text_of_a_model_that_sees_one_token_is_that_of_the_reference(tmp_path: Path) -> None:
+    model = tiny_model("mistral", sliding_window=1)
+    package = write_package(BlobFolder(tmp_path), model, Scheme.NF4)
+    tiny = Tiny(package=package, reference=reference_model(package, model))
+    Conformance(engine=TorchEngine(tiny.package), tiny=tiny).greedy_text_is_that_of_the_reference()
