@@ -34,14 +34,18 @@ REPLAY = """
 import sys
 from pathlib import Path
 import numpy as np
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest
+from permille.zo.package_layers import layers_of
 from permille.zo.replay import replay
-path, steps = Path(sys.argv[1]), int(sys.argv[2])
+path, steps, blobs = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 contents = read_journal(path)
 header, records = contents.header, contents.records[:steps]
 rows = np.array([record.coefficients for record in records], dtype=np.int64)
-s = replay(header, rows.reshape(len(records), header.queries))
+package = Package.open(BlobFolder(blobs), header.package_digest)
+s = replay(header, rows.reshape(len(records), header.queries), layers_of(package, header))
 print(state_digest(s, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent))
 """
 
@@ -143,7 +147,9 @@ def replays(trained: dict[str, Any]) -> dict[str, str]:
         raise DemoError(f"expected the service to verify the log, got {reported['log']}")
     decision = trained["decision"]
     journal = WORK / "device" / "runs" / trained["run"] / f"attempt-{decision['attempt']}.journal"
-    fresh = run([sys.executable, "-c", REPLAY, journal, str(decision["step"])]).strip()
+    fresh = run(
+        [sys.executable, "-c", REPLAY, journal, str(decision["step"]), WORK / "device" / "blobs"]
+    ).strip()
     return {
         "device": trained["decision"]["state_digest"],
         "service": reported["log"]["state_digest"],

@@ -11,7 +11,8 @@
 
 The gradients come from `permille.sensitivity.gradients`, one row [k] a sequence, and may be a mapped file:
 they are read in blocks of columns, 32 MiB in float64. Sums are float64. The directions of a singular value
-decomposition are not the same to the last bit with every linear algebra library; a basis is named by its bytes.
+decomposition are not the same to the last bit with every linear algebra library; a basis is named by its
+bytes.
 """
 
 from collections.abc import Iterator

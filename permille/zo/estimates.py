@@ -1,10 +1,11 @@
 """The estimators: from a state and a batch to the loss and one projected gradient for each direction.
 
 All directions are along `z / sigma` (unit variance), and a step moves by the mean over the directions of a
-block of `projected_grad * z / sigma`. Its expectation is the gradient, up to terms of the order of epsilon
-squared (none for forward mode). Costs, in forward passes of the batch, with q directions: SPSA 2 q,
-one-sided q, forward mode about q + 1 of somewhat dearer passes, split 2 P_1 of the lower block and 2 P_2 of
-the upper one where the engine shares what variants have in common.
+block of `projected_grad * z / sigma`. Its expectation is `M g`, g the gradient and M the covariance of the
+directions (for plain ones the identity), up to terms of the order of epsilon squared (none for forward
+mode). Costs, in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, forward mode about q
++ 1 of somewhat dearer passes, split 2 P_1 of the lower block and 2 P_2 of the upper one where the engine
+shares what variants have in common.
 
 Shapes: K = masked weights, V = variants of the values, Q = queries, P = lower queries,
 S = sign of the lower direction (2), J = upper directions for each lower one and sign, D = sign of the upper

@@ -77,7 +77,7 @@ def get_basis(basis_id: BasisId, service: Served, operator: Viewer) -> Basis:
 
 @router.get("/{basis_id}/report", response_class=Response, responses=REPORT_RESPONSES)
 def get_basis_report(basis_id: BasisId, request: Request, service: Served, operator: Viewer) -> Response:
-    """The evidence behind a basis: which share of left-out gradients its first columns hold."""
+    """The evidence behind a basis: which share of the gradients of left-out texts its first columns hold."""
     with service.database.read() as session:
         digest = results.get_basis(session, tenant_id=operator.tenant_id, basis_id=basis_id).report_digest
     return report_response(request, service, digest, "application/json")

@@ -141,7 +141,7 @@ def show_basis(context: typer.Context, basis_id: str, as_json: AsJson = False) -
 
 @bases.command("report")
 def report_basis(context: typer.Context, basis_id: str, as_json: AsJson = False) -> None:
-    """Show which share of left-out gradients the first columns of a basis hold."""
+    """Show which share of the gradients of left-out texts the first columns of a basis hold."""
     with connect(context, as_json=as_json) as session:
         _report(session, f"/v1/bases/{basis_id}/report", None)
 

@@ -12,12 +12,14 @@ from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.bases import BasisOptions
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.quantizations import Int4, Nf4
+from permille.sensitivity.basis import block_columns
 
 FLOAT_BYTES = 4
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
 FISHER_FLOPS = 8
 FORWARD_FLOPS = 2
+EIGEN_FLOPS = 10  # of a symmetric matrix, for the cube of its size
 # As `permille.engines.package_precision` does it: two compute types, four epsilons, both signs, 32
 # directions, and forward mode; of 4 sequences of 32 tokens.
 PRECISION_DIRECTIONS, PRECISION_TOKENS = 32, 128
@@ -90,16 +92,18 @@ def mask_needs(
 
 
 def basis_needs(sizes: Sizes, options: BasisOptions, *, k: int, flops_per_s: float) -> Needs:
-    """What learning a basis needs: a gradient for each sequence, kept on the disk with a copy of most of
-    them, and the basis itself in memory."""
+    """What learning a basis needs: first the model and a gradient for each sequence, kept on the disk; then
+    blocks of them in float64, their products with each other, figures of each weight, and the basis."""
     activations = options.length * (sizes.layers + 16) * sizes.hidden + 3 * options.length * sizes.vocabulary
     memory = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
-    rows = options.sequences * k * FLOAT_BYTES
+    number, columns = options.sequences, min(k, block_columns(options.sequences))
+    blocks = PROCESS_BYTES + 16 * number * columns + 32 * options.rank * columns + 24 * number**2 + 32 * k
+    rows = number * k * FLOAT_BYTES
     work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS
-    gram = 2.0 * options.sequences * (options.sequences + 16 * options.rank) * k
+    gram = 2.0 * number * (number + 16 * options.rank) * k + EIGEN_FLOPS * float(number) ** 3
     return Needs(
-        memory_bytes=memory + 4 * options.rank * k,
-        disk_bytes=2 * rows + 2 * options.rank * k,
+        memory_bytes=max(memory, blocks) + 4 * options.rank * k,
+        disk_bytes=rows + 2 * options.rank * k,
         seconds=(work + gram) / flops_per_s,
     )
 

@@ -1,13 +1,15 @@
 """The basis job: gradients of a corpus on a mask, the directions that they share, the evidence."""
 
 import json
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
-from permille.corpora.sequences import token_sequences
+from permille.corpora.sequences import Tokenizer, token_sequences
+from permille.corpora.sources import ReadReport
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.canonical import JSON
@@ -21,8 +23,19 @@ from workers.payloads import BasisPayload, parse_payload
 from workers.tasks.layers import layer_record, read_mask
 from workers.tasks.sources import SourceCorpus, SourceModel, open_corpus, open_model, versions
 
+# Of eight texts one is left out whole, so that what is measured shares no text with what was learned.
 LEFT_OUT_EVERY = 8
 _MEASURED = 0.9  # of the time
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Token sequences [N, T]: `learned` rows to learn from, then those of the texts that are left out."""
+
+    tokens_NT: NDArray[np.int64]
+    learned: int
+    note: str | None
+    corpus: ReadReport
 
 
 def run(context: TaskContext) -> Publish:
@@ -42,21 +55,22 @@ def run(context: TaskContext) -> Publish:
     corpus = open_corpus(context, payload.corpus_id)
     stored = read_mask(context.blobs, mask_row.mask_digest)
     mask = {name: stored[name] for name, _ in scoped_tensors(model.checkpoint.config)}
-    gradients_NK = _gradients(context, model, corpus, mask, payload)
+    context.progress(0.01, "reading the corpus")
+    sequences = _sequences(context, model, corpus, payload)
+    gradients_NK = _gradients(context, model, sequences.tokens_NT, mask)
     context.progress(_MEASURED, "learning")
-    learned_N = np.arange(len(gradients_NK)) % LEFT_OUT_EVERY != LEFT_OUT_EVERY - 1
-    rows_NK = _rows(context.work_folder, gradients_NK, learned_N)
+    rows_NK, left_out_NK = gradients_NK[: sequences.learned], gradients_NK[sequences.learned :]
     basis_KR = learn_basis(rows_NK, payload.rank)
     layer = write_basis(context.blobs, basis_KR, {name: indices.size for name, indices in mask.items()})
     context.progress(0.97, "reporting")
     provenance = _provenance(model, mask_row, corpus, payload, layer)
-    left_out_NK = gradients_NK[~learned_N]
     report = {
         "k": mask_row.k,
-        "learned_from": int(learned_N.sum()),
+        "learned_from": len(rows_NK),
         "left_out": len(left_out_NK),
+        "left_out_note": sequences.note,
         "captured": _captured_by_rank(basis_KR, left_out_NK, whitening(rows_NK)),
-        "corpus": corpus.report.as_json(),
+        "corpus": sequences.corpus.as_json(),
         "provenance": provenance,
     }
     report_digest = context.blobs.put_bytes(json.dumps(report, allow_nan=False, sort_keys=True).encode())
@@ -80,46 +94,82 @@ def run(context: TaskContext) -> Publish:
     return publish
 
 
+def _sequences(
+    context: TaskContext, model: SourceModel, corpus: SourceCorpus, payload: BasisPayload
+) -> Sequences:
+    """Sequences to learn from, and an eighth of all from every 8th text, from which nothing is learned.
+
+    Fewer of the latter where those texts hold fewer; none where the others then do not suffice.
+
+    Raises:
+        InputError: the corpus is too small to learn from.
+    """
+    from permille.models.loading import FileTokenizer
+
+    tokenizer: Tokenizer = FileTokenizer(model.checkpoint.folder)
+    left_out = payload.sequences // LEFT_OUT_EVERY
+
+    def read(number: int, side: bool | None) -> tuple[NDArray[np.int64], ReadReport]:
+        """Raises InputError when the texts of the side (None: all) are too few."""
+        source = replace(corpus, report=ReadReport())
+        texts = source.texts(context) if side is None else _side(source.texts(context), left_out=side)
+        return token_sequences(tokenizer, texts, number, payload.length, payload.seed), source.report
+
+    if not left_out:
+        tokens_NT, report = read(payload.sequences, None)
+        return Sequences(tokens_NT, len(tokens_NT), "fewer than 8 sequences: none is left out", report)
+    learned = payload.sequences - left_out
+    try:
+        tokens_NT, report = read(learned, False)
+    except InputError:
+        tokens_NT, report = read(learned, None)
+        why = "too few texts to leave out every 8th: nothing was measured"
+        return Sequences(tokens_NT, learned, why, report)
+    number = left_out
+    while number:
+        try:
+            others_NT, _ = read(number, True)
+        except InputError:
+            number //= 2
+            continue
+        note = None if number == left_out else f"every 8th text holds less than {left_out} sequences"
+        return Sequences(np.concatenate([tokens_NT, others_NT]), learned, note, report)
+    return Sequences(tokens_NT, learned, "every 8th text holds no sequence: nothing was measured", report)
+
+
+def _side(texts: Iterable[str], *, left_out: bool) -> Iterator[str]:
+    """The texts that are left out, or those that are not."""
+    last = LEFT_OUT_EVERY - 1
+    return (text for number, text in enumerate(texts) if (number % LEFT_OUT_EVERY == last) == left_out)
+
+
 def _gradients(
     context: TaskContext,
     model: SourceModel,
-    corpus: SourceCorpus,
+    tokens_NT: NDArray[np.int64],
     mask: dict[str, NDArray[np.uint32]],
-    payload: BasisPayload,
 ) -> NDArray[np.float32]:
-    from permille.models.loading import FileTokenizer, load_model
+    from permille.models.loading import load_model
     from permille.sensitivity.gradients import masked_gradients
 
-    folder = model.checkpoint.folder
-    context.progress(0.01, "reading the corpus")
-    sequences = token_sequences(
-        FileTokenizer(folder), corpus.texts(context), payload.sequences, payload.length, payload.seed
-    )
     context.progress(0.03, "loading the model")
 
     def progress(done: int, total: int) -> None:
         context.progress(0.05 + (_MEASURED - 0.05) * done / total, f"gradient {done}/{total}")
 
     return masked_gradients(
-        load_model(folder), sequences, mask, progress=progress, folder=context.work_folder / "gradients"
+        load_model(model.checkpoint.folder),
+        tokens_NT,
+        mask,
+        progress=progress,
+        folder=context.work_folder / "gradients",
     )
-
-
-def _rows(
-    folder: Path, gradients_NK: NDArray[np.float32], chosen_N: NDArray[np.bool_]
-) -> NDArray[np.float32]:
-    """A copy of the chosen rows as a mapped file: all rows together may not fit into memory."""
-    numbers = np.flatnonzero(chosen_N)
-    rows_NK = np.memmap(folder / "learned.f32", np.float32, "w+", shape=(numbers.size, gradients_NK.shape[1]))
-    for target, number in enumerate(numbers):
-        rows_NK[target] = gradients_NK[number]
-    return rows_NK
 
 
 def _captured_by_rank(
     basis_KR: NDArray[np.int8], left_out_NK: NDArray[np.float32], scaling_K: NDArray[np.float64]
 ) -> list[dict[str, float | int]]:
-    """What the first 1, 2, 4, ... columns hold of whitened gradients that the basis was not learned from: the
+    """What the first 1, 2, 4, ... columns hold of whitened gradients of texts that are left out: the
     mean share of one sequence's, and the share of their mean's; beside it what random columns would hold."""
     if not len(left_out_NK):
         return []

@@ -50,8 +50,8 @@ def test_a_basis_keeps_a_gradient_of_each_sequence_on_the_disk() -> None:
     options = BasisOptions(sequences=64, length=16, rank=8)
     small = basis_needs(SIZES, options, k=100, flops_per_s=1e9)
     large = basis_needs(SIZES, options, k=10_100, flops_per_s=1e9)
-    assert large.disk_bytes - small.disk_bytes == 10_000 * (2 * 64 * 4 + 2 * 8)
-    assert large.memory_bytes - small.memory_bytes == 10_000 * 4 * 8
+    assert large.disk_bytes - small.disk_bytes == 10_000 * (64 * 4 + 2 * 8)
+    assert large.memory_bytes >= PROCESS_BYTES + 10_100 * (16 * 64 + 4 * 8)
     assert small.seconds == pytest.approx(64 * 16 * SIZES.parameters * 8 / 1e9, rel=0.1)
 
 
@@ -78,3 +78,11 @@ def test_verdict_names_what_is_missing_and_lets_the_unknown_pass() -> None:
     with pytest.raises(ApiError, match=r"memory.*time") as caught:
         require(needs, small)
     assert [figure.enough for figure in caught.value.figures or ()] == [False, True, False]
+
+
+def test_a_basis_of_many_sequences_needs_blocks_of_them_and_their_products() -> None:
+    options = BasisOptions(sequences=8192, length=16, rank=8)
+    needs = basis_needs(SIZES, options, k=1 << 20, flops_per_s=1e9)
+    assert needs.memory_bytes > PROCESS_BYTES + (16 << 22) + 24 * 8192**2
+    without = 2.0 * 8192 * (8192 + 16 * 8) * (1 << 20) / 1e9
+    assert needs.seconds > without + 10 * 8192**3 / 1e9

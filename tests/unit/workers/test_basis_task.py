@@ -1,16 +1,21 @@
 """The basis job and packages with directions, on a tiny random model."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from permille.models.loading import FileTokenizer
 from permille.package.limits import Role
 from permille.package.reader import Package, verify_package
+from permille.sensitivity import gradients
 from permille.sensitivity.basis import fisher_exponents
 from permille.sensitivity.scores import load_scores
 from permille.store import results
 from permille.store.tables import Basis, Mask
+from tests.packages import sentences
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.test_tasks import (
     build_payload,
@@ -37,7 +42,7 @@ def test_a_basis_is_learned_and_measured_on_sequences_that_were_left_out(bench: 
     assert (basis.k, basis.mask_id, basis.model_id) == (mask.k, mask.id, bench.model.id)
     assert basis.options == {**OPTIONS, "seed": 0}
     report = bench.report(basis.report_digest)
-    assert (report["learned_from"], report["left_out"]) == (14, 2)
+    assert (report["learned_from"], report["left_out"], report["left_out_note"]) == (14, 2, None)
     assert [row["rank"] for row in report["captured"]] == [1, 2, 4]
     shares = [row["of_a_sequence"] for row in report["captured"]]
     assert shares == sorted(shares) and shares[-1] > 2 * report["captured"][-1]["of_random_columns"]
@@ -46,6 +51,53 @@ def test_a_basis_is_learned_and_measured_on_sequences_that_were_left_out(bench: 
     assert provenance["mask"] == mask.mask_digest
     assert provenance["corpus"]["digest"].startswith("sha256:")
     assert basis.size_bytes == bench.blobs.size(basis.basis_digest)
+
+
+def test_no_text_is_both_learned_from_and_left_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text has more than one window, so windows that are left out one by one would share texts."""
+    mask, seen = mask_of(bench), []
+    texts = [" ".join([word] * 40) for word in "abcdefghijklmnopqrstuvwx"]
+    rows(bench, texts)
+    original = gradients.masked_gradients
+
+    def spy(model: Any, tokens_NT: NDArray[np.int64], *args: Any, **kwargs: Any) -> NDArray[np.float32]:
+        seen.append(tokens_NT)
+        return original(model, tokens_NT, *args, **kwargs)
+
+    monkeypatch.setattr(gradients, "masked_gradients", spy)
+    basis_of(bench, mask)
+    (tokens_NT,) = seen
+    tokenizer = FileTokenizer(bench.root / "models" / "tiny")
+    kept = {token for number, text in enumerate(texts) if number % 8 != 7 for token in tokenizer.encode(text)}
+    alone = {token for number in (7, 15, 23) for token in tokenizer.encode(texts[number])} - kept
+    assert alone
+    assert not alone & set(tokens_NT[:14].reshape(-1).tolist())
+    assert all(alone & set(row) for row in tokens_NT[14:].tolist()) and len(tokens_NT) == 16
+
+
+@pytest.mark.parametrize(
+    ("texts", "left_out", "note"),
+    [
+        ([" ".join(sentences(200, seed=2))], 0, "holds no sequence"),
+        (["a"] * 7 + [" ".join(sentences(200, seed=2))], 0, "too few texts"),
+        ([" ".join(sentences(50, seed=2)), *["a"] * 6, " ".join(["the cat"] * 5)], 1, "less than 2"),
+    ],
+)
+def test_too_few_texts_to_leave_some_out_are_said(
+    bench: Bench, texts: list[str], left_out: int, note: str
+) -> None:
+    mask = mask_of(bench)
+    rows(bench, texts)
+    report = bench.report(basis_of(bench, mask).report_digest)
+    assert (report["learned_from"], report["left_out"]) == (14, left_out)
+    assert note in report["left_out_note"]
+    assert bool(report["captured"]) == bool(left_out)
+
+
+def rows(bench: Bench, texts: list[str]) -> None:
+    """Put other texts into the bench's corpus."""
+    path = bench.root / "corpora" / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
 
 
 def test_a_package_carries_basis_and_exponents_and_says_from_which_corpus(bench: Bench) -> None:
