@@ -4,6 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+KERNELS := permille/native/_kernels.so
 # PyTorch's default wheels for Linux carry CUDA (several GB). Set this to the address of PyTorch's CPU wheels (its
 # installation page names it) for a small install; where pip already finds a CPU wheel nothing is needed.
 PERMILLE_TORCH_INDEX ?=
@@ -14,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-estimators bench-quantization example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-estimators bench-quantization example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -30,8 +31,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# The kernels are compiled at installation too; here again when a C source has changed.
-$(VENV)/.native: $(VENV)/.installed permille/native/build.py $(wildcard permille/native/src/*)
+# The kernels are compiled at installation too; here again when a C source has changed or the library is gone.
+$(VENV)/.native: $(VENV)/.installed permille/native/build.py $(wildcard permille/native/src/*) $(if $(wildcard $(KERNELS)),,FORCE)
 	@$(BIN)/python -m permille.native.build
 	@touch $@
 
@@ -98,4 +99,4 @@ example-model: $(VENV)/.installed  ## Train the example model again from its sou
 	$(BIN)/python -m examples.make_example_model --out examples/model --work build/example-model
 
 clean:  ## Remove the environment and all caches
-	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(KERNELS)*

@@ -18,6 +18,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Editable installations get the library beside its sources, wheels in the archive."""
         room = Path(self.root) / "permille" / "native"
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         build = runpy.run_path(str(room / "build.py"))
         name = build["LIBRARY_NAME"]
         if version == "editable":
@@ -36,3 +37,8 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["tag"] = f"py3-none-{platform}"
         if version != "editable":
             build_data["force_include"][str(library)] = f"permille/native/{name}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """The archive holds the library now."""
+        if self._folder is not None:
+            self._folder.cleanup()

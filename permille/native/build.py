@@ -10,9 +10,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import zlib
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src"
+"""Installed with the package: a library that was not made from them is not used."""
 LIBRARY_NAME = "_kernels.so"
 
 _FLAGS = (
@@ -36,7 +38,15 @@ _TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class BuildError(Exception):
-    """No compiler, or one that could not compile the kernels; the message is one line."""
+    """No compiler, one that could not compile the kernels, or no place to write; the message is one line."""
+
+
+def source_number() -> int:
+    """31 bits of the sources and of how they are compiled: a library knows which ones made it."""
+    number = zlib.crc32(repr((_FLAGS, _TARGETS)).encode())
+    for source in sorted(SOURCES.glob("*.[chi]*")):
+        number = zlib.crc32(source.name.encode() + b"\0" + source.read_bytes(), number)
+    return number & 0x7FFFFFFF
 
 
 def build(
@@ -53,12 +63,22 @@ def build(
         The targets. One that the compiler does not know is left out; `scalar` is always there.
 
     Raises:
-        BuildError: no compiler, or `scalar` does not compile.
+        BuildError: no compiler, `scalar` does not compile, or the file cannot be written.
     """
-    command = [*_compiler(compiler), *_FLAGS, *flags.split()]
+    command = [*_compiler(compiler), *_FLAGS]
+    try:
+        return _build(library, command, flags.split(), _targets(machine or platform.machine()))
+    except OSError as exc:
+        raise BuildError(f"{exc.filename or library}: {exc.strerror or exc}") from exc
+
+
+def _build(
+    library: Path, command: list[str], flags: list[str], targets: dict[str, tuple[str, ...]]
+) -> list[str]:
+    command = [*command, f"-DPERMILLE_ABI={source_number()}", *flags]
     with tempfile.TemporaryDirectory(prefix="permille-native-") as folder:
         objects: dict[str, Path] = {}
-        for target, options in _targets(machine or platform.machine()).items():
+        for target, options in targets.items():
             unit = Path(folder) / f"{target}.o"
             define = (f"-DTARGET={target}", f"-DPATH_{target.upper()}")
             error = _run([*command, *options, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)])
@@ -73,9 +93,12 @@ def build(
         if error:
             raise BuildError(error)
         part = library.with_name(f"{library.name}.{os.getpid()}.part")
-        shutil.copyfile(linked, part)
-        part.chmod(0o755)
-        part.replace(library)
+        try:
+            shutil.copyfile(linked, part)
+            part.chmod(0o755)
+            part.replace(library)
+        finally:
+            part.unlink(missing_ok=True)
     return list(objects)
 
 

@@ -6,6 +6,7 @@ read at each call of `load`, so nothing is decided at import.
 
 import ctypes
 import os
+import struct
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,9 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import OperatorError
-
-ABI = 1
-"""The number in `src/permille.h`; a library with another one is not used."""
 
 VARIABLE = "PERMILLE_NATIVE"
 LIBRARY_NAME = "_kernels.so"
@@ -59,7 +57,13 @@ class Library:
 
     def _find(self, name: str, arguments: tuple[Argument, ...]) -> Callable[..., int]:
         """A kernel is always called with arguments of the same kinds, so the first call tells them."""
-        function = self._dll[f"{name}_{self.path}"]
+        try:
+            function = self._dll[f"{name}_{self.path}"]
+        except AttributeError as exc:
+            raise OperatorError(
+                f"expected {LIBRARY_NAME} to hold the kernel {name}_{self.path}, got none: "
+                "build it again (python -m permille.native.build)"
+            ) from exc
         function.restype = ctypes.c_int64
         function.argtypes = [
             ctypes.c_void_p if isinstance(argument, np.ndarray) else ctypes.c_int64 for argument in arguments
@@ -68,7 +72,7 @@ class Library:
 
 
 def load() -> Library | None:
-    """The kernels, or None: not built, built for another version, or `PERMILLE_NATIVE=off`.
+    """The kernels, or None: not built, built from other sources, or `PERMILLE_NATIVE=off`.
 
     Raises:
         OperatorError: `PERMILLE_NATIVE` names a path that this library or processor has not.
@@ -104,7 +108,10 @@ def _open() -> ctypes.CDLL | None:
     file = Path(__file__).parent / LIBRARY_NAME
     if not file.exists():
         return None
+    from permille.native.build import source_number
+
     try:
+        _check_whole(file)
         dll = ctypes.CDLL(str(file))
         abi = dll.permille_abi()
     except (OSError, AttributeError) as exc:  # built for another system, or no library of ours
@@ -112,8 +119,28 @@ def _open() -> ctypes.CDLL | None:
             f"{file.name} cannot be loaded, numpy does its work: {exc}", RuntimeWarning, stacklevel=2
         )
         return None
-    if abi != ABI:
-        message = f"expected {file.name} of ABI {ABI}, got {abi}: build it again, numpy does its work"
+    if abi != source_number():
+        message = (
+            f"expected {file.name} of the sources beside it ({source_number()}), got {abi}: "
+            "build it again (python -m permille.native.build), numpy does its work"
+        )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return None
     return dll
+
+
+def _check_whole(file: Path) -> None:
+    """Refuse a cut file of Linux, which would be mapped and end the process at its first missing page.
+
+    Linkers put the table of sections last; the header says where (ELF-64: e_shoff, e_shentsize, e_shnum).
+
+    Raises:
+        OSError: it is shorter than its header says.
+    """
+    with file.open("rb") as stream:
+        header = stream.read(64)
+    if header[:6] == b"\x7fELF\x02\x01" and len(header) == 64:
+        (start,), (entry, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+        expected, got = start + entry * count, file.stat().st_size
+        if got < expected:
+            raise OSError(f"expected {expected} bytes, got {got}")

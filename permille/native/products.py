@@ -89,7 +89,9 @@ def packed_product(
 ) -> None:
     """`out[:, first:last] = x W[first:last]^T` for at most 16 tokens, straight from the codes, in float32.
 
-    Sums differ from those of a dequantized product in the last bits; a token's are the same for every M.
+    Sums differ from those of a dequantized product in the last bits. In the kernel a token's are the same for
+    every M; elsewhere (a fallback: no library, path "scalar", or rows that are not whole runs of 32 codes
+    under one scale) the product is BLAS's, whose bits may depend on M.
 
     Args:
         first, last: rows of the weight, so that threads may share one product; None is N.

@@ -11,7 +11,7 @@
 #include <string.h>
 
 #ifndef PERMILLE_ABI
-#define PERMILLE_ABI 1 /* library.py holds the same number */
+#define PERMILLE_ABI 0 /* build.py passes the number of these sources */
 #endif
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__

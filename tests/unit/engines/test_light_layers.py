@@ -189,3 +189,36 @@ def test_tangents_of_attention_are_differences(window: int | None, cap: float | 
     layers.attention_tangents(q, k, v, 0.4, window, cap, out)
     np.testing.assert_allclose(out[0], value(0.0), rtol=0, atol=1e-5)
     np.testing.assert_allclose(out[1], _difference(value), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_window_may_be_larger_than_all_integers(path: str, queries: int) -> None:
+    q, k, v = _random(queries, 2, 8), _random(9, 1, 8), _random(9, 1, 8)
+    out, expected = np.empty_like(q), np.empty_like(q)
+    layers.attention(q, k, v, 0.7, 2**70, None, out)
+    layers.attention(q, k, v, 0.7, None, None, expected)
+    np.testing.assert_array_equal(out, expected)
+
+
+SMALL = [1e-6, 1e-4, 1e-2, 0.3, 0.62, 0.63, 1.0, 4.0]
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("x", SMALL)
+def test_a_soft_cap_is_precise_for_scores_far_below_it(path: str, x: float, queries: int) -> None:
+    """The weight of a key without a score, `1 / (1 + e^(cap tanh x))`, has the error of the score."""
+    cap = np.float32(5 / x)
+    k, v = np.array([[[0.0]], [[1.0]]], np.float32), np.array([[[1.0]], [[0.0]]], np.float32)
+    q, out = np.full((queries, 1, 1), 5, np.float32), np.empty((queries, 1, 1), np.float32)
+    for sign in (1, -1):
+        layers.attention(q * np.float32(sign), k, v, 1.0, None, float(cap), out)
+        score = sign * float(cap) * math.tanh(5 / float(cap))
+        assert out[-1, 0, 0] == pytest.approx(1 / (1 + math.exp(score)), rel=5e-6)
+
+
+def test_a_soft_cap_far_above_the_scores_is_none(path: str) -> None:
+    q, k, v = _random(9, 2, 8), _random(9, 1, 8), _random(9, 1, 8)
+    out, expected = np.empty_like(q), np.empty_like(q)
+    layers.attention(q, k, v, 0.7, None, 1e4, out)
+    layers.attention(q, k, v, 0.7, None, None, expected)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,9 @@
 """Building and finding the library: what is missing or foreign is replaced by numpy, never by a crash."""
 
+import errno
+import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +17,7 @@ import pytest
 from permille.errors import OperatorError
 from permille.native import build as native_build
 from permille.native import library
-from permille.native.build import LIBRARY_NAME, BuildError, build
+from permille.native.build import LIBRARY_NAME, BuildError, build, source_number
 
 ROOT = Path(library.__file__).resolve().parents[2]
 
@@ -80,12 +83,61 @@ def test_a_path_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_library_of_another_abi_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(tmp_path / LIBRARY_NAME, flags="-DPERMILLE_ABI=99 -O0")
+def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path / LIBRARY_NAME, flags="-O0")
+    sources = tmp_path / "src"
+    shutil.copytree(native_build.SOURCES, sources)
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    with pytest.warns(RuntimeWarning, match=f"expected {LIBRARY_NAME} of ABI {library.ABI}, got 99"):
+    monkeypatch.setattr(native_build, "SOURCES", sources)
+    assert library.load() is not None
+    library._open.cache_clear()
+    library._load.cache_clear()
+    made_of = source_number()
+
+    with (sources / "layers.inc").open("a") as changed:
+        changed.write("/* another signature */\n")
+
+    expected = f"sources beside it \\({source_number()}\\), got {made_of}: build it again"
+    with pytest.warns(RuntimeWarning, match=expected):
         assert library.load() is None
     assert library.paths() == []
+
+
+def test_a_kernel_that_is_not_there_is_an_error_that_says_what_to_do() -> None:
+    loaded = library.load()
+    assert loaded is not None
+    with pytest.raises(OperatorError, match=f"hold the kernel fly_{loaded.path}, got none: build it again"):
+        loaded.call("fly", 1)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_cut_library_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that touched the missing pages would end by a signal."""
+    build(tmp_path / LIBRARY_NAME, flags="-O0")
+    content = (tmp_path / LIBRARY_NAME).read_bytes()
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    for size in (len(content) - 1, len(content) // 2):
+        (tmp_path / LIBRARY_NAME).write_bytes(content[:size])
+        library._open.cache_clear()
+        library._load.cache_clear()
+        with pytest.warns(RuntimeWarning, match=f"expected [0-9]+ bytes, got {size}"):
+            assert library.load() is None
+
+
+def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BuildError, match="No such file"):
+        build(tmp_path / "missing" / LIBRARY_NAME, flags="-O0")
+
+    def full(_source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(BuildError, match="No space left"):
+        build(tmp_path / LIBRARY_NAME, flags="-O0")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("fresh")
@@ -118,19 +170,77 @@ def test_importing_the_library_loads_and_compiles_nothing() -> None:
 def test_wheels_carry_the_library_and_the_platform_or_are_pure(tmp_path: Path) -> None:
     system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     for compiler, tag in (("cc", f"py3-none-{system}"), ("no-such-compiler", "py3-none-any")):
-        folder = tmp_path / compiler
+        folder, temporary = tmp_path / compiler, tmp_path / f"{compiler}-temporary"
+        temporary.mkdir()
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={"CC": compiler, "PATH": "/usr/bin:/bin"},
+            env={"CC": compiler, "PATH": "/usr/bin:/bin", "TMPDIR": str(temporary)},
             capture_output=True,
             text=True,
             check=True,
         )
         (wheel,) = folder.iterdir()
+        assert not list(temporary.iterdir())
         assert tag in wheel.name
         names = zipfile.ZipFile(wheel).namelist()
         assert (f"permille/native/{LIBRARY_NAME}" in names) is (compiler == "cc")
         assert "permille/native/src/kernels.c" in names
         assert ("no native kernels, numpy does" in done.stdout + done.stderr) is (compiler != "cc")
+
+
+def _what_the_image_copies() -> list[str]:
+    copies = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    return [name for line in copies for name in line.split()]
+
+
+def test_the_image_gets_what_it_copies_and_no_library_of_the_host() -> None:
+    rules = (ROOT / ".dockerignore").read_text().split()
+    copied = _what_the_image_copies()
+    assert "hatch_build.py" in copied
+    assert [name for name in copied if f"!{name}" not in rules or not (ROOT / name).exists()] == []
+    assert rules[0] == "*"
+    last_of_permille = max(place for place, rule in enumerate(rules) if rule == "!permille")
+    assert f"permille/native/{LIBRARY_NAME}*" in rules[last_of_permille:]
+
+
+def test_a_wheel_never_carries_a_library_that_was_built_before(tmp_path: Path) -> None:
+    """As in an image, where no .gitignore hides it."""
+    for name in _what_the_image_copies():
+        place = tmp_path / "tree" / name
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, place, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(ROOT / name, place)
+    (tmp_path / "tree" / "permille" / "native" / LIBRARY_NAME).write_bytes(b"of another machine")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "wheel")],
+        cwd=tmp_path / "tree",
+        env={"CC": "no-such-compiler", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        check=True,
+    )
+    (wheel,) = (tmp_path / "wheel").iterdir()
+    assert f"permille/native/{LIBRARY_NAME}" not in zipfile.ZipFile(wheel).namelist()
+
+
+def test_make_builds_again_what_was_deleted(tmp_path: Path) -> None:
+    shutil.copyfile(ROOT / "Makefile", tmp_path / "Makefile")
+    (tmp_path / "permille" / "native").mkdir(parents=True)
+    (tmp_path / ".venv").mkdir()
+    made = ["pyproject.toml", "constraints.txt", "permille/native/build.py"]
+    made += [f"permille/native/{LIBRARY_NAME}", ".venv/.installed", ".venv/.native"]
+    for age, name in enumerate(made):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1_000_000 + age, 1_000_000 + age))
+
+    def asked(target: str) -> str:
+        command = ["make", "--no-print-directory", "-n", target]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert "native.build" not in asked(".venv/.native")
+    assert f"permille/native/{LIBRARY_NAME}" in asked("clean")
+    (tmp_path / "permille" / "native" / LIBRARY_NAME).unlink()
+    assert "native.build" in asked(".venv/.native")
