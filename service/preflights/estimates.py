@@ -12,7 +12,6 @@ from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.bases import BasisOptions
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.quantizations import Int4, Nf4
-from permille.sensitivity.basis import block_columns
 
 FLOAT_BYTES = 4
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
@@ -96,7 +95,7 @@ def basis_needs(sizes: Sizes, options: BasisOptions, *, k: int, flops_per_s: flo
     blocks of them in float64, their products with each other, figures of each weight, and the basis."""
     activations = options.length * (sizes.layers + 16) * sizes.hidden + 3 * options.length * sizes.vocabulary
     memory = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
-    number, columns = options.sequences, min(k, block_columns(options.sequences))
+    number, columns = options.sequences, min(k, max(256, (1 << 22) // options.sequences))
     blocks = PROCESS_BYTES + 16 * number * columns + 32 * options.rank * columns + 24 * number**2 + 32 * k
     rows = number * k * FLOAT_BYTES
     work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS

@@ -86,3 +86,4 @@ def test_a_basis_of_many_sequences_needs_blocks_of_them_and_their_products() -> 
     assert needs.memory_bytes > PROCESS_BYTES + (16 << 22) + 24 * 8192**2
     without = 2.0 * 8192 * (8192 + 16 * 8) * (1 << 20) / 1e9
     assert needs.seconds > without + 10 * 8192**3 / 1e9
+    assert block_columns(8192) == max(256, (1 << 22) // 8192)  # the preflight may not import the method
