@@ -5,6 +5,7 @@ import pytest
 from permille.schemas.bases import BasisOptions
 from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
 from permille.schemas.quantizations import Nf4, SchemeName
+from permille.sensitivity.basis import block_columns
 from service.preflights.estimates import (
     PROCESS_BYTES,
     Needs,
