@@ -84,7 +84,8 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
     if unknown:
         raise unsupported(f"the keys of rope type {kind}", unknown)
     theta = positive("rope_theta", given.get("rope_theta"))
-    width = int(head * positive("partial_rotary_factor", given.get("partial_rotary_factor", 1.0)))
+    part = positive("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    width = int(head * min(part, 2.0))  # more than all is refused below
     if width % 2 or not 2 <= width <= head:
         raise unsupported(f"an even number from 2 to {head} of rotated numbers in a head", width)
     exponent_E = np.arange(0, width, 2, dtype=np.float64) / width
@@ -123,7 +124,7 @@ def _yarn(
     context = positive(
         "original_max_position_embeddings", given.get("original_max_position_embeddings", positions)
     )
-    factor = positive("factor", given.get("factor", positions / context))
+    factor = positive("factor", given.get("factor", positive("max_position_embeddings", positions) / context))
     if theta == 1:
         raise unsupported("rope_theta other than 1 for rope type yarn", theta)
     fast = positive("beta_fast", given.get("beta_fast") or 32)

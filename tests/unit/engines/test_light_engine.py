@@ -12,6 +12,7 @@ from benchmarks.random_packages import Shape, random_package
 from permille.engines.light import blas
 from permille.engines.light.architecture import architecture_of
 from permille.engines.light.packing import pack
+from permille.engines.light.rope import rope_of
 from permille.engines.light_engine import LightEngine
 from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
@@ -135,6 +136,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "layer types in a family without": {"layer_types": ["full_attention"] * 2},
     "no epsilon": {"rms_norm_eps": 0},
     "an epsilon beyond all floats": {"rms_norm_eps": 10**400},
+    "positions beyond all floats": {
+        "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16},
+        "max_position_embeddings": 10**400,
+    },
     "a stretched rope without a base": {
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}
     },
@@ -148,6 +153,12 @@ def test_mathematics_that_it_does_not_have_is_refused_by_name(name: str) -> None
     architecture_of(config)
     with pytest.raises(InputError, match=r"light engine: expected .*torch engine"):
         architecture_of(config | REFUSED[name])
+
+
+def test_a_rotation_of_more_than_a_head_is_refused() -> None:
+    for part in (1.5, 1e308):
+        with pytest.raises(InputError, match="from 2 to 16 of rotated numbers"):
+            rope_of({"rope_theta": 1e4, "partial_rotary_factor": part}, head=16, positions=64)
 
 
 def test_windows_without_a_size_are_refused() -> None:
