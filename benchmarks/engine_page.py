@@ -31,7 +31,8 @@ _HEAD = """# The engines beside dense passes, bitsandbytes and MeZO
 --full` takes the full depths). Packages are random in the shape of real models. Seconds are wall time,
 medians of interleaved rounds in one process; ratios are within a cell. Processor seconds count all
 threads: where they disagree with wall time, others used the machine. Shapes with fewer layers than the
-real model's are named with their depth: 1.1B/4 has the widths of TinyLlama and 4 of its 22 layers.
+real model's are named with their depth: 1.1B/4 has the widths of TinyLlama and 4 of its 22 layers. Cells may
+have been measured one by one; `engine.json` has the rounds and the load of each.
 """
 
 
