@@ -59,6 +59,7 @@ def test_the_race_against_mezo_makes_every_run_and_a_page(
         model="tiny",
         seed=0,
         steps=4,
+        plain_steps=4,
         our_steps=4,
         trial_steps=1,
         threads=1,
@@ -71,6 +72,16 @@ def test_the_race_against_mezo_makes_every_run_and_a_page(
     assert [found[what]["points"][-1]["step"] for what in OURS] == [4, 4]
     assert [found[what]["options"]["basis"] for what in OURS] == [True, True]
     assert "| plain MeZO | 4 |" in page(cells)
+
+
+def test_plain_mezo_of_fewer_steps_lends_its_pace_to_the_losses_of_mezo(tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "cells.jsonl")
+    common = {"model": "tiny", "speaker": "A", "seed": 0, "threads": 1}
+    whole = [{"step": step, "loss": 5.0 - step, "wall_s": 2.0 * step, "cpu_s": 1.0} for step in (0, 1, 2)]
+    part = [{"step": step, "loss": 5.0, "wall_s": 7.0 * step, "cpu_s": 1.0} for step in (0, 1)]
+    cells.once("time to loss", common | {"what": "MeZO", "steps": 2}, lambda: {"points": whole})
+    cells.once("time to loss", common | {"what": "plain MeZO", "steps": 1}, lambda: {"points": part})
+    assert "| plain MeZO | 2, losses of MeZO at the pace of 1 steps | 5.0000 | 3.0000 | 14.0" in page(cells)
 
 
 def test_first_order_trains_from_our_base_in_a_process_of_its_own(
