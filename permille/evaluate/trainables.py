@@ -3,7 +3,8 @@
 A `Trainable` wraps a transformers model whose parameters it overwrites, and is a `LossEngine`: the estimators
 of `permille.zo` train any of these sets with the same code. It also has the gradient, which devices have
 not, for first-order references and for scores on task data. It is made for experiments on models that fit a
-process comfortably: variants run one after another, logits exist for all positions.
+process comfortably: variants run one after another, and logits exist for every column of a batch that holds a
+target.
 
 Adapters come from peft.
 
@@ -65,7 +66,8 @@ class Trainable:
     def __init__(self, model: Any, parts: Sequence[_Part], *, max_tokens: int = 8192) -> None:
         """
         Args:
-            model: called with `input_ids` and `attention_mask`; gives `.logits` of every position.
+            model: called with `input_ids`, `attention_mask` and `logits_to_keep` (columns); gives their
+                `.logits`.
             parts: what is trained; no parameter twice.
             max_tokens: sequences times longest of one forward pass.
         """
@@ -145,9 +147,12 @@ class Trainable:
         ]
 
     def _part_losses(self, ids_BT: Tensor, attention_BT: Tensor, target_BT: Tensor) -> Tensor:
-        logits_BTD = self._model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False).logits
-        # The logits before a target predict it.
-        before = logits_BTD[:, -ids_BT.shape[1] :][:, :-1][target_BT[:, 1:]]
+        # The logits before a target predict it; those of other columns are never made.
+        columns = target_BT[:, 1:].any(dim=0).nonzero()[:, 0]
+        logits_BCD = self._model(
+            input_ids=ids_BT, attention_mask=attention_BT, use_cache=False, logits_to_keep=columns
+        ).logits
+        before = logits_BCD[target_BT[:, 1:][:, columns]]
         return functional.cross_entropy(before.float(), ids_BT[target_BT], reduction="none")
 
 
