@@ -19,7 +19,7 @@ from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import FileCorpus, ReadReport, read_texts
 from permille.evaluate import models
 from permille.evaluate.examples import Example, Pool, majority_share
-from permille.evaluate.methods import DYNAMIC, Method, TrainedSet
+from permille.evaluate.methods import DYNAMIC, Method, Order, TrainedSet
 from permille.evaluate.prompts import Task
 from permille.evaluate.rows import read_file
 from permille.evaluate.scoring import (
@@ -33,7 +33,7 @@ from permille.evaluate.scoring import (
 from permille.evaluate.specification import Base, Sweep
 from permille.evaluate.splits import Splits, split
 from permille.evaluate.trainables import Trainable, masked_weights
-from permille.evaluate.training import Order, Recipe, Trained, train
+from permille.evaluate.training import Recipe, Trained, train
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask, MaskMethod
 from permille.zo.estimators import Batch

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from permille.errors import InputError
-from permille.evaluate.training import Order
+
+
+class Order(StrEnum):
+    """Which derivatives train."""
+
+    ZEROTH = "zeroth"
+    FIRST = "first"
 
 
 class TrainedSet(StrEnum):

@@ -87,12 +87,24 @@ def read_sweep(path: Path) -> Sweep:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise InputError(f"expected a sweep as TOML in {path}, got {exc}") from exc
+    return sweep_of(found, path.parent)
+
+
+def sweep_of(found: dict[str, Any], folder: Path) -> Sweep:
+    """Check the keys of a sweep.
+
+    Args:
+        found: what the file says, or a job's payload.
+        folder: what relative paths begin at.
+
+    Raises:
+        InputError: an unknown or missing key, or a value that is not what the key takes.
+    """
     known = {field.name for field in fields(Sweep)}
     if unknown := sorted(found.keys() - known):
         raise InputError(f"expected keys of {', '.join(sorted(known))}; got {', '.join(unknown)}")
     if missing := sorted({"models", "corpus", "tasks", "methods"} - found.keys()):
-        raise InputError(f"expected {', '.join(missing)} in {path}, got none")
-    folder = path.parent
+        raise InputError(f"expected {', '.join(missing)} in a sweep, got none")
     typed: dict[str, Any] = {
         "models": tuple(_path(folder, "models", name) for name in _list(found, "models", str)),
         "corpus": _path(folder, "corpus", found["corpus"]),

@@ -9,13 +9,13 @@ validation loss".
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.evaluate.methods import Order
 from permille.evaluate.trainables import Trainable
 from permille.zo.directions import Distribution
 from permille.zo.estimators import Batch, apply_record, forward_mode, take_step
@@ -34,13 +34,6 @@ STEP_NORM = 0.4
 EPSILON_NORM = 0.5
 _NO_PACKAGE = "sha256:" + "0" * 64
 _PROBE_STEPS = 4
-
-
-class Order(StrEnum):
-    """Which derivatives train."""
-
-    ZEROTH = "zeroth"
-    FIRST = "first"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

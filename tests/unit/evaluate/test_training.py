@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.evaluate import trainables
-from permille.evaluate.methods import TrainedSet, method
-from permille.evaluate.training import Order, Recipe, train
+from permille.evaluate.methods import Order, TrainedSet, method
+from permille.evaluate.training import Recipe, train
 from permille.evaluate.tuning import GRID_FACTOR, TUNING_SEED_OFFSET, tune, tuning_seed
 from tests.unit.engines.tiny import tiny_batch, tiny_model
 
