@@ -27,20 +27,28 @@ from permille.zo.estimators import Batch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SCHEMES = {
+Decoded = Mapping[str, NDArray[np.float32]]
+"""What the linear weights of the blocks decode to, by name."""
+
+ROUNDED = {
     Base.NF4: (Scheme.NF4, 64),
     Base.INT4_G32: (Scheme.INT4, 32),
     Base.INT4_G128: (Scheme.INT4, 128),
 }
+"""Bases that need nothing but the weights: scheme and group size."""
 
 
 def stored(
-    folder: Path, base: Base, mask: Mapping[str, NDArray[np.uint32]] | None = None
+    folder: Path,
+    base: Base,
+    mask: Mapping[str, NDArray[np.uint32]] | None = None,
+    decoded: Decoded | None = None,
 ) -> "PreTrainedModel":
     """The model of a folder as its base stores it, float32 in memory.
 
     Args:
         mask: masked weights, which stay at bf16 whatever the base.
+        decoded: the linear weights of a base that text calibrates (`schemes.calibrated`).
     """
     model = load_model(folder).float()
     if base is Base.FLOAT32:
@@ -50,9 +58,12 @@ def stored(
         for name, parameter in model.named_parameters():
             rounded = parameter.bfloat16().float()
             if base is not Base.BF16 and name in names:
-                scheme, group_size = _SCHEMES[base]
-                decoded = dequantize(quantize(parameter.numpy(), scheme, group_size, name=name))
-                parameter.copy_(_overlaid(torch.from_numpy(decoded), rounded, name, mask))
+                if decoded is None:
+                    scheme, group_size = ROUNDED[base]
+                    own_NK = dequantize(quantize(parameter.numpy(), scheme, group_size, name=name))
+                else:
+                    own_NK = decoded[name].copy()
+                parameter.copy_(_overlaid(torch.from_numpy(own_NK), rounded, name, mask))
             else:
                 parameter.copy_(rounded)
     return model

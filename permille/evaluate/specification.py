@@ -36,6 +36,8 @@ class Base(StrEnum):
     INT4_G32 = "int4-g32"
     INT4_G128 = "int4-g128"
 
+    SQUEEZELLM = "squeezellm"
+    AUTO_ROUND = "auto-round"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFiles:
@@ -154,6 +156,8 @@ def _sizes(found: list[int]) -> tuple[int, int, int]:
         raise InputError(f"expected sizes of train, validation and test, got {found}")
     return found[0], found[1], found[2]
 
+    if Base.AUTO_ROUND in sweep.bases and importlib.util.find_spec("auto_round") is None:
+        raise InputError('expected auto-round, which is not installed: pip install "permille[evaluate]"')
 
 def _number(name: str, value: object) -> int | float:
     if name == "density":
