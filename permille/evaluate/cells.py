@@ -117,7 +117,6 @@ class Bench:
         return CellData(self.sweep, cell, splits, Encoder(cell.model), seed)
 
     def _mask_of_corpus(self, model: Path) -> Mask:
-        sweep = self.sweep
         return models.corpus_mask(
             models.stored(model, Base.BF16), self._corpus_sequences(model), self.sweep.density
         )
@@ -131,6 +130,7 @@ class Bench:
 
     def _corpus_sequences(self, model: Path) -> NDArray[np.int64]:
         texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
+        sweep = self.sweep
         return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
 
     def _trained(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
