@@ -129,8 +129,8 @@ class Bench:
         return models.stored(cell.model, cell.base, mask, decoded)
 
     def _corpus_sequences(self, model: Path) -> NDArray[np.int64]:
-        texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
         sweep = self.sweep
+        texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
         return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
 
     def _trained(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
