@@ -9,14 +9,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from permille import __version__
 from permille.errors import InputError
 from permille.evaluate.cells import Bench, Cell, Json
-from permille.evaluate.specification import Sweep
+from permille.evaluate.methods import Method
+from permille.evaluate.specification import Sweep, TaskFiles
 from permille.evaluate.tuning import tune, tuning_seed
 
 Progress = Callable[[int, int, str], None]
@@ -164,12 +165,24 @@ _FIELDS: dict[str, set[str]] = {
 
 
 def _digest(sweep: Sweep) -> str:
-    """Of the choices, the bytes of the files, wherever these are, and our version."""
-    definition = json.dumps([__version__, asdict(sweep)], default=_content, sort_keys=True)
+    """Of the choices, the bytes of the files, wherever these are, and our version.
+
+    A choice at its default is left out: what a sweep can choose may grow, and results stay its own.
+    """
+    chosen = {
+        field.name: getattr(sweep, field.name)
+        for field in fields(sweep)
+        if field.default is MISSING or getattr(sweep, field.name) != field.default
+    }
+    definition = json.dumps([__version__, chosen], default=_content, sort_keys=True)
     return f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}"
 
 
-def _content(value: Any) -> list[str]:
+def _content(value: Any) -> Any:
+    if isinstance(value, Method):
+        return value.name
+    if isinstance(value, TaskFiles):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     if not isinstance(value, Path):
         raise TypeError(f"expected a path, got {type(value).__name__}")
     files = sorted(value.iterdir()) if value.is_dir() else [value]

@@ -32,6 +32,7 @@ seeds = [0]
 zo_steps = 4
 fo_steps = 2
 queries = 2
+estimator = "forward"
 batch_size = 2
 trials = 1
 evaluations = 2
@@ -122,6 +123,8 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
         ('corpus = "corpus.jsonl"', 'corpus = "absent.jsonl"', "corpus to exist"),
         ("[tasks.sst2]", "[tasks.sst3]", "tasks of sst2"),
         ('train = "train.tsv"', 'train = "train.tsv"\nvalid = "x"', "train and perhaps test"),
+        ("estimator = \"forward\"", 'estimator = "exact"', "estimator of spsa"),
+        ("estimator = \"forward\"", 'estimator = "split"', "without blocks"),
         ("queries = 2", "density = 2.0", "density above 0"),
         ('"zo:lora-4"', '"zo:lora"', "lora-<rank>"),
         ("seeds = [0]", "seeds = [0, 0]", "one or more of seeds, each once"),
