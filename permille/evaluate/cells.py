@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import FileCorpus, ReadReport, read_texts
-from permille.evaluate import models
+from permille.evaluate import models, schemes
 from permille.evaluate.examples import Example, Pool, majority_share
-from permille.evaluate.methods import DYNAMIC, Method, TrainedSet
+from permille.evaluate.methods import DYNAMIC, Method, Order, TrainedSet
 from permille.evaluate.prompts import Task
 from permille.evaluate.rows import read_file
 from permille.evaluate.scoring import (
@@ -33,7 +33,7 @@ from permille.evaluate.scoring import (
 from permille.evaluate.specification import Base, Sweep
 from permille.evaluate.splits import Splits, split
 from permille.evaluate.trainables import Trainable, masked_weights
-from permille.evaluate.training import Order, Recipe, Trained, train
+from permille.evaluate.training import Recipe, Trained, train
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask, MaskMethod
 from permille.zo.estimators import Batch
@@ -68,19 +68,20 @@ class Cell:
 
 
 class Bench:
-    """A sweep's files, read once and kept: pools, token sequences, masks of the corpus."""
+    """A sweep's files, read once and kept: pools, and what the corpus decides of masks and weights."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
         self.pool = lru_cache(maxsize=None)(self._pool)
         self.mask_of_corpus = lru_cache(maxsize=4)(self._mask_of_corpus)
+        self.decoded = lru_cache(maxsize=4)(self._decoded)
 
     def run(self, cell: Cell, seed: int, step_factor: float | None) -> "Outcome":
         """Train (where the method does) and score one cell with a seed, which may be a tuning one."""
         begin = time.perf_counter()
         data = self._data(cell, seed)
         if cell.method.order is None:
-            scorer = models.token_losses_of(models.stored(cell.model, cell.base))
+            scorer = models.token_losses_of(self._stored(cell))
             return Outcome(cell, data, None, score(scorer, data.test), time.perf_counter() - begin)
         recipe = Recipe(
             order=cell.method.order,
@@ -117,18 +118,27 @@ class Bench:
         return CellData(self.sweep, cell, splits, Encoder(cell.model), seed)
 
     def _mask_of_corpus(self, model: Path) -> Mask:
+        return models.corpus_mask(
+            models.stored(model, Base.BF16), self._corpus_sequences(model), self.sweep.density
+        )
+
+    def _decoded(self, model: Path, base: Base) -> models.Decoded:
+        return schemes.calibrated(model, base, self._corpus_sequences(model))
+
+    def _stored(self, cell: Cell, mask: Mask | None = None) -> Any:
+        decoded = self.decoded(cell.model, cell.base) if cell.base in schemes.CALIBRATED else None
+        return models.stored(cell.model, cell.base, mask, decoded)
+
+    def _corpus_sequences(self, model: Path) -> NDArray[np.int64]:
         sweep = self.sweep
         texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
-        sequences_NT = token_sequences(
-            FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0
-        )
-        return models.corpus_mask(models.stored(model, Base.BF16), sequences_NT, sweep.density)
+        return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
 
     def _trained(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
         if cell.method.trained in DYNAMIC:
             return self._trained_dynamic(cell, data, recipe)
         mask = self._mask(cell, data, 0, models.stored(cell.model, Base.BF16))
-        model = models.stored(cell.model, cell.base, mask)
+        model = self._stored(cell, mask)
         trainable = (
             models.adapted(model, cell.method, recipe.seed) if mask is None else masked_weights(model, mask)
         )
@@ -139,7 +149,7 @@ class Bench:
 
         A segment ends with its best evaluation, and the next one begins there; the schedule runs over all.
         """
-        model = models.stored(cell.model, cell.base)
+        model = self._stored(cell)
         own = models.stored(cell.model, Base.BF16)
         every = self.sweep.refresh_steps
         curve: list[tuple[int, float]] = []

@@ -36,6 +36,8 @@ class Base(StrEnum):
     NF4 = "nf4"
     INT4_G32 = "int4-g32"
     INT4_G128 = "int4-g128"
+    SQUEEZELLM = "squeezellm"
+    AUTO_ROUND = "auto-round"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +93,24 @@ def read_sweep(path: Path) -> Sweep:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise InputError(f"expected a sweep as TOML in {path}, got {exc}") from exc
+    return sweep_of(found, path.parent)
+
+
+def sweep_of(found: dict[str, Any], folder: Path) -> Sweep:
+    """Check the keys of a sweep.
+
+    Args:
+        found: what the file says, or a job's payload.
+        folder: what relative paths begin at.
+
+    Raises:
+        InputError: an unknown or missing key, or a value that is not what the key takes.
+    """
     known = {field.name for field in fields(Sweep)}
     if unknown := sorted(found.keys() - known):
         raise InputError(f"expected keys of {', '.join(sorted(known))}; got {', '.join(unknown)}")
     if missing := sorted({"models", "corpus", "tasks", "methods"} - found.keys()):
-        raise InputError(f"expected {', '.join(missing)} in {path}, got none")
-    folder = path.parent
+        raise InputError(f"expected {', '.join(missing)} in a sweep, got none")
     typed: dict[str, Any] = {
         "models": tuple(_path(folder, "models", name) for name in _list(found, "models", str)),
         "corpus": _path(folder, "corpus", found["corpus"]),
@@ -142,6 +156,8 @@ def _checked(sweep: Sweep) -> Sweep:
         raise InputError(
             'expected peft for adapters, which is not installed: pip install "permille[evaluate]"'
         )
+    if Base.AUTO_ROUND in sweep.bases and importlib.util.find_spec("auto_round") is None:
+        raise InputError('expected auto-round, which is not installed: pip install "permille[evaluate]"')
     return sweep
 
 
