@@ -49,6 +49,41 @@ class BasisPayload(_Closed):
         return self.model_dump(exclude={"mask_id", "corpus_id"})
 
 
+class TaskFilesPayload(_Closed):
+    """Files of one task, below the corpus root."""
+
+    train: str
+    test: str | None = None
+
+
+class EvaluationPayload(_Closed):
+    """Compare methods on tasks. What is None has the sweep's own default."""
+
+    model_ids: list[str]
+    corpus_id: str
+    tasks: dict[str, TaskFilesPayload]
+    methods: list[str]
+    bases: list[str] | None = None
+    seeds: list[int] | None = None
+    density: float | None = None
+    zo_steps: int | None = None
+    fo_steps: int | None = None
+    queries: int | None = None
+    batch_size: int | None = None
+    trials: int | None = None
+    evaluations: int | None = None
+    sizes: list[int] | None = None
+    max_tokens: int | None = None
+    refresh_steps: int | None = None
+    corpus_sequences: int | None = None
+    corpus_tokens: int | None = None
+    wording: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """What is stored of the evaluation: everything but what it was made of."""
+        return self.model_dump(exclude={"model_ids", "corpus_id"}, exclude_none=True)
+
+
 class QuantizationPayload(_Closed):
     """Quantize a model, with regard to a mask or without."""
 

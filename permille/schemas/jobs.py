@@ -13,6 +13,7 @@ class JobKind(StrEnum):
 
     MASK = "mask"
     BASIS = "basis"
+    EVALUATION = "evaluation"
     QUANTIZATION = "quantization"
     PACKAGE = "package"
     BUILD = "build"

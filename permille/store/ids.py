@@ -22,6 +22,7 @@ class Prefix(StrEnum):
     JOB = "job"
     MASK = "mask"
     BASIS = "basis"
+    EVALUATION = "eval"
     QUANTIZATION = "quant"
     PACKAGE = "pkg"
     RELEASE = "rel"

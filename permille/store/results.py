@@ -15,7 +15,7 @@ from permille.store.database import now
 from permille.store.errors import NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.paging import Page, fetch_page
-from permille.store.tables import Basis, Mask, PackageBlob, PackageRow, QuantizationRow, Release
+from permille.store.tables import Basis, Evaluation, Mask, PackageBlob, PackageRow, QuantizationRow, Release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +329,8 @@ def is_referenced(session: Session, *, blob_digest: str) -> bool:
         Mask.picture_digest,
         Basis.basis_digest,
         Basis.report_digest,
+        Evaluation.results_digest,
+        Evaluation.report_digest,
         QuantizationRow.dense_digest,
         QuantizationRow.plain_digest,
         QuantizationRow.report_digest,

@@ -19,6 +19,7 @@ from service.problems import ApiError
 _COLLECTIONS = {
     "mask": "masks",
     "basis": "bases",
+    "evaluation": "evaluations",
     "quantization": "quantizations",
     "run": "runs",
     "package": "packages",

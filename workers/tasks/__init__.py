@@ -10,7 +10,14 @@ from workers.context import Task
 class Tasks(Mapping[str, Task]):
     """Tasks by kind, imported on access: a replay does not wait for what a mask needs."""
 
-    _kinds = (JobKind.MASK, JobKind.BASIS, JobKind.QUANTIZATION, JobKind.PACKAGE, JobKind.REPLAY)
+    _kinds = (
+        JobKind.MASK,
+        JobKind.BASIS,
+        JobKind.EVALUATION,
+        JobKind.QUANTIZATION,
+        JobKind.PACKAGE,
+        JobKind.REPLAY,
+    )
 
     def __getitem__(self, kind: str) -> Task:
         if kind not in self._kinds:

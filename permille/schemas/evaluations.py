@@ -1,0 +1,128 @@
+"""Evaluations: methods compared on tasks; the keys of a sweep file over REST."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from permille.evaluate.methods import TrainedSet
+from permille.evaluate.prompts import Task, Wording
+from permille.evaluate.specification import Base
+from permille.evaluate.tuning import TUNING_SEED_OFFSET
+from permille.schemas.fields import Closed, Count, Density, Digest, Id, Timestamp, WholeNumber
+from permille.schemas.models import RelativePath
+
+_SIZE = "([1-9][0-9]?|1[0-9]{2}|2[0-4][0-9]|25[0-6])"
+_SIZED = (TrainedSet.LORA, TrainedSet.LORA_FA, TrainedSet.PREFIX)
+_PLAIN = "|".join(kind for kind in TrainedSet if kind not in _SIZED)
+METHOD_PATTERN = rf"^(zero-shot|icl:{_SIZE}|(zo|fo):({_PLAIN}|({'|'.join(_SIZED)})-{_SIZE}))$"
+"""What `permille.evaluate.methods.method` parses, written out for a validator and a document alike."""
+
+TASK_PATTERN = f"^({'|'.join(task for task in Task if task is not Task.SQUAD)})$"
+
+
+def _each_once(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError("expected each of them once")
+    return values
+
+
+def _odd(number: int) -> int:
+    if number % 2 == 0:
+        raise ValueError(f"expected an odd number, got {number}")
+    return number
+
+
+EachOnce = AfterValidator(_each_once)
+_UNIQUE = {"uniqueItems": True}
+
+MethodName = Annotated[str, StringConstraints(pattern=METHOD_PATTERN), Field(examples=["zo:sensitive-c4"])]
+TaskName = Annotated[str, StringConstraints(pattern=TASK_PATTERN)]
+SweepSeed = Annotated[int, Field(strict=True, ge=0, lt=TUNING_SEED_OFFSET, examples=[0]), WholeNumber]
+Steps = Annotated[int, Field(strict=True, ge=1, le=100_000, examples=[1000]), WholeNumber]
+Few = Annotated[int, Field(strict=True, ge=1, le=64, examples=[4]), WholeNumber]
+BatchSize = Annotated[int, Field(strict=True, ge=1, le=256, examples=[16]), WholeNumber]
+Evaluations = Annotated[int, Field(strict=True, ge=1, le=1000, examples=[10]), WholeNumber]
+Examples = Annotated[int, Field(strict=True, ge=1, le=100_000, examples=[1000]), WholeNumber]
+Tokens = Annotated[int, Field(strict=True, ge=8, le=32_768, examples=[256]), WholeNumber]
+Sequences = Annotated[int, Field(strict=True, ge=1, le=8192, examples=[64]), WholeNumber]
+Trials = Annotated[
+    int,
+    Field(
+        strict=True,
+        ge=1,
+        le=9,
+        examples=[3],
+        description="step sizes that every trained method tries first; odd",
+        json_schema_extra={"enum": [1, 3, 5, 7, 9]},
+    ),
+    AfterValidator(_odd),
+    WholeNumber,
+]
+
+
+class TaskSource(Closed):
+    """A task's files below the service's corpus root: JSON lines as SuperGLUE writes them, SST-2 also as
+    GLUE's `.tsv`. Without `test` the train file is divided into all three parts."""
+
+    train: RelativePath = Field(examples=["SST-2/train.tsv"])
+    test: RelativePath | None = Field(default=None, examples=["SST-2/dev.tsv"])
+
+
+class EvaluationOptions(Closed):
+    """What is compared, and how much of it; the keys and defaults of a sweep file.
+
+    A cell is one model, base, task, method and seed; there may be 4096.
+    """
+
+    tasks: dict[TaskName, TaskSource] = Field(min_length=1, max_length=len(Task) - 1)
+    methods: Annotated[list[MethodName], EachOnce, Field(json_schema_extra=_UNIQUE)] = Field(
+        min_length=1, max_length=64, examples=[["zero-shot", "zo:sensitive-c4", "zo:random", "fo:lora-8"]]
+    )
+    bases: Annotated[list[Base], EachOnce, Field(json_schema_extra=_UNIQUE)] = Field(
+        default=[Base.BF16], min_length=1, max_length=len(Base), examples=[["bf16", "nf4"]]
+    )
+    seeds: Annotated[list[SweepSeed], EachOnce, Field(json_schema_extra=_UNIQUE)] = Field(
+        default=[0, 1, 2], min_length=1, max_length=32
+    )
+    density: Density = 0.001
+    zo_steps: Steps = 1000
+    fo_steps: Steps = 100
+    queries: Few = 4
+    batch_size: BatchSize = 16
+    trials: Trials = 3
+    evaluations: Evaluations = 10
+    sizes: list[Examples] = Field(
+        default=[1000, 500, 1000],
+        min_length=3,
+        max_length=3,
+        description="examples of train, validation and test",
+    )
+    max_tokens: Tokens = 256
+    refresh_steps: Steps = 100
+    corpus_sequences: Sequences = 64
+    corpus_tokens: Tokens = 128
+    wording: Wording = Wording.SENSITIVE
+
+
+class EvaluationCreate(EvaluationOptions):
+    """Compare methods on tasks. The corpus is what `sensitive-c4` takes gradients of: a file, not a stream."""
+
+    model_ids: Annotated[list[Id], EachOnce, Field(json_schema_extra=_UNIQUE)] = Field(
+        min_length=1, max_length=16
+    )
+    corpus_id: Id
+
+
+class Evaluation(Closed):
+    """A finished evaluation. Its results are JSON lines, its report the tables as Markdown."""
+
+    id: Id
+    model_ids: list[Id]
+    corpus_id: Id
+    job_id: Id
+    options: EvaluationOptions
+    cells: Count
+    bad_rows: Count = Field(description="rows of task files that could not be read; the results name them")
+    digest: Digest = Field(description="of the results")
+    size_bytes: Count
+    created_at: Timestamp
