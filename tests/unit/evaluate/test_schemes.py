@@ -1,0 +1,127 @@
+"""Bases that text calibrates, and the bytes of every base's stored form."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.evaluate import models, rounding, schemes
+from permille.evaluate.codebooks import row_codebooks
+from permille.evaluate.specification import Base
+from permille.quantization import quantize
+from permille.sensitivity.fisher import fisher_scores
+from tests.unit.engines.tiny import tiny_model
+
+SEQUENCES_NT = np.random.default_rng(0).integers(1, 60, (4, 12))
+SHAPES = [(64, 48), (33, 200)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved model of one layer, with sides that are no multiples of 32."""
+    model = tiny_model("llama", num_hidden_layers=1, intermediate_size=44)
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("base", models.ROUNDED)
+def test_bytes_are_those_of_what_packages_store(base: Base) -> None:
+    scheme, group_size = models.ROUNDED[base]
+    rng = np.random.default_rng(0)
+    whole = [quantize(rng.normal(size=shape).astype(np.float32), scheme, group_size) for shape in SHAPES]
+    found = schemes.stored_bytes(base, SHAPES)
+    assert found.codes == sum(tensor.packed.nbytes for tensor in whole)
+    assert found.tables == sum(tensor.scales.nbytes for tensor in whole)
+
+
+def test_bytes_of_the_other_bases() -> None:
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
+    codebooks = [row_codebooks(w_NK, np.ones_like(w_NK), name="w") for w_NK in weights]
+    squeezed = schemes.stored_bytes(Base.SQUEEZELLM, SHAPES)
+    assert squeezed.tables == sum(found.centroids_NC.nbytes for found in codebooks)
+    assert squeezed.codes == sum(w_NK.size // 2 for w_NK in weights)
+    # 48 and 200 weights a row are 1 and 2 groups of 128.
+    assert schemes.stored_bytes(Base.AUTO_ROUND, SHAPES).tables == 2 * (64 * 1 + 33 * 2)
+    sixteen = schemes.stored_bytes(Base.BF16, SHAPES)
+    assert (sixteen.total, sixteen.bits_per_weight) == (2 * sum(w_NK.size for w_NK in weights), 16.0)
+    assert schemes.stored_bytes(Base.FLOAT32, SHAPES).bits_per_weight == 32.0
+
+
+def test_squeezellm_fits_code_books_to_the_gradients_of_the_text(folder: Path) -> None:
+    own = models.stored(folder, Base.FLOAT32)
+    scores = fisher_scores(own, SEQUENCES_NT)
+    decoded = schemes.calibrated(folder, Base.SQUEEZELLM, SEQUENCES_NT)
+    assert list(decoded) == models.linear_weights(own)
+    for name, found_NK in decoded.items():
+        w_NK = own.get_parameter(name).detach().numpy()
+        np.testing.assert_array_equal(found_NK, row_codebooks(w_NK, scores[name], name=name).decoded())
+        assert max(len(set(row)) for row in found_NK.tolist()) <= 16
+
+
+def test_masked_weights_stay_at_bf16_over_a_calibrated_base(folder: Path) -> None:
+    own = models.stored(folder, Base.BF16)
+    decoded = schemes.calibrated(folder, Base.SQUEEZELLM, SEQUENCES_NT)
+    name = models.linear_weights(own)[0]
+    mask = {name: np.array([0, 7, 50], np.uint32)}
+    model = models.stored(folder, Base.SQUEEZELLM, mask, decoded)
+    found, expected = (m.get_parameter(name).detach().numpy().reshape(-1).copy() for m in (model, own))
+    np.testing.assert_array_equal(found[mask[name]], expected[mask[name]])
+    rest = np.setdiff1d(np.arange(found.size), mask[name])
+    np.testing.assert_array_equal(found[rest], decoded[name].reshape(-1)[rest])
+    assert torch.equal(model.get_input_embeddings().weight, own.get_input_embeddings().weight)
+    # A second model is not touched by what the first one's mask put over the codes.
+    again = models.stored(folder, Base.SQUEEZELLM, None, decoded)
+    np.testing.assert_array_equal(again.get_parameter(name).detach().numpy(), decoded[name])
+
+
+def test_auto_round_gives_four_bits_to_every_linear_weight(folder: Path) -> None:
+    own = models.stored(folder, Base.FLOAT32)
+    decoded = schemes.calibrated(folder, Base.AUTO_ROUND, SEQUENCES_NT, iterations=3)
+    assert list(decoded) == models.linear_weights(own)
+    for name, found_NK in decoded.items():
+        w_NK = own.get_parameter(name).detach().numpy()
+        assert on_a_grid(found_NK)
+        assert np.linalg.norm(found_NK - w_NK) < 0.2 * np.linalg.norm(w_NK)
+    again = schemes.calibrated(folder, Base.AUTO_ROUND, SEQUENCES_NT, iterations=3)
+    for name, found_NK in decoded.items():
+        np.testing.assert_array_equal(again[name], found_NK)
+
+
+def on_a_grid(w_NK: NDArray[np.float32]) -> bool:
+    """Whether each group holds multiples of a step, from -8 to 8."""
+    for first in range(0, w_NK.shape[1], rounding.GROUP_SIZE):
+        for group in w_NK[:, first : first + rounding.GROUP_SIZE]:
+            levels = np.unique(group)
+            smallest = np.diff(levels).min()
+            # Neighbouring codes may all be absent: the step is the gap over 1, 2, ...
+            multiples = [levels / (smallest / n) for n in range(1, 5)]
+            if not any(
+                np.abs(found - np.rint(found)).max() < 0.02 and np.abs(found).max() < 8.1
+                for found in multiples
+            ):
+                return False
+    return True
+
+
+def test_weights_that_auto_round_leaves_out_are_not_passed_for_quantized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Idle:
+        def __init__(self, model: object, *_: object, **__: object) -> None:
+            self.model = model
+
+        def quantize(self) -> tuple[object, dict[str, object]]:
+            return self.model, {}
+
+    monkeypatch.setattr(rounding, "_library", lambda: (Idle, None))
+    with pytest.raises(InputError, match="got it as it was"):
+        schemes.calibrated(folder, Base.AUTO_ROUND, SEQUENCES_NT)
+
+
+def test_a_base_without_calibration_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"one of auto-round, squeezellm, got nf4"):
+        schemes.calibrated(folder, Base.NF4, SEQUENCES_NT)
