@@ -77,24 +77,19 @@ class Bench:
         self.decoded = lru_cache(maxsize=4)(self._decoded)
 
     def run(self, cell: Cell, seed: int, step_factor: float | None) -> "Outcome":
-        """Train (where the method does) and score one cell with a seed, which may be a tuning one."""
+        """Train (where the method does) and score one cell with a seed."""
         begin = time.perf_counter()
         data = self._data(cell, seed)
         if cell.method.order is None:
             scorer = models.token_losses_of(self._stored(cell))
             return Outcome(cell, data, None, score(scorer, data.test), time.perf_counter() - begin)
-        recipe = Recipe(
-            order=cell.method.order,
-            steps=self.sweep.zo_steps if cell.method.order is Order.ZEROTH else self.sweep.fo_steps,
-            step_factor=step_factor or 1.0,
-            seed=seed,
-            queries=self.sweep.queries,
-            estimator=self.sweep.estimator,
-            evaluations=self.sweep.evaluations,
-        )
-        trainable, trained = self._trained(cell, data, recipe)
+        trainable, trained = self._trained(cell, data, self._recipe(cell.method.order, seed, step_factor))
         tested = score(lambda batch: trainable.token_losses(trained.values_K, batch), data.test)
         return Outcome(cell, data, trained, tested, time.perf_counter() - begin)
+
+    def validation_loss(self, cell: Cell, order: Order, seed: int, step_factor: float) -> float:
+        """What tuning compares: a run that is never scored on test items."""
+        return self._trained(cell, self._data(cell, seed), self._recipe(order, seed, step_factor))[1].loss
 
     def bad_rows(self) -> list[str]:
         """Every row of the task files that could not be read, with its reason."""
@@ -105,6 +100,18 @@ class Bench:
             if path is not None
             for bad in self.pool(task, path).bad
         ]
+
+    def _recipe(self, order: Order, seed: int, step_factor: float | None) -> Recipe:
+        sweep = self.sweep
+        return Recipe(
+            order=order,
+            steps=sweep.zo_steps if order is Order.ZEROTH else sweep.fo_steps,
+            step_factor=step_factor or 1.0,
+            seed=seed,
+            queries=sweep.queries,
+            estimator=sweep.estimator,
+            evaluations=sweep.evaluations,
+        )
 
     def _pool(self, task: Task, path: Path) -> Pool:
         return read_file(task, path, self.sweep.wording)
@@ -305,11 +312,6 @@ class Outcome:
             "curve": None if self.trained is None else _finite_curve(self.trained),
             "seconds": round(self.seconds, 2),
         }
-
-    @property
-    def validation_loss(self) -> float:
-        """What tuning compares."""
-        return float("nan") if self.trained is None else self.trained.loss
 
 
 def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDArray[np.float32]], float]:

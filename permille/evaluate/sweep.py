@@ -57,11 +57,14 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
 
 
 def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
-    if cell.method.order is None:
+    order = cell.method.order
+    if order is None:
         return bench.run(cell, cell.seed, None).record() | {"step_factor": None, "on_edge": False}
     if cell.tuning_key not in done.tunings:
         seed = tuning_seed(cell.seed)
-        tuned = tune(lambda factor: bench.run(cell, seed, factor).validation_loss, trials=bench.sweep.trials)
+        tuned = tune(
+            lambda factor: bench.validation_loss(cell, order, seed, factor), trials=bench.sweep.trials
+        )
         done.append(
             {
                 "kind": "tuning",

@@ -121,8 +121,9 @@ class Trainable:
     ) -> tuple[float, NDArray[np.float64]]:
         """The loss, and `grad f . z_i` by the gradient: the numbers of forward mode, at this model's size."""
         loss, gradient_K = self.gradient(values_K, batch)
-        products_Q: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K.astype(np.float64)
-        return loss, products_Q
+        wide_K = gradient_K.astype(np.float64)
+        # One by one: all directions of all weights at float64 would be gigabytes.
+        return loss, np.array([direction_K.astype(np.float64) @ wide_K for direction_K in directions_QK])
 
     def _install(self, values_K: NDArray[np.float32]) -> None:
         if values_K.shape != (self.k,) or values_K.dtype != np.float32:
