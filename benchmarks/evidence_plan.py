@@ -1,0 +1,238 @@
+"""What the evidence consists of: sweeps, each a TOML file that `permille evaluate` would run alone.
+
+A sweep is one model, one task and one setting, so that what is finished stays finished when models or tasks
+are added. Sizes follow the model: the evidence is to be had in hours, not days (see `benchmarks.evidence`).
+
+Zeroth-order methods take `QUERIES` exact directional derivatives a step (estimator "forward"): on models of
+this size all of them cost one gradient, and they are what finite differences approach. Both gave the same
+curve on SST-2 with stories260K (0.749 and 0.747 after 200 steps of four queries).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError
+from permille.models.families import expected_tensors, scoped_tensors
+from permille.sensitivity.masks import count
+
+QUERIES = 16
+DENSITY = 0.001
+FRACTIONS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+EFFECTIVE_BATCH = 16
+SEEDS, EQUIVALENCE_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
+
+STATIC = ("zo:sensitive-c4", "zo:sensitive-task", "zo:random", "zo:outliers")
+DYNAMIC = ("zo:sensitive-task-dynamic", "zo:random-dynamic")
+WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
+REFERENCES = ("zero-shot", "icl:8", "fo:sensitive-c4", "fo:lora-8")
+LONG_TASKS = frozenset({"boolq", "rte", "cb", "multirc"})
+"""Tasks with passages: half the steps."""
+
+SWEEP_STAGES = ("table", "fractions", "flat", "queries")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materials:
+    """What the evidence is made from.
+
+    Attributes:
+        models: transformers folders.
+        tasks: train and perhaps test file, by task.
+        corpus: JSON lines with `text`.
+    """
+
+    models: tuple[Path, ...]
+    tasks: Mapping[str, Mapping[str, Path]]
+    corpus: Path
+
+    def check(self) -> None:
+        """
+        Raises:
+            InputError: no model, no task, or two models of one name.
+        """
+        names = [model.name for model in self.models]
+        if not names or not self.tasks or len(set(names)) < len(names):
+            raise InputError(f"expected models of different names and tasks, got {names}, {list(self.tasks)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much a cell computes."""
+
+    zo_steps: int
+    fo_steps: int
+    sizes: tuple[int, int, int] = (1000, 128, 400)
+    queries: int = QUERIES
+    batch_size: int = 8
+    max_tokens: int = 128
+    trials: int = 3
+    evaluations: int = 5
+    corpus_sequences: int = 64
+    corpus_tokens: int = 128
+    seeds: tuple[int, ...] = SEEDS
+    equivalence_seeds: tuple[int, ...] = EQUIVALENCE_SEEDS
+
+    def halved(self) -> "Size":
+        """For tasks with passages."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return Size(
+            **fields | {"zo_steps": max(1, self.zo_steps // 2), "fo_steps": max(1, self.fo_steps // 2)}
+        )
+
+
+QUICK = Size(
+    zo_steps=2,
+    fo_steps=2,
+    sizes=(8, 4, 32),
+    queries=2,
+    batch_size=2,
+    max_tokens=48,
+    trials=1,
+    evaluations=1,
+    corpus_sequences=2,
+    corpus_tokens=16,
+    seeds=(0,),
+    equivalence_seeds=(0,),
+)
+
+
+def size_for(model: Path) -> Size:
+    """Steps by the model's weights: 200 below two million, 120 above."""
+    weights = sum(_product(shape) for shape in expected_tensors(_config(model)).values())
+    return Size(zo_steps=200, fo_steps=200) if weights < 2_000_000 else Size(zo_steps=120, fo_steps=120)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One sweep.
+
+    Attributes:
+        stage: one of `SWEEP_STAGES`.
+        choices: keys of the sweep beside model, task and corpus.
+    """
+
+    stage: str
+    model: Path
+    task: str
+    name: str
+    choices: Mapping[str, Any]
+
+    def toml(self, materials: Materials) -> str:
+        """The sweep's file; paths are absolute."""
+        files = materials.tasks[self.task]
+        lines = [
+            f"models = [{_text(self.model)}]",
+            f"corpus = {_text(materials.corpus)}",
+            *(f"{key} = {json.dumps(value)}" for key, value in self.choices.items()),
+            f"[tasks.{self.task}]",
+            *(f"{key} = {_text(path)}" for key, path in files.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def labels(self) -> dict[str, Any]:
+        """What its records do not say themselves."""
+        keys = ("density", "queries", "batch_size", "zo_steps", "fo_steps")
+        return {"stage": self.stage} | {key: self.choices[key] for key in keys}
+
+
+def units(
+    stage: str, model: Path, task: str, size: Size, *, density: float = DENSITY, fractions: Sequence[float]
+) -> list[Unit]:
+    """The sweeps of a stage for one model and task.
+
+    Args:
+        density: where the curve is flat; used by `flat`.
+        fractions: densities of `fractions`.
+
+    Raises:
+        InputError: no such stage.
+    """
+    if task in LONG_TASKS:
+        size = size.halved()
+    match stage:
+        case "table":
+            return [
+                _unit(stage, model, task, size, "pairs", (*STATIC, DYNAMIC[0]), seeds=size.equivalence_seeds),
+                _unit(stage, model, task, size, "others", (*REFERENCES, *WITHOUT_MASK, DYNAMIC[1])),
+                _unit(
+                    stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=size.equivalence_seeds
+                ),
+                _unit(
+                    stage, model, task, size, "nf4-fo", ("zero-shot", "fo:lora-8", "fo:sensitive-c4"), "nf4"
+                ),
+            ]
+        case "flat":
+            methods = (*STATIC, "fo:sensitive-c4")
+            return [
+                _unit(stage, model, task, size, f"{density:g}", methods, density=density),
+                _unit(
+                    stage, model, task, size, f"nf4-{density:g}", ("zo:sensitive-c4",), "nf4", density=density
+                ),
+            ]
+        case "fractions":
+            every = (*STATIC, "fo:sensitive-c4", *DYNAMIC)
+            return [_unit(stage, model, task, size, f"{at:g}", every, density=at) for at in fractions]
+        case "queries":
+            return [
+                _unit(
+                    stage, model, task, size, f"q{queries}", ("zo:sensitive-c4", "zo:lora-fa-8"),
+                    queries=queries, batch_size=EFFECTIVE_BATCH // queries, zo_steps=2 * size.zo_steps,
+                )
+                for queries in (1, 2, 4, 8, 16)
+            ]  # fmt: skip
+    raise InputError(f"expected a stage of {', '.join(SWEEP_STAGES)}; got {stage!r}")
+
+
+def masked_share(model: Path, density: float) -> float:
+    """Share of the linear weights that a mask of this density really has: no tensor has less than one."""
+    sizes = [_product(shape) for _, shape in scoped_tensors(_config(model), "all")]
+    return sum(count(Decimal(str(density)), numel) for numel in sizes) / sum(sizes)
+
+
+def _unit(
+    stage: str,
+    model: Path,
+    task: str,
+    size: Size,
+    part: str,
+    methods: Sequence[str],
+    base: str = "bf16",
+    *,
+    density: float = DENSITY,
+    **changed: Any,
+) -> Unit:
+    names = (
+        *("zo_steps", "fo_steps", "queries", "batch_size", "trials", "evaluations", "sizes", "max_tokens"),
+        *("corpus_sequences", "corpus_tokens", "seeds"),
+    )
+    choices = {name: changed.get(name, getattr(size, name)) for name in names}
+    choices |= {
+        "methods": list(methods),
+        "bases": [base],
+        "density": density,
+        "estimator": "forward",
+        "refresh_steps": max(1, choices["zo_steps"] // 4),
+    }
+    return Unit(
+        stage=stage, model=model, task=task, name=f"{stage}-{model.name}-{task}-{part}", choices=choices
+    )
+
+
+def _config(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _product(shape: Sequence[int]) -> int:
+    result = 1
+    for length in shape:
+        result *= length
+    return result
+
+
+def _text(path: Path) -> str:
+    return json.dumps(str(path.absolute()))
