@@ -15,6 +15,7 @@ from service.context import Service
 from service.corpora import routes as corpus_routes
 from service.devices import enrolment
 from service.devices import routes as device_routes
+from service.evaluations import routes as evaluation_routes
 from service.jobs import routes as job_routes
 from service.masks import routes as mask_routes
 from service.models import routes as model_routes
@@ -33,6 +34,7 @@ ROUTERS = (
     mask_routes.router,
     basis_routes.router,
     quantization_routes.router,
+    evaluation_routes.router,
     package_routes.router,
     release_routes.router,
     job_routes.router,

@@ -26,6 +26,7 @@ TAGS: Final = [
     },
     {"name": "masks", "description": "Which weights are sensitive, and the evidence."},
     {"name": "bases", "description": "Directions learned from public or consenting users' texts."},
+    {"name": "evaluations", "description": "Methods compared on tasks: accuracy, losses, ranks."},
     {"name": "quantizations", "description": "The dense layer, and what it costs."},
     {"name": "packages", "description": "What a device downloads."},
     {"name": "releases", "description": "Signed versions of a name, and aliases such as `stable`."},

@@ -39,6 +39,30 @@ BASIS_EXAMPLES: Final[dict[str, Example]] = {
         },
     },
 }
+EVALUATION_EXAMPLES: Final[dict[str, Example]] = {
+    "usual": {
+        "summary": "sensitive against random weights, on one task",
+        "value": {
+            "model_ids": [_MODEL],
+            "corpus_id": _CORPUS,
+            "tasks": {"sst2": {"train": "SST-2/train.tsv", "test": "SST-2/dev.tsv"}},
+            "methods": ["zero-shot", "zo:sensitive-c4", "zo:random", "fo:lora-8"],
+            "bases": ["nf4"],
+            "seeds": [0, 1, 2],
+        },
+    },
+    "untrained": {
+        "summary": "what quantization costs where nothing is trained",
+        "value": {
+            "model_ids": [_MODEL],
+            "corpus_id": _CORPUS,
+            "tasks": {"boolq": {"train": "BoolQ/val.jsonl"}},
+            "methods": ["zero-shot", "icl:8"],
+            "bases": ["bf16", "nf4", "int4-g32"],
+            "seeds": [0],
+        },
+    },
+}
 QUANTIZATION_EXAMPLES: Final[dict[str, Example]] = {
     "nf4": {
         "summary": "nf4, perplexity measured",

@@ -14,6 +14,7 @@ CorpusId = Annotated[str, Path(pattern=f"^corpus_{ULID}$", examples=[f"corpus_{E
 JobId = Annotated[str, Path(pattern=f"^job_{ULID}$", examples=[f"job_{EXAMPLE}"])]
 MaskId = Annotated[str, Path(pattern=f"^mask_{ULID}$", examples=[f"mask_{EXAMPLE}"])]
 BasisId = Annotated[str, Path(pattern=f"^basis_{ULID}$", examples=[f"basis_{EXAMPLE}"])]
+EvaluationId = Annotated[str, Path(pattern=f"^eval_{ULID}$", examples=[f"eval_{EXAMPLE}"])]
 QuantizationId = Annotated[str, Path(pattern=f"^quant_{ULID}$", examples=[f"quant_{EXAMPLE}"])]
 DeviceId = Annotated[str, Path(pattern=f"^dev_{ULID}$", examples=[f"dev_{EXAMPLE}"])]
 InvitationId = Annotated[str, Path(pattern=f"^inv_{ULID}$", examples=[f"inv_{EXAMPLE}"])]

@@ -34,3 +34,11 @@ def write_corpus(path: Path, *, rows: int = 600) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(rows)))
     return path
+
+
+def write_sst2(path: Path, *, rows: int = 24) -> Path:
+    """Rows of SST-2 as GLUE's table, and a last one that is broken."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{text}\t{number % 2}\n" for number, text in enumerate(sentences(rows))]
+    path.write_text("".join(lines) + "no label\n")
+    return path

@@ -69,6 +69,7 @@ class EvaluationPayload(_Closed):
     zo_steps: int | None = None
     fo_steps: int | None = None
     queries: int | None = None
+    estimator: str | None = None
     batch_size: int | None = None
     trials: int | None = None
     evaluations: int | None = None

@@ -1,6 +1,6 @@
 """Evaluations: methods compared on tasks; the keys of a sweep file over REST."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
@@ -10,6 +10,7 @@ from permille.evaluate.specification import Base
 from permille.evaluate.tuning import TUNING_SEED_OFFSET
 from permille.schemas.fields import Closed, Count, Density, Digest, Id, Timestamp, WholeNumber
 from permille.schemas.models import RelativePath
+from permille.zo.log import EstimatorKind
 
 _SIZE = "([1-9][0-9]?|1[0-9]{2}|2[0-4][0-9]|25[0-6])"
 _SIZED = (TrainedSet.LORA, TrainedSet.LORA_FA, TrainedSet.PREFIX)
@@ -74,7 +75,12 @@ class EvaluationOptions(Closed):
     A cell is one model, base, task, method and seed; there may be 4096.
     """
 
-    tasks: dict[TaskName, TaskSource] = Field(min_length=1, max_length=len(Task) - 1)
+    tasks: dict[TaskName, TaskSource] = Field(
+        min_length=1,
+        max_length=len(Task) - 1,
+        examples=[{"sst2": {"train": "SST-2/train.tsv", "test": "SST-2/dev.tsv"}}],
+        json_schema_extra={"additionalProperties": False},
+    )
     methods: Annotated[list[MethodName], EachOnce, Field(json_schema_extra=_UNIQUE)] = Field(
         min_length=1, max_length=64, examples=[["zero-shot", "zo:sensitive-c4", "zo:random", "fo:lora-8"]]
     )
@@ -88,6 +94,7 @@ class EvaluationOptions(Closed):
     zo_steps: Steps = 1000
     fo_steps: Steps = 100
     queries: Few = 4
+    estimator: Literal[EstimatorKind.SPSA, EstimatorKind.FORWARD] = EstimatorKind.SPSA
     batch_size: BatchSize = 16
     trials: Trials = 3
     evaluations: Evaluations = 10
@@ -105,10 +112,11 @@ class EvaluationOptions(Closed):
 
 
 class EvaluationCreate(EvaluationOptions):
-    """Compare methods on tasks. The corpus is what `sensitive-c4` takes gradients of: a file, not a stream."""
+    """Compare methods on tasks. The corpus, a file, is what `sensitive-c4` takes gradients of, and what
+    calibrates bases that need text."""
 
     model_ids: Annotated[list[Id], EachOnce, Field(json_schema_extra=_UNIQUE)] = Field(
-        min_length=1, max_length=16
+        min_length=1, max_length=16, examples=[["model_01jd3kq8z7m4n5p6r7s8t9v0wx"]]
     )
     corpus_id: Id
 

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from permille.schemas.bases import BasisCreate
 from permille.schemas.builds import BuildCreate
+from permille.schemas.evaluations import EvaluationCreate
 from permille.schemas.fields import Closed
 from permille.schemas.masks import MaskCreate
 from permille.schemas.problems import Figure
@@ -33,6 +34,13 @@ class QuantizationPreflight(Closed):
     request: QuantizationCreate
 
 
+class EvaluationPreflight(Closed):
+    """Ask for an evaluation job."""
+
+    kind: Literal["evaluation"]
+    request: EvaluationCreate
+
+
 class BuildPreflight(Closed):
     """Ask for a build."""
 
@@ -41,7 +49,8 @@ class BuildPreflight(Closed):
 
 
 PreflightCreate = Annotated[
-    MaskPreflight | BasisPreflight | QuantizationPreflight | BuildPreflight, Field(discriminator="kind")
+    MaskPreflight | BasisPreflight | EvaluationPreflight | QuantizationPreflight | BuildPreflight,
+    Field(discriminator="kind"),
 ]
 
 

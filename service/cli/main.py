@@ -11,6 +11,7 @@ from permille import __version__
 from permille.files import write_atomic
 from service.cli import fleet, inputs, work
 from service.cli.evaluate import evaluate
+from service.cli.evaluations import evaluations
 from service.cli.exits import CommandError, Exit
 from service.cli.output import make_output, print_json
 from service.cli.session import AsJson, Place
@@ -35,6 +36,7 @@ for _name, _commands in (
     ("builds", work.builds),
     ("masks", work.masks),
     ("bases", work.bases),
+    ("evaluations", evaluations),
     ("quantizations", work.quantizations),
     ("packages", work.packages),
     ("jobs", work.jobs),

@@ -73,7 +73,7 @@ def create_mask(
     """
     options = mask_options(method, corpus, density, sequences, length, seed, scope)
     with connect(context, as_json=as_json) as session:
-        _follow(session, session.client.post("/v1/masks", {"model_id": model, **options}, key=key), wait=wait)
+        follow(session, session.client.post("/v1/masks", {"model_id": model, **options}, key=key), wait=wait)
 
 
 @masks.command("list")
@@ -122,7 +122,7 @@ def create_basis(
     options = {"sequences": sequences, "length": length, "rank": rank, "seed": seed}
     with connect(context, as_json=as_json) as session:
         body = {"mask_id": mask, "corpus_id": corpus, **options}
-        _follow(session, session.client.post("/v1/bases", body, key=key), wait=wait)
+        follow(session, session.client.post("/v1/bases", body, key=key), wait=wait)
 
 
 @bases.command("list")
@@ -172,7 +172,7 @@ def create_quantization(
         "options": quantization_options(scheme, group_size, evaluation_tokens),
     }
     with connect(context, as_json=as_json) as session:
-        _follow(session, session.client.post("/v1/quantizations", body, key=key), wait=wait)
+        follow(session, session.client.post("/v1/quantizations", body, key=key), wait=wait)
 
 
 @quantizations.command("list")
@@ -216,7 +216,7 @@ def create_package(
     body |= {"basis_id": basis, "fisher_exponents": fisher_exponents}
     body |= {"measure_precision": measure_precision, "precision_corpus_id": precision_corpus}
     with connect(context, as_json=as_json) as session:
-        _follow(session, session.client.post("/v1/packages", body, key=key), wait=wait)
+        follow(session, session.client.post("/v1/packages", body, key=key), wait=wait)
 
 
 @packages.command("list")
@@ -297,7 +297,7 @@ def create_build(
         "precision_corpus_id": precision_corpus,
     }
     with connect(context, as_json=as_json) as session:
-        _follow(session, session.client.post("/v1/builds", body, key=key), wait=wait)
+        follow(session, session.client.post("/v1/builds", body, key=key), wait=wait)
 
 
 @builds.command("list")
@@ -321,7 +321,7 @@ def list_jobs(
         str | None, typer.Option(help="queued, running, succeeded, failed, cancelled, dead.")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(help="mask, basis, quantization, package, build, replay.")
+        str | None, typer.Option(help="mask, basis, evaluation, quantization, package, build, replay.")
     ] = None,
     limit: Rows = 50,
     as_json: AsJson = False,
@@ -427,7 +427,8 @@ def quantization_options(scheme: str, group_size: int | None, tokens: int) -> di
     return options if group_size is None else {**options, "group_size": group_size}
 
 
-def _follow(session: Session, job: dict[str, Any], *, wait: bool) -> None:
+def follow(session: Session, job: dict[str, Any], *, wait: bool) -> None:
+    """Wait for a job's end, or show it as it is."""
     if wait:
         watch(session.client, session.output, job["id"])
     else:

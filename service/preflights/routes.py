@@ -7,6 +7,7 @@ from fastapi import APIRouter, Body
 from permille.schemas.preflights import (
     BasisPreflight,
     BuildPreflight,
+    EvaluationPreflight,
     MaskPreflight,
     Preflight,
     PreflightCreate,
@@ -14,6 +15,7 @@ from permille.schemas.preflights import (
 from permille.schemas.problems import ProblemType
 from service.access.principals import Viewer
 from service.context import Served
+from service.preflights.evaluations import needs_of_evaluation
 from service.preflights.machine import look
 from service.preflights.planning import needs_of_basis, needs_of_build, needs_of_mask, needs_of_quantization
 from service.preflights.verdict import judge
@@ -34,6 +36,8 @@ def check_preflight(body: Annotated[PreflightCreate, Body()], service: Served, o
         needs = needs_of_mask(service, operator.tenant_id, body.request, machine)
     elif isinstance(body, BasisPreflight):
         needs = needs_of_basis(service, operator.tenant_id, body.request, machine)
+    elif isinstance(body, EvaluationPreflight):
+        needs = needs_of_evaluation(service, operator.tenant_id, body.request, machine)
     elif isinstance(body, BuildPreflight):
         needs = needs_of_build(service, operator.tenant_id, body.request, machine)
     else:

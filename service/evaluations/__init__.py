@@ -1,0 +1,1 @@
+"""Evaluations: methods compared on tasks."""

@@ -1,0 +1,115 @@
+"""What an evaluation will need, from its options, the models' configs and how long a task's rows are.
+
+Upper estimates of what `permille.evaluate` does: every run loads a model, stores its weights as the base
+says, takes its steps, looks at validation, and tests. Tuning runs come once for all seeds; a grid that is
+extended takes more of them than is counted here.
+"""
+
+from dataclasses import dataclass
+
+from permille.evaluate.methods import DYNAMIC, Method, Order, TrainedSet, method
+from permille.schemas.evaluations import EvaluationOptions
+from permille.zo.log import EstimatorKind
+from service.preflights.estimates import (
+    FISHER_FLOPS,
+    FLOAT_BYTES,
+    FORWARD_FLOPS,
+    PROCESS_BYTES,
+    SECONDS_A_WEIGHT,
+    Needs,
+    Sizes,
+)
+
+MAX_CELLS = 4096
+CANDIDATES = 3  # answers that a test item is scored with, at most
+MASK_EXAMPLES = 64
+VALIDATION_BATCH = 32
+ITEM_BYTES = 96  # name, outcome and loss of a test item in the results
+ROW_COPIES = 6  # a row as text, prompt, answers, group
+# Copies of a model's weights, in float32: as it is stored and as its mask is chosen; where all weights are
+# trained also state, direction, gradient and moments.
+COPIES, COPIES_OF_ALL = 4, 14
+# Activations of a layer, in hidden vectors a token, that a gradient keeps.
+LAYER_VECTORS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFacts:
+    """Of a task's files: their bytes, and tokens of a usual and of a long row."""
+
+    size_bytes: int
+    tokens: int
+    longest: int
+
+
+def cells_of(options: EvaluationOptions, models: int) -> int:
+    """How many cells there are."""
+    parts = (options.bases, options.tasks, options.methods, options.seeds)
+    count = models
+    for part in parts:
+        count *= len(part)
+    return count
+
+
+def evaluation_needs(
+    sizes: list[Sizes], options: EvaluationOptions, tasks: list[TaskFacts], *, cells: int, flops_per_s: float
+) -> Needs:
+    """What the whole sweep needs: the largest model's memory, the time of all runs.
+
+    Args:
+        sizes: of the models that are known.
+        cells: of all models.
+    """
+    rows = ROW_COPIES * sum(task.size_bytes for task in tasks)
+    memory = max((_memory(size, options, tasks) for size in sizes), default=0)
+    return Needs(
+        memory_bytes=memory + rows if memory else 0,
+        disk_bytes=2 * cells * (options.sizes[2] * ITEM_BYTES + 4096),
+        seconds=sum(_seconds(size, options, tasks, flops_per_s) for size in sizes),
+    )
+
+
+def _memory(sizes: Sizes, options: EvaluationOptions, tasks: list[TaskFacts]) -> int:
+    full = any(method(name).trained is TrainedSet.FULL for name in options.methods)
+    copies = (COPIES_OF_ALL if full else COPIES) * sizes.parameters
+    longest = min(options.max_tokens, max(task.longest for task in tasks))
+    tokens = max(options.batch_size, VALIDATION_BATCH) * longest
+    activations = tokens * (sizes.layers * LAYER_VECTORS * sizes.hidden + 3 * sizes.vocabulary)
+    return PROCESS_BYTES + (copies + activations) * FLOAT_BYTES
+
+
+def _seconds(sizes: Sizes, options: EvaluationOptions, tasks: list[TaskFacts], flops_per_s: float) -> float:
+    methods = [method(name) for name in options.methods]
+    tokens = 0.0  # of forward passes
+    runs = 0
+    for task in tasks:
+        row = min(options.max_tokens, task.tokens)
+        for one in methods:
+            number = len(options.seeds) + (options.trials if one.order else 0)
+            runs += number
+            tokens += number * _forward_tokens(one, options, row)
+    tokens *= len(options.bases)
+    corpus = options.corpus_sequences * options.corpus_tokens * FISHER_FLOPS / FORWARD_FLOPS
+    work = (tokens + corpus) * FORWARD_FLOPS * sizes.parameters
+    return work / flops_per_s + runs * len(options.bases) * 3 * sizes.parameters * SECONDS_A_WEIGHT
+
+
+def _forward_tokens(one: Method, options: EvaluationOptions, row: int) -> float:
+    """Tokens of forward passes, and of what costs as much, that one run takes."""
+    train, validation, test = options.sizes
+    tested = test * CANDIDATES * min(options.max_tokens, row * (one.shots + 1))
+    if one.order is None:
+        return float(tested)
+    gradient = FISHER_FLOPS / FORWARD_FLOPS
+    if one.order is Order.FIRST:
+        steps, passes = options.fo_steps, gradient
+    else:
+        steps = options.zo_steps
+        passes = gradient if options.estimator is EstimatorKind.FORWARD else 2 * options.queries
+    trained = steps * min(options.batch_size, train) * row * passes
+    masks = 0.0
+    if one.trained in (TrainedSet.SENSITIVE_TASK, TrainedSet.SENSITIVE_TASK_DYNAMIC):
+        times = -(-steps // options.refresh_steps) if one.trained in DYNAMIC else 1
+        masks = times * MASK_EXAMPLES * row * gradient
+    evaluated = min(options.evaluations, steps) * validation * row
+    return trained + masks + evaluated + tested
