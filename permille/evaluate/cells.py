@@ -79,7 +79,7 @@ class Bench:
     def run(self, cell: Cell, seed: int, step_factor: float | None) -> "Outcome":
         """Train (where the method does) and score one cell with a seed."""
         begin = time.perf_counter()
-        data = self._data(cell, seed)
+        data = self.data(cell, seed)
         if cell.method.order is None:
             scorer = models.token_losses_of(self._stored(cell))
             return Outcome(cell, data, None, score(scorer, data.test), time.perf_counter() - begin)
@@ -89,7 +89,7 @@ class Bench:
 
     def validation_loss(self, cell: Cell, order: Order, seed: int, step_factor: float) -> float:
         """What tuning compares: a run that is never scored on test items."""
-        return self._trained(cell, self._data(cell, seed), self._recipe(order, seed, step_factor))[1].loss
+        return self._trained(cell, self.data(cell, seed), self._recipe(order, seed, step_factor))[1].loss
 
     def bad_rows(self) -> list[str]:
         """Every row of the task files that could not be read, with its reason."""
@@ -116,7 +116,8 @@ class Bench:
     def _pool(self, task: Task, path: Path) -> Pool:
         return read_file(task, path, self.sweep.wording)
 
-    def _data(self, cell: Cell, seed: int) -> "CellData":
+    def data(self, cell: Cell, seed: int) -> "CellData":
+        """The examples of a cell."""
         files = self.sweep.tasks[cell.task]
         test_pool = None if files.test is None else self.pool(cell.task, files.test).examples
         splits = split(
@@ -126,17 +127,18 @@ class Bench:
 
     def _mask_of_corpus(self, model: Path) -> Mask:
         return models.corpus_mask(
-            models.stored(model, Base.BF16), self._corpus_sequences(model), self.sweep.density
+            models.stored(model, Base.BF16), self.corpus_sequences(model), self.sweep.density
         )
 
     def _decoded(self, model: Path, base: Base) -> models.Decoded:
-        return schemes.calibrated(model, base, self._corpus_sequences(model))
+        return schemes.calibrated(model, base, self.corpus_sequences(model))
 
     def _stored(self, cell: Cell, mask: Mask | None = None) -> Any:
         decoded = self.decoded(cell.model, cell.base) if cell.base in schemes.CALIBRATED else None
         return models.stored(cell.model, cell.base, mask, decoded)
 
-    def _corpus_sequences(self, model: Path) -> NDArray[np.int64]:
+    def corpus_sequences(self, model: Path) -> NDArray[np.int64]:
+        """Sequences of the corpus in the model's tokens, [sequences, tokens]."""
         sweep = self.sweep
         texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
         return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)

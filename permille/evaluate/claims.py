@@ -1,0 +1,352 @@
+"""What the papers claim, and what the records of sweeps say to it: holds, fails, or undecided.
+
+- BETTER: holds where the advantage is above 0 at 5% (two-sided, after Holm over all rows of the claim); fails
+  where the 95% interval excludes an advantage of the margin.
+- AT LEAST: holds where more than the margin behind is excluded at 5%; fails where it is behind, by the 95%
+  interval.
+- WITHIN: two one-sided tests: holds where the 90% interval lies within the margin; fails where it lies
+  beyond it.
+
+A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
+(`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
+of their own. Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN)
+or `MIN_ITEMS` items. And two methods that learned nothing are no equals: AT LEAST and WITHIN are decided only
+where the second method is better than the base it began from, at 5% (or the first one better than it).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from permille.evaluate.contrasts import Contrast, Record, contrast, holm
+from permille.evaluate.report import MIN_ITEMS, countable
+from permille.evaluate.statistics import EQUIVALENCE_MARGIN
+
+ALPHA = 0.05
+MIN_SEEDS = 3
+EQUIVALENCE_SEEDS = 5
+LOSS_MARGIN = 0.01
+"""Nats a token."""
+
+DECIDING = ("table", "flat")
+"""Stages that decide claims; what other stages show at other densities says where a claim turns."""
+
+_FLOATING = ("bf16", "float32")
+
+
+class Verdict(StrEnum):
+    """What is known."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    UNDECIDED = "undecided"
+
+
+class Relation(StrEnum):
+    """What a claim says of its first method."""
+
+    BETTER = "better than"
+    AT_LEAST = "at least equal to"
+    WITHIN = "within the margin of"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """Records of one side: a method, on a kind of base."""
+
+    method: str
+    four_bit: bool = False
+    queries: Callable[[int], bool] | None = None
+
+    def takes(self, record: Record) -> bool:
+        """Whether a record is of this side."""
+        return (
+            record["method"] == self.method
+            and (record["base"] == "nf4" if self.four_bit else record["base"] in _FLOATING)
+            and (self.queries is None or self.queries(record["queries"]))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A sentence that records can refute.
+
+    Attributes:
+        stage: the only stage of the evidence whose records are compared; None: those that are asked for.
+    """
+
+    key: str
+    sentence: str
+    relation: Relation
+    first: Side
+    second: Side
+    stage: str | None = None
+
+
+_SENSITIVE = Side(method="zo:sensitive-c4")
+CLAIMS = (
+    Claim(
+        key="sensitive-random",
+        sentence="Sensitive weights train better than as many random ones",
+        relation=Relation.BETTER,
+        first=_SENSITIVE,
+        second=Side(method="zo:random"),
+    ),
+    Claim(
+        key="sensitive-outliers",
+        sentence="Sensitive weights train better than as many of the largest ones",
+        relation=Relation.BETTER,
+        first=_SENSITIVE,
+        second=Side(method="zo:outliers"),
+    ),
+    Claim(
+        key="c4-task",
+        sentence="The mask of C4 is within one point of the task's own",
+        relation=Relation.WITHIN,
+        first=_SENSITIVE,
+        second=Side(method="zo:sensitive-task"),
+    ),
+    Claim(
+        key="four-bit",
+        sentence="Sensitive weights over 4 bits are at least equal to all weights of 16 bits",
+        relation=Relation.AT_LEAST,
+        first=Side(method="zo:sensitive-c4", four_bit=True),
+        second=Side(method="zo:full"),
+    ),
+    *(
+        Claim(
+            key=f"queries-{method.partition(':')[2]}",
+            sentence=f"At constant work, several queries are better than one ({method})",
+            relation=Relation.BETTER,
+            first=Side(method=method, queries=lambda queries: queries > 1),
+            second=Side(method=method, queries=lambda queries: queries == 1),
+            stage="queries",
+        )
+        for method in ("zo:sensitive-c4", "zo:lora-fa-8")
+    ),
+    Claim(
+        key="static",
+        sentence="A static mask is at least equal to one that is selected again while training",
+        relation=Relation.AT_LEAST,
+        first=Side(method="zo:sensitive-task"),
+        second=Side(method="zo:sensitive-task-dynamic"),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One comparison of a claim.
+
+    Attributes:
+        by_loss: nats a token instead of shares of right answers.
+        found: None where nothing can be compared.
+        p_value: of what would make the claim hold, after Holm; None where nothing was tested.
+        reason: of `undecided`: what is needed; else what a reader should know, or nothing.
+    """
+
+    claim: Claim
+    model: str
+    density: float
+    by_loss: bool
+    found: Contrast | None
+    p_value: float | None
+    verdict: Verdict
+    reason: str
+
+    @property
+    def margin(self) -> float:
+        """In the row's unit."""
+        return LOSS_MARGIN if self.by_loss else EQUIVALENCE_MARGIN
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95%, or 90% for two one-sided tests."""
+        if self.found is None:
+            return None
+        return self.found.interval(0.9 if self.claim.relation is Relation.WITHIN else 0.95)
+
+
+def verdicts(
+    records: Iterable[Record], claims: Sequence[Claim] = CLAIMS, *, stages: Collection[str] = DECIDING
+) -> list[Row]:
+    """A row for each claim, model, density and kind of outcome; at least one for each claim.
+
+    Args:
+        records: cells of results files, each with `stage`, `density` and `queries` of its sweep besides.
+        stages: whose records decide claims that name no stage of their own. References (zero-shot, first
+            order) come from all.
+    """
+    known = list(records)
+    return [row for claim in claims for row in _rows(claim, known, stages)]
+
+
+def overall(rows: Sequence[Row]) -> Verdict:
+    """Of one claim: holds where every row does, fails where one does, else undecided."""
+    found = {row.verdict for row in rows}
+    if Verdict.FAILS in found:
+        return Verdict.FAILS
+    return Verdict.HOLDS if found == {Verdict.HOLDS} else Verdict.UNDECIDED
+
+
+def counted_tasks(records: Sequence[Record], model: str) -> frozenset[str]:
+    """Tasks of a model whose accuracies say something: on the first base that has both references."""
+    own = [record for record in records if record["model"] == model]
+    found: set[str] = set()
+    for task in dict.fromkeys(record["task"] for record in own):
+        for base in dict.fromkeys(record["base"] for record in own):
+            rows: dict[tuple[str, str], list[Record]] = {}
+            for record in own:
+                if (record["task"], record["base"]) == (task, base):
+                    name, stage = record["method"], (record["stage"], record["density"])
+                    key = name if name == "zero-shot" else f"{name} {stage}"
+                    rows.setdefault((key, task), []).append(record)
+            if ("zero-shot", task) in rows and any(name.startswith("fo:") for name, _ in rows):
+                found |= {task} if countable(_plain(rows), task) else set()
+                break
+    return frozenset(found)
+
+
+def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> list[Row]:
+    pairs = []
+    for model in dict.fromkeys(record["model"] for record in records):
+        counted = counted_tasks(records, model)
+        own = [record for record in records if record["model"] == model]
+        for by_loss in (False, True):
+            of_kind = [record for record in own if (record["task"] not in counted) is by_loss]
+            pairs += [
+                (model, density, by_loss, first, second, of_kind)
+                for density, first, second in _matched(claim, of_kind, stages)
+            ]
+    rows = [_row(claim, *pair) for pair in pairs]
+    if not rows:
+        nothing = "needs records of both methods at one density"
+        return [_undecided(claim, "", 0.0, by_loss=False, found=None, reason=nothing)]
+    adjusted = iter(holm([row.p_value for row in rows if row.p_value is not None]))
+    return [_judged(replace(row, p_value=next(adjusted))) if row.p_value is not None else row for row in rows]
+
+
+def _matched(
+    claim: Claim, records: Sequence[Record], stages: Collection[str]
+) -> list[tuple[float, list[Record], list[Record]]]:
+    """(density, first, second): a setting and a density that both sides have. Sets without a mask have the
+    density of their sweep, which says nothing of them: they stand beside every density."""
+    wanted = stages if claim.stage is None else {claim.stage}
+    kept = [record for record in records if record["stage"] in wanted]
+    first = [record for record in kept if claim.first.takes(record)]
+    second = [record for record in kept if claim.second.takes(record)]
+    found = []
+    for density in sorted({record["density"] for record in first}):
+        mine = _once([record for record in first if record["density"] == density], claim.first)
+        maskless = claim.second.method == "zo:full"
+        theirs = _once(
+            [record for record in second if maskless or record["density"] == density], claim.second
+        )
+        if mine and theirs:
+            found.append((density, mine, theirs))
+    return found
+
+
+def _once(records: Sequence[Record], side: Side) -> list[Record]:
+    """One record of a task and seed: of the setting with the most seeds; among numbers of queries, the one
+    with the lowest validation loss of each task. Test items choose nothing."""
+    settings: dict[str, dict[tuple[str, int], list[Record]]] = {}
+    for record in records:
+        setting = (record["stage"], record["queries"])
+        settings.setdefault(record["task"], {}).setdefault(setting, []).append(record)
+    chosen: list[Record] = []
+    for of_task in settings.values():
+        preferences = [
+            (-len(found) if side.queries is None else _validation(found), setting)
+            for setting, found in of_task.items()
+        ]
+        chosen += of_task[min(preferences)[1]]
+    return chosen
+
+
+def _validation(records: Sequence[Record]) -> float:
+    return float(sum(record["validation_loss"] for record in records)) / len(records)
+
+
+def _row(
+    claim: Claim,
+    model: str,
+    density: float,
+    by_loss: bool,
+    first: Sequence[Record],
+    second: Sequence[Record],
+    records: Sequence[Record],
+) -> Row:
+    found = contrast(first, second, by_loss=by_loss)
+    wanted = MIN_SEEDS if claim.relation is Relation.BETTER else EQUIVALENCE_SEEDS
+    blank = _undecided(claim, model, density, by_loss=by_loss, found=found, reason="")
+    if found is None or found.seeds < wanted:
+        seeds = len({record["seed"] for record in first} & {record["seed"] for record in second})
+        return replace(
+            blank, reason=f"needs {wanted} seeds of each task, has {found.seeds if found else seeds}"
+        )
+    if found.items < MIN_ITEMS:
+        return replace(blank, reason=f"needs {MIN_ITEMS} items, has {found.items}")
+    ahead = claim.relation is Relation.AT_LEAST and found.interval(0.95)[0] > 0
+    if not (claim.relation is Relation.BETTER or ahead or _learned(second, records, by_loss)):
+        return replace(blank, reason=f"needs a {claim.second.method} that learned something: equals at "
+                       "nothing are no evidence")  # fmt: skip
+    return replace(blank, p_value=_p_value(claim, found, blank.margin))
+
+
+def _p_value(claim: Claim, found: Contrast, margin: float) -> float:
+    match claim.relation:
+        case Relation.BETTER:
+            return min(1.0, 2 * found.p_above(0.0))
+        case Relation.AT_LEAST:
+            return found.p_above(-margin)
+        case Relation.WITHIN:
+            return max(found.p_above(-margin), found.p_below(margin))
+
+
+def _judged(row: Row) -> Row:
+    assert row.found is not None and row.p_value is not None and row.interval is not None  # it was tested
+    low, high = row.interval
+    if row.p_value < ALPHA:
+        return replace(row, verdict=Verdict.HOLDS)
+    match row.claim.relation:
+        case Relation.BETTER:
+            fails = high < row.margin
+            note = "worse" if high < 0 else "an advantage of the margin is excluded"
+        case Relation.AT_LEAST:
+            fails, note = high < 0, "behind"
+        case Relation.WITHIN:
+            fails = low > row.margin or high < -row.margin
+            note = "better by more than the margin" if low > 0 else "worse by more than the margin"
+    if fails and row.found.error > 0:
+        return replace(row, verdict=Verdict.FAILS, reason=note)
+    needed = "a smaller interval: more items or seeds"
+    return replace(row, reason=f"needs {needed}")
+
+
+def _learned(second: Sequence[Record], records: Sequence[Record], by_loss: bool) -> bool:
+    """Whether the second method beat its own base's zero-shot."""
+    bases = {record["base"] for record in second}
+    untrained = [record for record in records if record["method"] == "zero-shot" and record["base"] in bases]
+    one = {record["task"]: record for record in untrained}
+    gain = contrast(second, list(one.values()), by_loss=by_loss, fixed=True)
+    return gain is not None and gain.p_above(0.0) < ALPHA
+
+
+def _undecided(
+    claim: Claim, model: str, density: float, *, by_loss: bool, found: Contrast | None, reason: str
+) -> Row:
+    return Row(
+        claim=claim,
+        model=model,
+        density=density,
+        by_loss=by_loss,
+        found=found,
+        p_value=None,
+        verdict=Verdict.UNDECIDED,
+        reason=reason,
+    )
+
+
+def _plain(rows: Mapping[tuple[str, str], list[Record]]) -> dict[tuple[str, str], list[dict[str, object]]]:
+    return {key: [dict(record) for record in found] for key, found in rows.items()}

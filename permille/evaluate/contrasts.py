@@ -1,0 +1,150 @@
+"""The difference of two methods, with items and seeds both taken as drawn from many.
+
+A test of items alone says what these trained models do on other items; a claim about a method is about other
+seeds too. So an item counts with every seed, `d[i, s] = mu + a_i + b_s + e_is`, and the variance of the mean
+is estimated by what item means and seed means spread, each over its own number (the error is counted twice:
+on the safe side). Degrees of freedom after Satterthwaite. Tasks are pooled with equal weights; tasks that
+share items do not exist.
+
+# Legend: I items, S seeds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+
+Record = Mapping[str, Any]
+"""A cell of a results file; see `permille.evaluate.cells`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contrast:
+    """How much better the first method is: accuracy, or loss with its sign turned.
+
+    Attributes:
+        effect: mean difference; positive where the first is better.
+        error: its standard error; 0 where nothing differs anywhere.
+        freedom: degrees of freedom; at least 1.
+        items: distinct test items of all tasks together.
+        seeds: the fewest of a task.
+    """
+
+    effect: float
+    error: float
+    freedom: float
+    items: int
+    seeds: int
+    tasks: tuple[str, ...]
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """Two-sided confidence interval."""
+        from scipy import stats
+
+        reach = self.error * float(stats.t.ppf((1 + level) / 2, self.freedom))
+        return self.effect - reach, self.effect + reach
+
+    def p_above(self, bound: float) -> float:
+        """One-sided p-value that the effect is no more than `bound`."""
+        from scipy import stats
+
+        if self.error == 0:
+            # All differences are one number. Other items may differ; how many is not known from these.
+            return _hidden(self) if self.effect > bound else 1.0
+        return float(stats.t.sf((self.effect - bound) / self.error, self.freedom))
+
+    def p_below(self, bound: float) -> float:
+        """One-sided p-value that the effect is no less than `bound`."""
+        from scipy import stats
+
+        if self.error == 0:
+            return _hidden(self) if self.effect < bound else 1.0
+        return float(stats.t.cdf((self.effect - bound) / self.error, self.freedom))
+
+
+def contrast(
+    first: Sequence[Record], second: Sequence[Record], *, by_loss: bool, fixed: bool = False
+) -> Contrast | None:
+    """Compare the records of two methods, task by task, on the items and seeds that both have.
+
+    Args:
+        by_loss: the loss of each item's right answer instead of whether it was chosen.
+        fixed: `second` has nothing random (zero-shot): its one record stands beside every seed.
+
+    Returns:
+        None where no task has both methods, or a task has one seed or one item.
+
+    Raises:
+        InputError: a record names an item twice, or a seed has two records.
+    """
+    parts: list[tuple[str, NDArray[np.float64]]] = []
+    for task in dict.fromkeys(record["task"] for record in first):
+        mine = _by_seed([record for record in first if record["task"] == task])
+        theirs = _by_seed([record for record in second if record["task"] == task])
+        if not theirs:
+            continue
+        seeds = sorted(mine) if fixed else sorted(mine.keys() & theirs.keys())
+        any_of_theirs = next(iter(theirs.values()))
+        rows = [_differences(mine[s], any_of_theirs if fixed else theirs[s], by_loss) for s in seeds]
+        items = [item for item in (rows[0] if rows else ()) if all(item in row for row in rows)]
+        if len(seeds) < 2 or len(items) < 2:
+            return None
+        parts.append((task, np.array([[row[item] for row in rows] for item in items])))
+    return _pooled(parts) if parts else None
+
+
+def _pooled(parts: Sequence[tuple[str, NDArray[np.float64]]]) -> Contrast:
+    variances: list[tuple[float, int]] = []
+    for _, difference_IS in parts:
+        for axis in (1, 0):
+            means = difference_IS.mean(axis=axis)
+            variances.append((float(means.var(ddof=1)) / len(means) / len(parts) ** 2, len(means) - 1))
+    total = sum(variance for variance, _ in variances)
+    spread = sum(variance**2 / freedom for variance, freedom in variances)
+    return Contrast(
+        effect=float(np.mean([difference_IS.mean() for _, difference_IS in parts])),
+        error=math.sqrt(total),
+        freedom=max(1.0, total**2 / spread) if spread > 0 else 1.0,
+        items=sum(len(difference_IS) for _, difference_IS in parts),
+        seeds=min(difference_IS.shape[1] for _, difference_IS in parts),
+        tasks=tuple(task for task, _ in parts),
+    )
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted for all of them together, by Holm's step-down method, in the order given."""
+    adjusted = [0.0] * len(p_values)
+    highest = 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def _by_seed(records: Sequence[Record]) -> dict[int, Record]:
+    found = {record["seed"]: record for record in records}
+    if len(found) < len(records):
+        raise InputError(f"expected one record a seed, got {len(records)} of {len(found)} seeds")
+    return found
+
+
+def _differences(first: Record, second: Record, by_loss: bool) -> dict[str, float]:
+    one, other = _outcomes(first, by_loss), _outcomes(second, by_loss)
+    return {item: value - other[item] for item, value in one.items() if item in other}
+
+
+def _outcomes(record: Record, by_loss: bool) -> dict[str, float]:
+    if len(set(record["items"])) < len(record["items"]):
+        raise InputError(f"expected items with names of their own in {record['method']}, got a name twice")
+    values = [-loss for loss in record["item_losses"]] if by_loss else map(float, record["correct"])
+    return dict(zip(record["items"], values, strict=True))
+
+
+def _hidden(found: Contrast) -> float:
+    """The chance that a hundredth of other items was never met, in as many items."""
+    return float(0.99**found.items)

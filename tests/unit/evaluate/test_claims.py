@@ -1,0 +1,233 @@
+"""Every verdict can go each way, and nothing is decided from nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from permille.errors import InputError
+from permille.evaluate.claims import CLAIMS, Relation, Row, Verdict, counted_tasks, overall, verdicts
+from permille.evaluate.contrasts import Record, contrast, holm
+
+ITEMS = 400
+SEEDS = (0, 1, 2, 3, 4)
+LUCK = np.random.default_rng(0)
+# What an item is worth to every method: easy items are easy for all.
+EASE = LUCK.random(ITEMS)
+
+
+def records(method: str, share: float, seeds: Sequence[int] = SEEDS, **changed: Any) -> list[Record]:
+    """One record a seed: right where an item is easier than `share`, with a hundredth of luck."""
+    found: list[Record] = []
+    for seed in seeds:
+        rng = np.random.default_rng([seed, len(method), sum(map(ord, method))])
+        right = (share + 0.01 * rng.standard_normal(ITEMS)) > EASE
+        losses = 1 - share + 0.3 * EASE + 0.01 * rng.standard_normal(ITEMS)
+        found.append(
+            {
+                "model": "m",
+                "base": "bf16",
+                "method": method,
+                "task": "sst2",
+                "seed": seed,
+                "items": [str(n) for n in range(ITEMS)],
+                "correct": "".join("01"[int(one)] for one in right),
+                "item_losses": losses.tolist(),
+                "loss": float(losses.mean()),
+                "accuracy": float(right.mean()),
+                "majority": 0.5,
+                "validation_loss": 1 - share,
+                "stage": "table",
+                "density": 0.001,
+                "queries": 16,
+            }
+            | changed
+        )
+    return found
+
+
+REFERENCES = [*records("zero-shot", 0.5, (0,)), *records("fo:lora-8", 0.8)]
+FOUR_BIT: dict[str, Any] = {"base": "nf4"}
+
+
+def row_of(key: str, found: Sequence[Record], references: Sequence[Record] = REFERENCES) -> Row:
+    (row,) = [row for row in verdicts([*references, *found]) if row.claim.key == key]
+    return row
+
+
+PAIRS: dict[str, Callable[[float, float], list[Record]]] = {
+    "sensitive-random": lambda a, b: records("zo:sensitive-c4", a) + records("zo:random", b),
+    "sensitive-outliers": lambda a, b: records("zo:sensitive-c4", a) + records("zo:outliers", b),
+    "c4-task": lambda a, b: records("zo:sensitive-c4", a) + records("zo:sensitive-task", b),
+    "four-bit": lambda a, b: records("zo:sensitive-c4", a, **FOUR_BIT) + records("zo:full", b),
+    "queries-sensitive-c4": lambda a, b: (
+        records("zo:sensitive-c4", a, stage="queries", queries=4)
+        + records("zo:sensitive-c4", b, stage="queries", queries=1)
+    ),
+    "queries-lora-fa-8": lambda a, b: (
+        records("zo:lora-fa-8", a, stage="queries", queries=8)
+        + records("zo:lora-fa-8", b, stage="queries", queries=1)
+    ),
+    "static": lambda a, b: records("zo:sensitive-task", a) + records("zo:sensitive-task-dynamic", b),
+}
+
+
+def test_every_claim_has_a_pair_here() -> None:
+    assert PAIRS.keys() == {claim.key for claim in CLAIMS}
+
+
+@pytest.mark.parametrize("key", PAIRS)
+def test_a_claim_holds_where_the_first_is_clearly_better_or_equal(key: str) -> None:
+    relation = {claim.key: claim.relation for claim in CLAIMS}[key]
+    row = row_of(key, PAIRS[key](0.7, 0.7 if relation is Relation.WITHIN else 0.6))
+    assert row.verdict is Verdict.HOLDS
+    assert not row.by_loss
+    assert row.p_value is not None and row.p_value < 0.05
+    assert row.found is not None and row.found.items == ITEMS and row.found.seeds == 5
+
+
+@pytest.mark.parametrize("key", PAIRS)
+def test_a_claim_fails_where_the_first_is_clearly_worse(key: str) -> None:
+    row = row_of(key, PAIRS[key](0.6, 0.7))
+    assert row.verdict is Verdict.FAILS
+    assert row.found is not None and row.found.effect == pytest.approx(-0.1, abs=0.03)
+    assert row.interval is not None and row.interval[0] < row.found.effect < row.interval[1] < 0
+
+
+@pytest.mark.parametrize("key", PAIRS)
+def test_one_seed_decides_nothing(key: str) -> None:
+    found = [record for record in PAIRS[key](0.9, 0.6) if record["seed"] == 0]
+    row = row_of(key, found)
+    assert row.verdict is Verdict.UNDECIDED
+    assert "seeds" in row.reason
+
+
+@pytest.mark.parametrize("key", ["c4-task", "four-bit", "static"])
+def test_equality_needs_five_seeds(key: str) -> None:
+    found = [record for record in PAIRS[key](0.7, 0.7) if record["seed"] < 4]
+    row = row_of(key, found)
+    assert row.verdict is Verdict.UNDECIDED
+    assert row.reason == "needs 5 seeds of each task, has 4"
+
+
+@pytest.mark.parametrize("key", PAIRS)
+def test_few_items_decide_nothing(key: str) -> None:
+    few = [
+        record | {"items": record["items"][:20], "correct": record["correct"][:20]}
+        for record in (dict(record) for record in [*REFERENCES, *PAIRS[key](0.9, 0.2)])
+    ]
+    for record in few:
+        record["item_losses"] = record["item_losses"][:20]
+    row = row_of(key, few, references=())
+    assert row.verdict is Verdict.UNDECIDED
+
+
+def test_no_records_leave_every_claim_undecided() -> None:
+    rows = verdicts([])
+    assert [row.claim for row in rows] == list(CLAIMS)
+    assert {row.verdict for row in rows} == {Verdict.UNDECIDED}
+    assert all(row.reason and row.p_value is None for row in rows)
+
+
+@pytest.mark.parametrize("key", ["c4-task", "static", "four-bit"])
+def test_methods_that_learned_nothing_are_no_equals(key: str) -> None:
+    row = row_of(key, PAIRS[key](0.5, 0.5))
+    assert row.verdict is Verdict.UNDECIDED
+    assert "learned something" in row.reason
+
+
+def test_noise_is_no_advantage_and_no_equality() -> None:
+    """Differences as large as the margin, either way: neither is shown."""
+    rng = np.random.default_rng(1)
+
+    def noisy(method: str) -> list[Record]:
+        found = []
+        for record in records(method, 0.7):
+            right = rng.random(ITEMS) < 0.7
+            found.append(dict(record) | {"correct": "".join("01"[int(one)] for one in right)})
+        return list(found)
+
+    for key, second in (("sensitive-random", "zo:random"), ("c4-task", "zo:sensitive-task")):
+        row = row_of(key, noisy("zo:sensitive-c4") + noisy(second))
+        assert row.verdict is Verdict.UNDECIDED, key
+        assert "smaller interval" in row.reason
+
+
+def test_a_seed_that_is_luck_widens_the_interval() -> None:
+    """400 items agree, but only because one seed of three is far above: not better."""
+    lucky = [*records("zo:sensitive-c4", 0.6, (0, 1)), *records("zo:sensitive-c4", 0.99, (2,))]
+    row = row_of("sensitive-random", [*lucky, *records("zo:random", 0.6, (0, 1, 2))])
+    assert row.found is not None and row.found.effect > 0.1
+    assert row.verdict is Verdict.UNDECIDED
+
+
+def test_where_the_task_cannot_be_done_losses_are_compared() -> None:
+    undone = [*records("zero-shot", 0.5, (0,)), *records("fo:lora-8", 0.52)]
+    row = row_of("sensitive-random", PAIRS["sensitive-random"](0.7, 0.6), undone)
+    assert row.by_loss
+    assert row.verdict is Verdict.HOLDS
+    assert row.found is not None and row.found.effect == pytest.approx(0.1, abs=0.01)
+    assert counted_tasks(undone, "m") == frozenset()
+    assert counted_tasks(REFERENCES, "m") == {"sst2"}
+
+
+def test_claims_are_adjusted_for_all_their_rows() -> None:
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    clear = PAIRS["sensitive-random"](0.7, 0.6)
+    alone = row_of("sensitive-random", clear).p_value
+    other = [dict(record) | {"model": "n"} for record in [*REFERENCES, *clear]]
+    both = [row for row in verdicts([*REFERENCES, *clear, *other]) if row.claim.key == "sensitive-random"]
+    assert [row.model for row in both] == ["m", "n"]
+    assert alone is not None
+    assert both[0].p_value == pytest.approx(2 * alone)
+
+
+def test_the_number_of_queries_is_chosen_without_test_items() -> None:
+    """The best by validation is the worst by test: it is taken."""
+    lucky = records("zo:sensitive-c4", 0.95, stage="queries", queries=16, validation_loss=0.9)
+    chosen = records("zo:sensitive-c4", 0.6, stage="queries", queries=2, validation_loss=0.1)
+    single = records("zo:sensitive-c4", 0.6, stage="queries", queries=1)
+    row = row_of("queries-sensitive-c4", [*lucky, *chosen, *single])
+    assert row.found is not None and abs(row.found.effect) < 0.02
+
+
+def test_stages_that_show_where_a_claim_turns_do_not_decide_it() -> None:
+    at_tenth = [
+        dict(record) | {"stage": "fractions", "density": 0.1}
+        for record in PAIRS["sensitive-random"](0.6, 0.7)
+    ]
+    found = [*REFERENCES, *PAIRS["sensitive-random"](0.7, 0.6), *at_tenth]
+    assert row_of("sensitive-random", found).verdict is Verdict.HOLDS
+    rows = verdicts(found, CLAIMS[:1], stages=("fractions",))
+    assert [(row.density, row.verdict) for row in rows] == [(0.1, Verdict.FAILS)]
+
+
+def test_one_row_that_fails_fails_the_claim() -> None:
+    good = row_of("sensitive-random", PAIRS["sensitive-random"](0.7, 0.6))
+    bad = row_of("sensitive-random", PAIRS["sensitive-random"](0.6, 0.7))
+    unknown = row_of("sensitive-random", [])
+    assert overall([good, good]) is Verdict.HOLDS
+    assert overall([good, unknown]) is Verdict.UNDECIDED
+    assert overall([good, bad, unknown]) is Verdict.FAILS
+
+
+def test_a_contrast_counts_the_spread_of_items_and_of_seeds() -> None:
+    """Against numpy on a matrix written by hand: d = [[1, 0], [0, 0], [1, 1]]."""
+
+    def record(method: str, seed: int, correct: str) -> Record:
+        return {"method": method, "task": "t", "seed": seed, "items": ["a", "b", "c"], "correct": correct}
+
+    first = [record("x", 0, "101"), record("x", 1, "001")]
+    second = [record("y", 0, "000"), record("y", 1, "000")]
+    found = contrast(first, second, by_loss=False)
+    assert found is not None
+    item_variance = np.var([0.5, 0, 1], ddof=1) / 3
+    seed_variance = np.var([2 / 3, 1 / 3], ddof=1) / 2
+    assert found.effect == pytest.approx(0.5)
+    assert found.error == pytest.approx(np.sqrt(item_variance + seed_variance))
+    freedom = (item_variance + seed_variance) ** 2 / (item_variance**2 / 2 + seed_variance**2 / 1)
+    assert found.freedom == pytest.approx(freedom)
+    assert contrast(first, [], by_loss=False) is None
+    with pytest.raises(InputError, match="one record a seed"):
+        contrast([*first, first[0]], second, by_loss=False)
