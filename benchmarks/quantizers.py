@@ -113,8 +113,8 @@ def page(cells: Cells) -> str:
         f"{WINDOWS} windows of {WINDOW} tokens of each text, products in float32, no mask; calibration on "
         f"{SEQUENCES} windows of {LENGTH} tokens.",
         "Bytes are those of the stored codes with their scales or centroids: NF4 and int4 as packages hold",
-        "them (float32 scales), SqueezeLLM with 16 float16 centroids a row, auto-round with float16 scales in",
-        "groups of 128. Embedding, norms and head are the same 16-bit numbers in every row but `float32`.",
+        "them (float32 scales), SqueezeLLM with 16 float16 centroids a row, auto-round with float16 scales",
+        "in groups of 128. Embedding, norms and head are the same 16-bit numbers in every row but `float32`.",
         "What a mask is worth to the scales is another question: [quantization.md](quantization.md).",
     ]
     for case in CASES:

@@ -1,0 +1,206 @@
+"""Does personalisation serve a person, or only the domain? Runs over people of three collections.
+
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m benchmarks.users --users 20 --minutes 60 \
+        --output docs/results
+
+Each person's text trains a state as the agent does by default, on the 4-bit package with the sensitive mask;
+a second state learns equally much text of other people; and people are paired, so that each one's text is
+also read under a stranger's state. Tests and tables: permille/evaluate/personal.py.
+
+A pair is a cell, written once it is whole; within it every run goes on where a kill left it. `--minutes`
+begins no pair after that time. Writes users.json and users.md of all that is finished.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cells import Cells, Result, Settings
+from benchmarks.machine import machine
+from benchmarks.model_packages import Sources, installed_home, sources_from_environment
+from benchmarks.settings import settings_parser
+from benchmarks.user_runs import Bench, Person, targets
+from benchmarks.user_text import DENSITIES
+from edge_agent.options import TrainOptions
+from edge_agent.releases import installed_release
+from edge_agent.training_job import package_tokenizer
+from permille.engines.factory import open_engine
+from permille.errors import InputError, OperatorError
+from permille.evaluate.personal import PersonalOutcome, State, markdown
+from permille.evaluate.user_texts import Collection, User, cohort, read_users
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+
+FIGURE = "users"
+LEAST_CHARACTERS = {Collection.SHAKESPEARE: 8_000, Collection.LAMP7: 4_000, Collection.PERSONACHAT: 500}
+"""Who wrote less is not asked: below it a split of the text says nothing."""
+
+STEPS = {"stories260K-hf": 200, "reference-7M": 160}
+_OTHER_DENSITY, _OTHER_STEPS = 0.001, 200
+
+
+def open_bench(sources: Sources, model: str, folder: Path, *, steps: int, seed: int, threads: int) -> Bench:
+    """The model's package (made once), its engine and the choices of every run."""
+    home = installed_home(
+        folder / f"users-{model}", sources, model, folder / "packages", DENSITIES.get(model, _OTHER_DENSITY)
+    )
+    release = installed_release(home)
+    if release is None:
+        raise OperatorError(f"expected an installed package in {home.root}, found none")
+    package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
+    options = TrainOptions(seed=seed, steps=steps).within(int(package.config["max_position_embeddings"]))
+    return Bench(
+        home=home,
+        package=package,
+        engine=open_engine(package, threads=threads),
+        tokenizer=package_tokenizer(package),
+        options=options,
+    )
+
+
+def pairs(bench: Bench, users: Sequence[User], wanted: int) -> list[tuple[Person, Person]]:
+    """The first `wanted` people with enough text, two by two; who is paired with whom depends on no count."""
+    found: list[Person] = []
+    for user in users:
+        if len(found) >= wanted + wanted % 2:
+            break
+        try:
+            found.append(bench.person(user))
+        except InputError:
+            continue
+    return list(zip(found[0::2], found[1::2], strict=False))
+
+
+def measured(bench: Bench, pair: tuple[Person, Person], others: Sequence[User]) -> Result:
+    """Four runs, and the test text of each of the two under the base and three states."""
+    begun = time.process_time()
+    own = [bench.train(person, "own") for person in pair]
+    people = []
+    for place, person in enumerate(pair):
+        pool = bench.pooled(person, others)
+        pooled_K, pooled_told = bench.train(pool, "pooled")
+        of_state = {
+            State.BASE: bench.package.values(),
+            State.OWN: own[place][0],
+            State.POOLED: pooled_K,
+            State.SWAPPED: own[1 - place][0],
+        }
+        losses = {state: bench.nats(person, values_K) for state, values_K in of_state.items()}
+        _, tokens, size = losses[State.BASE]
+        people.append(
+            {
+                "user": person.name,
+                "stranger": pair[1 - place].name,
+                "nats": {state.value: nats for state, (nats, _, _) in losses.items()},
+                "tokens": tokens,
+                "bytes": size,
+                "train_tokens": targets(person.train),
+                "pooled_tokens": targets(pool.train),
+                "select_tokens": targets(person.select),
+                "own_run": own[place][1],
+                "pooled_run": pooled_told,
+            }
+        )
+    return {
+        "people": people,
+        "k": bench.package.k,
+        "cpu_seconds": round(time.process_time() - begun, 1),
+        "machine": machine(),
+    }
+
+
+def groups_of(cells: Cells) -> dict[str, list[PersonalOutcome]]:
+    """Finished people by model, collection, steps and seed."""
+    groups: dict[str, list[PersonalOutcome]] = {}
+    for settings, result in cells.of(FIGURE):
+        name = (
+            f"{settings['model']}, {settings['collection']}, {settings['steps']} steps, "
+            f"seed {settings['seed']}"
+        )
+        groups.setdefault(name, []).extend(PersonalOutcome.of(record) for record in result["people"])
+    return groups
+
+
+def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
+    """All that is finished."""
+    lines = [
+        "# People: own, pooled and swapped states",
+        "",
+        "Made by `python -m benchmarks.users`; every run is in `users.json`. Defaults of the agent (search,",
+        "SPSA with 8 queries, linear schedule, state chosen on a select part) on the NF4 package with the",
+        "sensitive mask; losses on a test part of each person's text that nothing had looked at. *Pooled*:",
+        "the same training on equally much text of other people. *Swapped*: the state of a stranger from the",
+        "same collection. A gain is positive where the first is better; p of all comparisons on this page",
+        "are corrected together.",
+        "",
+    ]
+    for name, reasons in bad_rows.items():
+        if reasons:
+            lines.append(f"Lines of {name} that are no person and are left out: {'; '.join(reasons)}.")
+    return "\n".join(lines) + "\n" + markdown(groups_of(cells))
+
+
+def main() -> None:
+    parser = settings_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=list(STEPS))
+    parser.add_argument("--collections", nargs="+", type=Collection, default=list(Collection))
+    parser.add_argument("--users", type=int, default=20, help="of each collection; an odd one is rounded up")
+    parser.add_argument("--steps", type=int, help="of each run; default: by model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no pair after so long")
+    parser.add_argument("--output", type=Path, help="folder for users.md and users.json; default: printed")
+    parser.set_defaults(cells=Path("build/bench/users.jsonl"))
+    arguments = parser.parse_args()
+    sources = sources_from_environment()
+    cells = Cells(arguments.cells)
+    read = cache(partial(read_users, sources.data))
+    end = time.monotonic() + 60 * arguments.minutes
+    for model in arguments.models:
+        _run(arguments, sources, model, cells, read, end)
+    bad = {
+        collection.value: [f"{row.name} ({row.reason})" for row in read(collection).bad]
+        for collection in arguments.collections
+    }
+    if arguments.output is None:
+        sys.stdout.write(page(cells, bad))
+        return
+    rows = [{"settings": settings, "result": result} for settings, result in cells.of(FIGURE)]
+    (arguments.output / "users.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (arguments.output / "users.md").write_text(page(cells, bad))
+
+
+def _run(
+    arguments: argparse.Namespace, sources: Sources, model: str, cells: Cells, read: Any, end: float
+) -> None:
+    """Pairs of all collections in turn, so that a run that is stopped early has some of each."""
+    steps = arguments.steps or STEPS.get(model, _OTHER_STEPS)
+    bench = open_bench(
+        sources, model, arguments.folder, steps=steps, seed=arguments.seed, threads=arguments.threads
+    )
+    found = {}
+    for collection in arguments.collections:
+        users = cohort(read(collection).users, least_characters=LEAST_CHARACTERS[collection])
+        found[collection] = (users, pairs(bench, users, arguments.users))
+    for number in range(max(len(these) for _, these in found.values())):
+        for collection, (users, these) in found.items():
+            if number >= len(these) or time.monotonic() > end:
+                continue
+            pair = these[number]
+            settings: Settings = {
+                "model": model,
+                "density": DENSITIES.get(model, _OTHER_DENSITY),
+                "collection": collection.value,
+                "steps": steps,
+                "seed": arguments.seed,
+                "people": [person.name for person in pair],
+            }
+            cells.once(FIGURE, settings, partial(measured, bench, pair, users))
+
+
+if __name__ == "__main__":
+    main()
