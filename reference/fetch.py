@@ -1,0 +1,58 @@
+"""Bring the texts that `sources.toml` takes from public git repositories into a folder.
+
+Each source lands in `<texts>/<name>` at its own commit. `--mirror` reads another place than the origin, for
+instance local clones: `--mirror '/clones/{owner}/{repository}'`. Sources already there are left alone.
+
+    python -m reference.fetch --texts build/reference/texts
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+from reference.sources import DEFAULT_SOURCES, Source, read_sources
+
+# For local clones: lets them leave out what is not asked for (pictures, above all), as public servers do.
+_UPLOAD_PACK = "git -c uploadpack.allowFilter=true -c uploadpack.allowAnySHA1InWant=true upload-pack"
+
+
+def fetch(source: Source, folder: Path, mirror: str | None) -> None:
+    """Check out one source's files at its commit in `folder`."""
+    if source.origin is None or source.commit is None:
+        return
+    stamp = folder / ".fetched"
+    if stamp.exists() and stamp.read_text() == source.commit:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    owner, repository = source.origin.rstrip("/").split("/")[-2:]
+    place = mirror.format(owner=owner, repository=repository) if mirror else source.origin
+    _git(folder, "init", "-q")
+    _git(folder, "config", "maintenance.auto", "false")
+    _git(folder, "config", "remote.origin.url", place)
+    _git(folder, "config", "remote.origin.promisor", "true")
+    _git(folder, "config", "remote.origin.uploadpack", _UPLOAD_PACK)
+    _git(folder, "fetch", "-q", "--depth", "1", "--filter=blob:none", "origin", source.commit)
+    patterns = [f":(glob){pattern}" for pattern in source.files]
+    patterns += [f":(exclude,glob){pattern}" for pattern in source.exclude]
+    _git(folder, "checkout", "-q", source.commit, "--", *patterns)
+    stamp.write_text(source.commit)
+
+
+def _git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *arguments], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sources", type=Path, default=DEFAULT_SOURCES)
+    parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--mirror", help="a place with {owner} and {repository} instead of each origin")
+    args = parser.parse_args()
+    for source in read_sources(args.sources).sources:
+        fetch(source, args.texts / source.name, args.mirror)
+
+
+if __name__ == "__main__":
+    main()

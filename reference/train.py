@@ -1,0 +1,241 @@
+"""Train the reference model from scratch; kill it at any time and run the same command again to go on.
+
+The step size is constant after a short warm-up, so the run may stop anywhere ("stable"). `--decay N` branches
+from the newest stable checkpoint, brings the step size to zero over N steps and writes a Hugging Face folder;
+the stable run can go on afterwards as if nothing had happened. With the same machine, thread count and torch,
+a resumed run has the same bits as one that never stopped.
+
+    python -m reference.train --corpus build/reference/corpus --run build/reference/run --minutes 80
+    python -m reference.train --corpus build/reference/corpus --run build/reference/run --decay 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from permille.errors import InputError
+from reference.export import export
+from reference.model import Shape, initial, loss, rotation
+from reference.muon import Optimizer
+from reference.windows import Windows, grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that decides the bits of a run, beside the corpus, torch and the thread count."""
+
+    seed: int = 0
+    context: int = 256
+    batch: int = 16
+    micro: int = 4
+    warmup: int = 40
+    matrix_rate: float = 0.02
+    rate: float = 3e-3
+    embed_rate: float = 2e-2
+    weight_decay: float = 0.05
+
+
+class Run:
+    """A training run in a folder: `stable.pt`, `decay-<first>-<steps>.pt`, `log.jsonl`, `recipe.json`."""
+
+    def __init__(self, corpus: Path, folder: Path, shape: Shape, recipe: Recipe, device: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.corpus, self.folder, self.device = corpus, folder, device
+        self.shape, self.recipe = _pinned(folder / "recipe.json", shape, recipe)
+        mixture = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))["mixture"]
+        self.windows = Windows(corpus, mixture, self.recipe.context, self.recipe.seed)
+        self.parameters = initial(self.shape, self.recipe.seed, device)
+        self.optimizer = Optimizer(
+            self.parameters,
+            matrix_rate=self.recipe.matrix_rate,
+            rate=self.recipe.rate,
+            embed_rate=self.recipe.embed_rate,
+            decay=self.recipe.weight_decay,
+        )
+        self.turn = rotation(self.recipe.context, self.shape.head, device)
+        self.steps = 0
+        self.seconds = 0.0
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        state = torch.load(path, weights_only=True, map_location=self.device)
+        with torch.no_grad():
+            for name, value in state["parameters"].items():
+                self.parameters[name].copy_(value)
+            for name, value in state["optimizer"].items():
+                self.optimizer.state[name].copy_(value)
+        self.steps = self.optimizer.steps = state["steps"]
+        self.seconds = state["seconds"]
+        self.windows.drawn = dict(state["drawn"])
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint: whole, or not at all."""
+        state = {
+            "parameters": {name: value.detach() for name, value in self.parameters.items()},
+            "optimizer": self.optimizer.state,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "drawn": self.windows.drawn,
+        }
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+
+    def step(self, scale: float) -> float:
+        """One update with all step sizes times `scale`; the mean training loss of its windows."""
+        begun = time.perf_counter()
+        rows = torch.from_numpy(self.windows.batch(self.steps, self.recipe.batch)).to(self.device)
+        total = 0.0
+        for part in torch.split(rows, self.recipe.micro):
+            value = self._loss(part) * (len(part) / len(rows))
+            value.backward()  # type: ignore[no-untyped-call]
+            total += float(value.detach())
+        if not math.isfinite(total):
+            raise InputError(
+                f"expected a finite loss, got {total} at step {self.steps}: lower the step sizes"
+            )
+        self.optimizer.step(scale)
+        self.steps += 1
+        self.seconds += time.perf_counter() - begun
+        return total
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device == "cuda"):
+            return loss(self.parameters, self.shape, tokens, self.turn)
+
+    @torch.no_grad()
+    def validation(self, count: int = 64) -> float:
+        """Mean loss over windows spread over the corpus's own validation text (never trained on)."""
+        rows = grid(np.load(self.corpus / "validation.npy", mmap_mode="r"), self.recipe.context, count)
+        parts = torch.split(torch.from_numpy(rows).to(self.device), self.recipe.micro)
+        return sum(float(self._loss(part)) * len(part) for part in parts) / len(rows)
+
+    def note(self, phase: str, training: float, validation: float | None) -> None:
+        """A line in `log.jsonl` and on the terminal."""
+        row: dict[str, Any] = {
+            "phase": phase,
+            "step": self.steps,
+            "tokens": self.steps * self.recipe.batch * self.recipe.context,
+            "seconds": round(self.seconds, 1),
+            "training_loss": round(training, 4),
+        }
+        if validation is not None:
+            row["validation_loss"] = round(validation, 4)
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+
+def train_stable(run: Run, *, steps: int | None, minutes: float | None, save_every: int) -> None:
+    """Constant step size until `steps` in all or `minutes` from now; goes on from the last checkpoint."""
+    path = run.folder / "stable.pt"
+    if path.exists():
+        run.load(path)
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    training = math.nan
+    while (steps is None or run.steps < steps) and (end is None or time.monotonic() < end):
+        training = run.step(min(1.0, (run.steps + 1) / run.recipe.warmup))
+        if run.steps % save_every == 0:
+            run.save(path)
+            run.note("stable", training, run.validation())
+        elif run.steps % 10 == 0:
+            run.note("stable", training, None)
+    run.save(path)
+    run.note("stable", training, run.validation())
+
+
+def train_decay(run: Run, *, steps: int, save_every: int, out: Path | None) -> Path:
+    """Bring the step size to zero over `steps` from the stable checkpoint, then export; resumes likewise."""
+    stable = run.folder / "stable.pt"
+    if not stable.exists():
+        raise InputError(f"expected a stable checkpoint {stable}, found none: train without --decay first")
+    run.load(stable)
+    first = run.steps
+    path = run.folder / f"decay-{first}-{steps}.pt"
+    if path.exists():
+        run.load(path)
+    training = math.nan
+    while run.steps < first + steps:
+        training = run.step(1.0 - (run.steps - first) / steps)
+        if run.steps % save_every == 0:
+            run.save(path)
+        if run.steps % 10 == 0:
+            run.note("decay", training, None)
+    run.save(path)
+    validation = run.validation(10**9)
+    run.note("decay", training, validation)
+    folder = out or run.folder / f"model-{run.steps}"
+    tokens = run.steps * run.recipe.batch * run.recipe.context
+    facts = {
+        "recipe": asdict(run.recipe),
+        "shape": asdict(run.shape),
+        "steps": run.steps,
+        "decay_steps": steps,
+        "tokens_seen": tokens,
+        "training_seconds": round(run.seconds),
+        "threads": torch.get_num_threads(),
+        "validation_loss_nats_per_token": round(validation, 4),
+    }
+    export(run.parameters, run.shape, run.corpus, folder, facts)
+    return folder
+
+
+def _pinned(path: Path, shape: Shape, recipe: Recipe) -> tuple[Shape, Recipe]:
+    """The run's shape and recipe: those it began with, whatever a later command says."""
+    if not path.exists():
+        path.write_text(json.dumps({"shape": asdict(shape), "recipe": asdict(recipe)}, indent=1) + "\n")
+        return shape, recipe
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return Shape(**kept["shape"]), Recipe(**kept["recipe"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--steps", type=int, help="stop after this many stable steps in all")
+    parser.add_argument("--minutes", type=float, help="stop after this time (checkpoint written)")
+    parser.add_argument("--decay", type=int, metavar="N", help="branch: N steps down to zero, then export")
+    parser.add_argument("--out", type=Path, help="where the decayed model goes (else in the run)")
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    for kind in (Shape, Recipe):
+        for item in fields(kind):
+            if item.name != "tied":
+                flag = f"--{item.name.replace('_', '-')}"
+                parser.add_argument(flag, type=type(item.default), default=item.default)
+    return parser
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    torch.set_num_threads(args.threads)
+    torch.use_deterministic_algorithms(args.device == "cpu")
+    shape = Shape(**{item.name: getattr(args, item.name) for item in fields(Shape) if item.name != "tied"})
+    recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
+    run = Run(args.corpus, args.run, shape, recipe, args.device)
+    if args.decay:
+        print(train_decay(run, steps=args.decay, save_every=args.save_every, out=args.out))
+    else:
+        train_stable(run, steps=args.steps, minutes=args.minutes, save_every=args.save_every)
+
+
+if __name__ == "__main__":
+    main()
