@@ -43,7 +43,7 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
         InputError: the file is of another sweep or damaged before its last line; or a cell's input is wrong
             (what is done is kept).
     """
-    done = Results.open(results, _digest(sweep))
+    done = Results.open(results, sweep_digest(sweep))
     bench = Bench(sweep)
     for line in bench.bad_rows():
         done.append({"kind": "bad-row", "key": line})
@@ -167,7 +167,7 @@ _FIELDS: dict[str, set[str]] = {
 """What a line of each kind holds beside kind and key, as far as it is read again."""
 
 
-def _digest(sweep: Sweep) -> str:
+def sweep_digest(sweep: Sweep) -> str:
     """Of the choices, the bytes of the files, wherever these are, and our version.
 
     A choice at its default is left out: what a sweep can choose may grow, and results stay its own.
@@ -201,4 +201,4 @@ def _finite(loss: float) -> float | None:
     return loss if loss < float("inf") else None
 
 
-__all__ = ["Progress", "Results", "cells_of", "run_sweep"]
+__all__ = ["Progress", "Results", "cells_of", "run_sweep", "sweep_digest"]

@@ -1,7 +1,8 @@
 """The evaluation job: a sweep over models, bases, tasks, methods and seeds, cell by cell.
 
 Its results file is in the job's work folder: an attempt goes on after the last cell that an earlier one
-finished. Once all are done the file becomes a blob, as it stands.
+finished, also when the job was cancelled and is queued again. Once all are done the file becomes a blob, as
+it stands.
 """
 
 import json
@@ -10,7 +11,6 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-import permille
 from permille.corpora.sources import FileCorpus
 from permille.errors import InputError
 from permille.evaluate.specification import Sweep, sweep_of
@@ -40,9 +40,7 @@ def run(context: TaskContext) -> Publish:
     corpus = open_corpus(context, payload.corpus_id)
     sweep = _sweep(context, payload, opened, corpus)
     context.progress(0.0, "reading the tasks")
-    # Cells of two versions are not compared: another version begins anew.
-    file = context.work_folder / f"results-{permille.__version__}.jsonl"
-    findings = _findings(context, sweep, file)
+    findings = _findings(context, sweep)
     provenance = _provenance(opened, corpus, sweep)
 
     def publish(session: Session) -> Result:
@@ -61,10 +59,13 @@ def run(context: TaskContext) -> Publish:
     return publish
 
 
-def _findings(context: TaskContext, sweep: Sweep, file: Path) -> Findings:
-    """Run what the file lacks, then keep it and its tables."""
+def _findings(context: TaskContext, sweep: Sweep) -> Findings:
+    """Run what the results lack, then keep them and their tables."""
     from permille.evaluate.report import markdown
-    from permille.evaluate.sweep import run_sweep
+    from permille.evaluate.sweep import run_sweep, sweep_digest
+
+    # By what is compared: where a task file or this software has changed since, all cells are run anew.
+    file = context.work_folder / f"results-{sweep_digest(sweep)[-16:]}.jsonl"
 
     def progress(done: int, total: int, following: str) -> None:
         message = f"cell {done + 1}/{total} {following}" if following else "reporting"
