@@ -2,12 +2,16 @@
 
     python -m benchmarks.evidence --models DIR/stories260K-hf DIR/reference-7M
     python -m benchmarks.evidence --stage table --model stories260K-hf --minutes 60
+    python -m benchmarks.evidence --page
 
 Stop it whenever you like: what is finished is durable, and the same command goes on. The page is written at
-the end of each call (`--page` alone writes it from what there is).
+the end of each call (`--page` alone writes it from what there is). Two calls may run at once if no model is
+common to both.
 
 Files: PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks (`tasks/BoolQ/val.jsonl`, ...) and
 text; or `--materials FILE`, a TOML file with `models`, `corpus` and `[tasks.<name>]` like a sweep's.
+
+Expected, one core at rest a model: HOURS
 """
 
 import argparse
@@ -18,18 +22,35 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.evidence_plan import FRACTIONS, QUICK, Materials, Size, Unit, size_for, units
+from benchmarks.cells import Cells
+from benchmarks.evidence_gradients import Gradients
+from benchmarks.evidence_page import write_page
+from benchmarks.evidence_plan import (
+    DENSITY,
+    FRACTIONS,
+    QUERIES,
+    QUICK,
+    SWEEP_STAGES,
+    Materials,
+    Size,
+    Unit,
+    size_for,
+    units,
+)
+from benchmarks.evidence_records import flat_density, read_records
+from benchmarks.evidence_steps import measure_memory, measure_steps
 from permille.errors import InputError, PermilleError
 from permille.evaluate.specification import read_sweep
 from permille.evaluate.sweep import run_sweep
 
-STAGES = ("table", "fractions", "flat", "queries")
+STAGES = ("coverage", "transfer", "table", "fractions", "flat", "queries", "steps", "memory")
 _MODELS = ("stories260K-hf", "reference-7M")
 _TASK_FILES = {
     "sst2": {"train": "SST-2_glue/train.tsv", "test": "SST-2_glue/dev.tsv"},
     "boolq": {"train": "BoolQ/val.jsonl"},
     "rte": {"train": "RTE/train.jsonl", "test": "RTE/val.jsonl"},
 }
+_FIRST_TASK_ONLY = frozenset({"fractions", "queries", "steps"})
 
 
 class TimeIsUpError(Exception):
@@ -37,29 +58,101 @@ class TimeIsUpError(Exception):
 
 
 class Runner:
-    """Runs stages into a folder."""
+    """Runs stages into a folder, whose name says nothing of the models: they may be added to."""
 
-    def __init__(self, materials: Materials, folder: Path, *, quick: bool, minutes: float | None) -> None:
+    def __init__(
+        self,
+        materials: Materials,
+        folder: Path,
+        *,
+        quick: bool = False,
+        minutes: float | None = None,
+        shape: str = "1.1B",
+        layers: int | None = None,
+        threads: int = 1,
+    ) -> None:
         self.materials = materials
         self.folder = folder
-        self.quick = quick
+        self._quick = quick
+        self._shape, self._layers, self._threads = shape, layers, threads
         self._end = None if minutes is None else time.monotonic() + 60 * minutes
 
     def run(self, stage: str, model: Path, task: str) -> None:
-        """Every sweep of a stage that is not finished."""
-        for unit in units(stage, model, task, self._size(model), fractions=self._fractions()):
-            self._sweep(unit)
+        """What a stage lacks.
 
-    def _sweep(self, unit: Unit) -> None:
-        path = self.folder / "sweeps" / f"{unit.name}.toml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(unit.toml(self.materials), encoding="utf-8")
-        run_sweep(read_sweep(path), path.with_suffix(".jsonl"), self._progress)
+        Raises:
+            TimeIsUpError: before the next cell.
+            InputError: a model, a task's file or what a former run left is not as expected.
+        """
+        if stage in _FIRST_TASK_ONLY and task != next(iter(self.materials.tasks)):
+            return
+        if stage in SWEEP_STAGES:
+            for unit in self.planned(stage, model, task):
+                run_sweep(read_sweep(self._written(unit)), self._results(unit), self._progress)
+        elif stage in ("coverage", "transfer"):
+            self._gradients(stage, model, task)
+        elif stage == "steps":
+            self._steps(model, task)
 
-    def _progress(self, done: int, total: int, following: str) -> None:
-        if following:
-            print(f"[{done}/{total}] {following}", file=sys.stderr, flush=True)
-            self.check_time()
+    def memory(self) -> None:
+        """The stage that needs no model.
+
+        Raises:
+            TimeIsUpError: before the next cell.
+        """
+        few = {"sequences": (1, 2), "tokens": (8,)} if self._quick else {}
+        measure_memory(
+            Cells(self.folder / "memory.jsonl"),
+            self.folder / "random",
+            shape="tiny" if self._quick else self._shape,
+            layers=self._layers,
+            threads=self._threads,
+            check_time=self.check_time,
+            **few,
+        )
+
+    def planned(self, stage: str, model: Path, task: str) -> list[Unit]:
+        """The sweeps of a stage; none where it waits for another stage, or for another density."""
+        if stage in _FIRST_TASK_ONLY and task != next(iter(self.materials.tasks)):
+            return []
+        density = self.flat(model) if stage == "flat" else DENSITY
+        if stage == "flat" and density in (None, DENSITY):
+            return []
+        return units(
+            stage, model, task, self._size(model), density=density or DENSITY, fractions=self._fractions()
+        )
+
+    def flat(self, model: Path) -> float | None:
+        """Where the model's curve is flat, once the fractions are finished."""
+        task = next(iter(self.materials.tasks))
+        planned = self.planned("fractions", model, task)
+        records = read_records(self.folder)
+        own = [r for r in records if (r["stage"], r["model"]) == ("fractions", model.name)]
+        if len(own) < sum(len(unit.choices["methods"]) * len(unit.choices["seeds"]) for unit in planned):
+            return None
+        return flat_density(records, model.name, task)
+
+    def page(self, output: Path) -> None:
+        """Write page, data and figures of what there is."""
+        models = {model.name: model for model in self.materials.models}
+        planned = [
+            unit
+            for stage in SWEEP_STAGES
+            for model in self.materials.models
+            for task in self.materials.tasks
+            for unit in self.planned(stage, model, task)
+        ]
+        waiting = {
+            f"`flat` of {model.name}": "waits for the end of `fractions`, which says where the curve is flat"
+            for model in self.materials.models
+            if self.flat(model) is None
+        }
+        cells = [
+            cell
+            for path in (*sorted(self.folder.glob("cells-*.jsonl")), self.folder / "memory.jsonl")
+            for cell in Cells(path)
+        ]
+        write_page(self.folder, output, planned, models, cells=cells, waiting=waiting, queries=QUERIES)
 
     def check_time(self) -> None:
         """
@@ -69,43 +162,123 @@ class Runner:
         if self._end is not None and time.monotonic() >= self._end:
             raise TimeIsUpError
 
+    def _gradients(self, stage: str, model: Path, task: str) -> None:
+        unit = self.planned("table", model, task)[0]
+        size = self._size(model)
+        settings = {"model": model.name, "task": task, "examples": 4 if self._quick else 64}
+        if stage == "transfer":
+            settings["steps"] = size.fo_steps
+
+        def measure() -> dict[str, object]:
+            self.check_time()
+            gradients = Gradients(self._written(unit), unit, examples=int(settings["examples"]))
+            return gradients.coverage() if stage == "coverage" else gradients.transfer(size.fo_steps)
+
+        self._cells(model).once(stage, settings, measure)
+
+    def _steps(self, model: Path, task: str) -> None:
+        unit = self.planned("table", model, task)[0]
+        size, rounds = self._size(model), 1 if self._quick else 7
+        settings = {"model": model.name, "task": task, "density": DENSITY, "rounds": rounds}
+
+        def measure() -> dict[str, object]:
+            self.check_time()
+            return measure_steps(
+                model,
+                self.materials.corpus,
+                Gradients(self._written(unit), unit).batch(0),
+                self.folder / "packages",
+                density=DENSITY,
+                sequences=size.corpus_sequences,
+                length=size.corpus_tokens,
+                rounds=rounds,
+                threads=self._threads,
+            )
+
+        self._cells(model).once("steps", settings | {"threads": self._threads}, measure)
+
+    def _written(self, unit: Unit) -> Path:
+        path = self.folder / "sweeps" / f"{unit.name}.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(unit.toml(self.materials), encoding="utf-8")
+        return path
+
+    def _results(self, unit: Unit) -> Path:
+        return self.folder / "sweeps" / f"{unit.name}.jsonl"
+
+    def _cells(self, model: Path) -> Cells:
+        return Cells(self.folder / f"cells-{model.name}.jsonl")
+
+    def _progress(self, done: int, total: int, following: str) -> None:
+        if following:
+            print(f"[{done}/{total}] {following}", file=sys.stderr, flush=True)
+            self.check_time()
+
     def _size(self, model: Path) -> Size:
-        return QUICK if self.quick else size_for(model)
+        return QUICK if self._quick else size_for(model)
 
     def _fractions(self) -> Sequence[float]:
-        return FRACTIONS[2:4] if self.quick else FRACTIONS
+        return FRACTIONS[3:4] if self._quick else FRACTIONS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing."""
+    """Run what is missing, then write the page. Exit status: 0 done or out of minutes, 1 refused."""
+    options = _parser().parse_args(arguments)
+    try:
+        materials = _materials(options.materials, options.models)
+        runner = Runner(
+            materials,
+            options.folder,
+            quick=options.quick,
+            minutes=options.minutes,
+            shape=options.shape,
+            layers=options.layers,
+            threads=options.threads,
+        )
+        try:
+            _run(runner, options)
+        except TimeIsUpError:
+            print("the minutes are over; the same command goes on", file=sys.stderr)
+        runner.page(options.output or options.folder / "page")
+    except PermilleError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(runner: Runner, options: argparse.Namespace) -> None:
+    if options.page:
+        return
+    wanted = options.stage or STAGES
+    for model in runner.materials.models:
+        if options.model not in (None, model.name):
+            continue
+        for stage in wanted:
+            for task in runner.materials.tasks:
+                if options.task in (None, task):
+                    runner.run(stage, model, task)
+    if "memory" in wanted:
+        runner.memory()
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("build/evidence"), help="results and sweeps")
+    parser.add_argument("--output", type=Path, help="of the page; default: FOLDER/page")
     parser.add_argument("--materials", type=Path)
     parser.add_argument("--models", type=Path, nargs="+", help="transformers folders")
     parser.add_argument("--model", help="only this one, by name")
     parser.add_argument("--task", help="only this one")
     parser.add_argument("--stage", choices=STAGES, action="append")
     parser.add_argument("--minutes", type=float, help="begin no new cell after these")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few steps of everything: numbers mean nothing"
-    )
-    options = parser.parse_args(arguments)
-    try:
-        materials = _materials(options.materials, options.models)
-        runner = Runner(materials, options.folder, quick=options.quick, minutes=options.minutes)
-        for model in materials.models:
-            for stage in options.stage or STAGES:
-                for task in materials.tasks:
-                    if options.model in (None, model.name) and options.task in (None, task):
-                        runner.run(stage, model, task)
-    except TimeIsUpError:
-        print("the minutes are over; the same command goes on", file=sys.stderr)
-    except PermilleError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 1
-    return 0
+    parser.add_argument("--quick", action="store_true", help="a few steps of all: numbers mean nothing")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--shape", default="1.1B", help="of the memory figure; see random_packages")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    return parser
 
 
 def _materials(path: Path | None, models: Sequence[Path] | None) -> Materials:

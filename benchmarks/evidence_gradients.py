@@ -44,6 +44,10 @@ class Gradients:
         self._selecting, self._judging = _singles(items[::2]), _singles(items[1::2])
         self._weights = LinearWeights(models.stored(unit.model, Base.BF16))
 
+    def batch(self, step: int) -> Batch:
+        """The task's batch of a step."""
+        return self._data.batch(step)
+
     def coverage(self) -> Result:
         """Figure 2: shares by fraction, of the corpus and of the task."""
         corpus = fisher_scores(

@@ -73,6 +73,7 @@ class Size:
     evaluations: int = 5
     corpus_sequences: int = 64
     corpus_tokens: int = 128
+    query_numbers: tuple[int, ...] = (1, 2, 4, 8, 16)
     seeds: tuple[int, ...] = SEEDS
     equivalence_seeds: tuple[int, ...] = EQUIVALENCE_SEEDS
 
@@ -95,6 +96,7 @@ QUICK = Size(
     evaluations=1,
     corpus_sequences=2,
     corpus_tokens=16,
+    query_numbers=(1, 4),
     seeds=(0,),
     equivalence_seeds=(0,),
 )
@@ -182,7 +184,7 @@ def units(
                     stage, model, task, size, f"q{queries}", ("zo:sensitive-c4", "zo:lora-fa-8"),
                     queries=queries, batch_size=EFFECTIVE_BATCH // queries, zo_steps=2 * size.zo_steps,
                 )
-                for queries in (1, 2, 4, 8, 16)
+                for queries in size.query_numbers
             ]  # fmt: skip
     raise InputError(f"expected a stage of {', '.join(SWEEP_STAGES)}; got {stage!r}")
 

@@ -72,7 +72,7 @@ class LinearWeights:
         """
         self._shapes = _shapes(model)
         whole = {name: np.arange(np.prod(shape), dtype=np.uint32) for name, shape in self._shapes.items()}
-        self.trainable: Trainable = masked_weights(model, whole)  # type: ignore[arg-type]
+        self.trainable: Trainable = masked_weights(model, whole)
 
     def squared_gradients(self, values_K: NDArray[np.float32], examples: Iterable[Batch]) -> Scores:
         """Mean of the squared gradients of single examples, float32 by tensor.
@@ -109,4 +109,4 @@ def held_shares(scores: Mapping[str, NDArray[np.float32]], masks: Mapping[str, M
 
 def _shapes(model: object) -> dict[str, tuple[int, ...]]:
     parameters = dict(model.named_parameters())  # type: ignore[attr-defined]
-    return {name: tuple(parameters[name].shape) for name in linear_weights(model)}  # type: ignore[arg-type]
+    return {name: tuple(parameters[name].shape) for name in linear_weights(model)}

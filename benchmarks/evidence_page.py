@@ -1,0 +1,145 @@
+"""Writes `evidence.md`, `evidence.json` and the figures, from whatever the evidence's folder holds."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.cells import Result, Settings
+from benchmarks.evidence_pictures import (
+    FIGURES,
+    Picture,
+    coverage_pictures,
+    fraction_pictures,
+    memory_pictures,
+    step_pictures,
+    transfer_pictures,
+)
+from benchmarks.evidence_plan import Unit
+from benchmarks.evidence_records import progress, read_records, summary
+from benchmarks.evidence_tables import method_table, progress_list, setting_table, turn_table, verdict_table
+from permille.evaluate.cells import Json
+from permille.evaluate.claims import verdicts
+
+DATA, PAGE, FOLDER = "evidence.json", "evidence.md", "figures"
+_COMMAND = "python -m benchmarks.evidence"
+
+_HEAD = """# Evidence: the papers' comparisons, repeated
+
+Made by `make evidence` (`{command}`) from the models and the task files that it is given. This page is
+written from the finished cells alone, in whatever state the run is; the data behind every number: `{data}`.
+
+How it is compared: every trained method starts with the same number of step sizes on one logarithmic grid,
+extended while the best is on its edge; tuning seeds are no reporting seeds; test items are the same for every
+seed and chose nothing. Zeroth-order steps take exact directional derivatives ({queries} a step unless a table
+says otherwise). Sizes, seeds and steps of every cell are in the data.
+"""
+
+_VERDICTS = """## Verdicts
+
+Effects are differences in accuracy on tasks that tuned first-order training can do at this size (5 points
+above majority and zero-shot, p < 0.01), else in the loss of the right answer (positive: the first method's is
+lower). Intervals and p-values take items and seeds as drawn; p is adjusted (Holm) for all rows of a claim.
+Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never concluded from methods that
+learned nothing.
+"""
+
+
+def write_page(
+    folder: Path,
+    output: Path,
+    planned: Sequence[Unit],
+    models: Mapping[str, Path],
+    *,
+    cells: Sequence[tuple[str, Settings, Result]],
+    waiting: Mapping[str, str],
+    queries: int,
+) -> None:
+    """Write page, data and figures.
+
+    Args:
+        folder: with `sweeps`.
+        planned: every sweep that the evidence consists of.
+        models: folders by name.
+        cells: of gradients, steps and memory.
+        waiting: stages that cannot be planned yet, with the reason.
+        queries: directions a step.
+    """
+    records = read_records(folder)
+    pictures = [
+        *fraction_pictures(records, models),
+        *coverage_pictures(_of(cells, "coverage")),
+        *transfer_pictures(_of(cells, "transfer")),
+        *step_pictures(_of(cells, "steps"), records),
+        *memory_pictures(_of(cells, "memory")),
+    ]
+    drawn = {picture.key for picture in pictures}
+    missing = dict(waiting) | {
+        f"figure `{key}`": f"{what}: no data yet" for key, what in FIGURES.items() if key not in drawn
+    }
+    lines = [
+        _HEAD.format(command=_COMMAND, data=DATA, queries=queries),
+        _VERDICTS,
+        *verdict_table(verdicts(records)),
+        "",
+        "## Not measured yet",
+        "",
+        *progress_list(progress(planned, records), missing),
+        "",
+        *_tables(records),
+        *_figures(pictures),
+    ]
+    (output / FOLDER).mkdir(parents=True, exist_ok=True)
+    for picture in pictures:
+        (output / FOLDER / f"{picture.name}.png").write_bytes(picture.png)
+    data = {
+        "records": summary(records),
+        "cells": [{"figure": figure, "settings": at, "result": found} for figure, at, found in cells],
+    }
+    (output / DATA).write_text(_json(data), encoding="utf-8")
+    (output / PAGE).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def _tables(records: Sequence[Json]) -> Iterable[str]:
+    yield from ("## Where claims turn", "", "The same comparisons at other densities, three seeds.", "")
+    yield from (*turn_table(verdicts(records, stages=("fractions",))), "")
+    yield from (
+        "## Methods and tasks (table 1)",
+        "",
+        "Accuracy in percent, mean and deviation over three seeds; in brackets the loss of the right answer, "
+        "nats a token. Tasks in *italics* do not count for accuracy.",
+        "",
+    )
+    tables = [record for record in records if record["stage"] in ("table", "flat")]
+    for model, density in sorted({(record["model"], record["density"]) for record in tables}):
+        own = [r for r in tables if (r["model"], r["density"]) == (model, density)]
+        yield from (f"### {model}, density {density:g}", "")
+        yield from (*method_table(own, [r for r in records if r["model"] == model]), "")
+    settings = (
+        ("queries", "queries", "q =", "Queries against batch at constant work (P-RGE, table 2)"),
+        ("fractions", "density", "density", "First-order ceiling and every mask by density"),
+    )
+    for stage, setting, heading, title in settings:
+        own = [record for record in records if record["stage"] == stage]
+        if own:
+            yield from (f"## {title}", "", *setting_table(own, setting, heading), "")
+
+
+def _figures(pictures: Sequence[Picture]) -> Iterable[str]:
+    if pictures:
+        yield from ("## Figures", "")
+    for picture in pictures:
+        yield f"![{FIGURES[picture.key]}]({FOLDER}/{picture.name}.png)"
+        yield from ("", f"{picture.caption} `{_COMMAND} --stage {picture.stage}`, data in `{DATA}`.", "")
+
+
+def _of(cells: Sequence[tuple[str, Settings, Result]], figure: str) -> list[tuple[Settings, Result]]:
+    return [(settings, result) for name, settings, result in cells if name == figure]
+
+
+def _json(data: Mapping[str, Sequence[object]]) -> str:
+    """One record a line: a change of one is a change of a line."""
+    parts = [
+        f"{json.dumps(key)}: [\n" + ",\n".join(json.dumps(row, sort_keys=True) for row in rows) + "\n]"
+        for key, rows in data.items()
+    ]
+    return "{" + ",\n".join(parts) + "}\n"

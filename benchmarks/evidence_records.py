@@ -1,0 +1,106 @@
+"""Records of the evidence: what is finished, what is not, and where the curve over densities is flat."""
+
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.evidence_plan import Unit
+from permille.evaluate.cells import Json
+
+SUMMARY = (
+    *("stage", "model", "base", "method", "task", "seed", "density", "queries", "batch_size", "zo_steps"),
+    *("fo_steps", "accuracy", "loss", "majority", "validation_loss", "best_step", "step_factor", "on_edge"),
+    *("examples", "shots", "cut_examples", "seconds"),
+)
+"""What the committed data keep of a record; outcomes item by item stay in the results files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Cells of one stage, model and task."""
+
+    stage: str
+    model: str
+    task: str
+    done: int
+    planned: int
+    hours: float
+
+
+def read_records(folder: Path) -> list[Json]:
+    """Every finished cell below `folder/sweeps`, with what its sweep chose; torn last lines are ignored."""
+    return [
+        record
+        for path in sorted((folder / "sweeps").glob("*.jsonl"))
+        if path.with_suffix(".toml").exists()
+        for record in _of_sweep(path)
+    ]
+
+
+def progress(planned: Iterable[Unit], records: Sequence[Json]) -> list[Progress]:
+    """What is finished of each stage, model and task."""
+    found: dict[tuple[str, str, str], list[Unit]] = {}
+    for unit in planned:
+        found.setdefault((unit.stage, unit.model.name, unit.task), []).append(unit)
+    rows = []
+    for (stage, model, task), units in found.items():
+        own = [r for r in records if (r["stage"], r["model"], r["task"]) == (stage, model, task)]
+        rows.append(
+            Progress(
+                stage=stage,
+                model=model,
+                task=task,
+                done=len(own),
+                planned=sum(len(unit.choices["methods"]) * len(unit.choices["seeds"]) for unit in units),
+                hours=sum(record["seconds"] for record in own) / 3600,
+            )
+        )
+    return rows
+
+
+def flat_density(records: Iterable[Json], model: str, task: str) -> float | None:
+    """The smallest density from which the curve of sensitive weights is flat.
+
+    Flat: the validation loss, mean over seeds, is within one standard error (of the differences, seed by
+    seed) of the lowest density's that is best. Test items choose nothing. None where fewer than two densities
+    of the stage have two seeds.
+    """
+    losses: dict[float, dict[int, float]] = {}
+    for record in records:
+        if (record["stage"], record["model"], record["task"], record["method"]) == (
+            "fractions",
+            model,
+            task,
+            "zo:sensitive-c4",
+        ):
+            losses.setdefault(record["density"], {})[record["seed"]] = record["validation_loss"]
+    whole = {density: by_seed for density, by_seed in losses.items() if len(by_seed) > 1}
+    if len(whole) < 2:
+        return None
+    best = min(whole, key=lambda density: float(np.mean(list(whole[density].values()))))
+    for density in sorted(whole):
+        seeds = sorted(whole[density].keys() & whole[best].keys())
+        differences = np.array([whole[density][seed] - whole[best][seed] for seed in seeds])
+        error = differences.std(ddof=1) / np.sqrt(len(seeds)) if len(seeds) > 1 else 0.0
+        if density == best or differences.mean() <= error:
+            return density
+    return best
+
+
+def summary(records: Iterable[Json]) -> list[Json]:
+    """Records without their items."""
+    return [{key: record[key] for key in SUMMARY} for record in records]
+
+
+def _of_sweep(path: Path) -> list[Json]:
+    chosen = tomllib.loads(path.with_suffix(".toml").read_text(encoding="utf-8"))
+    labels: dict[str, Any] = {"stage": path.name.partition("-")[0]}
+    labels |= {key: chosen[key] for key in ("density", "queries", "batch_size", "zo_steps", "fo_steps")}
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    lines = [json.loads(line) for line in whole.splitlines()]
+    return [line | labels for line in lines if line["kind"] == "cell"]

@@ -1,0 +1,138 @@
+"""Tables of the evidence's page, in Markdown."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from benchmarks.evidence_records import Progress
+from permille.evaluate.cells import Json
+from permille.evaluate.claims import CLAIMS, Relation, Row, Verdict, counted_tasks, overall
+from permille.evaluate.statistics import average_ranks
+
+
+def verdict_table(rows: Sequence[Row]) -> list[str]:
+    """One line a comparison, the claim's verdict in its first one."""
+    lines = [
+        "| claim | verdict | model, density | comparison | effect | interval | items, seeds | p | |",
+        "|---" * 9 + "|",
+    ]
+    for claim in CLAIMS:
+        own = [row for row in rows if row.claim == claim]
+        for number, row in enumerate(own):
+            head = f"{claim.sentence} | **{overall(own)}**" if number == 0 else " | "
+            lines.append(f"| {head} | {_row(row)} |")
+    return lines
+
+
+def turn_table(rows: Sequence[Row]) -> list[str]:
+    """The same comparisons at other densities: where a claim turns."""
+    decided = [row for row in rows if row.found is not None]
+    lines = [
+        "| claim | model, density | verdict | effect | interval | items, seeds | p | |",
+        "|---" * 8 + "|",
+    ]
+    lines += [f"| {row.claim.key} | {_row(row)} |" for row in decided]
+    return lines if decided else ["No density has been compared yet."]
+
+
+def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[str]:
+    """Table 1: methods by tasks, with ranks among the methods that have every task.
+
+    Args:
+        everything: of the model, to say which tasks count.
+    """
+    rows: dict[tuple[str, str], dict[str, list[Json]]] = {}
+    for record in records:
+        rows.setdefault((record["base"], record["method"]), {}).setdefault(record["task"], []).append(record)
+    tasks = list(dict.fromkeys(record["task"] for record in records))
+    counted = counted_tasks(everything, records[0]["model"])
+    whole = [key for key, found in rows.items() if len(found) == len(tasks)]
+    accuracy_rank = _ranks(rows, whole, [task for task in tasks if task in counted], "accuracy", 1)
+    loss_rank = _ranks(rows, whole, tasks, "loss", -1)
+    heads = [_task_head(records, task, task in counted) for task in tasks]
+    lines = [
+        "| base | method | " + " | ".join(heads) + " | rank | rank by loss |",
+        "|---" * (len(tasks) + 4) + "|",
+    ]
+    for key, found in rows.items():
+        cells = [_cell(found[task]) if task in found else "" for task in tasks]
+        edge = (
+            " (step size on the grid's edge)" if any(r["on_edge"] for f in found.values() for r in f) else ""
+        )
+        ranks = f"{accuracy_rank.get(key, '')} | {loss_rank.get(key, '')}"
+        lines.append(f"| {key[0]} | {key[1]}{edge} | " + " | ".join(cells) + f" | {ranks} |")
+    return lines
+
+
+def setting_table(records: Sequence[Json], setting: str, heading: str) -> list[str]:
+    """Methods by a setting (a density, a number of queries), one table for all models and tasks."""
+    settings = sorted({record[setting] for record in records})
+    lines = [
+        f"| model, task, method | {' | '.join(f'{heading} {at:g}' for at in settings)} |",
+        "|---" * (len(settings) + 1) + "|",
+    ]
+    for key in dict.fromkeys((r["model"], r["task"], r["method"]) for r in records):
+        of_key = [record for record in records if (record["model"], record["task"], record["method"]) == key]
+        cells = [_cell([record for record in of_key if record[setting] == at]) for at in settings]
+        lines.append(f"| {', '.join(key)} | {' | '.join(cells)} |")
+    return lines
+
+
+def progress_list(rows: Sequence[Progress], missing: Mapping[str, str]) -> list[str]:
+    """What is not there yet, by name; nothing is left to be guessed."""
+    lines = [
+        f"- `{row.stage}` of {row.model}, {row.task}: {row.done} of {row.planned} cells."
+        for row in rows
+        if row.done < row.planned
+    ]
+    return [*lines, *(f"- {name}: {reason}." for name, reason in missing.items())] or ["Nothing."]
+
+
+def _row(row: Row) -> str:
+    where = f"{row.model}, {row.density:g}" if row.found is not None else row.model
+    if row.found is None:
+        return f"{where} | {row.verdict} | | | | | {row.reason}"
+    unit = 1 if row.by_loss else 100
+    low, high = row.interval or (0.0, 0.0)
+    level = 90 if row.claim.relation is Relation.WITHIN else 95
+    kind = f"{'loss' if row.by_loss else 'accuracy'} of {', '.join(row.found.tasks)}"
+    digits = 4 if row.by_loss else 1
+    p_value = "" if row.p_value is None else f"{row.p_value:.2g}"
+    verdict = row.verdict.value + ("" if row.verdict is Verdict.UNDECIDED else f" ({kind})")
+    effect = f"{unit * row.found.effect:+.{digits}f} {'nats' if row.by_loss else 'points'}"
+    interval = f"{unit * low:+.{digits}f} to {unit * high:+.{digits}f} ({level}%)"
+    return (
+        f"{where} | {verdict} | {effect} | {interval} | {row.found.items}, {row.found.seeds} | {p_value} | "
+        f"{row.reason}"
+    )
+
+
+def _ranks(
+    rows: Mapping[tuple[str, str], Mapping[str, list[Json]]],
+    whole: Sequence[tuple[str, str]],
+    tasks: Sequence[str],
+    key: str,
+    sign: int,
+) -> dict[tuple[str, str], str]:
+    if not whole or not tasks:
+        return {}
+    scores_MT = np.array([[sign * _mean(rows[name][task], key) for task in tasks] for name in whole])
+    return {name: f"{rank:.1f}" for name, rank in zip(whole, average_ranks(scores_MT), strict=True)}
+
+
+def _task_head(records: Sequence[Json], task: str, counts: bool) -> str:
+    majority = np.mean([record["majority"] for record in records if record["task"] == task])
+    return f"{task if counts else f'*{task}*'} (majority {100 * majority:.1f})"
+
+
+def _cell(records: Sequence[Json]) -> str:
+    if not records:
+        return ""
+    accuracy = [100 * record["accuracy"] for record in records]
+    spread = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
+    seeds = f", {len(accuracy)} seeds" if len(accuracy) != 3 else ""
+    return f"{np.mean(accuracy):.1f}{spread} ({_mean(records, 'loss'):.3f}{seeds})"
+
+
+def _mean(records: Sequence[Json], key: str) -> float:
+    return float(np.mean([record[key] for record in records]))
