@@ -31,9 +31,12 @@ def submitted(site: Site) -> Job:
     write_corpus(site.root / "corpora" / "texts.jsonl")
     write_sst2(site.root / "corpora" / "sst2.tsv")
     with site.db.write() as session:
-        tenant = {"tenant_id": site.tenant_id}
-        model = models.register(session, **tenant, name="tiny", kind="folder", location="tiny")
-        corpus = corpora.register(session, **tenant, name="texts", kind="file", location="texts.jsonl")
+        model = models.register(
+            session, tenant_id=site.tenant_id, name="tiny", kind="folder", location="tiny"
+        )
+        corpus = corpora.register(
+            session, tenant_id=site.tenant_id, name="texts", kind="file", location="texts.jsonl"
+        )
         payload = {
             "model_ids": [model.id],
             "corpus_id": corpus.id,
@@ -41,7 +44,7 @@ def submitted(site: Site) -> Job:
             "methods": METHODS,
             "seeds": [0],
             "density": 0.01,
-            "zo_steps": 150,
+            "zo_steps": 80,
             "queries": 1,
             "batch_size": 2,
             "trials": 1,
@@ -49,7 +52,7 @@ def submitted(site: Site) -> Job:
             "sizes": [8, 4, 6],
             "max_tokens": 32,
         }
-        return jobs.submit(session, **tenant, kind="evaluation", payload=payload)
+        return jobs.submit(session, tenant_id=site.tenant_id, kind="evaluation", payload=payload)
 
 
 def start(site: Site) -> "subprocess.Popen[bytes]":

@@ -12,6 +12,7 @@ from permille.evaluate import sweep as sweeps
 from permille.evaluate.__main__ import main as evaluate
 from permille.evaluate.cells import Bench as SweepBench
 from permille.evaluate.cells import Cell, Outcome
+from permille.evaluate.specification import Sweep
 from permille.store import claims, corpora, evaluations, jobs, models
 from permille.store.database import Database
 from permille.store.tables import Evaluation, Job
@@ -274,9 +275,9 @@ def test_a_streamed_corpus_and_a_model_that_changed_are_refused(bench: Bench) ->
 def test_a_payload_of_a_version_with_fewer_choices_has_the_sweeps_defaults(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[sweeps.Sweep] = []
+    seen: list[Sweep] = []
 
-    def stop(sweep: sweeps.Sweep, *_: object) -> None:
+    def stop(sweep: Sweep, *_: object) -> None:
         seen.append(sweep)
         raise Killed
 
