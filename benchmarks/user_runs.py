@@ -8,7 +8,7 @@ study of people cannot, so test and select parts shrink with the text.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,9 @@ TEST_SHARE, MOST_TEST_TOKENS = 0.3, 4_000
 SELECT_SHARE, MOST_SELECT_TOKENS = 0.15, 1_000
 FEWEST_TOKENS = 30
 """Of each part; who has fewer is no part of the study."""
+
+FULL, MOST_PASSED = 0.98, 100
+"""A pool is full at this share of the wanted length, or after passing over so many longer documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,18 +102,19 @@ class Bench:
         candidates = {
             own_words(row): row for user in others if user.name != person.name for row in user.documents
         }
-        order = iter(
-            sorted(
-                (words for words in candidates if words not in person.test_words),
-                key=lambda words: position(f"pooled {person.name} {words}", self.options.seed),
-            )
+        order = sorted(
+            (words for words in candidates if words not in person.test_words),
+            key=lambda words: position(f"pooled {person.name} {words}", self.options.seed),
         )
-        parts = [
-            self._filled((candidates[words] for words in order), targets(part))
-            for part in (person.select, person.train)
-        ]
+        train = self._filled(candidates, order, targets(person.train))
+        rest = [words for words in order if words not in train]
+        select = self._filled(candidates, rest, targets(person.select))
         return Person(
-            name=f"pooled for {person.name}", train=parts[1], select=parts[0], test=[], test_words=frozenset()
+            name=f"pooled for {person.name}",
+            train=list(train.values()),
+            select=list(select.values()),
+            test=[],
+            test_words=frozenset(),
         )
 
     def train(self, person: Person, kind: str) -> tuple[NDArray[np.float32], Json]:
@@ -177,19 +181,22 @@ class Bench:
         )
         return found[0] if found else None
 
-    def _filled(self, rows: Iterable[object], wanted: int) -> list[TokenizedDocument]:
-        """Documents whose tokens come near `wanted` from below: those that would pass it are passed over."""
-        found: list[TokenizedDocument] = []
-        have, misses = 0, 0
-        for row in rows:
-            tokens = self._tokens(row)
+    def _filled(
+        self, documents: Mapping[str, object], order: Iterable[str], wanted: int
+    ) -> dict[str, TokenizedDocument]:
+        """Documents in this order whose tokens come near `wanted` from below, by their words: those that
+        would pass it are passed over."""
+        found: dict[str, TokenizedDocument] = {}
+        have = passed = 0
+        for words in order:
+            if have >= FULL * wanted or passed > MOST_PASSED:
+                break
+            tokens = self._tokens(documents[words])
             if tokens is not None and have + tokens.targets <= wanted:
-                found.append(tokens)
+                found[words] = tokens
                 have += tokens.targets
             else:
-                misses += 1
-            if have >= 0.98 * wanted or misses > 200:
-                break
+                passed += 1
         if have < FEWEST_TOKENS:
             raise InputError(f"expected other people's text of {wanted} tokens, got {have}")
         return found

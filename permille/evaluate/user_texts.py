@@ -115,16 +115,27 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _speaker(row: Any) -> tuple[str, list[Document]]:
-    return _text(row["user"]), [{"text": _text(speech)} for speech in row["text"]]
+    return _text(row["user"]), [{"text": _text(speech)} for speech in _listed(row["text"])]
 
 
 def _author(row: Any) -> tuple[str, list[Document]]:
-    return str(row["user"]), [{"text": _text(tweet)} for tweet in row["profile"]]
+    return str(row["user"]), [{"text": _text(tweet)} for tweet in _listed(row["profile"])]
 
 
 def _persona(row: Any) -> tuple[str, list[Document]]:
-    name = hashlib.sha256("\n".join(_text(sentence) for sentence in row["persona"]).encode()).hexdigest()[:12]
-    return name, [{"prompt": f"{_text(other)}\n", "completion": _text(own)} for other, own in row["turns"]]
+    name = hashlib.sha256(
+        "\n".join(_text(sentence) for sentence in _listed(row["persona"])).encode()
+    ).hexdigest()[:12]
+    return name, [
+        {"prompt": f"{_text(other)}\n", "completion": _text(own)} for other, own in _listed(row["turns"])
+    ]
+
+
+def _listed(value: Any) -> list[Any]:
+    # A string can be walked through, too: letter by letter.
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, got {type(value).__name__}")
+    return value
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,130 @@
+"""People under four states, on the real agent's phases with an engine that starts in no time."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from benchmarks.cells import Cells
+from benchmarks.user_runs import Bench, targets
+from benchmarks.users import FIGURE, groups_of, measured, page, pairs
+from edge_agent.options import TrainOptions
+from edge_agent.training_job import package_tokenizer
+from permille.errors import InputError
+from permille.evaluate.personal import State
+from permille.evaluate.user_texts import User, own_words
+from permille.zo.estimators import Batch
+from tests.bigram_engine import bigram_engine
+from tests.packages import sentences
+from tests.unit.edge_agent.runs import home_with_package
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    home, package = home_with_package(tmp_path)
+    return Bench(
+        home=home,
+        package=package,
+        engine=bigram_engine(package),
+        tokenizer=package_tokenizer(package),
+        options=TrainOptions(steps=8, queries=2, row_tokens=32),
+    )
+
+
+def people(count: int, *, documents: int = 60) -> list[User]:
+    """Each ends every sentence in a way of their own."""
+    found = []
+    for number in range(count):
+        common = sentences(documents, seed=number)
+        own = tuple({"text": f"{text} {'xyzw'[number % 4] * 12}"} for text in common)
+        found.append(User(name=f"p{number}", documents=own))
+    return found
+
+
+def test_parts_share_no_document_and_the_seed_decides(bench: Bench) -> None:
+    (user,) = people(1)
+    person = bench.person(user)
+    parts = [person.train, person.select, person.test]
+    assert sum(map(len, parts)) == len({own_words(row) for row in user.documents})
+    assert targets(person.train) > targets(person.test) > targets(person.select) >= 30
+    again = bench.person(replace(user, documents=user.documents[::-1]))
+    assert [targets(part) for part in (again.train, again.select, again.test)] == [*map(targets, parts)]
+    other = replace(bench, options=replace(bench.options, seed=1)).person(user)
+    assert other.test_words != person.test_words
+
+
+def test_who_wrote_too_little_is_left_out(bench: Bench) -> None:
+    few = User(name="few", documents=({"text": "just this"},))
+    with pytest.raises(InputError, match="in each part of few's text"):
+        bench.person(few)
+    found = pairs(bench, [few, *people(4)], 3)
+    assert [[person.name for person in pair] for pair in found] == [["p0", "p1"], ["p2", "p3"]]
+    assert pairs(bench, [few, *people(4)], 2)[0][0].name == "p0"
+
+
+def test_the_pool_is_as_long_and_holds_none_of_the_test(bench: Bench) -> None:
+    users = people(4)
+    # A stranger who says what the person's test part says must not teach it.
+    thief = User(name="thief", documents=users[0].documents)
+    person = bench.person(users[0])
+    pool = bench.pooled(person, [*users, thief])
+    assert 0.9 * targets(person.train) < targets(pool.train) <= targets(person.train)
+    assert 0.8 * targets(person.select) < targets(pool.select) <= targets(person.select)
+    tests = {tuple(document.ids_T.tolist()) for document in person.test}
+    learned = {tuple(document.ids_T.tolist()) for document in (*pool.train, *pool.select)}
+    assert not tests & learned
+    with pytest.raises(InputError, match="other people's text"):
+        bench.pooled(person, [users[0]])
+
+
+def test_a_pair_is_measured_under_four_states_and_the_same_twice(bench: Bench, tmp_path: Path) -> None:
+    users = people(4)
+    (pair,) = pairs(bench, users, 2)
+    result = measured(bench, pair, users)
+    assert [person["user"] for person in result["people"]] == ["p0", "p1"]
+    first, second = result["people"]
+    assert first["stranger"] == "p1"
+    own_K, told = bench.train(pair[0], "own")
+    assert told == first["own_run"]
+    assert told["step"] > 0
+    assert bench.nats(pair[0], own_K) == (first["nats"]["own"], first["tokens"], first["bytes"])
+    # Under the other's state it is the other's log.
+    assert bench.nats(pair[1], own_K)[0] == second["nats"]["swapped"]
+    assert first["nats"]["own"] < first["nats"]["base"]
+    cells = Cells(tmp_path / "cells.jsonl")
+    settings = {"model": "m", "collection": "c", "steps": 8, "seed": 0}
+    cells.once(FIGURE, settings, lambda: result)
+    (outcomes,) = groups_of(Cells(tmp_path / "cells.jsonl")).values()
+    assert [outcome.nats[State.OWN] for outcome in outcomes] == [
+        person["nats"]["own"] for person in result["people"]
+    ]
+    text = page(cells, {"lamp7": ["lamp7_dev.jsonl:128 (broken)"], "shakespeare": []})
+    assert "Lines of lamp7 that are no person and are left out: lamp7_dev.jsonl:128 (broken)." in text
+    assert "Lines of shakespeare" not in text
+    assert "## m, c, 8 steps, seed 0: 2 people" in text
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_run_that_was_killed_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    person = bench.person(people(1)[0])
+    whole_K, told = bench.train(person, "own")
+    other = replace(bench, engine=bigram_engine(bench.package))
+    calls = 0
+    losses = other.engine.losses
+
+    def stop_at_nine(values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+        return losses(values_VK, batch)
+
+    monkeypatch.setattr(other.engine, "losses", stop_at_nine)
+    with pytest.raises(KeyboardInterrupt):
+        other.train(person, "again")
+    again_K, again = other.train(person, "again")
+    np.testing.assert_array_equal(again_K, whole_K)
+    assert again == told

@@ -1,0 +1,100 @@
+"""Personal gain: what is compared to what, in which direction, and over whom."""
+
+import math
+
+import numpy as np
+import pytest
+
+from permille.errors import InputError
+from permille.evaluate.personal import COMPARISONS, PersonalOutcome, State, markdown, personal_tests
+
+
+def outcome(user: str, base: float, own: float, pooled: float, swapped: float) -> PersonalOutcome:
+    losses = {State.BASE: base, State.OWN: own, State.POOLED: pooled, State.SWAPPED: swapped}
+    return PersonalOutcome(
+        user=user,
+        nats={state: 100 * loss for state, loss in losses.items()},
+        tokens=100,
+        bytes=250,
+        train_tokens=300,
+        pooled_tokens=299,
+    )
+
+
+def people(count: int = 12, *, personal: float = 0.1, seed: int = 0) -> list[PersonalOutcome]:
+    """Text that the domain helps with by 1 nat, and the own text by `personal` more."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        base, noise = 5 + rng.normal(), 0.02 * rng.normal(size=3)
+        found.append(
+            outcome(
+                f"u{number}", base, base - 1 - personal + noise[0], base - 1 + noise[1], base - 0.9 + noise[2]
+            )
+        )
+    return found
+
+
+def test_a_personal_gain_is_own_against_pooled_and_not_own_against_base() -> None:
+    tests = dict(zip(COMPARISONS, personal_tests({"g": people()})["g"], strict=True))
+    own_pooled = tests[State.OWN, State.POOLED]
+    assert own_pooled.gain == pytest.approx(0.1, abs=0.03)
+    assert own_pooled.p_value < 0.01
+    assert tests[State.OWN, State.BASE].gain == pytest.approx(1.1, abs=0.03)
+    assert tests[State.POOLED, State.BASE].gain == pytest.approx(1.0, abs=0.03)
+    assert tests[State.OWN, State.SWAPPED].gain == pytest.approx(0.2, abs=0.03)
+    # Where only the domain was learned, the base is beaten all the same.
+    only_domain = dict(zip(COMPARISONS, personal_tests({"g": people(personal=0.0)})["g"], strict=True))
+    assert only_domain[State.OWN, State.BASE].p_value < 0.01
+    assert only_domain[State.OWN, State.POOLED].p_value > 0.2
+
+
+def test_the_share_of_people_worse_off_is_told() -> None:
+    outcomes = [outcome("a", 5, 4, 4.5, 4.4), outcome("b", 5, 5.5, 4.5, 4.4), outcome("c", 5, 4, 4.5, 4.4)]
+    (own_base, *_) = personal_tests({"g": outcomes})["g"]
+    assert own_base.users == 3
+    assert own_base.worsened == pytest.approx(1 / 3)
+
+
+def test_all_comparisons_of_a_page_are_corrected_together() -> None:
+    alone = personal_tests({"a": people(6)})["a"]
+    together = personal_tests({"a": people(6), "b": people(6, personal=0.0, seed=1)})
+    assert sum(test.p_value for test in together["a"]) > sum(test.p_value for test in alone)
+    assert [len(tests) for tests in together.values()] == [len(COMPARISONS)] * 2
+
+
+def test_perplexity_and_bits_per_byte_are_of_the_test_text() -> None:
+    found = outcome("a", 5, 4, 4.5, 4.4)
+    assert found.perplexity(State.OWN) == pytest.approx(math.exp(4))
+    assert found.bits_per_byte(State.BASE) == pytest.approx(500 / math.log(2) / 250)
+
+
+def test_the_page_holds_every_person_and_every_comparison() -> None:
+    page = markdown({"m, c": people(3)})
+    assert page.count("\n| u") == 3
+    assert page.count(" against ") == len(COMPARISONS)
+    assert "| own | " in page
+    assert "0 %" in page
+
+
+def record() -> dict[str, object]:
+    return {
+        "user": "a",
+        "nats": {"base": 5.0, "own": 4.0, "pooled": 4.5, "swapped": 4.6},
+        "tokens": 2,
+        "bytes": 9,
+        "train_tokens": 30,
+        "pooled_tokens": 30,
+    }
+
+
+def test_a_record_that_is_no_outcome_is_refused() -> None:
+    assert PersonalOutcome.of(record()).loss(State.OWN) == 2.0
+    with pytest.raises(InputError, match="four states"):
+        PersonalOutcome.of(record() | {"nats": {"base": 5.0}})
+    with pytest.raises(InputError, match="finite"):
+        PersonalOutcome.of(record() | {"nats": {state.value: math.nan for state in State}})
+    with pytest.raises(InputError, match="finite losses of some text"):
+        PersonalOutcome.of(record() | {"tokens": 0})
+    with pytest.raises(InputError, match="one twice"):
+        personal_tests({"g": [*people(2), people(1)[0]]})
