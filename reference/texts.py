@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from permille.errors import InputError
 from reference.sources import Source
 
-_TITLE = re.compile(r"^ = [^=].*[^=] = $", flags=re.M)
+_TITLE = re.compile(r"^ = [^=\n](?:.*[^=\n])? = $", flags=re.M)
 _NOT_TEXT = ("math", "metadata", "table", "exercise", "glossary", "media", "note-ref")
 
 

@@ -1,0 +1,146 @@
+"""Training of the reference model: resumes bit for bit, learns, exports what transformers computes alike."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from permille.errors import InputError
+from reference.model import initial, loss, rotation
+from reference.muon import Optimizer, orthogonal
+from reference.train import Run, train_decay, train_stable
+from reference.windows import Windows
+from tests.unit.reference.tiny import RECIPE, SHAPE, write_corpus
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(tmp_path: Path, name: str) -> Run:
+    corpus = tmp_path / "corpus"
+    return Run(corpus if corpus.exists() else write_corpus(corpus), tmp_path / name, SHAPE, RECIPE, "cpu")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "stable.pt", weights_only=True)["parameters"]
+    return found
+
+
+def test_a_run_killed_at_any_time_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole = run(tmp_path, "whole")
+    train_stable(whole, steps=60, minutes=None, save_every=7)
+    command = [sys.executable, "-m", "reference.train", "--corpus", str(tmp_path / "corpus")]
+    command += ["--run", str(tmp_path / "killed"), "--steps", "60", "--save-every", "7"]
+    run(tmp_path, "killed")  # pins shape and recipe
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    checkpoint = tmp_path / "killed/stable.pt"
+    while not checkpoint.exists() and child.poll() is None:
+        time.sleep(0.002)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    stopped = torch.load(checkpoint, weights_only=True)["steps"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert stopped < 60
+    resumed, straight = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
+
+
+def test_decay_branches_off_and_leaves_the_stable_run_as_it_was(tmp_path: Path) -> None:
+    first = run(tmp_path, "run")
+    train_stable(first, steps=40, minutes=None, save_every=20)
+    before = (tmp_path / "run/stable.pt").read_bytes()
+    out = train_decay(run(tmp_path, "run"), steps=20, save_every=6, out=None)
+    assert (tmp_path / "run/stable.pt").read_bytes() == before
+    facts = json.loads((out / "recipe.json").read_text())
+    assert (facts["steps"], facts["tokens_seen"]) == (60, 60 * 4 * 12)
+    again = train_decay(run(tmp_path, "run"), steps=20, save_every=6, out=tmp_path / "again")
+    same = (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert same
+
+
+def test_training_learns_the_chain(tmp_path: Path) -> None:
+    learning = run(tmp_path, "run")
+    before = learning.validation()
+    train_stable(learning, steps=150, minutes=None, save_every=1000)
+    assert before == pytest.approx(np.log(64), abs=0.01)
+    assert learning.validation() < 1.5  # log 2 = 0.69 is the chain's own entropy
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    broken = run(tmp_path, "run")
+    with torch.no_grad():
+        broken.parameters["model.norm.weight"].fill_(float("nan"))
+    with pytest.raises(InputError, match="finite"):
+        broken.step(1.0)
+
+
+def test_decay_without_a_stable_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="stable checkpoint"):
+        train_decay(run(tmp_path, "run"), steps=1, save_every=1, out=None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_are_those_of_transformers(tied: bool) -> None:
+    shape = replace(SHAPE, tied=tied)
+    parameters = initial(shape, 3)
+    with torch.no_grad():
+        for value in parameters.values():  # zero matrices would hide half of the model
+            value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    tokens = torch.randint(0, 64, (3, 13), generator=torch.Generator().manual_seed(2))
+    theirs = LlamaForCausalLM(LlamaConfig(**shape.config()))
+    state = dict(parameters)
+    if tied:
+        state["lm_head.weight"] = parameters["model.embed_tokens.weight"]
+    theirs.load_state_dict(state)
+    expected = theirs(input_ids=tokens, labels=tokens).loss
+    ours = loss(parameters, shape, tokens, rotation(12, shape.head))
+    assert float(ours.detach()) == pytest.approx(float(expected), abs=2e-6)
+
+
+def test_the_exported_folder_holds_bfloat16_and_its_papers(tmp_path: Path) -> None:
+    first = run(tmp_path, "run")
+    train_stable(first, steps=3, minutes=None, save_every=3)
+    out = train_decay(run(tmp_path, "run"), steps=2, save_every=2, out=tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.json", "manifest.json"} <= names
+
+
+def test_orthogonal_brings_singular_values_near_one() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for rows, columns in ((24, 16), (16, 24)):
+        matrix = torch.randn(2, rows, columns, generator=rng)
+        found = torch.linalg.svdvals(orthogonal(matrix))
+        assert found.min() > 0.6 and found.max() < 1.3
+
+
+def test_muon_takes_matrices_of_layers_and_adam_the_rest() -> None:
+    optimizer = Optimizer(initial(SHAPE, 0))
+    stacked = {name for names in optimizer.stacks for name in names}
+    assert len(stacked) == 2 * 7
+    assert set(optimizer.rest) == set(optimizer.parameters) - stacked
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= set(optimizer.rest)
+
+
+def test_each_window_of_a_stream_comes_once_an_epoch(tmp_path: Path) -> None:
+    windows = Windows(write_corpus(tmp_path / "corpus"), {"first": 1.0}, 12, seed=5)
+    each = 900 // 12 - 2
+    rows = windows.batch(0, each)
+    assert len({row.tobytes() for row in rows}) == each
+    again = Windows(tmp_path / "corpus", {"first": 1.0}, 12, seed=5)
+    np.testing.assert_array_equal(again.batch(0, each), rows)
+    assert not np.array_equal(again.batch(1, each), rows)
+
+
+def test_a_stream_too_short_for_a_window_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="tokens in second"):
+        Windows(write_corpus(tmp_path / "corpus"), {"second": 1.0}, 400, seed=5)
