@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,25 +46,38 @@ class Measured:
 
 def held_out(data: Path) -> dict[str, list[str]]:
     """The held-out texts: WikiText-2's raw test file whole, and the C4 sample's last 100 documents."""
-    rows = (data / "text/c4_en/c4_sample.jsonl").read_text(encoding="utf-8").splitlines()[-100:]
+    rows = _rows(data / "text/c4_en/c4_sample.jsonl", 10**9)[-100:]
     return {
         "wikitext-2-test": [(data / "text/wikitext-2/wiki.test.raw").read_text(encoding="utf-8")],
-        "c4-last-100": [json.loads(row)["text"] for row in rows],
+        "c4-last-100": [row["text"] for row in rows],
     }
 
 
 def never_seen(data: Path) -> dict[str, list[str]]:
     """Texts that neither this model nor the yardstick was trained on: of users and of tasks."""
-    plays = (data / "users/shakespeare/tinyshakespeare_by_speaker.jsonl").read_text(encoding="utf-8")
-    tweets = (data / "users/lamp7_dev/lamp7_dev.jsonl").read_text(encoding="utf-8").splitlines()[:150]
-    boolq = (data / "tasks/BoolQ/val.jsonl").read_text(encoding="utf-8").splitlines()[:300]
     sst = (data / "tasks/SST-2_sentences/test.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    plays = _rows(data / "users/shakespeare/tinyshakespeare_by_speaker.jsonl", 60)
     return {
-        "shakespeare": ["\n".join(json.loads(row)["text"])[:2000] for row in plays.splitlines()[:60]],
-        "lamp7-tweets": ["\n".join(json.loads(row)["profile"]) for row in tweets],
-        "boolq-passages": sorted({json.loads(row)["passage"] for row in boolq}),
+        "shakespeare": ["\n".join(row["text"])[:2000] for row in plays],
+        "lamp7-tweets": [
+            "\n".join(row["profile"]) for row in _rows(data / "users/lamp7_dev/lamp7_dev.jsonl", 150)
+        ],
+        "boolq-passages": sorted({row["passage"] for row in _rows(data / "tasks/BoolQ/val.jsonl", 300)}),
         "sst-2-sentences": [row.split("\t")[0] for row in sst[:600]],
     }
+
+
+def _rows(path: Path, count: int) -> list[Any]:
+    """The first `count` lines that parse; broken ones are reported."""
+    rows: list[Any] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if len(rows) == count:
+            break
+        try:
+            rows.append(json.loads(line))
+        except ValueError as exc:
+            print(f"{path.name}, line {number} left out: {exc}", file=sys.stderr)
+    return rows
 
 
 def measure(model: Any, tokenizer: Any, texts: Iterable[str], context: int) -> Measured:
