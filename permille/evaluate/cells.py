@@ -146,7 +146,7 @@ class Bench:
     def _trained(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
         if cell.method.trained in DYNAMIC:
             return self._trained_dynamic(cell, data, recipe)
-        mask = self._mask(cell, data, 0, models.stored(cell.model, Base.BF16))
+        mask = self._mask(cell, data, 0, lambda: models.stored(cell.model, Base.BF16))
         model = self._stored(cell, mask)
         trainable = (
             models.adapted(model, cell.method, recipe.seed) if mask is None else masked_weights(model, mask)
@@ -164,7 +164,7 @@ class Bench:
         curve: list[tuple[int, float]] = []
         step, learned = 0, set[tuple[str, int]]()
         for first in range(0, recipe.steps, every):
-            mask = self._mask(cell, data, first // every, model)
+            mask = self._mask(cell, data, first // every, lambda: model)
             assert mask is not None  # every dynamic set has one
             models.give_own_values(model, own, mask, learned)
             trainable = masked_weights(model, mask)
@@ -184,19 +184,19 @@ class Bench:
             step = first + trained.step if trained.step else step
         return trainable, replace(trained, step=step, curve=tuple(curve))
 
-    def _mask(self, cell: Cell, data: "CellData", segment: int, model: Any) -> Mask | None:
+    def _mask(self, cell: Cell, data: "CellData", segment: int, model: Callable[[], Any]) -> Mask | None:
         density = self.sweep.density
         match cell.method.trained:
             case TrainedSet.SENSITIVE_C4:
                 return self.mask_of_corpus(cell.model)
             case TrainedSet.SENSITIVE_TASK | TrainedSet.SENSITIVE_TASK_DYNAMIC:
                 singles = [training_batch([item]) for item in data.train[:_MASK_EXAMPLES]]
-                return models.task_mask(model, singles, density)
+                return models.task_mask(model(), singles, density)
             case TrainedSet.RANDOM | TrainedSet.RANDOM_DYNAMIC:
                 seed = data.seed * 1000 + segment
-                return models.weight_mask(model, MaskMethod.RANDOM, density, seed)
+                return models.weight_mask(model(), MaskMethod.RANDOM, density, seed)
             case TrainedSet.OUTLIERS:
-                return models.weight_mask(model, MaskMethod.MAGNITUDE, density, 0)
+                return models.weight_mask(model(), MaskMethod.MAGNITUDE, density, 0)
             case _:
                 return None
 

@@ -35,7 +35,7 @@ def tune(loss_at: Callable[[float], float], *, trials: int = 3, extensions: int 
 
     Args:
         loss_at: trains with a step factor and a tuning seed; NaN where it diverged.
-        trials: odd; powers from `-(trials // 2)` to `trials // 2`.
+        trials: odd; powers from `-(trials // 2)` to `trials // 2`. One trial is no search: its factor is 1.
 
     Raises:
         InputError: an even number of trials, or none of them gave a finite loss.
@@ -49,7 +49,7 @@ def tune(loss_at: Callable[[float], float], *, trials: int = 3, extensions: int 
             losses[power] = _finite(loss_at(GRID_FACTOR**power))
         best = min(losses, key=lambda power: (losses[power], power))
         edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
-        if edge is None or len(losses) >= trials + extensions:
+        if edge is None or trials == 1 or len(losses) >= trials + extensions:
             break
         wanted = [edge]
     if not math.isfinite(losses[best]):
