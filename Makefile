@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-estimators bench-quantization example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-estimators bench-quantization example-model reference-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -97,6 +97,13 @@ bench-quantization: $(VENV)/.native  ## Perplexity by scheme and by knowledge of
 
 example-model: $(VENV)/.installed  ## Train the example model again from its sources (Debian with apt-get)
 	$(BIN)/python -m examples.make_example_model --out examples/model --work build/example-model
+
+reference-model: $(VENV)/.installed  ## Train the reference model from its sources: hours, resumable (needs PERMILLE_DATA, git)
+	$(BIN)/python -m reference.fetch --texts build/reference/texts
+	$(BIN)/python -m reference.prepare --data "$$PERMILLE_DATA" --texts build/reference/texts --out build/reference/corpus
+	$(BIN)/python -m reference.train --corpus build/reference/corpus --run build/reference/run --steps 8000
+	$(BIN)/python -m reference.train --corpus build/reference/corpus --run build/reference/run --decay 1600 --out build/reference/model
+	$(BIN)/python -m reference.measure --data "$$PERMILLE_DATA" --model build/reference/model
 
 clean:  ## Remove the environment and all caches
 	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(KERNELS)*
