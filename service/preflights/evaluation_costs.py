@@ -8,6 +8,7 @@ extended takes more of them than is counted here.
 from dataclasses import dataclass
 
 from permille.evaluate.methods import DYNAMIC, Method, Order, TrainedSet, method
+from permille.evaluate.specification import Base
 from permille.schemas.evaluations import EvaluationOptions
 from permille.zo.log import EstimatorKind
 from service.preflights.estimates import (
@@ -31,6 +32,7 @@ ROW_COPIES = 6  # a row as text, prompt, answers, group
 COPIES, COPIES_OF_ALL = 4, 14
 # Activations of a layer, in hidden vectors a token, that a gradient keeps.
 LAYER_VECTORS = 20
+CALIBRATED = {Base.SQUEEZELLM, Base.AUTO_ROUND}  # bases that need the corpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,9 @@ def _seconds(sizes: Sizes, options: EvaluationOptions, tasks: list[TaskFacts], f
             runs += number
             tokens += number * _forward_tokens(one, options, row)
     tokens *= len(options.bases)
-    corpus = options.corpus_sequences * options.corpus_tokens * FISHER_FLOPS / FORWARD_FLOPS
+    corpus = 0.0
+    if any(one.trained is TrainedSet.SENSITIVE_C4 for one in methods) or CALIBRATED & set(options.bases):
+        corpus = options.corpus_sequences * options.corpus_tokens * FISHER_FLOPS / FORWARD_FLOPS
     work = (tokens + corpus) * FORWARD_FLOPS * sizes.parameters
     return work / flops_per_s + runs * len(options.bases) * 3 * sizes.parameters * SECONDS_A_WEIGHT
 

@@ -5,6 +5,7 @@ finished, also when the job was cancelled and is queued again. Once all are done
 it stands.
 """
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from sqlalchemy.orm import Session
 
 from permille.corpora.sources import FileCorpus
-from permille.errors import InputError
+from permille.errors import InputError, OperatorError
 from permille.evaluate.specification import Sweep, sweep_of
 from permille.models.sources import resolve_inside
 from permille.package.blobs import digest_of_file
@@ -33,7 +34,12 @@ def run(context: TaskContext) -> Publish:
         InputError: no such model or corpus, a corpus that is no file, a task file outside of the corpus root
             or with too many bad rows, options that the sweep refuses, a model that cannot be trained.
         RetryableError: a hub that cannot be reached.
+        OperatorError: this worker was installed without what evaluations need.
     """
+    if importlib.util.find_spec("scipy") is None:
+        raise OperatorError(
+            'expected scipy, which is not installed: pip install "permille[workers,evaluate]"'
+        )
     payload = parse_payload(EvaluationPayload, context.claim.payload)
     context.progress(0.0, "opening the models")
     opened = [open_model(context, model_id) for model_id in payload.model_ids]

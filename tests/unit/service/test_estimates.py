@@ -2,7 +2,9 @@
 
 import pytest
 
+from permille.evaluate import schemes
 from permille.schemas.bases import BasisOptions
+from permille.schemas.evaluations import EvaluationOptions
 from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
 from permille.schemas.quantizations import Nf4, SchemeName
 from permille.sensitivity.basis import block_columns
@@ -14,6 +16,7 @@ from service.preflights.estimates import (
     quantization_needs,
     sizes_of,
 )
+from service.preflights.evaluation_costs import CALIBRATED, TaskFacts, cells_of, evaluation_needs
 from service.preflights.machine import Machine
 from service.preflights.verdict import judge, require
 from service.problems import ApiError
@@ -88,3 +91,54 @@ def test_a_basis_of_many_sequences_needs_blocks_of_them_and_their_products() -> 
     without = 2.0 * 8192 * (8192 + 16 * 8) * (1 << 20) / 1e9
     assert needs.seconds > without + 10 * 8192**3 / 1e9
     assert block_columns(8192) == max(256, (1 << 22) // 8192)  # the preflight may not import the method
+
+
+ROW = TaskFacts(size_bytes=1000, tokens=10, longest=40)
+
+
+def sweep(**changes: object) -> EvaluationOptions:
+    body = {"tasks": {"sst2": {"train": "a.tsv"}}, "methods": ["zero-shot"], "seeds": [0], **changes}
+    return EvaluationOptions.model_validate(body)
+
+
+def seconds(options: EvaluationOptions, *, tasks: int = 1) -> float:
+    return evaluation_needs([SIZES], options, [ROW] * tasks, cells=1, flops_per_s=1e9).seconds
+
+
+def test_cells_are_counted() -> None:
+    options = sweep(methods=["zero-shot", "icl:1"], seeds=[0, 1, 2], bases=["nf4", "bf16"])
+    assert cells_of(options, 2) == 24
+
+
+def test_a_zeroth_order_method_takes_two_passes_a_query_for_every_run() -> None:
+    few = sweep(methods=["zo:random"], zo_steps=1000, queries=2, trials=3, seeds=[0, 1])
+    more = sweep(methods=["zo:random"], zo_steps=3000, queries=2, trials=3, seeds=[0, 1])
+    runs, passes, batch = 3 + 2, 2 * 2, 16
+    assert seconds(more) - seconds(few) == pytest.approx(
+        2000 * runs * passes * batch * ROW.tokens * 2 * SIZES.parameters / 1e9
+    )
+    one = sweep(methods=["zo:random"], zo_steps=1000, queries=64, estimator="forward", seeds=[0, 1])
+    other = sweep(methods=["zo:random"], zo_steps=1000, queries=1, estimator="forward", seeds=[0, 1])
+    assert seconds(one) == seconds(other)
+
+
+def test_time_grows_with_bases_tasks_seeds_and_shots_but_not_above_the_longest_prompt() -> None:
+    alone = seconds(sweep())
+    assert seconds(sweep(bases=["nf4", "bf16"])) == pytest.approx(2 * alone)
+    assert seconds(sweep(), tasks=2) > alone
+    assert seconds(sweep(seeds=[0, 1])) > alone
+    assert seconds(sweep(methods=["icl:1"])) > alone
+    assert seconds(sweep(bases=["squeezellm"])) > alone
+    assert CALIBRATED == schemes.CALIBRATED  # the preflight may not import what needs torch
+    assert seconds(sweep(methods=["icl:50"])) == seconds(sweep(methods=["icl:100"]))
+
+
+def test_training_all_weights_takes_the_memory_of_their_moments() -> None:
+    def memory(*methods: str) -> int:
+        needs = evaluation_needs([SIZES], sweep(methods=list(methods)), [ROW], cells=1, flops_per_s=1e9)
+        return needs.memory_bytes
+
+    assert memory("fo:full") - memory("fo:random") == 10 * 4 * SIZES.parameters
+    assert memory("fo:random") > PROCESS_BYTES + 4 * 3 * SIZES.parameters
+    nothing = evaluation_needs([], sweep(), [ROW], cells=1, flops_per_s=1e9)
+    assert (nothing.memory_bytes, nothing.seconds) == (0, 0.0)  # of models that no worker has read yet

@@ -272,6 +272,13 @@ def test_a_streamed_corpus_and_a_model_that_changed_are_refused(bench: Bench) ->
     assert "as they were" in failed(bench, "evaluation", payload_of(bench))
 
 
+def test_a_worker_without_the_extra_says_what_to_install(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "permille[workers,evaluate]" in failed(bench, "evaluation", payload_of(bench))
+
+
 def test_a_payload_of_a_version_with_fewer_choices_has_the_sweeps_defaults(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
