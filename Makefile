@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-estimators bench-quantization example-model reference-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-estimators bench-quantization evidence example-model reference-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -94,6 +94,9 @@ bench-estimators: $(VENV)/.native  ## Held-out loss by estimator at equal cost (
 
 bench-quantization: $(VENV)/.native  ## Perplexity by scheme and by knowledge of the mask (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.quantization_quality
+
+evidence: $(VENV)/.native  ## The papers' comparisons and verdicts: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m benchmarks.evidence --output docs/results
 
 example-model: $(VENV)/.installed  ## Train the example model again from its sources (Debian with apt-get)
 	$(BIN)/python -m examples.make_example_model --out examples/model --work build/example-model

@@ -100,7 +100,7 @@ class Runner:
         Raises:
             TimeIsUpError: before the next cell.
         """
-        few = {"sequences": (1, 2), "tokens": (8,)} if self._quick else {}
+        few = {"sequences": (1,), "tokens": (8,)} if self._quick else {}
         measure_memory(
             Cells(self.folder / "memory.jsonl"),
             self.folder / "random",

@@ -1,0 +1,186 @@
+"""The evidence in its quick form: every stage; what is killed goes on; the page says what is missing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.evidence import STAGES, Runner, TimeIsUpError, main
+from benchmarks.evidence_plan import FRACTIONS, SWEEP_STAGES, Materials, Size, masked_share, size_for, units
+from benchmarks.evidence_records import flat_density, progress, read_records
+from permille.errors import InputError
+from permille.evaluate.cells import Json
+from permille.evaluate.specification import read_sweep
+from tests.tiny_model import write_corpus, write_model, write_sst2
+
+
+@pytest.fixture(scope="module")
+def materials_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("materials")
+    write_model(folder / "tiny")
+    write_corpus(folder / "corpus.jsonl", rows=40)
+    write_sst2(folder / "train.tsv")
+    path = folder / "materials.toml"
+    path.write_text('models = ["tiny"]\ncorpus = "corpus.jsonl"\n[tasks.sst2]\ntrain = "train.tsv"\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def evidence(materials_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which everything has run once."""
+    folder = tmp_path_factory.mktemp("evidence")
+    assert main(arguments(materials_file, folder)) == 0
+    return folder
+
+
+def arguments(materials: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        *("--materials", str(materials), "--folder", str(folder), "--quick", "--threads", "1"),
+        *more,
+    ]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def test_every_stage_leaves_its_data_and_a_second_call_measures_nothing(
+    evidence: Path, materials_file: Path
+) -> None:
+    stages = {record["stage"] for record in read_records(evidence)}
+    assert stages == {"table", "fractions", "queries"}  # one seed says of no density that it is flat
+    cells = [json.loads(line)["figure"] for line in (evidence / "cells-tiny.jsonl").read_text().splitlines()]
+    assert cells == ["coverage", "transfer", "steps"]
+    assert (evidence / "memory.jsonl").exists()
+    before = files_of(evidence)
+    assert main(arguments(materials_file, evidence)) == 0
+    assert files_of(evidence) == before
+
+
+def test_the_page_concludes_nothing_from_one_seed_and_names_what_is_missing(evidence: Path) -> None:
+    page = (evidence / "page/evidence.md").read_text()
+    assert page.count("**undecided**") == 7
+    assert "**holds**" not in page
+    assert "**fails**" not in page
+    assert "`flat` of tiny: waits for" in page
+    assert "/work" not in page
+    assert str(evidence) not in page
+    for name in page.split("](figures/")[1:]:
+        assert (evidence / "page/figures" / name.partition(")")[0]).read_bytes()[:4] == b"\x89PNG"
+    data = json.loads((evidence / "page/evidence.json").read_text())
+    assert len(data["records"]) == len(read_records(evidence))
+    assert "items" not in data["records"][0]
+    assert {cell["figure"] for cell in data["cells"]} == {"coverage", "transfer", "steps", "memory"}
+
+
+def test_what_a_kill_tore_is_measured_again_and_nothing_else(
+    evidence: Path, materials_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "evidence"
+    shutil.copytree(evidence, folder)
+    results = folder / "sweeps/queries-tiny-sst2-q4.jsonl"
+    whole = results.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    results.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])
+    before = files_of(folder / "sweeps")
+    assert main(arguments(materials_file, folder, "--stage", "queries")) == 0
+    after = files_of(folder / "sweeps")
+    assert {name for name in before if before[name] != after[name]} == {results.name}
+    first, again = json.loads(lines[-1]), json.loads(results.read_bytes().splitlines()[-1])
+    for record in (first, again):
+        del record["seconds"]
+    assert first == again
+
+
+def test_no_cell_begins_when_the_minutes_are_over(materials_file: Path, tmp_path: Path) -> None:
+    assert main(arguments(materials_file, tmp_path, "--minutes", "0")) == 0
+    assert read_records(tmp_path) == []
+    page = (tmp_path / "page/evidence.md").read_text()
+    assert "- `table` of tiny, sst2: 0 of 18 cells." in page
+    assert "figure `coverage`" in page
+    assert page.count("**undecided**") == 7
+
+
+def test_missing_files_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "materials.toml"
+    path.write_text('models = []\ncorpus = "c"\n[tasks.sst2]\ntrain = "t"\n')
+    assert main(arguments(path, tmp_path)) == 1
+    assert "expected models of different names" in capsys.readouterr().err
+
+
+def test_every_sweep_is_one_that_the_product_reads(materials_file: Path, tmp_path: Path) -> None:
+    folder = materials_file.parent
+    materials = Materials(
+        models=(folder / "tiny",),
+        tasks={"sst2": {"train": folder / "train.tsv"}},
+        corpus=folder / "corpus.jsonl",
+    )
+    size = size_for(folder / "tiny")
+    for stage in SWEEP_STAGES:
+        for unit in units(stage, folder / "tiny", "sst2", size, density=0.01, fractions=FRACTIONS):
+            path = tmp_path / "sweep.toml"
+            path.write_text(unit.toml(materials))
+            sweep = read_sweep(path)
+            assert sweep.density == unit.choices["density"]
+            assert sweep.queries * sweep.batch_size == (16 if stage == "queries" else 128)
+    assert set(SWEEP_STAGES) < set(STAGES)
+    with pytest.raises(InputError, match="expected a stage"):
+        units("tables", folder / "tiny", "sst2", size, fractions=())
+
+
+def test_tasks_with_passages_take_half_the_steps() -> None:
+    size = Size(zo_steps=200, fo_steps=101)
+    assert (size.halved().zo_steps, size.halved().fo_steps) == (100, 50)
+    assert size.halved().sizes == size.sizes
+
+
+def test_a_tensor_has_at_least_one_masked_weight(materials_file: Path) -> None:
+    """14 tensors of the tiny model: 0.001% of each is nothing, one is masked."""
+    total = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
+    assert masked_share(materials_file.parent / "tiny", 1e-5) == 14 / total
+    assert masked_share(materials_file.parent / "tiny", 0.5) == 0.5
+
+
+def fraction_records(losses: dict[float, tuple[float, ...]]) -> list[Json]:
+    return [
+        {
+            "stage": "fractions",
+            "model": "m",
+            "task": "sst2",
+            "method": "zo:sensitive-c4",
+            "density": density,
+            "seed": seed,
+            "validation_loss": loss,
+        }
+        for density, by_seed in losses.items()
+        for seed, loss in enumerate(by_seed)
+    ]
+
+
+def test_the_curve_is_flat_from_the_smallest_density_within_an_error_of_the_best() -> None:
+    losses = {1e-4: (0.9, 0.95, 0.92), 1e-3: (0.61, 0.59, 0.63), 1e-2: (0.60, 0.60, 0.61)}
+    assert flat_density(fraction_records(losses), "m", "sst2") == 1e-3
+    assert flat_density(fraction_records({1e-3: (0.9, 0.8), 1e-2: (0.5, 0.4)}), "m", "sst2") == 1e-2
+    assert flat_density(fraction_records({1e-3: (0.9,), 1e-2: (0.5,)}), "m", "sst2") is None
+    assert flat_density([], "m", "sst2") is None
+
+
+def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> None:
+    folder = materials_file.parent
+    materials = Materials(
+        models=(folder / "tiny",),
+        tasks={"sst2": {"train": folder / "train.tsv"}},
+        corpus=folder / "corpus.jsonl",
+    )
+    runner = Runner(materials, tmp_path, quick=True, minutes=0)
+    for stage in ("coverage", "table", "steps"):
+        with pytest.raises(TimeIsUpError):
+            runner.run(stage, folder / "tiny", "sst2")
+    with pytest.raises(TimeIsUpError):
+        runner.memory()
+    planned = runner.planned("table", folder / "tiny", "sst2")
+    (row,) = progress(planned, [])
+    assert (row.done, row.planned) == (0, 18)
