@@ -30,8 +30,8 @@ FIGURE = "quantizer"
 SEQUENCES, LENGTH = 64, 128
 """Of calibration."""
 
-WINDOWS, WINDOW = 64, 256
-"""Of each held-out text."""
+WINDOW = 256
+"""Tokens of each held-out window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class Case:
     """A model, what calibrates it, and what it is measured on, with what must be said of a text."""
 
     model: str
+    windows: int
     calibration: str
     held_out: dict[str, str | None]
 
@@ -46,15 +47,16 @@ class Case:
 CASES = (
     Case(
         model="stories260K-hf",
+        windows=64,
         calibration="tinystories",
         held_out={"tinystories": "of the kind it was trained on", "wikitext-2": None},
     ),
     Case(
         model="reference-7M",
+        windows=32,
         calibration="c4",
         held_out={
             "wikitext-2": "it was trained on this text",
-            "c4": "it was trained on this text",
             "boolq": "held out",
             "shakespeare": "held out",
         },
@@ -82,7 +84,7 @@ def measured(sources: Sources, case: Case, base: Base) -> Result:
         name: held_out(
             tokenizer,
             texts_of(sources.data, name),
-            WINDOWS,
+            case.windows,
             WINDOW,
             seed=1,
             skip=past if name == case.calibration else 0,
@@ -99,7 +101,7 @@ def settings_of(case: Case, base: Base) -> Settings:
         "model": case.model,
         "base": base.value,
         "calibration": [case.calibration, SEQUENCES, LENGTH],
-        "held_out": [sorted(case.held_out), WINDOWS, WINDOW],
+        "held_out": [sorted(case.held_out), case.windows, WINDOW],
         "iterations": ITERATIONS if base is Base.AUTO_ROUND else None,
     }
 
@@ -110,8 +112,8 @@ def page(cells: Cells) -> str:
         "# Quantizers: bytes and loss of every base",
         "",
         "Made by `python -m benchmarks.quantizers`; the losses of every window are in `quantizers.json`.",
-        f"{WINDOWS} windows of {WINDOW} tokens of each text, products in float32, no mask; calibration on "
-        f"{SEQUENCES} windows of {LENGTH} tokens.",
+        f"Windows of {WINDOW} tokens, products in float32, no mask; calibration on {SEQUENCES} windows of "
+        f"{LENGTH} tokens.",
         "Bytes are those of the stored codes with their scales or centroids: NF4 and int4 as packages hold",
         "them (float32 scales), SqueezeLLM with 16 float16 centroids a row, auto-round with float16 scales",
         "in groups of 128. Embedding, norms and head are the same 16-bit numbers in every row but `float32`.",
@@ -126,7 +128,10 @@ def page(cells: Cells) -> str:
         if Base.BF16 in records:
             ordered = {base: records[base] for base in Base if base in records}
             notes = {name: note for name, note in case.held_out.items() if note}
-            lines += ["", f"## {case.model}, calibrated on {case.calibration}", "", markdown(ordered, notes)]
+            heading = (
+                f"## {case.model}, calibrated on {case.calibration}, {case.windows} windows of each text"
+            )
+            lines += ["", heading, "", markdown(ordered, notes)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
