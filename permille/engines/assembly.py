@@ -25,6 +25,7 @@ from permille.engines.layer_stack import LayerStack
 from permille.engines.overlay import Overlay, OverlayLinear
 from permille.engines.row_threads import RowThreads
 from permille.engines.sharing import layer_spans
+from permille.engines.thrift import make_thrifty
 from permille.errors import InputError, PackageError
 from permille.models.families import family_of
 from permille.package.reader import Package
@@ -79,6 +80,7 @@ def assemble(package: Package, overlay: Overlay, *, cache_bytes: int) -> Assembl
     _place_plain(model, package, overlay.device, overlay.dtype)
     names = [info.name for info in package.manifest.tensors]
     layers = model.get_submodule(names[0].partition(".layers.")[0] + ".layers")
+    make_thrifty(layers, overlay)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     embed.padding_idx = None  # It only matters for gradients, and the engine looks up in a part of the table.
     return AssembledModel(

@@ -60,13 +60,17 @@ class LayerStack:
         self._arguments.append(arguments)
         if index + 1 < len(self._layers):
             return hidden
-        entry, self._entry = self._entry, None
+        entry = self._entry
         if entry is None:
             raise RuntimeError("the decoder called its last layer without its first")
         return self._program(entry, self._run)
 
     def _run(self, index: int, hidden: Tensor) -> Tensor:
         output: Tensor = self._layers[index](hidden, **self._arguments[index], segments=self._segments)
+        if hidden is self._entry and not (self._segments and self._segments.tangents):
+            # The decoder's frame keeps it until its end, and nobody reads it any more.
+            self._entry = None
+            hidden.set_()  # type: ignore[call-overload]
         return output
 
 

@@ -25,6 +25,7 @@ adds what the values change.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class Overlay:
         self.differentiated = False
         self.fixed: FixedValues | None = None
         self._values_GK: Tensor | None = None
-        self._scratch = torch.empty(0, dtype=dtype, device=device)
+        self._kept: dict[str, Tensor] = {}
 
     @contextmanager
     def using(
@@ -84,11 +85,24 @@ class Overlay:
             raise RuntimeError("an overlay layer was called outside Overlay.using")
         return self._values_GK[:, start:stop]
 
-    def scratch(self, size: int) -> Tensor:
-        """At least `size` elements; the same memory for every layer, so valid until the next layer runs."""
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=self.dtype, device=self.device)
-        return self._scratch
+    def scratch(self, size: int, name: str = "weight") -> Tensor:
+        """`size` elements; for one name the same memory for every layer, so valid until the next layer runs.
+
+        Memory that stays is never faulted in again: on a virtual machine that costs a millisecond a MiB.
+        """
+        if name not in self._kept or self._kept[name].numel() < size:
+            # Dropped before the new one is made, or both would be resident.
+            self._kept.pop(name, None)
+            self._kept[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+        return self._kept[name][:size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a layer leaves its output: in memory of the caller's, or multiplied onto what stands there."""
+
+    out_MN: Tensor
+    factor: bool
 
 
 class OverlayLinear(nn.Module):
@@ -122,6 +136,9 @@ class OverlayLinear(nn.Module):
             for (first, last), mark, until in zip(rows, marks, [*marks[1:], len(indices)], strict=True)
         ]
         self._nothing = torch.empty(0, device=overlay.device)
+        self._place: _Place | None = None
+        # Where in the memory that layers share its output stands: (numbers a token before it, in all).
+        self._among: tuple[int, int] | None = None
         self._cached = cached
         self._cache: Tensor | None = None
         # Whose values the cache holds; None where variants may have left any.
@@ -139,10 +156,45 @@ class OverlayLinear(nn.Module):
         if self._overlay.fixed is not None and not self._cached and self._weight.multiplies(x_MK):
             y_MN = self._from_codes(x_MK, self._overlay.fixed, values_GC)
         else:
-            y_MN = x.new_empty(len(x_MK), self.out_features)
+            y_MN = self._output(x, len(x_MK))
             groups = len(values_GC) if values_GC.shape[1] else 1
             self._by_tiles(x_MK.chunk(groups), values_GC, y_MN.chunk(groups))
         return y_MN.view(*x.shape[:-1], self.out_features)
+
+    def stand_among(self, before: int, features: int) -> None:
+        """From now on leave outputs in the memory "inner", `before` of `features` numbers a token further on,
+        where no text is written and no tangent carried: whoever calls has done with them when others write
+        there."""
+        self._among = (before, features)
+
+    def write_to(self, x: Tensor, out_MN: Tensor) -> Tensor:
+        """As `forward`, into memory of the caller's; returns its view. Not for fixed values or tangents."""
+        return self._placed(x, _Place(out_MN, factor=False))
+
+    def multiply_onto(self, x: Tensor, out_MN: Tensor) -> Tensor:
+        """`out *= forward(x)`, of which a tile exists at a time. Not for fixed values or tangents.
+
+        The dtype must hold the values as they are.
+        """
+        return self._placed(x, _Place(out_MN, factor=True))
+
+    def _output(self, x: Tensor, tokens: int) -> Tensor:
+        """[M, N] to write to."""
+        if self._place is not None:
+            return self._place.out_MN
+        if self._among is None or self._overlay.fixed is not None:
+            return x.new_empty(tokens, self.out_features)
+        before, features = self._among
+        shared = self._overlay.scratch(tokens * features, "inner")
+        return shared[tokens * before : tokens * (before + self.out_features)].view(tokens, -1)
+
+    def _placed(self, x: Tensor, place: _Place) -> Tensor:
+        self._place = place
+        try:
+            found: Tensor = self(x)
+        finally:
+            self._place = None
+        return found
 
     def seen(self, x: Tensor) -> Tensor:
         """The input as the product takes it."""
@@ -182,7 +234,12 @@ class OverlayLinear(nn.Module):
             for group, (x_MK, out_MN) in enumerate(zip(parts, outs, strict=True)):
                 if until > mark and not kept:
                     self._mask.set(tile_RK, first, values_GC[group, mark:until], mark)
-                self._multiply(x_MK, tile_RK, out_MN[:, first:last], first, last)
+                if self._place is None or not self._place.factor:
+                    self._multiply(x_MK, tile_RK, out_MN[:, first:last], first, last)
+                    continue
+                part_MR = self._overlay.scratch(len(x_MK) * (last - first), "factor").view(len(x_MK), -1)
+                self._multiply(x_MK, tile_RK, part_MR, first, last)
+                out_MN[:, first:last] *= part_MR
         self._holds = fixed if self._cache is not None else None
         if values_GC.shape[1]:
             for x_MK, out_MN, value_C in zip(parts, outs, values_GC, strict=True):

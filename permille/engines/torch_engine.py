@@ -37,7 +37,7 @@ from permille.engines.packed_attention import Segments
 from permille.engines.packed_batch import PackedBatch, packed_parts
 from permille.engines.prefix_cache import PrefixCache, row_key
 from permille.engines.sampling import Sampling, next_token
-from permille.engines.sharing import first_masked_layer, plan_sharing
+from permille.engines.sharing import LayerGroups, first_masked_layer, plan_sharing
 from permille.errors import InputError, OperatorError
 from permille.native.library import load
 from permille.package.reader import Package
@@ -47,7 +47,8 @@ from permille.zo.estimators import Batch
 # more were no slower than whole calls; a GPU wants more at a time.
 CPU_TOKEN_BYTES = 4096
 CUDA_MAX_TOKENS = 8192
-# Dequantized weights that are kept where compiled kernels decode them at 1 to 2% of a step: small models.
+# Dequantized weights are kept where compiled kernels decode them, at 1 to 2% of a step, of small models only:
+# of a large one a few layers would be memory without use.
 DEFAULT_CACHE_BYTES = 64 << 20
 # Where torch decodes them, more is worth its memory: generation decodes every weight for every token.
 SLOW_CACHE_BYTES = 512 << 20
@@ -89,7 +90,7 @@ class TorchEngine:
             max_tokens: bound on variants * sequences * tokens of one forward pass; a call beyond it runs in
                 parts. None is 1024 in float32 and 2048 in bfloat16 on a CPU, 8192 on CUDA.
             cache_bytes: bound on dequantized weights that are kept. 0 keeps none; None is 64 MiB with
-                compiled kernels on a CPU, else 512 MiB.
+                compiled kernels on a CPU if that is all of them, and else none; 512 MiB without.
             prefix_cache: keeps hidden states before the first masked layer from call to call; without effect
                 where the first layer is masked. It may be shared with other engines.
 
@@ -116,8 +117,7 @@ class TorchEngine:
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
         if cache_bytes is None:
-            fast = self._device.type == "cpu" and load() is not None
-            cache_bytes = DEFAULT_CACHE_BYTES if fast else SLOW_CACHE_BYTES
+            cache_bytes = self._usual_cache(package)
         overlay = Overlay(self._device, self._dtype, int8_inputs=int8_inputs)
         self._model = assemble(package, overlay, cache_bytes=cache_bytes)
         self._first_masked = first_masked_layer(self._model.spans)
@@ -131,6 +131,12 @@ class TorchEngine:
     def k(self) -> int:
         """Number of masked weights of the package."""
         return self._model.limits.k
+
+    def _usual_cache(self, package: Package) -> int:
+        if self._device.type != "cpu" or load() is None:
+            return SLOW_CACHE_BYTES
+        weights = sum(rows * columns for rows, columns in (info.shape for info in package.manifest.tensors))
+        return DEFAULT_CACHE_BYTES if weights * self._dtype.itemsize <= DEFAULT_CACHE_BYTES else 0
 
     def info(self) -> EngineInfo:
         """Name, versions, compute dtype, threads and device."""
@@ -258,7 +264,7 @@ class TorchEngine:
                 groups = plan[index]
                 if groups.splits:
                     hidden_GMH = hidden_GMH[self._tensor(groups.parent_G)]
-                with self._model.overlay.using(value_VK[self._tensor(groups.first_G)]):
+                with self._model.overlay.using(_of_groups(value_VK, groups)):
                     hidden_GMH = run(index, hidden_GMH)
             return hidden_GMH[:, state_R]
 
@@ -374,6 +380,13 @@ class TorchEngine:
 
 def _split(rows: NDArray[np.float32], size: int) -> list[NDArray[np.float32]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _of_groups(value_VK: Tensor, groups: LayerGroups) -> Tensor:
+    """The values of each group, [G, K]; no copy where every variant is a group."""
+    if groups.count == len(value_VK):
+        return value_VK
+    return value_VK[torch.from_numpy(groups.first_G).to(value_VK.device)]
 
 
 def _as_array(states: Tensor) -> NDArray[Any]:
