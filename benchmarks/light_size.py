@@ -1,10 +1,11 @@
 """What an agent without torch weighs: megabytes by distribution, and the time until its engine is open.
 
-    python -m benchmarks.light_size [--out FILE]
+    python -m benchmarks.light_size [--install extra] [--out FILE]
 
-Installs this project with the extra `agent`, and nothing else, into an environment of its own, then measures
-that environment. Python itself and pip are not counted; the bytecode that Python writes from the installed
-files is counted apart. Times are of fresh processes, the median of several:
+Installs this project into an environment of its own, then measures that environment: by default with the
+pinned distributions of `requirements/light-agent.txt` and nothing else; with `--install extra` as pip
+resolves the extra `agent`. Python itself and pip are not counted; the bytecode that Python writes from the
+installed files is counted apart. Times are of fresh processes, the median of several:
 `import` is until the agent and the engine's code are imported, `open` until a package is open in the engine.
 """
 
@@ -21,6 +22,7 @@ from benchmarks.random_packages import Shape, random_package
 from permille.quantization import Scheme
 
 ROOT = Path(__file__).resolve().parents[1]
+PINNED = ROOT / "requirements" / "light-agent.txt"
 SHAPE = Shape(hidden=256, inner=704, layers=4, heads=8, kv_heads=4, vocabulary=4096)
 NOT_COUNTED = frozenset({"pip", "setuptools"})
 RUNS = 7
@@ -61,23 +63,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="also write the result here")
-    out: Path | None = parser.parse_args().out
+    parser.add_argument("--install", choices=["pinned", "extra"], default="pinned")
+    arguments = parser.parse_args()
+    out: Path | None = arguments.out
     with tempfile.TemporaryDirectory(prefix="permille-light-") as name:
         folder = Path(name)
-        python = _installed(folder / "environment")
+        python = _installed(folder / "environment", arguments.install)
         package = random_package(folder / "package", SHAPE, density=0.001, scheme=Scheme.NF4, seed=0)
-        result = _sizes(python) | _times(python, package.blobs.root, package.digest)
+        result = (
+            {"install": arguments.install}
+            | _sizes(python)
+            | _times(python, package.blobs.root, package.digest)
+        )
     text = json.dumps(result, indent=2) + "\n"
     print(text, end="")
     if out is not None:
         out.write_text(text)
 
 
-def _installed(environment: Path) -> Path:
+def _installed(environment: Path, install: str) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     python = environment / "bin" / "python"
     pip: list[Any] = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", f"{ROOT}[agent]"], check=True)
+    if install == "pinned":
+        subprocess.run([*pip, "--no-deps", "-r", PINNED, ROOT], check=True)
+    else:
+        subprocess.run([*pip, "-c", ROOT / "constraints.txt", f"{ROOT}[agent]"], check=True)
     return python
 
 
