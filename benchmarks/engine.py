@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks import decode, memory, memory_limit, prefix_time, step_time
+from benchmarks import decode, limits, memory, memory_limit, prefix_time, step_time
 from benchmarks.cells import Cells
 from benchmarks.engine_page import page
 from benchmarks.settings import settings_parser
@@ -61,6 +61,7 @@ def _steps(
             bf16=bf16,
             query_rounds=query_rounds,
         )
+    limits.run(cells, shape="1.1B", layers=layers, sequences=16, tokens=64, rounds=3)
     prefix_time.run(
         cells,
         folder,

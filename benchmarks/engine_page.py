@@ -14,6 +14,7 @@ def page(cells: Cells) -> str:
     parts = [_HEAD, _machine(cells), "## Against the targets", "", *_summary(cells), ""]
     for title, rows in (
         ("Steps", _step_tables(cells)),
+        ("How near the hardware's limit", _limits_tables(cells)),
         ("Eight queries a step", _query_tables(cells)),
         ("Upper half masked, states below kept", _prefix_tables(cells)),
         ("Memory of one step in a fresh process", _memory_tables(cells)),
@@ -119,6 +120,42 @@ def _step_tables(cells: Cells) -> list[str]:
             )
         lines.append("")
     return lines
+
+
+def _limits_tables(cells: Cells) -> list[str]:
+    """Processor seconds of steps beside those of their products alone, at each library's best rate."""
+    lines: list[str] = []
+    for settings, result in cells.of("limits"):
+        bound = result["products_s"]
+        names = list(result["gflops"]["torch"])
+        lines += [
+            f"{_batch(settings)} tokens: GFLOP/s of one thread on the products of a step, float32, and the "
+            "processor seconds of all of them, twice:",
+            "",
+            f"| library of | {' | '.join(names)} | products of a step, s | against torch's |",
+            "|---|" + "---|" * (len(names) + 2),
+        ]
+        for library, rates in result["gflops"].items():
+            shown = " | ".join(f"{rates[name]:.0f}" for name in names)
+            ratio_to_dense = bound[library] / bound["torch"]
+            lines.append(f"| {library} | {shown} | {bound[library]:.1f} | {ratio_to_dense:.2f} |")
+        lines += ["", *_beside_limit(cells, settings, bound), ""]
+    return lines
+
+
+def _beside_limit(cells: Cells, settings: Settings, bound: dict[str, float]) -> list[str]:
+    """The float32 steps of the same size; a bound above the step was measured on a busier machine."""
+    keys = ("shape", "layers", "sequences", "tokens")
+    lines = ["| step | processor s | of its library's products | share |", "|---|---|---|---|"]
+    for step_settings, result in cells.of("step"):
+        if any(step_settings[key] != settings[key] for key in keys):
+            continue
+        for name, found in result["steps"].items():
+            library = "light" if "light" in name else "torch"
+            if name in ("permille torch float32", "permille light float32", "dense float32"):
+                share = bound[library] / found["cpu_s"]
+                lines.append(f"| {name} | {found['cpu_s']:.1f} | {bound[library]:.1f} | {share:.2f} |")
+    return lines if len(lines) > 2 else []
 
 
 def _query_tables(cells: Cells) -> list[str]:
