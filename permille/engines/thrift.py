@@ -1,11 +1,13 @@
-"""The gated feed-forward part of a layer, `down(act(gate x) * (up x))`, in half the memory.
+"""Parts of a decoder layer in less memory than transformers takes for them: the same operations and bits.
 
-As transformers writes it, three arrays of the inner width exist at a time: the activated gate, `up x`, and
-their product. Here there is one, which all layers share; the activation goes over it in blocks of rows, and
-`up x` is multiplied onto it tile by tile. The same operations on the same numbers.
+The gated feed-forward part is `down(act(gate x) * (up x))`. As transformers writes it, three arrays of the
+inner width exist at a time: the activated gate, `up x`, and their product. Here there is one, shared by all
+layers; the activation goes over it in blocks of rows, and `up x` is multiplied onto it tile by tile. Queries,
+keys and values of the attention before it stand in the same memory. Norms go in blocks of rows.
 
-Blocks of transformers that have this form are known by their parts. Where a tangent is carried, where a text
-is written, and in a compute dtype that is coarser than the values, the block runs as it was.
+Parts are known by the names of theirs. Where a tangent is carried or a text is written all run as they were,
+and the gated part also in a compute dtype that is coarser than the values. On a GPU nothing is changed: many
+small operations would cost more there than the memory.
 
 # Legend: M flat tokens, N inner width.
 """
@@ -40,7 +42,9 @@ class GatedMlp(nn.Module):
         tokens = x.numel() // gate.in_features
         inner_MN = overlay.scratch(tokens * gate.out_features, "inner").view(tokens, -1)
         gate.write_to(x, inner_MN)
-        for rows in inner_MN.split(max(1, _BLOCK // gate.out_features)):
+        step = max(1, _BLOCK // gate.out_features)
+        for first in range(0, tokens, step):
+            rows = inner_MN[first : first + step]
             rows.copy_(block.act_fn(rows))  # type: ignore[operator]
         product: Tensor = block.down_proj(up.multiply_onto(x, inner_MN))  # type: ignore[operator]
         return product
@@ -60,15 +64,19 @@ class InRowBlocks(nn.Module):
         if self._overlay.differentiated or x.numel() <= _BLOCK:
             whole: Tensor = self.norm(x)
             return whole
-        out = torch.empty_like(x)
-        rows = max(1, _BLOCK // width)
-        for part, into in zip(x.view(-1, width).split(rows), out.view(-1, width).split(rows), strict=True):
-            into.copy_(self.norm(part))
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x_MH, out_MH = x.reshape(-1, width), out.view(-1, width)
+        step = max(1, _BLOCK // width)
+        for first in range(0, len(x_MH), step):
+            rows = slice(first, first + step)
+            out_MH[rows].copy_(self.norm(x_MH[rows]))
         return out
 
 
 def make_thrifty(layers: nn.ModuleList, overlay: Overlay) -> None:
     """Change the parts of decoder layers that have a known form; others stay as they are."""
+    if overlay.device.type != "cpu":
+        return
     for layer in layers:
         for name, child in list(layer.named_children()):
             parts = {part for part, _ in child.named_children()}

@@ -60,7 +60,7 @@ def test_the_file_is_what_its_script_writes() -> None:
 def test_the_file_keeps_to_the_constraints_and_without_the_hub() -> None:
     found = pins(FILE.read_text())
     lines = re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    pinned = {canonicalize_name(name): number for name, number in lines}
+    pinned: dict[str, str] = {canonicalize_name(name): number for name, number in lines}
     assert {name: number for name, number in found.items() if pinned.get(name, number) != number} == {}
     assert {"numpy", "tokenizers", "httpx", "cryptography"} <= set(found)
     assert not {"huggingface-hub", "hf-xet", "torch", "transformers"} & set(found)
