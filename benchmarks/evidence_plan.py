@@ -103,9 +103,13 @@ QUICK = Size(
 
 
 def size_for(model: Path) -> Size:
-    """Steps by the model's weights: 200 below two million, 120 above."""
+    """Steps by the model's weights: 200 below two million, 100 above, and shorter examples."""
     weights = sum(_product(shape) for shape in expected_tensors(_config(model)).values())
-    return Size(zo_steps=200, fo_steps=200) if weights < 2_000_000 else Size(zo_steps=120, fo_steps=120)
+    return (
+        Size(zo_steps=200, fo_steps=200)
+        if weights < 2_000_000
+        else Size(zo_steps=100, fo_steps=100, max_tokens=96)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
