@@ -46,13 +46,13 @@ FULL, MOST_PASSED = 0.98, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Person:
-    """A user's documents in tokens, each in one part."""
+    """A user's documents in tokens, each in one part; the words of those that do not train."""
 
     name: str
     train: list[TokenizedDocument]
     select: list[TokenizedDocument]
     test: list[TokenizedDocument]
-    test_words: frozenset[str]
+    held_out_words: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,30 +91,30 @@ class Bench:
             train=parts[0],
             select=parts[1],
             test=parts[2],
-            test_words=frozenset(words[index] for index, _ in test),
+            held_out_words=frozenset(words[index] for index, _ in (*test, *select)),
         )
 
     def pooled(self, person: Person, others: Sequence[User]) -> Person:
-        """As much text to train on and to select by, of other people; documents in an order by hash.
+        """As much text of other people to train on; documents in an order by hash.
 
-        Nothing that stands in the person's test part, and nothing twice.
+        Nothing that stands in the person's test or select part, and nothing twice. Step size and state are
+        selected on the person's own select part, as for the own state: the text of the log is the only
+        difference, and a select part of strangers' few words would decide more than it.
         """
         candidates = {
             own_words(row): row for user in others if user.name != person.name for row in user.documents
         }
         order = sorted(
-            (words for words in candidates if words not in person.test_words),
+            (words for words in candidates if words not in person.held_out_words),
             key=lambda words: position(f"pooled {person.name} {words}", self.options.seed),
         )
         train = self._filled(candidates, order, targets(person.train))
-        rest = [words for words in order if words not in train]
-        select = self._filled(candidates, rest, targets(person.select))
         return Person(
             name=f"pooled for {person.name}",
             train=list(train.values()),
-            select=list(select.values()),
+            select=person.select,
             test=[],
-            test_words=frozenset(),
+            held_out_words=frozenset(),
         )
 
     def train(self, person: Person, kind: str) -> tuple[NDArray[np.float32], Json]:

@@ -134,9 +134,9 @@ def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
         "Made by `python -m benchmarks.users`; every run is in `users.json`. Defaults of the agent (search,",
         "SPSA with 8 queries, linear schedule, state chosen on a select part) on the NF4 package with the",
         "sensitive mask; losses on a test part of each person's text that nothing had looked at. *Pooled*:",
-        "the same training on equally much text of other people. *Swapped*: the state of a stranger from the",
-        "same collection. A gain is positive where the first is better; p of all comparisons on this page",
-        "are corrected together.",
+        "the same training on equally much text of other people, step size and state selected on the same",
+        "select part. *Swapped*: the state of a stranger from the same collection. A gain is positive where",
+        "the first is better; p of all comparisons on this page are corrected together.",
         "",
     ]
     for name, reasons in bad_rows.items():
