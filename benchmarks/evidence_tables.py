@@ -47,9 +47,9 @@ def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[st
     tasks = list(dict.fromkeys(record["task"] for record in records))
     counted = counted_tasks(everything, records[0]["model"])
     whole = [key for key, found in rows.items() if len(found) == len(tasks)]
-    accuracy_rank = _ranks(rows, whole, [task for task in tasks if task in counted], "accuracy", 1)
+    accuracy_rank = _ranks(rows, whole, [task for task in tasks if counted.get(task)], "accuracy", 1)
     loss_rank = _ranks(rows, whole, tasks, "loss", -1)
-    heads = [_task_head(records, task, task in counted) for task in tasks]
+    heads = [_task_head(records, task, counted.get(task, False)) for task in tasks]
     lines = [
         "| base | method | " + " | ".join(heads) + " | rank | rank by loss |",
         "|---" * (len(tasks) + 4) + "|",

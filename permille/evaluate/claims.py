@@ -189,22 +189,25 @@ def overall(rows: Sequence[Row]) -> Verdict:
     return Verdict.HOLDS if found == {Verdict.HOLDS} else Verdict.UNDECIDED
 
 
-def counted_tasks(records: Sequence[Record], model: str) -> frozenset[str]:
-    """Tasks of a model whose accuracies say something: on the first base that has both references."""
+def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
+    """Whether a task's accuracies say something of a model, on the first base that has both references.
+
+    A task without references (zero-shot and first-order training) is left out: nothing is known of it.
+    """
     own = [record for record in records if record["model"] == model]
-    found: set[str] = set()
+    found: dict[str, bool] = {}
     for task in dict.fromkeys(record["task"] for record in own):
         for base in dict.fromkeys(record["base"] for record in own):
             rows: dict[tuple[str, str], list[Record]] = {}
             for record in own:
                 if (record["task"], record["base"]) == (task, base):
-                    name, stage = record["method"], (record["stage"], record["density"])
-                    key = name if name == "zero-shot" else f"{name} {stage}"
+                    name, setting = record["method"], (record["stage"], record["density"], record["queries"])
+                    key = name if name == "zero-shot" else f"{name} {setting}"
                     rows.setdefault((key, task), []).append(record)
             if ("zero-shot", task) in rows and any(name.startswith("fo:") for name, _ in rows):
-                found |= {task} if countable(_plain(rows), task) else set()
+                found[task] = countable(_plain(rows), task)
                 break
-    return frozenset(found)
+    return found
 
 
 def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> list[Row]:
@@ -213,14 +216,15 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> l
         counted = counted_tasks(records, model)
         own = [record for record in records if record["model"] == model]
         for by_loss in (False, True):
-            of_kind = [record for record in own if (record["task"] not in counted) is by_loss]
+            of_kind = [record for record in own if counted.get(record["task"]) is not by_loss]
+            of_kind = [record for record in of_kind if record["task"] in counted]
             pairs += [
                 (model, density, by_loss, first, second, of_kind)
                 for density, first, second in _matched(claim, of_kind, stages)
             ]
     rows = [_row(claim, *pair) for pair in pairs]
     if not rows:
-        nothing = "needs records of both methods at one density"
+        nothing = "needs both methods at one density, and the task's zero-shot and first-order references"
         return [_undecided(claim, "", 0.0, by_loss=False, found=None, reason=nothing)]
     adjusted = iter(holm([row.p_value for row in rows if row.p_value is not None]))
     return [_judged(replace(row, p_value=next(adjusted))) if row.p_value is not None else row for row in rows]

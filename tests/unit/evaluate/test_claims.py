@@ -168,8 +168,15 @@ def test_where_the_task_cannot_be_done_losses_are_compared() -> None:
     assert row.by_loss
     assert row.verdict is Verdict.HOLDS
     assert row.found is not None and row.found.effect == pytest.approx(0.1, abs=0.01)
-    assert counted_tasks(undone, "m") == frozenset()
-    assert counted_tasks(REFERENCES, "m") == {"sst2"}
+    assert counted_tasks(undone, "m") == {"sst2": False}
+    assert counted_tasks(REFERENCES, "m") == {"sst2": True}
+
+
+@pytest.mark.parametrize("references", [[], REFERENCES[:1], REFERENCES[1:]])
+def test_without_references_it_is_not_known_what_to_compare(references: list[Record]) -> None:
+    row = row_of("sensitive-random", PAIRS["sensitive-random"](0.7, 0.6), references)
+    assert row.verdict is Verdict.UNDECIDED
+    assert "references" in row.reason
 
 
 def test_claims_are_adjusted_for_all_their_rows() -> None:
