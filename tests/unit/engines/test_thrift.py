@@ -104,9 +104,9 @@ def test_parts_are_changed_where_their_form_is_known(tmp_path: Path) -> None:
 
 def test_a_gpu_keeps_its_layers() -> None:
     overlay = Overlay(torch.device("meta"), torch.float32)
-    layers = nn.ModuleList([nn.ModuleDict({"norm": nn.LayerNorm(WIDTH)})])
-    make_thrifty(layers, overlay)
-    assert isinstance(layers[0]["norm"], nn.LayerNorm)
+    layer = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH)})
+    make_thrifty(nn.ModuleList([layer]), overlay)
+    assert isinstance(layer["norm"], nn.LayerNorm)
 
 
 def test_the_first_hidden_states_are_dropped_and_the_losses_stay(tmp_path: Path) -> None:
