@@ -7,6 +7,8 @@ from benchmarks.trajectories import lowest, seconds_to
 
 FRACTIONS = (0.25, 0.5, 0.75)
 PLAIN = "plain MeZO"
+LINEAR = "MeZO, linear weights"
+_TRIAL = "trial"
 OURS = ("permille", "permille, learned directions")
 
 
@@ -19,8 +21,9 @@ _HEAD = """# Time to a held-out loss
 
 `python -m benchmarks.time_to_loss` and `python -m benchmarks.first_order` made this page; all evaluations
 are in `time_to_loss.json`. One speaker of Shakespeare's plays is the user; held-out is the select split,
-on which each method's learning rate was chosen. Wall seconds on one machine, evaluations not counted; in
-brackets with what finding the step size took: our own search, the trials of the others.
+on which each method's learning rate was chosen. Seconds are the processor's, of one thread, evaluations not
+counted: what a clock shows on a core at rest. In brackets with what finding the step size took: our own
+search, the trials of the others.
 """
 
 
@@ -29,8 +32,9 @@ def _mezo_tables(cells: Cells) -> list[str]:
     tuning: dict[tuple[Any, ...], float] = {}
     for settings, result in cells.of("time to loss"):
         key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
-        if settings["what"] == "trial":
-            tuning[key] = tuning.get(key, 0.0) + result["points"][-1]["wall_s"]
+        if settings["what"] in (_TRIAL, f"{_TRIAL} of {LINEAR}"):
+            of = key, settings["what"]
+            tuning[of] = tuning.get(of, 0.0) + result["points"][-1]["cpu_s"]
         else:
             groups.setdefault(key, {})[settings["what"]] = (settings, result)
     lines: list[str] = []
@@ -44,14 +48,15 @@ def _mezo_tables(cells: Cells) -> list[str]:
             "directions | of theirs | target |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        for what, target in (("MeZO", "0.2"), (PLAIN, "0.1"), *((name, "") for name in OURS)):
+        for what, target in (("MeZO", "0.2"), (PLAIN, "0.1"), (LINEAR, ""), *((name, "") for name in OURS)):
             if what not in found:
                 continue
             settings, result = found[what]
             best = lowest(result["points"])
-            spent = result["search_s"] if what in OURS else tuning.get(key, 0.0)
+            trial = f"{_TRIAL} of {LINEAR}" if what == LINEAR else _TRIAL
+            spent = result["search_cpu_s"] if what in OURS else tuning.get((key, trial), 0.0)
             races = "" if what in OURS else _races([found[name][1] for name in OURS if name in found], best)
-            after = f"{best['wall_s']:.1f} ({best['wall_s'] + spent:.1f}) s"
+            after = f"{best['cpu_s']:.1f} ({best['cpu_s'] + spent:.1f}) s"
             lines.append(
                 f"| {what} | {settings['steps']} | {result['points'][0]['loss']:.4f} | {best['loss']:.4f} "
                 f"| {after} | {races or '| | |'} | {target} |"
@@ -113,7 +118,7 @@ def _races(ours: list[Result], best: dict[str, Any]) -> str:
     columns = []
     for result in ours:
         there = _there(result, best["loss"])
-        share = "" if there is None else f"{there[0] / max(best['wall_s'], 1e-9):.3f}"
+        share = "" if there is None else f"{there[0] / max(best['cpu_s'], 1e-9):.3f}"
         columns += [_reached(there), share]
     return " | ".join([*columns, *[""] * (4 - len(columns))])
 
@@ -121,7 +126,7 @@ def _races(ours: list[Result], best: dict[str, Any]) -> str:
 def _there(result: Result, loss: float) -> tuple[float, float] | None:
     """Seconds to a loss, without and with the search."""
     seconds = seconds_to(result["points"], loss)
-    return None if seconds is None else (seconds, seconds + result.get("search_s", 0.0))
+    return None if seconds is None else (seconds, seconds + result.get("search_cpu_s", 0.0))
 
 
 def _reached(seconds: tuple[float, float] | None) -> str:

@@ -8,13 +8,15 @@ as our search may make at most; ours is the agent with its defaults, which reads
 step. "MeZO" is our best dense loop: rows packed without padding, logits of targets alone, weights changed in
 place. "Plain MeZO" is the published loop on transformers, with the learning rate of the first; it does the
 same arithmetic, so with `--plain-steps` only its pace is measured, and the page says so. MeZO trains the
-full-precision model, ours the 4-bit package: bases differ by what quantization costs.
+full-precision model, ours the 4-bit package: bases differ by what quantization costs. With `--linear`, MeZO
+also trains the linear weights alone, which is what a package can change: embeddings and norms stay.
 
 Finished runs are kept in `--cells`.
 """
 
 import json
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 
 from benchmarks.cells import Cells, Result, Settings
 from benchmarks.dense import batch_loss, rows_loss
-from benchmarks.loss_page import OURS, page
+from benchmarks.loss_page import LINEAR, OURS, PLAIN, page
 from benchmarks.machine import machine
 from benchmarks.mezo import Mezo
 from benchmarks.model_packages import Sources, sources_from_environment
@@ -43,11 +45,13 @@ LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 EVALUATIONS = 40
 
 
-def mezo(user: UserText, *, learning_rate: float, steps: int, threads: int) -> Result:
-    """Our dense loop."""
+def mezo(user: UserText, *, learning_rate: float, steps: int, threads: int, linear: bool = False) -> Result:
+    """Our dense loop; `linear`: on the weights alone that the package could mask."""
     torch.set_num_threads(threads)
     model = load_model(user.model_folder)
-    optimizer = Mezo(model.parameters(), epsilon=EPSILON, learning_rate=learning_rate)
+    names = {tensor.name for tensor in user.package.manifest.tensors}
+    moved = [weight for name, weight in model.named_parameters() if name in names or not linear]
+    optimizer = Mezo(moved, epsilon=EPSILON, learning_rate=learning_rate)
     batches = TrainingBatches(user.prepared.train, batch_rows=BATCH_ROWS, seed=user.seed)
 
     def step(number: int) -> None:
@@ -107,21 +111,31 @@ def run(
     our_steps: int,
     trial_steps: int,
     threads: int,
+    linear: bool = False,
 ) -> None:
     """The runs of one model and seed that are missing."""
     common: Settings = {"model": model, "speaker": SPEAKER, "seed": seed, "threads": threads}
-    with tempfile.TemporaryDirectory() as name:
-        user = user_text(sources, model, SPEAKER, seed, packages, Path(name))
+
+    def tuned(loop: Callable[..., Result], what: str) -> float:
         losses = {}
         for rate in LEARNING_RATES[:MAX_RACES]:
-            settings = common | {"what": "trial", "steps": trial_steps, "learning_rate": rate}
-            trial = partial(mezo, user, learning_rate=rate, steps=trial_steps, threads=threads)
+            settings = common | {"what": what, "steps": trial_steps, "learning_rate": rate}
+            trial = partial(loop, learning_rate=rate, steps=trial_steps, threads=threads)
             losses[rate] = lowest(cells.once(FIGURE, settings, trial)["points"])["loss"]
-        rate = min(losses, key=lambda rate: float(losses[rate]))
-        for what, loop, count in (("MeZO", mezo, steps), ("plain MeZO", plain, plain_steps)):
+        return min(losses, key=lambda rate: float(losses[rate]))
+
+    with tempfile.TemporaryDirectory() as name:
+        user = user_text(sources, model, SPEAKER, seed, packages, Path(name))
+        if linear:
+            loop = partial(mezo, user, linear=True)
+            rate = tuned(loop, f"trial of {LINEAR}")
+            settings = common | {"what": LINEAR, "steps": steps, "learning_rate": rate}
+            cells.once(FIGURE, settings, partial(loop, learning_rate=rate, steps=steps, threads=threads))
+        rate = tuned(partial(mezo, user), "trial")
+        for what, run_of, count in (("MeZO", mezo, steps), (PLAIN, plain, plain_steps)):
             settings = common | {"what": what, "steps": count, "learning_rate": rate}
             cells.once(
-                FIGURE, settings, partial(loop, user, learning_rate=rate, steps=count, threads=threads)
+                FIGURE, settings, partial(run_of, user, learning_rate=rate, steps=count, threads=threads)
             )
     for what in OURS:
         with tempfile.TemporaryDirectory() as name:
@@ -137,6 +151,7 @@ def main() -> None:
     parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=2000, help="of MeZO")
+    parser.add_argument("--linear", action="store_true", help="MeZO on the linear weights alone, too")
     parser.add_argument("--plain-steps", type=int, help="of plain MeZO, where its pace is enough")
     parser.add_argument("--our-steps", type=int, default=600)
     parser.add_argument("--trial-steps", type=int, default=200)
@@ -157,6 +172,7 @@ def main() -> None:
                 our_steps=arguments.our_steps,
                 trial_steps=arguments.trial_steps,
                 threads=arguments.threads,
+                linear=arguments.linear,
             )
     if arguments.output is None:
         print(page(cells))

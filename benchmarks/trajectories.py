@@ -57,8 +57,8 @@ def descend(
 
 
 def seconds_to(points: list[Point], loss: float) -> float | None:
-    """Wall seconds of the first evaluation that is as low; None where none is."""
-    return next((float(point["wall_s"]) for point in points if point["loss"] <= loss), None)
+    """Processor seconds of the first evaluation that is as low; None where none is."""
+    return next((float(point["cpu_s"]) for point in points if point["loss"] <= loss), None)
 
 
 def lowest(points: list[Point]) -> Point:
@@ -67,7 +67,7 @@ def lowest(points: list[Point]) -> Point:
 
 
 def agent_run(user: UserText, *, steps: int, threads: int, options: dict[str, Any]) -> dict[str, Any]:
-    """A run of the agent with its defaults, `options` changed: {points, search_s, engine, options}.
+    """A run of the agent with its defaults, `options` changed: {points, search_cpu_s, engine, options}.
 
     Search is the whole time until the first step: reading text, loading the model, epsilon and step size.
     """
@@ -93,7 +93,7 @@ def agent_run(user: UserText, *, steps: int, threads: int, options: dict[str, An
     )
     return {
         "points": told.points,
-        "search_s": round(told.search_s, 3),
+        "search_cpu_s": round(told.search_cpu_s, 3),
         "outcome": result.outcome.value,
         "engine": dict(engines[0].info()),
         "options": chosen.definition(),
@@ -105,7 +105,7 @@ class _Told:
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        self.search_s = 0.0
+        self.search_cpu_s = 0.0
         self.clock = Clock()
         self.training = False
 
@@ -118,7 +118,7 @@ class _Told:
     def evaluated(self, step: int, loss: float, base_loss: float) -> None:  # noqa: ARG002
         """Keep the evaluation; the first of a run ends the search."""
         if not self.training:
-            self.search_s = self.clock.pause()[0]
+            self.search_cpu_s = self.clock.pause()[1]
             self.training = True
             self.clock = Clock()
         if self.points and step <= self.points[-1]["step"]:

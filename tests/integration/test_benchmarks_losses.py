@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import compute_types, estimators, first_order, time_to_loss
 from benchmarks.cells import Cells
-from benchmarks.loss_page import OURS, page
+from benchmarks.loss_page import LINEAR, OURS, page
 from benchmarks.model_packages import Sources
 from benchmarks.trajectories import descend, lowest, seconds_to
 from benchmarks.user_text import user_text
@@ -37,7 +37,7 @@ def test_evaluations_are_off_the_clock_and_the_first_low_one_counts() -> None:
     points = descend(lambda _: None, lambda: next(losses), steps=6, every=2)
     assert [point["step"] for point in points] == [0, 2, 4, 6]
     assert lowest(points)["step"] == 4
-    assert seconds_to(points, 3.5) == points[2]["wall_s"]
+    assert seconds_to(points, 3.5) == points[2]["cpu_s"]
     assert seconds_to(points, 1.0) is None
 
 
@@ -63,22 +63,26 @@ def test_the_race_against_mezo_makes_every_run_and_a_page(
         our_steps=4,
         trial_steps=1,
         threads=1,
+        linear=True,
     )
     found = {settings["what"]: result for settings, result in cells.of("time to loss")}
-    assert set(found) == {"trial", "MeZO", "plain MeZO", *OURS}
+    assert set(found) == {"trial", f"trial of {LINEAR}", LINEAR, "MeZO", "plain MeZO", *OURS}
     assert [point["step"] for point in found["MeZO"]["points"]] == [0, 1, 2, 3, 4]
     # Both loops begin at the full-precision model's loss on the same rows.
     assert found["MeZO"]["points"][0]["loss"] == found["plain MeZO"]["points"][0]["loss"]
     assert [found[what]["points"][-1]["step"] for what in OURS] == [4, 4]
     assert [found[what]["options"]["basis"] for what in OURS] == [True, True]
-    assert "| plain MeZO | 4 |" in page(cells)
+    # All weights and linear weights alone are the same model until the first step, and not after it.
+    assert found[LINEAR]["points"][0]["loss"] == found["MeZO"]["points"][0]["loss"]
+    assert found[LINEAR]["points"][-1]["loss"] != found["MeZO"]["points"][-1]["loss"]
+    assert "| plain MeZO | 4 |" in page(cells) and f"| {LINEAR} | 4 |" in page(cells)
 
 
 def test_plain_mezo_of_fewer_steps_lends_its_pace_to_the_losses_of_mezo(tmp_path: Path) -> None:
     cells = Cells(tmp_path / "cells.jsonl")
     common = {"model": "tiny", "speaker": "A", "seed": 0, "threads": 1}
-    whole = [{"step": step, "loss": 5.0 - step, "wall_s": 2.0 * step, "cpu_s": 1.0} for step in (0, 1, 2)]
-    part = [{"step": step, "loss": 5.0, "wall_s": 7.0 * step, "cpu_s": 1.0} for step in (0, 1)]
+    whole = [{"step": step, "loss": 5.0 - step, "wall_s": 1.0, "cpu_s": 2.0 * step} for step in (0, 1, 2)]
+    part = [{"step": step, "loss": 5.0, "wall_s": 1.0, "cpu_s": 7.0 * step} for step in (0, 1)]
     cells.once("time to loss", common | {"what": "MeZO", "steps": 2}, lambda: {"points": whole})
     cells.once("time to loss", common | {"what": "plain MeZO", "steps": 1}, lambda: {"points": part})
     assert "| plain MeZO | 2, losses of MeZO at the pace of 1 steps | 5.0000 | 3.0000 | 14.0" in page(cells)
