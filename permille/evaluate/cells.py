@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import FileCorpus, ReadReport, read_texts
-from permille.evaluate import models, schemes
+from permille.evaluate import free_text, models, schemes
 from permille.evaluate.examples import Example, Pool, majority_share
 from permille.evaluate.methods import DYNAMIC, Method, Order, TrainedSet
 from permille.evaluate.prompts import Task
@@ -81,11 +81,18 @@ class Bench:
         begin = time.perf_counter()
         data = self.data(cell, seed)
         if cell.method.order is None:
-            scorer = models.token_losses_of(self._stored(cell))
-            return Outcome(cell, data, None, score(scorer, data.test), time.perf_counter() - begin)
-        trainable, trained = self._trained(cell, data, self._recipe(cell.method.order, seed, step_factor))
-        tested = score(lambda batch: trainable.token_losses(trained.values_K, batch), data.test)
-        return Outcome(cell, data, trained, tested, time.perf_counter() - begin)
+            trainable, trained = Trainable(self._stored(cell), []), None
+            values_K = trainable.base_K
+        else:
+            trainable, trained = self._trained(cell, data, self._recipe(cell.method.order, seed, step_factor))
+            values_K = trained.values_K
+        tested = score(lambda batch: trainable.token_losses(values_K, batch), data.test)
+        written = None
+        if cell.task is Task.SQUAD:
+            model = trainable.installed(values_K)
+            written = free_text.write(model, data.test, data.splits.test, data.decode)
+            tested = replace(tested, correct_N=written.exact_N)
+        return Outcome(cell, data, trained, tested, time.perf_counter() - begin, written)
 
     def validation_loss(self, cell: Cell, order: Order, seed: int, step_factor: float) -> float:
         """What tuning compares: a run that is never scored on test items."""
@@ -217,6 +224,10 @@ class Encoder:
     def __call__(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
 
 class CellData:
     """The examples of a cell in tokens, and its batches."""
@@ -227,6 +238,7 @@ class CellData:
         self._encoder = encoder
         self.splits = splits
         self.seed = seed
+        self.decode = encoder.decode
 
     @cached_property
     def train(self) -> list[Choices]:
@@ -255,7 +267,7 @@ class CellData:
     def _encoded(self, examples: Sequence[Example]) -> list[Choices]:
         return [
             encode_example(
-                example,
+                free_text.with_candidate(example),
                 self._encoder,
                 begin=self._encoder.begin,
                 max_tokens=self._sweep.max_tokens,
@@ -272,7 +284,7 @@ class CellData:
             return ()
         rng = np.random.default_rng([self.seed, 1])
         chosen = rng.choice(len(self.splits.train), min(shots, len(self.splits.train)), replace=False)
-        solved = [self.splits.train[index] for index in chosen]
+        solved = [free_text.with_candidate(self.splits.train[index]) for index in chosen]
         return tuple(f"{item.prompt}{item.candidates[item.label]}\n\n" for item in solved)
 
 
@@ -285,9 +297,21 @@ class Outcome:
     trained: Trained | None
     tested: Scored
     seconds: float
+    written: free_text.Written | None = None
 
     def record(self) -> Json:
-        """The line of the results file."""
+        """The line of the results file; in free text what is right is an exact match, and F1 is beside it."""
+        return self._plain() | (
+            {}
+            if self.written is None
+            else {
+                "f1": float(self.written.f1_N.mean()),
+                "item_f1": [round(f1, 5) for f1 in self.written.f1_N.tolist()],
+                "written": list(self.written.texts),
+            }
+        )
+
+    def _plain(self) -> Json:
         return {
             "model": self.cell.model.name,
             "base": self.cell.base.value,
@@ -296,7 +320,7 @@ class Outcome:
             "seed": self.cell.seed,
             "accuracy": self.tested.accuracy,
             "loss": self.tested.loss,
-            "majority": majority_share(self.data.splits.test),
+            "majority": majority_share(self.data.splits.test) if self.written is None else 0.0,
             "examples": dict(
                 zip(
                     _SPLIT_NAMES,

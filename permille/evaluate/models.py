@@ -7,7 +7,7 @@ base, as packages do. Embeddings, norms and head are bf16 in every base but FLOA
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -149,10 +149,3 @@ def _overlaid(
         index = torch.from_numpy(mask[name].astype(np.int64))
         decoded_NK.view(-1)[index] = own_NK.reshape(-1)[index]
     return decoded_NK
-
-
-def token_losses_of(model: Any) -> Any:
-    """A model without anything to train, as a scorer: token losses of a batch."""
-    scorer = Trainable(model, [])
-    nothing = np.zeros(0, dtype=np.float32)
-    return lambda batch: scorer.token_losses(nothing, batch)

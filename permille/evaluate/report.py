@@ -46,7 +46,7 @@ def _table(model: str, base: str, rows: Rows) -> str:
         "",
         "Accuracy in percent, mean and deviation over seeds; in brackets the loss of the right answer in "
         "nats a token. A task in *italics* does not count for accuracy (no first-order gain of 5 points over "
-        "majority and zero-shot at p < 0.01).",
+        "majority and zero-shot at p < 0.01). In free text (squad) accuracy is exact match, with F1.",
         "",
         "| method | "
         + " | ".join(_heading(rows, task, counted[task]) for task in tasks)
@@ -134,4 +134,5 @@ def _heading(rows: Rows, task: str, counts: bool) -> str:
 def _cell(records: Sequence[Json]) -> str:
     accuracy = [100 * record["accuracy"] for record in records]
     deviation = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
-    return f"{np.mean(accuracy):.1f}{deviation} ({_mean(records, 'loss'):.3f})"
+    overlap = f", F1 {100 * _mean(records, 'f1'):.1f}" if "f1" in records[0] else ""
+    return f"{np.mean(accuracy):.1f}{deviation}{overlap} ({_mean(records, 'loss'):.3f})"

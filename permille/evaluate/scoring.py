@@ -165,7 +165,7 @@ def mean_losses(losses_R: NDArray[np.float32], items: Sequence[Choices]) -> NDAr
 
 def f1_of_text(prediction: str, references: Sequence[str]) -> float:
     """SQuAD's F1: overlap of words without case, punctuation and articles, against the best reference."""
-    return max((_f1(_words(prediction), _words(reference)) for reference in references), default=0.0)
+    return max((_f1(words(prediction), words(reference)) for reference in references), default=0.0)
 
 
 def _f1(predicted: list[str], reference: list[str]) -> float:
@@ -175,7 +175,8 @@ def _f1(predicted: list[str], reference: list[str]) -> float:
     return 2 * common / (len(predicted) + len(reference))
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """SQuAD's normalisation: lower case, without punctuation and articles, divided at white space."""
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 

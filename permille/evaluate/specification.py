@@ -148,10 +148,6 @@ def _checked(sweep: Sweep) -> Sweep:
     for model in sweep.models:
         if missing := [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]:
             raise InputError(f"expected {' and '.join(missing)} in {model}, got none")
-    if Task.SQUAD in sweep.tasks:
-        raise InputError(
-            "expected tasks with candidate answers, got squad: free text is not scored in sweeps"
-        )
     if any(item.size for item in sweep.methods) and importlib.util.find_spec("peft") is None:
         raise InputError(
             'expected peft for adapters, which is not installed: pip install "permille[evaluate]"'

@@ -125,6 +125,11 @@ class Trainable:
         # One by one: all directions of all weights at float64 would be gigabytes.
         return loss, np.array([direction_K.astype(np.float64) @ wide_K for direction_K in directions_QK])
 
+    def installed(self, values_K: NDArray[np.float32]) -> Any:
+        """The model with these values in place, to let it write: valid until the next call."""
+        self._install(values_K)
+        return self._model
+
     def _install(self, values_K: NDArray[np.float32]) -> None:
         if values_K.shape != (self.k,) or values_K.dtype != np.float32:
             raise InputError(

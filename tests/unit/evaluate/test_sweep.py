@@ -48,6 +48,48 @@ train = "train.tsv"
     return path
 
 
+SQUAD_SWEEP = """
+models = ["{model}"]
+corpus = "corpus.jsonl"
+methods = ["zero-shot", "icl:1", "zo:sensitive-c4"]
+bases = ["squeezellm"]
+seeds = [0]
+zo_steps = 2
+queries = 1
+batch_size = 2
+trials = 1
+evaluations = 1
+sizes = [4, 2, 3]
+max_tokens = 48
+corpus_sequences = 2
+corpus_tokens = 32
+[tasks.squad]
+train = "squad.json"
+"""
+
+
+def test_free_text_is_written_and_scored_in_a_sweep(sweep_file: Path) -> None:
+    folder = sweep_file.parent
+    paragraphs = [
+        {
+            "context": f"The {word} house stands in town {n}.",
+            "qas": [{"id": f"q{n}", "question": "Which house?", "answers": [{"text": f"the {word} house"}]}],
+        }
+        for n, word in enumerate(WORDS * 2)
+    ]
+    (folder / "squad.json").write_text(json.dumps({"data": [{"title": "T", "paragraphs": paragraphs}]}))
+    sweep_file.write_text(SQUAD_SWEEP.format(model=ROOT / "examples" / "model"))
+    records = run_sweep(read_sweep(sweep_file), folder / "results.jsonl", lambda *_: None)
+    assert [record["method"] for record in records] == ["zero-shot", "icl:1", "zo:sensitive-c4"]
+    for record in records:
+        assert len(record["written"]) == len(record["item_f1"]) == len(record["items"]) == 3
+        assert record["f1"] == pytest.approx(sum(record["item_f1"]) / 3, abs=1e-5)
+        assert record["majority"] == 0
+        assert record["loss"] > 0
+    assert any(any(record["written"]) for record in records)
+    assert ", F1 " in markdown(records)
+
+
 class Stopped(Exception):  # noqa: N818 - an interruption
     """As a person would."""
 
@@ -128,7 +170,6 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
         ("queries = 2", "density = 2.0", "density above 0"),
         ('"zo:lora-4"', '"zo:lora"', "lora-<rank>"),
         ("seeds = [0]", "seeds = [0, 0]", "one or more of seeds, each once"),
-        ("[tasks.sst2]", "[tasks.squad]", "free text is not scored"),
         (str(ROOT / "examples" / "model"), str(ROOT / "docs"), "config.json and tokenizer.json"),
     ],
 )
