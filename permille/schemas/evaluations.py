@@ -18,7 +18,7 @@ _PLAIN = "|".join(kind for kind in TrainedSet if kind not in _SIZED)
 METHOD_PATTERN = rf"^(zero-shot|icl:{_SIZE}|(zo|fo):({_PLAIN}|({'|'.join(_SIZED)})-{_SIZE}))$"
 """What `permille.evaluate.methods.method` parses, written out for a validator and a document alike."""
 
-TASK_PATTERN = f"^({'|'.join(task for task in Task if task is not Task.SQUAD)})$"
+TASK_PATTERN = f"^({'|'.join(Task)})$"
 
 
 def _each_once(values: list[Any]) -> list[Any]:
@@ -63,7 +63,7 @@ Trials = Annotated[
 
 class TaskSource(Closed):
     """A task's files below the service's corpus root: JSON lines as SuperGLUE writes them, SST-2 also as
-    GLUE's `.tsv`. Without `test` the train file is divided into all three parts."""
+    GLUE's `.tsv`, SQuAD its `.json`. Without `test` the train file is divided into all three parts."""
 
     train: RelativePath = Field(examples=["SST-2/train.tsv"])
     test: RelativePath | None = Field(default=None, examples=["SST-2/dev.tsv"])
@@ -77,7 +77,7 @@ class EvaluationOptions(Closed):
 
     tasks: dict[TaskName, TaskSource] = Field(
         min_length=1,
-        max_length=len(Task) - 1,
+        max_length=len(Task),
         examples=[{"sst2": {"train": "SST-2/train.tsv", "test": "SST-2/dev.tsv"}}],
         json_schema_extra={"additionalProperties": False},
     )

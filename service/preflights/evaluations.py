@@ -17,6 +17,7 @@ from service.preflights.verdict import require
 from service.problems import ApiError
 
 SAMPLE_BYTES = 1 << 16
+SUFFIXES = {Task.SST2: (".jsonl", ".tsv"), Task.SQUAD: (".json",)}
 BYTES_A_TOKEN = 2  # of English most tokenizers take three to five
 
 
@@ -71,7 +72,7 @@ def task_facts(root: Path, task: Task, source: TaskSource) -> TaskFacts:
 
 
 def _inside(root: Path, task: Task, relative: str) -> Path:
-    suffixes = (".jsonl", ".tsv") if task is Task.SST2 else (".jsonl",)
+    suffixes = SUFFIXES.get(task, (".jsonl",))
     if not relative.endswith(suffixes):
         raise ApiError(
             ProblemType.CONFLICT,

@@ -8,6 +8,7 @@ it stands.
 import importlib.util
 import json
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 from sqlalchemy.orm import Session
@@ -41,12 +42,13 @@ def run(context: TaskContext) -> Publish:
             'expected scipy, which is not installed: pip install "permille[workers,evaluate]"'
         )
     payload = parse_payload(EvaluationPayload, context.claim.payload)
-    context.progress(0.0, "opening the models")
+    begun = _begun(context, payload)
+    context.progress(begun, "opening the models")
     opened = [open_model(context, model_id) for model_id in payload.model_ids]
     corpus = open_corpus(context, payload.corpus_id)
     sweep = _sweep(context, payload, opened, corpus)
-    context.progress(0.0, "reading the tasks")
-    findings = _findings(context, sweep)
+    context.progress(begun, "reading the tasks")
+    findings = _findings(context, sweep, begun)
     provenance = _provenance(opened, corpus, sweep)
 
     def publish(session: Session) -> Result:
@@ -65,7 +67,7 @@ def run(context: TaskContext) -> Publish:
     return publish
 
 
-def _findings(context: TaskContext, sweep: Sweep) -> Findings:
+def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
     """Run what the results lack, then keep them and their tables."""
     from permille.evaluate.report import markdown
     from permille.evaluate.sweep import run_sweep, sweep_digest
@@ -75,7 +77,7 @@ def _findings(context: TaskContext, sweep: Sweep) -> Findings:
 
     def progress(done: int, total: int, following: str) -> None:
         message = f"cell {done + 1}/{total} {following}" if following else "reporting"
-        context.progress(_MEASURED * done / total, message)
+        context.progress(max(begun, _MEASURED * done / total), message)
 
     records = run_sweep(sweep, file, progress)
     return Findings(
@@ -85,6 +87,21 @@ def _findings(context: TaskContext, sweep: Sweep) -> Findings:
         report_digest=context.blobs.put_bytes(markdown(records).encode()),
         size_bytes=file.stat().st_size,
     )
+
+
+def _begun(context: TaskContext, payload: EvaluationPayload) -> float:
+    """The share that earlier attempts have measured: the pace of this one tells the time that is left."""
+    whole = [file.read_bytes().rpartition(b"\n")[0] for file in _files(context)]
+    done = sum(lines.count(b'\n{"kind":"cell",') for lines in whole)
+    parts = (payload.model_ids, payload.bases, payload.tasks, payload.methods, payload.seeds)
+    cells = prod(len(part) for part in parts if part)
+    return min(_MEASURED, _MEASURED * done / cells)
+
+
+def _files(context: TaskContext) -> list[Path]:
+    """The newest results, if any."""
+    found = context.work_folder.glob("results-*.jsonl")
+    return sorted(found, key=lambda file: file.stat().st_mtime)[-1:]
 
 
 def _bad_rows(file: Path) -> int:

@@ -20,6 +20,7 @@ from tests.tiny_model import write_sst2
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.test_tasks import failed, succeeded
 from workers.child import attempt
+from workers.context import Progress
 from workers.tasks import TASKS
 from workers.work_folders import remove_ended
 
@@ -146,12 +147,22 @@ def test_a_stopped_attempt_is_taken_up_after_its_last_cell(
     (results,) = (bench.root / "work" / "jobs" / job.id).glob("results-*.jsonl")
     with results.open("ab") as file:
         file.write(b'{"kind":"cell","key":"torn')
+    told: list[float] = []
+    original = Progress.__call__
+
+    def spy(progress: Progress, fraction: float, message: str) -> None:
+        told.append(fraction)
+        original(progress, fraction, message)
+
+    monkeypatch.setattr(Progress, "__call__", spy)
     after = spied(monkeypatch)
     bench.run_queued()
     evaluation = evaluation_of(bench, bench.read(job))
     assert len(after) == 1 and not set(after) & set(before)
     cells = [line["key"] for line in lines_of(bench, evaluation) if line["kind"] == "cell"]
     assert cells == before + after
+    assert told == sorted(told)  # and not from 0: the time left is told by the pace of this attempt
+    assert told[0] == pytest.approx(0.99 * 2 / 3)
 
 
 def test_progress_counts_cells_and_names_the_one_that_runs(
@@ -248,7 +259,7 @@ def test_models_of_one_name_are_told_apart_by_their_ids(bench: Bench) -> None:
         ({"tasks": {"sst2": {"train": "/etc/passwd"}}}, "relative to the root"),
         ({"tasks": {"sst2": {"train": "sst2/absent.tsv"}}}, "below the root, got none"),
         ({"tasks": {"sst2": {"train": "rows.jsonl"}}}, "expected labelled rows of sst2"),
-        ({"tasks": {"squad": {"train": "sst2/train.tsv"}}}, "free text is not scored"),
+        ({"tasks": {"glue": {"train": "sst2/train.tsv"}}}, "tasks of sst2"),
         ({"methods": ["zo:everything"]}, "expected zero-shot"),
         ({"density": 2.0}, "density above 0"),
         ({"sizes": [1]}, "sizes of train, validation and test"),
