@@ -190,14 +190,17 @@ def overall(rows: Sequence[Row]) -> Verdict:
 
 
 def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
-    """Whether a task's accuracies say something of a model, on the first base that has both references.
+    """Whether a task's accuracies say something of a model, on a base that has both references: a 16- or
+    32-bit one if there is one.
 
     A task without references (zero-shot and first-order training) is left out: nothing is known of it.
     """
     own = [record for record in records if record["model"] == model]
     found: dict[str, bool] = {}
     for task in dict.fromkeys(record["task"] for record in own):
-        for base in dict.fromkeys(record["base"] for record in own):
+        for base in sorted(
+            {record["base"] for record in own}, key=lambda base: (base not in _FLOATING, base)
+        ):
             rows: dict[tuple[str, str], list[Record]] = {}
             for record in own:
                 if (record["task"], record["base"]) == (task, base):

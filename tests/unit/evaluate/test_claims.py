@@ -172,6 +172,13 @@ def test_where_the_task_cannot_be_done_losses_are_compared() -> None:
     assert counted_tasks(REFERENCES, "m") == {"sst2": True}
 
 
+def test_tasks_are_judged_on_16_bits_where_these_are_there() -> None:
+    """Over 4 bits nothing is learned, over 16 bits much; the records of 4 bits come first."""
+    four_bit = [*records("zero-shot", 0.5, (0,), **FOUR_BIT), *records("fo:lora-8", 0.5, **FOUR_BIT)]
+    assert counted_tasks(four_bit, "m") == {"sst2": False}
+    assert counted_tasks([*four_bit, *REFERENCES], "m") == {"sst2": True}
+
+
 @pytest.mark.parametrize("references", [[], REFERENCES[:1], REFERENCES[1:]])
 def test_without_references_it_is_not_known_what_to_compare(references: list[Record]) -> None:
     row = row_of("sensitive-random", PAIRS["sensitive-random"](0.7, 0.6), references)
