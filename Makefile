@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-estimators bench-quantization evidence example-model reference-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-users bench-estimators bench-quantization bench-quantizers evidence example-model reference-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -89,11 +89,17 @@ bench-compute-types: $(VENV)/.native  ## Compute types that training bears (need
 bench-personalise: $(VENV)/.native  ## Held-out loss of several users, three seeds (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.personalise
 
+bench-users: $(VENV)/.native  ## Own, pooled and strangers' states of many people (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m benchmarks.users --output docs/results
+
 bench-estimators: $(VENV)/.native  ## Held-out loss by estimator at equal cost (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.estimators --output docs/results
 
 bench-quantization: $(VENV)/.native  ## Perplexity by scheme and by knowledge of the mask (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.quantization_quality
+
+bench-quantizers: $(VENV)/.native  ## Perplexity, bits per byte and bytes of every base (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m benchmarks.quantizers --output docs/results
 
 evidence: $(VENV)/.native  ## The papers' comparisons and verdicts: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.evidence --output docs/results

@@ -131,7 +131,9 @@ def page(cells: Cells) -> str:
             heading = (
                 f"## {case.model}, calibrated on {case.calibration}, {case.windows} windows of each text"
             )
-            lines += ["", heading, "", markdown(ordered, notes)]
+            lines += ["", heading, "", markdown(ordered, notes).rstrip("\n")]
+            if missing := [base.value for base in Base if base not in records]:
+                lines += ["", f"Not measured yet: {', '.join(missing)}; the command goes on there."]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
