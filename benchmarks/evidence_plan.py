@@ -29,6 +29,7 @@ STATIC = ("zo:sensitive-c4", "zo:sensitive-task", "zo:random", "zo:outliers")
 DYNAMIC = ("zo:sensitive-task-dynamic", "zo:random-dynamic")
 WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
 REFERENCES = ("zero-shot", "icl:8", "fo:sensitive-c4", "fo:lora-8")
+NF4_REFERENCES = ("zero-shot", "fo:lora-8", "fo:sensitive-c4")
 LONG_TASKS = frozenset({"boolq", "rte", "cb", "multirc"})
 """Tasks with passages: half the steps."""
 
@@ -161,15 +162,14 @@ def units(
         size = size.halved()
     match stage:
         case "table":
+            pairs, many = (*STATIC, DYNAMIC[0]), size.equivalence_seeds
+            # The references first: without them nothing is decided.
             return [
-                _unit(stage, model, task, size, "pairs", (*STATIC, DYNAMIC[0]), seeds=size.equivalence_seeds),
-                _unit(stage, model, task, size, "others", (*REFERENCES, *WITHOUT_MASK, DYNAMIC[1])),
-                _unit(
-                    stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=size.equivalence_seeds
-                ),
-                _unit(
-                    stage, model, task, size, "nf4-fo", ("zero-shot", "fo:lora-8", "fo:sensitive-c4"), "nf4"
-                ),
+                _unit(stage, model, task, size, "references", REFERENCES),
+                _unit(stage, model, task, size, "pairs", pairs, seeds=many),
+                _unit(stage, model, task, size, "others", (*WITHOUT_MASK, DYNAMIC[1])),
+                _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
+                _unit(stage, model, task, size, "nf4-references", NF4_REFERENCES, "nf4"),
             ]
         case "flat":
             methods = (*STATIC, "fo:sensitive-c4")
