@@ -39,6 +39,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("edge_agent/planted.py", "import sqlalchemy", "only service and workers reach the store"),
         ("service/planted.py", "import torch", "the API process needs no torch"),
         ("service/planted.py", "import permille.sensitivity.fisher", "the API process needs no torch"),
+        ("service/planted.py", "import permille.evaluate.cells", "the API process needs no torch"),
         ("permille/zo/planted.py", "import pydantic", "zo and package stay light"),
         ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
         ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
