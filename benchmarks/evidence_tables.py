@@ -6,7 +6,8 @@ import numpy as np
 
 from benchmarks.evidence_records import Progress
 from permille.evaluate.cells import Json
-from permille.evaluate.claims import CLAIMS, Relation, Row, Verdict, counted_tasks, overall
+from permille.evaluate.claims import Row, Verdict, counted_tasks, overall
+from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.statistics import average_ranks
 
 

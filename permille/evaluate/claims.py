@@ -14,11 +14,12 @@ or `MIN_ITEMS` items. And two methods that learned nothing are no equals: AT LEA
 where the second method is better than the base it began from, at 5% (or the first one better than it).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from permille.evaluate.contrasts import Contrast, Record, contrast, holm
+from permille.evaluate.paper_claims import CLAIMS, FLOATING, Claim, Relation, Side
 from permille.evaluate.report import MIN_ITEMS, countable
 from permille.evaluate.statistics import EQUIVALENCE_MARGIN
 
@@ -31,8 +32,6 @@ LOSS_MARGIN = 0.01
 DECIDING = ("table", "flat")
 """Stages that decide claims; what other stages show at other densities says where a claim turns."""
 
-_FLOATING = ("bf16", "float32")
-
 
 class Verdict(StrEnum):
     """What is known."""
@@ -40,98 +39,6 @@ class Verdict(StrEnum):
     HOLDS = "holds"
     FAILS = "fails"
     UNDECIDED = "undecided"
-
-
-class Relation(StrEnum):
-    """What a claim says of its first method."""
-
-    BETTER = "better than"
-    AT_LEAST = "at least equal to"
-    WITHIN = "within the margin of"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """Records of one side: a method, on a kind of base."""
-
-    method: str
-    four_bit: bool = False
-    queries: Callable[[int], bool] | None = None
-
-    def takes(self, record: Record) -> bool:
-        """Whether a record is of this side."""
-        return (
-            record["method"] == self.method
-            and (record["base"] == "nf4" if self.four_bit else record["base"] in _FLOATING)
-            and (self.queries is None or self.queries(record["queries"]))
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """A sentence that records can refute.
-
-    Attributes:
-        stage: the only stage of the evidence whose records are compared; None: those that are asked for.
-    """
-
-    key: str
-    sentence: str
-    relation: Relation
-    first: Side
-    second: Side
-    stage: str | None = None
-
-
-_SENSITIVE = Side(method="zo:sensitive-c4")
-CLAIMS = (
-    Claim(
-        key="sensitive-random",
-        sentence="Sensitive weights train better than as many random ones",
-        relation=Relation.BETTER,
-        first=_SENSITIVE,
-        second=Side(method="zo:random"),
-    ),
-    Claim(
-        key="sensitive-outliers",
-        sentence="Sensitive weights train better than as many of the largest ones",
-        relation=Relation.BETTER,
-        first=_SENSITIVE,
-        second=Side(method="zo:outliers"),
-    ),
-    Claim(
-        key="c4-task",
-        sentence="The mask of C4 is within one point of the task's own",
-        relation=Relation.WITHIN,
-        first=_SENSITIVE,
-        second=Side(method="zo:sensitive-task"),
-    ),
-    Claim(
-        key="four-bit",
-        sentence="Sensitive weights over 4 bits are at least equal to all weights of 16 bits",
-        relation=Relation.AT_LEAST,
-        first=Side(method="zo:sensitive-c4", four_bit=True),
-        second=Side(method="zo:full"),
-    ),
-    *(
-        Claim(
-            key=f"queries-{method.partition(':')[2]}",
-            sentence=f"At constant work, several queries are better than one ({method})",
-            relation=Relation.BETTER,
-            first=Side(method=method, queries=lambda queries: queries > 1),
-            second=Side(method=method, queries=lambda queries: queries == 1),
-            stage="queries",
-        )
-        for method in ("zo:sensitive-c4", "zo:lora-fa-8")
-    ),
-    Claim(
-        key="static",
-        sentence="A static mask is at least equal to one that is selected again while training",
-        relation=Relation.AT_LEAST,
-        first=Side(method="zo:sensitive-task"),
-        second=Side(method="zo:sensitive-task-dynamic"),
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +105,7 @@ def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
     own = [record for record in records if record["model"] == model]
     found: dict[str, bool] = {}
     for task in dict.fromkeys(record["task"] for record in own):
-        for base in sorted(
-            {record["base"] for record in own}, key=lambda base: (base not in _FLOATING, base)
-        ):
+        for base in sorted({record["base"] for record in own}, key=lambda base: (base not in FLOATING, base)):
             rows: dict[tuple[str, str], list[Record]] = {}
             for record in own:
                 if (record["task"], record["base"]) == (task, base):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate.claims import CLAIMS, Relation, Row, Verdict, counted_tasks, overall, verdicts
+from permille.evaluate.claims import Row, Verdict, counted_tasks, overall, verdicts
 from permille.evaluate.contrasts import Record, contrast, holm
+from permille.evaluate.paper_claims import CLAIMS, Relation
 
 ITEMS = 400
 SEEDS = (0, 1, 2, 3, 4)
