@@ -28,12 +28,12 @@ import argparse
 import os
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cells import Cells
 from benchmarks.evidence_gradients import Gradients
+from benchmarks.evidence_materials import find_materials
 from benchmarks.evidence_page import write_page
 from benchmarks.evidence_plan import (
     DENSITY,
@@ -49,17 +49,11 @@ from benchmarks.evidence_plan import (
 )
 from benchmarks.evidence_records import flat_density, read_records
 from benchmarks.evidence_steps import measure_memory, measure_steps
-from permille.errors import InputError, PermilleError
+from permille.errors import PermilleError
 from permille.evaluate.specification import read_sweep
 from permille.evaluate.sweep import run_sweep
 
 STAGES = ("coverage", "transfer", "table", "fractions", "flat", "queries", "steps", "memory")
-_MODELS = ("stories260K-hf", "reference-7M")
-_TASK_FILES = {
-    "sst2": {"train": "SST-2_glue/train.tsv", "test": "SST-2_glue/dev.tsv"},
-    "boolq": {"train": "BoolQ/val.jsonl"},
-    "rte": {"train": "RTE/train.jsonl", "test": "RTE/val.jsonl"},
-}
 _FIRST_TASK_ONLY = frozenset({"fractions", "queries", "steps"})
 
 
@@ -235,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the page. Exit status: 0 done or out of minutes, 1 refused."""
     options = _parser().parse_args(arguments)
     try:
-        materials = _materials(options.materials, options.models)
+        materials = find_materials(options.materials, options.models)
         runner = Runner(
             materials,
             options.folder,
@@ -289,42 +283,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser
-
-
-def _materials(path: Path | None, models: Sequence[Path] | None) -> Materials:
-    if path is not None:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-        folder = path.parent
-        tasks = {
-            name: {key: folder / value for key, value in files.items()}
-            for name, files in found["tasks"].items()
-        }
-        materials = Materials(
-            models=tuple(models or [folder / name for name in found["models"]]),
-            tasks=tasks,
-            corpus=folder / found["corpus"],
-        )
-    else:
-        data = Path(_environment("PERMILLE_DATA"))
-        materials = Materials(
-            models=tuple(models or [Path(_environment("PERMILLE_MODELS")) / name for name in _MODELS]),
-            tasks={
-                name: {key: data / "tasks" / value for key, value in files.items()}
-                for name, files in _TASK_FILES.items()
-            },
-            corpus=data / "text/c4_en/c4_sample.jsonl",
-        )
-    materials.check()
-    return materials
-
-
-def _environment(name: str) -> str:
-    try:
-        return os.environ[name]
-    except KeyError as exc:
-        raise InputError(
-            f"expected the environment variable {name} to name a folder, or --materials"
-        ) from exc
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -104,11 +105,30 @@ def test_no_cell_begins_when_the_minutes_are_over(materials_file: Path, tmp_path
     assert page.count("**undecided**") == 7
 
 
-def test_missing_files_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('models = []\ncorpus = "c"\n[tasks.sst2]\ntrain = "t"\n', "expected models of different names"),
+        ('models = ["m"]\n[tasks.sst2]\ntrain = "t"\n', "expected models, corpus and [tasks.<name>]"),
+        ('models = ["m"]\ncorpus = "c"\ntasks = 3\n', "expected models, corpus and [tasks.<name>]"),
+        ("models =", "expected models, corpus and [tasks.<name>]"),
+    ],
+)
+def test_wrong_materials_are_told(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "materials.toml"
-    path.write_text('models = []\ncorpus = "c"\n[tasks.sst2]\ntrain = "t"\n')
+    path.write_text(content)
     assert main(arguments(path, tmp_path)) == 1
-    assert "expected models of different names" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_without_folders_the_environment_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PERMILLE_DATA", raising=False)
+    assert main(["--folder", str(tmp_path), "--quick"]) == 1
+    assert "PERMILLE_DATA" in capsys.readouterr().err
 
 
 def test_every_sweep_is_one_that_the_product_reads(materials_file: Path, tmp_path: Path) -> None:
@@ -144,7 +164,7 @@ def test_a_tensor_has_at_least_one_masked_weight(materials_file: Path) -> None:
     assert masked_share(materials_file.parent / "tiny", 0.5) == 0.5
 
 
-def fraction_records(losses: dict[float, tuple[float, ...]]) -> list[Json]:
+def fraction_records(losses: Mapping[float, tuple[float, ...]]) -> list[Json]:
     return [
         {
             "stage": "fractions",

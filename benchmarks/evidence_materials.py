@@ -1,0 +1,70 @@
+"""Which models and files the evidence is made from: a TOML file's, or those of two folders."""
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.evidence_plan import Materials
+from permille.errors import InputError
+
+_MODELS = ("stories260K-hf", "reference-7M")
+_TASK_FILES = {
+    "sst2": {"train": "SST-2_glue/train.tsv", "test": "SST-2_glue/dev.tsv"},
+    "boolq": {"train": "BoolQ/val.jsonl"},
+    "rte": {"train": "RTE/train.jsonl", "test": "RTE/val.jsonl"},
+}
+
+
+def find_materials(path: Path | None, models: Sequence[Path] | None) -> Materials:
+    """The materials of a file, or of PERMILLE_MODELS and PERMILLE_DATA.
+
+    Args:
+        path: TOML with `models`, `corpus` and `[tasks.<name>]`; paths are relative to it.
+        models: take the place of those that the file or the environment names.
+
+    Raises:
+        InputError: no file and no environment, or not what is expected there.
+    """
+    materials = _of_environment(models) if path is None else _of_file(path, models)
+    materials.check()
+    return materials
+
+
+def _of_file(path: Path, models: Sequence[Path] | None) -> Materials:
+    folder = path.parent
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Materials(
+            models=tuple(models or [folder / name for name in found["models"]]),
+            tasks={
+                name: {key: folder / value for key, value in files.items()}
+                for name, files in found["tasks"].items()
+            },
+            corpus=folder / found["corpus"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise InputError(
+            f"expected models, corpus and [tasks.<name>] as TOML in {path}, got {exc!r}"
+        ) from exc
+
+
+def _of_environment(models: Sequence[Path] | None) -> Materials:
+    data = Path(_environment("PERMILLE_DATA"))
+    return Materials(
+        models=tuple(models or [Path(_environment("PERMILLE_MODELS")) / name for name in _MODELS]),
+        tasks={
+            name: {key: data / "tasks" / value for key, value in files.items()}
+            for name, files in _TASK_FILES.items()
+        },
+        corpus=data / "text/c4_en/c4_sample.jsonl",
+    )
+
+
+def _environment(name: str) -> str:
+    try:
+        return os.environ[name]
+    except KeyError as exc:
+        raise InputError(
+            f"expected the environment variable {name} to name a folder, or --materials"
+        ) from exc
