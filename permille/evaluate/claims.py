@@ -33,6 +33,10 @@ DECIDING = ("table", "flat")
 """Stages that decide claims; what other stages show at other densities says where a claim turns."""
 
 
+_UNBOUND = ("fo:lora-", "fo:full")
+"""First-order references that show what a task cannot teach a model; a mask's ceiling does not."""
+
+
 class Verdict(StrEnum):
     """What is known."""
 
@@ -100,7 +104,8 @@ def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
     """Whether a task's accuracies say something of a model, on a base that has both references: a 16- or
     32-bit one if there is one.
 
-    A task without references (zero-shot and first-order training) is left out: nothing is known of it.
+    A task without references (zero-shot and first-order training) is left out: nothing is known of it. So is
+    one that only first-order training of a few weights failed at.
     """
     own = [record for record in records if record["model"] == model]
     found: dict[str, bool] = {}
@@ -113,7 +118,9 @@ def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
                     key = name if name == "zero-shot" else f"{name} {setting}"
                     rows.setdefault((key, task), []).append(record)
             if ("zero-shot", task) in rows and any(name.startswith("fo:") for name, _ in rows):
-                found[task] = countable(_plain(rows), task)
+                counts = countable(_plain(rows), task)
+                if counts or any(name.startswith(_UNBOUND) for name, _ in rows):
+                    found[task] = counts
                 break
     return found
 

@@ -180,6 +180,12 @@ def test_tasks_are_judged_on_16_bits_where_these_are_there() -> None:
     assert counted_tasks([*four_bit, *REFERENCES], "m") == {"sst2": True}
 
 
+def test_a_masks_ceiling_does_not_say_that_a_task_cannot_be_done() -> None:
+    zero_shot = records("zero-shot", 0.5, (0,))
+    assert counted_tasks([*zero_shot, *records("fo:sensitive-c4", 0.5)], "m") == {}
+    assert counted_tasks([*zero_shot, *records("fo:sensitive-c4", 0.8)], "m") == {"sst2": True}
+
+
 @pytest.mark.parametrize("references", [[], REFERENCES[:1], REFERENCES[1:]])
 def test_without_references_it_is_not_known_what_to_compare(references: list[Record]) -> None:
     row = row_of("sensitive-random", PAIRS["sensitive-random"](0.7, 0.6), references)
