@@ -41,7 +41,7 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of splits, batches and directions.")] = 0,
     estimator: Annotated[
-        str | None, typer.Option(help="spsa, one_sided, split or forward. Default: spsa.")
+        str | None, typer.Option(help="one_sided, spsa, split or forward. Default: one_sided.")
     ] = None,
     share_log: Annotated[
         bool | None,

@@ -6,7 +6,7 @@ from permille.errors import InputError
 from permille.zo.log import EstimatorKind, Schedule
 
 DEFAULT_MINUTES = 30.0
-DEFAULT_ESTIMATOR = EstimatorKind.SPSA
+DEFAULT_ESTIMATOR = EstimatorKind.ONE_SIDED
 # Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0070 and 0108).
 DEFAULT_QUERIES = {
     EstimatorKind.SPSA: 8,

@@ -19,7 +19,7 @@ from permille.engines.interface import Engine
 from permille.package.reader import Package
 from tests.packages import sentences, tiny_package
 
-QUICK = TrainOptions(seed=0, steps=12, queries=2, batch_rows=2, row_tokens=32)
+QUICK = TrainOptions(seed=0, steps=12, queries=4, batch_rows=2, row_tokens=32)
 
 
 def home_with_package(root: Path, *, seed: int = 0, version: int = 1) -> tuple[Home, Package]:

@@ -79,7 +79,7 @@ from pathlib import Path
 from edge_agent.home import open_home
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import run_training
-options = TrainOptions(seed=0, steps=2, queries=1, batch_rows=1, row_tokens=16)
+options = TrainOptions(seed=0, steps=2, queries=2, batch_rows=1, row_tokens=16)
 result = run_training(open_home(Path({str(home.root)!r})), data_paths=[Path({str(text)!r})], steps=None,
                       minutes=None, seed=0, share_log=False, options=options)
 print(result.details["metrics"]["engine"], sorted({{"torch", "transformers"}} & set(sys.modules)))

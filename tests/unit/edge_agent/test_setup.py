@@ -138,7 +138,7 @@ def test_directions_that_lose_the_race_are_left_out(plain: Package, text: Path, 
     last_KR = np.zeros((plain.k, 2), dtype=np.int8)
     last_KR[-2:] = [[127, 0], [0, 127]]
     useless = layered_package(plain, basis_KR=last_KR)
-    setup = setup_of(useless, BigramEngine(useless), text, steps=40)
+    setup = setup_of(useless, BigramEngine(useless), text, steps=40, estimator=EstimatorKind.SPSA)
     run = _run(tmp_path)
 
     plan = make_plan(setup, run, SilentProgress(), RunClock(run))
@@ -164,7 +164,7 @@ def test_directions_without_a_usable_epsilon_are_left_out(
 
 
 def test_learned_directions_may_be_left_out(layered: Package, text: Path, tmp_path: Path) -> None:
-    setup = setup_of(layered, BigramEngine(layered), text, basis=False)
+    setup = setup_of(layered, BigramEngine(layered), text, basis=False, estimator=EstimatorKind.SPSA)
 
     plan = make_plan(setup, _run(tmp_path), SilentProgress(), RunClock(_run(tmp_path)))
 
@@ -173,7 +173,7 @@ def test_learned_directions_may_be_left_out(layered: Package, text: Path, tmp_pa
 
 
 def test_a_package_without_layers_gives_logs_of_version_1(plain: Package, text: Path, tmp_path: Path) -> None:
-    _, chosen = _train(plain, text, _run(tmp_path), scaling=True)
+    _, chosen = _train(plain, text, _run(tmp_path), scaling=True, estimator=EstimatorKind.SPSA)
 
     assert chosen.header.version == 1
 
@@ -186,7 +186,7 @@ def test_the_same_run_twice_has_the_same_bits_and_goes_on_after_a_kill(
     _train(layered, text, killed)
     journal = killed.journal(0)
     whole = journal.read_bytes()
-    journal.write_bytes(whole[: int(len(whole) * 0.8)])
+    journal.write_bytes(whole[:-60])
 
     _, again = _train(layered, text, killed)
 

@@ -315,7 +315,7 @@ def _killed_at(number: int, *, torn: bool) -> Iterator[list[int]]:
 
 def test_a_kill_at_any_write_changes_nothing_of_the_end(tmp_path: Path) -> None:
     text = user_text(tmp_path)
-    options = replace(QUICK, steps=4, queries=1, batch_rows=1)
+    options = replace(QUICK, steps=4, queries=2, batch_rows=1)
     whole, _ = home_with_package(tmp_path / "whole")
     with _killed_at(0, torn=False) as count:
         expected = _end_of(whole, _train(whole, text, options=options))
