@@ -1,4 +1,4 @@
-"""The choices of one training run, and the defaults that need no tuning (docs/adr/0070 and 0071)."""
+"""The choices of one training run, and the defaults that need no tuning (docs/adr/0139 and 0071)."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from permille.zo.log import EstimatorKind, Schedule
 
 DEFAULT_MINUTES = 30.0
 DEFAULT_ESTIMATOR = EstimatorKind.ONE_SIDED
-# Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0070 and 0108).
+# Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0139 and 0108).
 DEFAULT_QUERIES = {
     EstimatorKind.SPSA: 8,
     EstimatorKind.FORWARD: 8,
