@@ -78,9 +78,7 @@ def _setup(
 
 
 def test_epsilon_starts_at_a_norm_of_a_half(package: Package, run: RunFolder, tmp_path: Path) -> None:
-    setup, _ = _setup(
-        package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=EstimatorKind.SPSA
-    )
+    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=EstimatorKind.SPSA)
 
     found = find_epsilon(setup, run)
 
