@@ -1,4 +1,4 @@
-"""Parts of a decoder layer in less memory than transformers takes for them: the same operations and bits.
+"""Parts of a decoder layer in less memory than transformers takes for them, to rounding the same numbers.
 
 The gated feed-forward part is `down(act(gate x) * (up x))`. As transformers writes it, three arrays of the
 inner width exist at a time: the activated gate, `up x`, and their product. Here there is one, shared by all
@@ -82,7 +82,7 @@ def make_thrifty(layers: nn.ModuleList, overlay: Overlay) -> None:
             parts = {part for part, _ in child.named_children()}
             if parts == set(_MLP):
                 setattr(layer, name, GatedMlp(child, overlay))
-            elif not parts and any(True for _ in child.parameters()):
+            elif type(child).__name__.endswith("Norm"):
                 setattr(layer, name, InRowBlocks(child, overlay))
             elif parts >= set(_ATTENTION):
                 _share(child)

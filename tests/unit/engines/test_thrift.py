@@ -15,6 +15,7 @@ from permille.quantization import Scheme, quantize
 from tests.unit.engines.tiny import tiny_batch, tiny_package
 
 WIDTH, INNER, TOKENS, MASKED = 32, 96, 10, 20
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gemma", "gemma2", "gemma3_text", "gpt_neox")
 
 
 class Block(nn.Module):
@@ -100,6 +101,18 @@ def test_parts_are_changed_where_their_form_is_known(tmp_path: Path) -> None:
         for slot in slots:
             assert sum(isinstance(part, GatedMlp) for part in slot.modules()) == gated
             assert any(isinstance(part, InRowBlocks) for part in slot.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_keeps_its_losses(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts far smaller than a batch: what is cut must be rows that know nothing of each other."""
+    package = tiny_package(tmp_path, family).package
+    noise_VK = np.random.default_rng(0).standard_normal((3, package.k)).astype(np.float32)
+    values_VK = package.values() + np.float32(0.1) * noise_VK
+    found = TorchEngine(package).losses(values_VK, tiny_batch())
+    monkeypatch.setattr("permille.engines.assembly.make_thrifty", lambda *_: None)
+    expected = TorchEngine(package).losses(values_VK, tiny_batch())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_gpu_keeps_its_layers() -> None:
