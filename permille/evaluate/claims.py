@@ -148,8 +148,12 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> l
 def _matched(
     claim: Claim, records: Sequence[Record], stages: Collection[str]
 ) -> list[tuple[float, list[Record], list[Record]]]:
-    """(density, first, second): a setting and a density that both sides have. Sets without a mask have the
-    density of their sweep, which says nothing of them: they stand beside every density."""
+    """(density, first, second): a setting and a density that both sides have, on one base unless the claim
+    compares bases.
+
+    Sets without a mask have the density of their sweep, which says nothing of them: they stand beside every
+    density.
+    """
     wanted = stages if claim.stage is None else {claim.stage}
     kept = [record for record in records if record["stage"] in wanted]
     first = [record for record in kept if claim.first.takes(record)]
@@ -158,8 +162,15 @@ def _matched(
     for density in sorted({record["density"] for record in first}):
         mine = _once([record for record in first if record["density"] == density], claim.first)
         maskless = claim.second.method == "zo:full"
+        bases = {(record["task"], record["base"]) for record in mine}
         theirs = _once(
-            [record for record in second if maskless or record["density"] == density], claim.second
+            [
+                record
+                for record in second
+                if (maskless or record["density"] == density)
+                and (claim.first.four_bit or (record["task"], record["base"]) in bases)
+            ],
+            claim.second,
         )
         if mine and theirs:
             found.append((density, mine, theirs))
@@ -169,9 +180,9 @@ def _matched(
 def _once(records: Sequence[Record], side: Side) -> list[Record]:
     """One record of a task and seed: of the setting with the most seeds; among numbers of queries, the one
     with the lowest validation loss of each task. Test items choose nothing."""
-    settings: dict[str, dict[tuple[str, int], list[Record]]] = {}
+    settings: dict[str, dict[tuple[str, int, str], list[Record]]] = {}
     for record in records:
-        setting = (record["stage"], record["queries"])
+        setting = (record["stage"], record["queries"], record["base"])
         settings.setdefault(record["task"], {}).setdefault(setting, []).append(record)
     chosen: list[Record] = []
     for of_task in settings.values():

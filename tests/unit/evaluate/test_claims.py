@@ -213,6 +213,19 @@ def test_the_number_of_queries_is_chosen_without_test_items() -> None:
     assert row.found is not None and abs(row.found.effect) < 0.02
 
 
+@pytest.mark.parametrize("key", PAIRS)
+def test_records_of_two_floating_bases_are_not_mixed(key: str) -> None:
+    """The other base says the contrary and has fewer seeds: it stays out."""
+    found = PAIRS[key](0.7, 0.7 if key == "c4-task" else 0.6)
+    contrary = [
+        record | {"base": "float32"}
+        for record in map(dict, PAIRS[key](0.5, 0.9))
+        if record["base"] == "bf16" and record["seed"] < 4
+    ]
+    alone, both = row_of(key, found), row_of(key, [*found, *contrary])
+    assert (both.verdict, both.found) == (Verdict.HOLDS, alone.found)
+
+
 def test_stages_that_show_where_a_claim_turns_do_not_decide_it() -> None:
     at_tenth = [
         dict(record) | {"stage": "fractions", "density": 0.1}
