@@ -12,6 +12,7 @@ begins no pair after that time. Writes users.json and users.md of all that is fi
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -115,24 +116,52 @@ def measured(bench: Bench, pair: tuple[Person, Person], others: Sequence[User]) 
 
 
 def groups_of(cells: Cells) -> dict[str, list[PersonalOutcome]]:
-    """Finished people by model, collection, steps and seed."""
+    """Finished people by model, collection, package and options: nothing else may stand in one group."""
     groups: dict[str, list[PersonalOutcome]] = {}
     for settings, result in cells.of(FIGURE):
         name = (
             f"{settings['model']}, {settings['collection']}, {settings['steps']} steps, "
-            f"seed {settings['seed']}"
+            f"seed {settings['seed']}, {settings['options']['estimator']} with "
+            f"{settings['options']['queries']} queries, run {_run_name(settings)}"
         )
         groups.setdefault(name, []).extend(PersonalOutcome.of(record) for record in result["people"])
     return groups
 
 
+def _run_name(settings: Settings) -> str:
+    """Of the package and all options: short, and another one for every other choice."""
+    whole = json.dumps([settings["package"], settings["options"]], sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()[:8]
+
+
+def settings_of(bench: Bench, model: str, collection: Collection, pair: tuple[Person, Person]) -> Settings:
+    """What a pair's cell is known by: everything that decides its numbers, but for this code."""
+    return {
+        "model": model,
+        "density": DENSITIES.get(model, _OTHER_DENSITY),
+        "collection": collection.value,
+        "steps": bench.options.steps,
+        "seed": bench.options.seed,
+        "people": [person.name for person in pair],
+        "options": bench.options.definition(),
+        "package": bench.package.digest,
+    }
+
+
 def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
     """All that is finished."""
+    chosen = [settings["options"] for settings, _ in cells.of(FIGURE)]
+    told = dict.fromkeys(
+        f"{options['estimator']} with {options['queries']} queries, {options['schedule']} schedule"
+        for options in chosen
+    )
+    trained = "; ".join(told) or "nothing finished yet"
     lines = [
         "# People: own, pooled and swapped states",
         "",
-        "Made by `python -m benchmarks.users`; every run is in `users.json`. Defaults of the agent (search,",
-        "SPSA with 8 queries, linear schedule, state chosen on a select part) on the NF4 package with the",
+        "Made by `python -m benchmarks.users`; every run is in `users.json`. Trained by the agent's",
+        f"phases ({trained}; search for epsilon and step size, state",
+        "chosen on a select part) on the NF4 package with the",
         "sensitive mask; losses on a test part of each person's text that nothing had looked at. *Pooled*:",
         "the same training on equally much text of other people, step size and state selected on the same",
         "select part. *Swapped*: the state of a stranger from the same collection. A gain is positive where",
@@ -191,14 +220,7 @@ def _run(
             if number >= len(these) or time.monotonic() > end:
                 continue
             pair = these[number]
-            settings: Settings = {
-                "model": model,
-                "density": DENSITIES.get(model, _OTHER_DENSITY),
-                "collection": collection.value,
-                "steps": steps,
-                "seed": arguments.seed,
-                "people": [person.name for person in pair],
-            }
+            settings = settings_of(bench, model, collection, pair)
             cells.once(FIGURE, settings, partial(measured, bench, pair, users))
 
 

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from benchmarks.cells import Cells
 from benchmarks.user_runs import Bench, targets
-from benchmarks.users import FIGURE, groups_of, measured, page, pairs
+from benchmarks.users import FIGURE, groups_of, measured, page, pairs, settings_of
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import package_tokenizer
 from permille.errors import InputError
 from permille.evaluate.personal import State
-from permille.evaluate.user_texts import User, own_words
+from permille.evaluate.user_texts import Collection, User, own_words
 from permille.zo.estimators import Batch
 from tests.bigram_engine import bigram_engine
 from tests.packages import sentences
@@ -95,7 +95,7 @@ def test_a_pair_is_measured_under_four_states_and_the_same_twice(bench: Bench, t
     assert bench.nats(pair[1], own_K)[0] == second["nats"]["swapped"]
     assert first["nats"]["own"] < first["nats"]["base"]
     cells = Cells(tmp_path / "cells.jsonl")
-    settings = {"model": "m", "collection": "c", "steps": 8, "seed": 0}
+    settings = settings_of(bench, "m", Collection.LAMP7, pair)
     cells.once(FIGURE, settings, lambda: result)
     (outcomes,) = groups_of(Cells(tmp_path / "cells.jsonl")).values()
     assert [outcome.nats[State.OWN] for outcome in outcomes] == [
@@ -104,7 +104,13 @@ def test_a_pair_is_measured_under_four_states_and_the_same_twice(bench: Bench, t
     text = page(cells, {"lamp7": ["lamp7_dev.jsonl:128 (broken)"], "shakespeare": []})
     assert "Lines of lamp7 that are no person and are left out: lamp7_dev.jsonl:128 (broken)." in text
     assert "Lines of shakespeare" not in text
-    assert "## m, c, 8 steps, seed 0: 2 people" in text
+    assert "## m, lamp7, 8 steps, seed 0, one_sided with 2 queries, run " in text
+    assert "(one_sided with 2 queries, linear schedule; search" in text
+    # Another choice is another cell in another group, though model, collection, steps and seed are the same.
+    other = replace(bench, options=replace(bench.options, batch_rows=4))
+    cells.once(FIGURE, settings_of(other, "m", Collection.LAMP7, pair), lambda: result)
+    assert [len(outcomes) for outcomes in groups_of(cells).values()] == [2, 2]
+    assert settings["package"] == bench.package.digest
     json.dumps(result, allow_nan=False)
 
 
