@@ -23,7 +23,22 @@ def page(cells: Cells) -> str:
     ):
         if rows:
             parts += [f"## {title}", "", *rows, ""]
+    known = {figure for figure, _, _ in cells}
+    missing = [what for figure, what in _FIGURES.items() if figure not in known]
+    if missing:
+        parts += ["## Not measured here", "", *(f"- {what}" for what in missing), ""]
     return "\n".join(parts)
+
+
+_FIGURES = {
+    "step": "steps beside dense passes",
+    "queries": "steps of eight queries",
+    "prefix": "steps with the upper half masked",
+    "limits": "how near the hardware's limit the steps are (`python -m benchmarks.limits`)",
+    "memory": "memory of a step",
+    "memory limit": "the 7B shape under a memory limit (`python -m benchmarks.memory_limit`)",
+    "decode": "decoding",
+}
 
 
 _HEAD = """# The engines beside dense passes, bitsandbytes and MeZO
@@ -64,14 +79,15 @@ def _summary(cells: Cells) -> list[str]:
             if found is not None:
                 lines.append(
                     f"| step, {_batch(settings)}, {engine}, against two dense passes | at most {target} "
-                    f"| {found['wall_s'] / base:.2f} |"
+                    f"| {found['wall_s'] / base:.2f} ({settings['rounds']} rounds) |"
                 )
     for settings, result in cells.of("prefix"):
         for name, found in result["steps"].items():
             if name.endswith("warm"):
                 share = found["wall_s"] / result["steps"]["dense"]["wall_s"]
                 lines.append(
-                    f"| the same, upper half, {_batch(settings)}, {name} | at most 0.57 | {share:.2f} |"
+                    f"| the same, upper half, {_batch(settings)}, {name} | at most 0.57 "
+                    f"| {share:.2f} ({settings['rounds']} rounds) |"
                 )
     for settings, result in cells.of("step"):
         for name, found in result["steps"].items():
@@ -88,13 +104,13 @@ def _summary(cells: Cells) -> list[str]:
                 what = "the package" if "light" in name else "package and imports"
                 lines.append(
                     f"| peak above {what}, {_batch(settings)}, {name} | at most 150 MB "
-                    f"| {found[above] / 1e6:.0f} MB |"
+                    f"| {found[above] / 1e6:.0f} MB (one run) |"
                 )
     lines += _limit_summary(cells)
     for settings, result in cells.of("decode"):
         lines += [
             f"| decode with the overlay against without, {_shape(settings)}, {name} | at least 0.95 "
-            f"| {found['ratio']:.2f} |"
+            f"| {found['ratio']:.4f} |"
             for name, found in result["engines"].items()
         ]
     return lines
@@ -272,7 +288,7 @@ def _decode_table(cells: Cells) -> list[str]:
             rates = found["tokens_per_s"]
             lines.append(
                 f"| {_shape(settings)} | {name} | {rates['overlay']:.2f} | {rates['bare']:.2f} "
-                f"| {found['ratio']:.2f} |"
+                f"| {found['ratio']:.4f} |"
             )
     return lines if len(lines) > 2 else []
 

@@ -119,7 +119,9 @@ def _figures(group: Group) -> dict[str, dict[str, float]]:
         if BASELINE in group:
             goal = _loss(group[BASELINE][-1])
             needed = seconds_to(points, goal)
-            found["speed"] = seconds_to(group[BASELINE], goal) / needed if 0 < needed < math.inf else 0.0
+            if goal < base:  # else the baseline has learned nothing that could be reached sooner
+                reached = 0 < needed < math.inf
+                found["speed"] = seconds_to(group[BASELINE], goal) / needed if reached else 0.0
         figures[label] = found
     return figures
 

@@ -24,6 +24,7 @@ from benchmarks.settings import settings_parser
 from benchmarks.time_to_loss import SPEAKER
 from benchmarks.trajectories import lowest
 from benchmarks.user_text import DENSITIES
+from edge_agent.options import TrainOptions
 from permille.errors import InputError
 
 FIGURE = "first order"
@@ -101,6 +102,8 @@ def run(
             chosen = min(losses, key=lambda rate: losses[rate])
         count = our_steps if method in OURS else steps
         settings = common | {"what": "run", "method": method, "steps": count, "rate": chosen}
+        if method in OURS:
+            settings["options"] = TrainOptions(seed=seed, steps=count).definition()
         cells.once(
             FIGURE,
             settings,

@@ -29,12 +29,12 @@ search, the trials of the others.
 
 def _mezo_tables(cells: Cells) -> list[str]:
     groups: dict[tuple[Any, ...], dict[str, tuple[Settings, Result]]] = {}
-    tuning: dict[tuple[Any, ...], float] = {}
+    tuning: dict[tuple[Any, str], dict[int, list[float]]] = {}
     for settings, result in cells.of("time to loss"):
         key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
         if settings["what"] in (_TRIAL, f"{_TRIAL} of {LINEAR}"):
             of = key, settings["what"]
-            tuning[of] = tuning.get(of, 0.0) + result["points"][-1]["cpu_s"]
+            tuning.setdefault(of, {}).setdefault(settings["steps"], []).append(result["points"][-1]["cpu_s"])
         else:
             groups.setdefault(key, {})[settings["what"]] = (settings, result)
     lines: list[str] = []
@@ -54,7 +54,10 @@ def _mezo_tables(cells: Cells) -> list[str]:
             settings, result = found[what]
             best = lowest(result["points"])
             trial = f"{_TRIAL} of {LINEAR}" if what == LINEAR else _TRIAL
-            spent = result["search_cpu_s"] if what in OURS else tuning.get((key, trial), 0.0)
+            # Trials of another length are of another, unfinished grid.
+            grids = sorted(tuning.get((key, trial), {}).values(), key=len)
+            tried = sum(grids[-1]) if grids else 0.0
+            spent = result["search_cpu_s"] if what in OURS else tried
             races = "" if what in OURS else _races([found[name][1] for name in OURS if name in found], best)
             after = f"{best['cpu_s']:.1f} ({best['cpu_s'] + spent:.1f}) s"
             lines.append(
@@ -81,10 +84,18 @@ def _by_pace(found: dict[str, tuple[Settings, Result]]) -> dict[str, tuple[Setti
 
 def _first_order_tables(cells: Cells) -> list[str]:
     groups: dict[tuple[Any, ...], dict[str, Result]] = {}
+    tuning: dict[tuple[Any, ...], float] = {}
     for settings, result in cells.of("first order"):
-        if settings["what"] != "trial":
-            key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
+        key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
+        if settings["what"] == "trial":
+            of = (*key, settings["method"])
+            tuning[of] = tuning.get(of, 0.0) + result["points"][-1]["cpu_s"]
+        else:
             groups.setdefault(key, {})[settings["method"]] = result
+    for key, methods in groups.items():
+        for method, result in methods.items():
+            spent = tuning.get((*key, method))
+            methods[method] = result if spent is None else result | {"search_cpu_s": spent}
     lines: list[str] = []
     for (model, speaker, seed, threads), found in groups.items():
         reference = found.get("permille")

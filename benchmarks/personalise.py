@@ -98,6 +98,7 @@ def measure(
         "low": against["low"],
         "high": against["high"],
         "standard_errors": against["improvement"] / error if error else 0.0,
+        "estimator": "{estimator} {queries}".format(**plan["options"]),
         "epsilon": plan["epsilon"],
         "epsilon_relative_error": plan["epsilon_search"]["relative_error"],
         "learning_rate": metrics["learning_rate"],
@@ -129,17 +130,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         "# Personalisation of real models",
         "",
         "Made by `python -m benchmarks.personalise`; the numbers are in",
-        "`personalisation.json`. Defaults of `permille-agent train`, one thread, float32; loss in nats per",
-        "token on the test split, which neither steps nor selection had looked at. SE: standard error of the",
+        "`personalisation.json`. Defaults of `permille-agent train`; the estimator and its queries are those",
+        "that were the default when the row was made. One thread, float32; loss in nats per token on the",
+        "test split, which neither steps nor selection had looked at. SE: standard error of the",
         "paired bootstrap over documents. Swap: what the same state gains on another speaker's test split.",
         "",
-        "| model | k | speaker | seed | steps | base | personal | fall | in SE | swap | log bytes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | k | estimator | speaker | seed | steps | base | personal | fall | in SE | swap "
+        "| log bytes |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['model']} | {row['k']} | {row['speaker']} | {row['seed']} | {row['steps']} "
-            f"| {row['loss_base']:.3f} | {row['loss_personal']:.3f} | {row['improvement']:.3f} "
+            f"| {row['model']} | {row['k']} | {row['estimator']} | {row['speaker']} | {row['seed']} "
+            f"| {row['steps']} | {row['loss_base']:.3f} | {row['loss_personal']:.3f} "
+            f"| {row['improvement']:.3f} "
             f"| {row['standard_errors']:.1f} | {row['swap']['improvement']:.3f} | {row['log_bytes']} |"
         )
     passed = sum(row["standard_errors"] > 3 for row in rows)

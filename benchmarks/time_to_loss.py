@@ -33,6 +33,7 @@ from benchmarks.plain_mezo import PlainMezo
 from benchmarks.settings import settings_parser
 from benchmarks.trajectories import agent_run, descend, lowest
 from benchmarks.user_text import DENSITIES, UserText, user_text
+from edge_agent.options import TrainOptions
 from edge_agent.rows import Row, TrainingBatches
 from edge_agent.search import MAX_RACES
 from permille.models.loading import load_model
@@ -141,7 +142,9 @@ def run(
         with tempfile.TemporaryDirectory() as name:
             learned = what != OURS[0]
             user = user_text(sources, model, SPEAKER, seed, packages, Path(name), learned=learned)
-            settings = common | {"what": what, "steps": our_steps}
+            # With the options in its name, a run of former defaults is not taken for one of today's.
+            options = TrainOptions(seed=seed, steps=our_steps).definition()
+            settings = common | {"what": what, "steps": our_steps, "options": options}
             cells.once(FIGURE, settings, partial(_ours, user, steps=our_steps, threads=threads))
 
 

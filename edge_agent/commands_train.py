@@ -70,7 +70,7 @@ def train(
 
       permille-agent train mail.jsonl --steps 500 --seed 1 --share-log
 
-      permille-agent train ~/notes --estimator one_sided
+      permille-agent train ~/notes --estimator forward
     """
     from edge_agent.consent import shares_log
     from edge_agent.lock import hold_lock

@@ -1,8 +1,8 @@
 """How far to look and how far to step: epsilon and the learning rate, found on the device before training.
 
-Epsilon starts where `epsilon * sqrt(k)` is about 0.5, or for plain directions where the package's maker
-measured the smallest error in float32 (FORMAT 3.3), and is checked: the projected gradients at epsilon and
-at 2 epsilon, as the run's own estimator gives them, must agree,
+Epsilon starts where `epsilon * sqrt(k)` is about 0.5, or for two-sided differences along plain directions
+where the package's maker measured the smallest error in float32 (FORMAT 3.3), and is checked: the projected
+gradients at epsilon and at 2 epsilon, as the run's own estimator gives them, must agree,
 `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is tried. Forward mode has
 no epsilon, so nothing is checked there.
 
@@ -69,7 +69,9 @@ def find_epsilon(setup: Setup, run: RunFolder, phase: Phase = Phase.PLAIN) -> Js
             raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {g_rms}")
         return {"epsilon": start, "relative_error": 0.0, "g_rms": g_rms}
     candidates = {str(tried): start * factor for tried, factor in enumerate(EPSILON_FACTORS, start=1)}
-    measured = _believable(setup.measured_epsilon, start) if phase is Phase.PLAIN else None
+    # The maker measured two-sided differences: the curvature that they cancel stays in one-sided ones.
+    two_sided = setup.options.estimator is not EstimatorKind.ONE_SIDED
+    measured = _believable(setup.measured_epsilon, start) if phase is Phase.PLAIN and two_sided else None
     if measured is not None:
         candidates = {"measured": measured} | candidates
     errors = []
@@ -81,7 +83,8 @@ def find_epsilon(setup: Setup, run: RunFolder, phase: Phase = Phase.PLAIN) -> Js
     tried_epsilons = ", ".join(f"{epsilon:.2g}" for epsilon in candidates.values())
     raise SearchFailed(
         f"expected a relative error of the gradient of at most {MAX_RELATIVE_ERROR}, got {errors} for "
-        f"epsilon {tried_epsilons}: this engine's arithmetic is too coarse for this package"
+        f"epsilon {tried_epsilons}: this engine's arithmetic is too coarse for this package, or the loss too "
+        "curved along these directions"
     )
 
 

@@ -6,7 +6,7 @@
 tokenizers asks for huggingface_hub, for downloads from a hub that the agent never makes, and that asks for
 more. pip leaves it out only when it is given a whole closure and told not to add to it:
 
-    pip install --no-deps -r requirements/light-agent.txt permille
+    pip install --no-deps -r requirements/light-agent.txt .
 
 Versions are those that this environment has, which `constraints.txt` decides for what it names.
 """
@@ -23,7 +23,7 @@ FILE = Path(__file__).resolve().parents[1] / "requirements" / "light-agent.txt"
 LEFT_OUT = frozenset({"huggingface-hub"})
 
 _HEAD = """# Written by scripts/light_requirements.py: what an agent without torch imports, and nothing else.
-# pip install --no-deps -r requirements/light-agent.txt permille
+# pip install --no-deps -r requirements/light-agent.txt .
 """
 
 

@@ -70,6 +70,9 @@ def run(tmp_path: Path) -> RunFolder:
     return open_run(open_home(tmp_path / "home"), {"test": 1})
 
 
+SPSA = EstimatorKind.SPSA
+
+
 def _setup(
     package: Package, tmp_path: Path, function: Function, **changes: Any
 ) -> tuple[Setup, FunctionEngine]:
@@ -78,7 +81,7 @@ def _setup(
 
 
 def test_epsilon_starts_at_a_norm_of_a_half(package: Package, run: RunFolder, tmp_path: Path) -> None:
-    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=EstimatorKind.SPSA)
+    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=SPSA)
 
     found = find_epsilon(setup, run)
 
@@ -226,13 +229,23 @@ def test_epsilon_starts_at_the_smallest_measured_error_and_is_checked(run: RunFo
         _row(start * 4, 0.001, compute_dtype="bfloat16"),
         _row(start / 16, None),
     ]
-    setup, engine = _setup(_measured(tmp_path, rows), tmp_path, _slope)
+    setup, engine = _setup(_measured(tmp_path, rows), tmp_path, _slope, estimator=SPSA)
 
     found = find_epsilon(setup, run)
 
     assert found["epsilon"] == start / 8
     assert found["relative_error"] < 1e-2
     assert engine.calls > 0
+
+
+def test_measured_with_two_sides_says_nothing_of_one_sided_differences(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    start = EPSILON_NORM / math.sqrt(tiny_package(tmp_path / "bare").k)
+    rows = [_row(start / 8, 0.01)]
+    setup, _ = _setup(_measured(tmp_path, rows), tmp_path, _slope, estimator=EstimatorKind.ONE_SIDED)
+
+    assert find_epsilon(setup, run)["epsilon"] == pytest.approx(start)
 
 
 def test_a_measured_epsilon_that_fails_on_the_device_is_left(run: RunFolder, tmp_path: Path) -> None:
@@ -242,6 +255,7 @@ def test_a_measured_epsilon_that_fails_on_the_device_is_left(run: RunFolder, tmp
         _measured(tmp_path, [_row(8 * start, 1e-6)]),
         tmp_path,
         lambda d: 3.0 + math.sin(0.3 * float(d[0]) / start),
+        estimator=SPSA,
     )
 
     found = find_epsilon(setup, run)
@@ -255,7 +269,7 @@ def test_measured_along_plain_directions_says_nothing_of_learned_ones(
     run: RunFolder, tmp_path: Path, phase: Phase
 ) -> None:
     start = EPSILON_NORM / math.sqrt(tiny_package(tmp_path / "bare").k)
-    setup, _ = _setup(_measured(tmp_path, [_row(start / 8, 0.01)]), tmp_path, _slope)
+    setup, _ = _setup(_measured(tmp_path, [_row(start / 8, 0.01)]), tmp_path, _slope, estimator=SPSA)
 
     epsilon = find_epsilon(setup, run, phase)["epsilon"]
 
@@ -277,8 +291,8 @@ def test_measured_along_plain_directions_says_nothing_of_learned_ones(
     ],
 )
 def test_hostile_measurements_change_nothing(run: RunFolder, tmp_path: Path, rows: Any) -> None:
-    setup, _ = _setup(_measured(tmp_path, rows), tmp_path, _slope)
-    bare, _ = _setup(tiny_package(tmp_path / "bare"), tmp_path, _slope)
+    setup, _ = _setup(_measured(tmp_path, rows), tmp_path, _slope, estimator=SPSA)
+    bare, _ = _setup(tiny_package(tmp_path / "bare"), tmp_path, _slope, estimator=SPSA)
 
     found = find_epsilon(setup, run)
 
