@@ -2,7 +2,7 @@
 
 The results file holds JSON lines: a `sweep` line with the digest of what is compared, then `tuning` and
 `cell` lines. A sweep that is killed goes on after the last whole line; a torn last line is cut off. A file of
-another sweep is refused, never mixed.
+another sweep is refused, never mixed; seeds may be added after those that a file was begun with.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
         InputError: the file is of another sweep or damaged before its last line; or a cell's input is wrong
             (what is done is kept).
     """
-    done = Results.open(results, sweep_digest(sweep))
+    done = open_results(sweep, results)
     bench = Bench(sweep)
     for line in bench.bad_rows():
         done.append({"kind": "bad-row", "key": line})
@@ -54,6 +54,18 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
             done.append({"kind": "cell", "key": cell.key, **_run(bench, cell, done)})
     progress(len(cells), len(cells), "")
     return [done.cells[cell.key] for cell in cells]
+
+
+def open_results(sweep: Sweep, results: Path) -> "Results":
+    """Open or begin the file of a sweep.
+
+    A file that was begun with the first of the sweep's seeds is the sweep's own: what is in it is what the
+    longer sweep measures first, with the same tuning.
+
+    Raises:
+        InputError: the file is of another sweep, or damaged before its last line.
+    """
+    return Results.open(results, *_digests(sweep))
 
 
 def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
@@ -92,25 +104,29 @@ class Results:
             self._take(line)
 
     @classmethod
-    def open(cls, path: Path, digest: str) -> "Results":
+    def open(cls, path: Path, digest: str, *older: str) -> "Results":
         """Open or begin the file.
+
+        Args:
+            digest: that a new file begins with.
+            older: digests of results that are as good.
 
         Raises:
             InputError: the file is of another sweep, or damaged before its last line.
         """
-        header = {"kind": "sweep", "key": digest}
+        headers = [{"kind": "sweep", "key": known} for known in (digest, *older)]
         found = path.read_bytes() if path.exists() else b""
         whole, newline, torn = found.rpartition(b"\n")
         if not newline:
-            if not _line(header).startswith(found):
+            if not any(_line(header).startswith(found) for header in headers):
                 raise InputError(f"expected results of a sweep in {path}, got {found[:60]!r}")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"")  # nothing, or the torn beginning of our own first line
             results = cls(path, [])
-            results.append(header)
+            results.append(headers[0])
             return results
         lines = [_parsed(line, number, path) for number, line in enumerate(whole.split(b"\n"), start=1)]
-        if lines[0] != header:
+        if lines[0] not in headers:
             raise InputError(
                 f"expected results of the sweep {digest[:19]} in {path}, got those of another one: "
                 "choose another file, or give the sweep as it was"
@@ -172,13 +188,26 @@ def sweep_digest(sweep: Sweep) -> str:
 
     A choice at its default is left out: what a sweep can choose may grow, and results stay its own.
     """
+    return _digests(sweep)[0]
+
+
+def _digests(sweep: Sweep) -> list[str]:
+    """Of the sweep, then of the same one with ever fewer of its first seeds."""
     chosen = {
         field.name: getattr(sweep, field.name)
         for field in fields(sweep)
         if field.default is MISSING or getattr(sweep, field.name) != field.default
     }
-    definition = json.dumps([__version__, chosen], default=_content, sort_keys=True)
-    return f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}"
+    plain = json.loads(json.dumps(chosen, default=_content))
+    found = []
+    for count in range(len(sweep.seeds), 0, -1):
+        seeds = sweep.seeds[:count]
+        plain["seeds"] = list(seeds)
+        if seeds == Sweep.__dataclass_fields__["seeds"].default:
+            del plain["seeds"]
+        definition = json.dumps([__version__, plain], sort_keys=True)
+        found.append(f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}")
+    return found
 
 
 def _content(value: Any) -> Any:
@@ -201,4 +230,4 @@ def _finite(loss: float) -> float | None:
     return loss if loss < float("inf") else None
 
 
-__all__ = ["Progress", "Results", "cells_of", "run_sweep", "sweep_digest"]
+__all__ = ["Progress", "Results", "cells_of", "open_results", "run_sweep", "sweep_digest"]

@@ -130,6 +130,26 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
     assert "*sst2*" in table  # two steps teach nothing, so the task does not count
 
 
+def test_seeds_that_are_added_leave_what_is_finished_as_it_is(sweep_file: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    three = sweep_file.read_text().replace('"icl:1", "zo:sensitive-c4", ', "").replace('"zo:lora-4", ', "")
+    sweep_file.write_text(three.replace("seeds = [0]", "seeds = [0, 1, 2]"))
+    run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+    before = results.read_bytes()
+    sweep_file.write_text(sweep_file.read_text().replace("seeds = [0, 1, 2]", "seeds = [0, 1, 2, 3]"))
+    records = run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+    assert results.read_bytes().startswith(before)
+    assert len(before.splitlines()) < len(results.read_bytes().splitlines())
+    whole = run_sweep(read_sweep(sweep_file), tmp_path / "whole.jsonl", lambda *_: None)
+    for record in (*records, *whole):
+        del record["seconds"]
+    assert records == whole
+    # Other seeds are another sweep: their tunings would not be these.
+    sweep_file.write_text(sweep_file.read_text().replace("seeds = [0, 1, 2, 3]", "seeds = [1, 0, 2]"))
+    with pytest.raises(InputError, match="another one"):
+        run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+
+
 def test_results_of_another_sweep_are_refused(sweep_file: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
