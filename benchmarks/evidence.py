@@ -16,12 +16,12 @@ SST-2: 18 s with stories260K, of 100 steps 24 s with reference-7M; `steps` and `
 
     stage                   stories260K    reference-7M
     coverage, transfer              0.1             0.3
-    table                           1.7             3.2
+    table                           2.0             3.7
     fractions (first task)          1.1             1.6
-    flat                            0.6             1.2
+    flat                            1.0             2.0
     queries (first task)            0.6             0.9
 
-So table and flat of both are some 3.4 hours on two cores, one call a model.
+So table and flat of both are some 4.4 hours on two cores, one call a model.
 """
 
 import argparse

@@ -160,25 +160,27 @@ def units(
     """
     if task in LONG_TASKS:
         size = size.halved()
+    many = size.equivalence_seeds
     match stage:
         case "table":
-            pairs, many = (*STATIC, DYNAMIC[0]), size.equivalence_seeds
+            pairs = (*STATIC, DYNAMIC[0])
             # The references first: without them nothing is decided.
             return [
                 _unit(stage, model, task, size, "references", REFERENCES),
                 _unit(stage, model, task, size, "pairs", pairs, seeds=many),
-                _unit(stage, model, task, size, "others", (*WITHOUT_MASK, DYNAMIC[1])),
+                _unit(stage, model, task, size, "others", (*WITHOUT_MASK, DYNAMIC[1]), seeds=many),
                 _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
                 _unit(stage, model, task, size, "nf4-references", NF4_REFERENCES, "nf4"),
             ]
         case "flat":
             methods = (*STATIC, "fo:sensitive-c4")
             return [
-                _unit(stage, model, task, size, f"{density:g}", methods, density=density),
+                _unit(stage, model, task, size, f"{density:g}", methods, seeds=many, density=density),
                 _unit(
-                    stage, model, task, size, f"nf4-{density:g}", ("zo:sensitive-c4",), "nf4", density=density
+                    stage, model, task, size, f"nf4-{density:g}", ("zo:sensitive-c4",), "nf4",
+                    seeds=many, density=density,
                 ),
-            ]
+            ]  # fmt: skip
         case "fractions":
             every = (*STATIC, "fo:sensitive-c4", *DYNAMIC)
             return [_unit(stage, model, task, size, f"{at:g}", every, density=at) for at in fractions]

@@ -12,6 +12,8 @@ from benchmarks.evidence_plan import FRACTIONS, SWEEP_STAGES, Materials, Size, m
 from benchmarks.evidence_records import flat_density, progress, read_records
 from permille.errors import InputError
 from permille.evaluate.cells import Json
+from permille.evaluate.claims import DECIDING, EQUIVALENCE_SEEDS
+from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.specification import read_sweep
 from tests.tiny_model import write_corpus, write_model, write_sst2
 
@@ -67,7 +69,6 @@ def test_the_page_concludes_nothing_from_one_seed_and_names_what_is_missing(evid
     assert "**holds**" not in page
     assert "**fails**" not in page
     assert "`flat` of tiny: waits for" in page
-    assert "/work" not in page
     assert str(evidence) not in page
     for name in page.split("](figures/")[1:]:
         assert (evidence / "page/figures" / name.partition(")")[0]).read_bytes()[:4] == b"\x89PNG"
@@ -149,6 +150,24 @@ def test_every_sweep_is_one_that_the_product_reads(materials_file: Path, tmp_pat
     assert set(SWEEP_STAGES) < set(STAGES)
     with pytest.raises(InputError, match="expected a stage"):
         units("tables", folder / "tiny", "sst2", size, fractions=())
+
+
+def test_claims_of_equality_get_the_seeds_that_they_need(materials_file: Path) -> None:
+    """Every side that a stage has of such a claim; `zo:full` of `table` stands beside the other densities."""
+    model = materials_file.parent / "tiny"
+    size = size_for(model)
+    seeds: dict[tuple[str, str, str], tuple[int, ...]] = {}
+    for stage in DECIDING:
+        for unit in units(stage, model, "sst2", size, density=0.1, fractions=()):
+            for method in unit.choices["methods"]:
+                seeds[stage, unit.choices["bases"][0], method] = unit.choices["seeds"]
+    for claim in CLAIMS:
+        if claim.relation is not Relation.BETTER:
+            for side in (claim.first, claim.second):
+                base = "nf4" if side.four_bit else "bf16"
+                planned = [found for (_, *rest), found in seeds.items() if rest == [base, side.method]]
+                assert planned, side
+                assert all(len(found) >= EQUIVALENCE_SEEDS for found in planned), side
 
 
 def test_tasks_with_passages_take_half_the_steps() -> None:
