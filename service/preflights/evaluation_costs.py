@@ -26,10 +26,12 @@ CANDIDATES = 3  # answers that a test item is scored with, at most
 MASK_EXAMPLES = 64
 VALIDATION_BATCH = 32
 ITEM_BYTES = 96  # name, outcome and loss of a test item in the results
+HELD_ITEM_BYTES = 216  # the same where the worker holds it, at its peak
 ROW_COPIES = 6  # a row as text, prompt, answers, group
-# Copies of a model's weights, in float32: as it is stored and as its mask is chosen; where all weights are
-# trained also state, direction, gradient and moments.
-COPIES, COPIES_OF_ALL = 4, 14
+# Copies of a model's weights, in float32, measured: as it is stored and as its mask is chosen; where the
+# task's gradients choose it; where all weights are trained, besides one for each perturbed variant; for each
+# masked weight of a set that is chosen again (who was ever in it is remembered one by one).
+COPIES, COPIES_OF_TASK_MASK, COPIES_OF_ALL, COPIES_OF_DYNAMIC = 4, 11, 21, 40
 # Activations of a layer, in hidden vectors a token, that a gradient keeps.
 LAYER_VECTORS = 20
 CALIBRATED = {Base.SQUEEZELLM, Base.AUTO_ROUND}  # bases that need the corpus
@@ -64,6 +66,7 @@ def evaluation_needs(
     """
     rows = ROW_COPIES * sum(task.size_bytes for task in tasks)
     memory = max((_memory(size, options, tasks) for size in sizes), default=0)
+    rows += cells * options.sizes[2] * HELD_ITEM_BYTES
     return Needs(
         memory_bytes=memory + rows if memory else 0,
         disk_bytes=2 * cells * (options.sizes[2] * ITEM_BYTES + 4096),
@@ -72,12 +75,23 @@ def evaluation_needs(
 
 
 def _memory(sizes: Sizes, options: EvaluationOptions, tasks: list[TaskFacts]) -> int:
-    full = any(method(name).trained is TrainedSet.FULL for name in options.methods)
-    copies = (COPIES_OF_ALL if full else COPIES) * sizes.parameters
+    copies = max(_copies(method(name), options) for name in options.methods) * sizes.parameters
     longest = min(options.max_tokens, max(task.longest for task in tasks))
     tokens = max(options.batch_size, VALIDATION_BATCH) * longest
     activations = tokens * (sizes.layers * LAYER_VECTORS * sizes.hidden + 3 * sizes.vocabulary)
-    return PROCESS_BYTES + (copies + activations) * FLOAT_BYTES
+    return PROCESS_BYTES + int(copies + activations) * FLOAT_BYTES
+
+
+def _copies(one: Method, options: EvaluationOptions) -> float:
+    """Copies of the weights that training one method holds at its peak."""
+    if one.trained is TrainedSet.FULL:
+        forward = options.estimator is EstimatorKind.FORWARD
+        variants = options.queries if forward else 2 * options.queries
+        return COPIES_OF_ALL + (variants if one.order is Order.ZEROTH else 0)
+    copies = float(COPIES)
+    if one.trained in (TrainedSet.SENSITIVE_TASK, TrainedSet.SENSITIVE_TASK_DYNAMIC):
+        copies = COPIES_OF_TASK_MASK
+    return copies + (COPIES_OF_DYNAMIC * options.density if one.trained in DYNAMIC else 0)
 
 
 def _seconds(sizes: Sizes, options: EvaluationOptions, tasks: list[TaskFacts], flops_per_s: float) -> float:
