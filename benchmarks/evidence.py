@@ -28,6 +28,7 @@ import argparse
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,10 +51,11 @@ from benchmarks.evidence_plan import (
 from benchmarks.evidence_records import flat_density, read_records
 from benchmarks.evidence_steps import measure_memory, measure_steps
 from permille.errors import PermilleError
-from permille.evaluate.specification import read_sweep
-from permille.evaluate.sweep import run_sweep
+from permille.evaluate.specification import Sweep, sweep_of
+from permille.evaluate.sweep import open_results, run_sweep
 
 STAGES = ("coverage", "transfer", "table", "fractions", "flat", "queries", "steps", "memory")
+FOLDER, QUICK_FOLDER = Path("build/evidence"), Path("build/evidence-quick")
 _FIRST_TASK_ONLY = frozenset({"fractions", "queries", "steps"})
 
 
@@ -92,7 +94,7 @@ class Runner:
             return
         if stage in SWEEP_STAGES:
             for unit in self.planned(stage, model, task):
-                run_sweep(read_sweep(self._written(unit)), self._results(unit), self._progress)
+                self._sweep(unit)
         elif stage in ("coverage", "transfer"):
             self._gradients(stage, model, task)
         elif stage == "steps":
@@ -175,7 +177,7 @@ class Runner:
 
         def measure() -> dict[str, object]:
             self.check_time()
-            gradients = Gradients(self._written(unit), unit, examples=int(settings["examples"]))
+            gradients = Gradients(self._specified(unit), unit, examples=int(settings["examples"]))
             return gradients.coverage() if stage == "coverage" else gradients.transfer(size.fo_steps)
 
         self._cells(model).once(stage, settings, measure)
@@ -190,7 +192,7 @@ class Runner:
             return measure_steps(
                 model,
                 self.materials.corpus,
-                Gradients(self._written(unit), unit).batch(0),
+                Gradients(self._specified(unit), unit).batch(0),
                 self.folder / "packages",
                 density=DENSITY,
                 sequences=size.corpus_sequences,
@@ -201,14 +203,21 @@ class Runner:
 
         self._cells(model).once("steps", settings | {"threads": self._threads}, measure)
 
-    def _written(self, unit: Unit) -> Path:
-        path = self.folder / "sweeps" / f"{unit.name}.toml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(unit.toml(self.materials), encoding="utf-8")
-        return path
+    def _sweep(self, unit: Unit) -> None:
+        """Run a unit, its file beside its results.
 
-    def _results(self, unit: Unit) -> Path:
-        return self.folder / "sweeps" / f"{unit.name}.jsonl"
+        The file says what the results are of (`read_records`): it is written after these were found to be of
+        this very sweep, so that one that is refused leaves both as they were.
+        """
+        sweep, results = self._specified(unit), self.folder / "sweeps" / f"{unit.name}.jsonl"
+        open_results(sweep, results)
+        part = results.with_suffix(".part")
+        part.write_text(unit.toml(self.materials), encoding="utf-8")
+        part.replace(results.with_suffix(".toml"))
+        run_sweep(sweep, results, self._progress)
+
+    def _specified(self, unit: Unit) -> Sweep:
+        return sweep_of(tomllib.loads(unit.toml(self.materials)), self.folder)
 
     def _cells(self, model: Path) -> Cells:
         return Cells(self.folder / f"cells-{model.name}.jsonl")
@@ -230,9 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         materials = find_materials(options.materials, options.models)
+        folder = options.folder or (QUICK_FOLDER if options.quick else FOLDER)
         runner = Runner(
             materials,
-            options.folder,
+            folder,
             quick=options.quick,
             minutes=options.minutes,
             shape=options.shape,
@@ -243,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _run(runner, options)
         except TimeIsUpError:
             print("the minutes are over; the same command goes on", file=sys.stderr)
-        runner.page(options.output or options.folder / "page")
+        runner.page(options.output or folder / "page")
     except PermilleError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1
@@ -269,7 +279,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("build/evidence"), help="results and sweeps")
+    parser.add_argument(
+        "--folder", type=Path, help=f"results and sweeps; default: {FOLDER}, quick {QUICK_FOLDER}"
+    )
     parser.add_argument("--output", type=Path, help="of the page; default: FOLDER/page")
     parser.add_argument("--materials", type=Path)
     parser.add_argument("--models", type=Path, nargs="+", help="transformers folders")

@@ -5,7 +5,6 @@ paper's figure 8; the corpus' mask is that of the sweeps.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from permille.evaluate.coverage import LinearWeights, held_shares, layer_shares
 from permille.evaluate.methods import Order, method
 from permille.evaluate.prompts import Task
 from permille.evaluate.scoring import Choices, training_batch
-from permille.evaluate.specification import Base, Sweep, read_sweep
+from permille.evaluate.specification import Base, Sweep
 from permille.evaluate.training import Recipe, Validate, train
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import Mask, MaskMethod, select_mask
@@ -34,10 +33,9 @@ _STAGES = 4
 class Gradients:
     """The gradients of one model on the corpus and on one task."""
 
-    def __init__(self, sweep_file: Path, unit: Unit, *, examples: int = _EXAMPLES) -> None:
-        self._sweep: Sweep = read_sweep(sweep_file)
+    def __init__(self, sweep: Sweep, unit: Unit, *, examples: int = _EXAMPLES) -> None:
         self._model = unit.model
-        self._bench = Bench(self._sweep)
+        self._bench = Bench(sweep)
         cell = Cell(model=unit.model, base=Base.BF16, method=method("fo:full"), task=Task(unit.task), seed=0)
         self._data: CellData = self._bench.data(cell, 0)
         items = self._data.train[: 2 * examples]

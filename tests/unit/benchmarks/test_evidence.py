@@ -97,6 +97,30 @@ def test_what_a_kill_tore_is_measured_again_and_nothing_else(
     assert first == again
 
 
+def test_a_sweep_that_is_refused_relabels_nothing(
+    evidence: Path, materials_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Full size into the folder of a quick run: what is there was of other steps, and goes on saying so."""
+    folder = tmp_path / "evidence"
+    shutil.copytree(evidence, folder)
+    before = files_of(folder / "sweeps")
+    whole = [item for item in arguments(materials_file, folder) if item != "--quick"]
+    for stage in ("queries", "coverage"):
+        status = main([*whole, "--stage", stage, "--minutes", "0"])
+        assert status == (1 if stage == "queries" else 0)
+        assert files_of(folder / "sweeps") == before
+    assert "another one" in capsys.readouterr().err
+
+
+def test_a_quick_run_has_a_folder_of_its_own(
+    materials_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for quick in ([], ["--quick"]):
+        assert main(["--materials", str(materials_file), "--page", *quick]) == 0
+    assert {path.parent.name for path in tmp_path.glob("build/*/page")} == {"evidence", "evidence-quick"}
+
+
 def test_no_cell_begins_when_the_minutes_are_over(materials_file: Path, tmp_path: Path) -> None:
     assert main(arguments(materials_file, tmp_path, "--minutes", "0")) == 0
     assert read_records(tmp_path) == []
