@@ -1,11 +1,12 @@
 """What the papers claim, and what the records of sweeps say to it: holds, fails, or undecided.
 
-- BETTER: holds where the advantage is above 0 at 5% (two-sided, after Holm over all rows of the claim); fails
-  where the 95% interval excludes an advantage of the margin.
-- AT LEAST: holds where more than the margin behind is excluded at 5%; fails where it is behind, by the 95%
-  interval.
+- BETTER: holds where the advantage is above 0 at 5%, two-sided; fails where an advantage of the margin is
+  excluded, and the 95% interval does not lie wholly above 0.
+- AT LEAST: holds where more than the margin behind is excluded at 5%; fails where it is behind, two-sided.
 - WITHIN: two one-sided tests: holds where the 90% interval lies within the margin; fails where it lies
   beyond it.
+
+What holds and what fails are each judged at 5% after Holm over all rows of the claim.
 
 A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
 (`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
@@ -141,8 +142,12 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> l
     if not rows:
         nothing = "needs both methods at one density, and the task's zero-shot and first-order references"
         return [_undecided(claim, "", 0.0, by_loss=False, found=None, reason=nothing)]
-    adjusted = iter(holm([row.p_value for row in rows if row.p_value is not None]))
-    return [_judged(replace(row, p_value=next(adjusted))) if row.p_value is not None else row for row in rows]
+    holding = iter(holm([row.p_value for row in rows if row.p_value is not None]))
+    failing = iter(holm([_p_failing(row) for row in rows if row.p_value is not None]))
+    return [
+        _judged(replace(row, p_value=next(holding)), next(failing)) if row.p_value is not None else row
+        for row in rows
+    ]
 
 
 def _matched(
@@ -234,24 +239,36 @@ def _p_value(claim: Claim, found: Contrast, margin: float) -> float:
             return max(found.p_above(-margin), found.p_below(margin))
 
 
-def _judged(row: Row) -> Row:
+def _p_failing(row: Row) -> float:
+    """Of what would make the claim fail."""
+    found = row.found
+    assert found is not None  # it was tested
+    match row.claim.relation:
+        case Relation.BETTER:
+            return min(1.0, 2 * found.p_below(row.margin))
+        case Relation.AT_LEAST:
+            return min(1.0, 2 * found.p_below(0.0))
+        case Relation.WITHIN:
+            return min(found.p_above(row.margin), found.p_below(-row.margin))
+
+
+def _judged(row: Row, p_failing: float) -> Row:
     assert row.found is not None and row.p_value is not None and row.interval is not None  # it was tested
     low, high = row.interval
     if row.p_value < ALPHA:
         return replace(row, verdict=Verdict.HOLDS)
+    fails = p_failing < ALPHA and row.found.error > 0
     match row.claim.relation:
         case Relation.BETTER:
-            fails = high < row.margin
+            fails = fails and low <= 0
             note = "worse" if high < 0 else "an advantage of the margin is excluded"
         case Relation.AT_LEAST:
-            fails, note = high < 0, "behind"
+            note = "behind"
         case Relation.WITHIN:
-            fails = low > row.margin or high < -row.margin
             note = "better by more than the margin" if low > 0 else "worse by more than the margin"
-    if fails and row.found.error > 0:
+    if fails:
         return replace(row, verdict=Verdict.FAILS, reason=note)
-    needed = "a smaller interval: more items or seeds"
-    return replace(row, reason=f"needs {needed}")
+    return replace(row, reason="needs a smaller interval: more items or seeds")
 
 
 def _learned(second: Sequence[Record], records: Sequence[Record], by_loss: bool) -> bool:

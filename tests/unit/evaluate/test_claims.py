@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
+from permille.evaluate import claims
 from permille.evaluate.claims import Row, Verdict, counted_tasks, overall, verdicts
-from permille.evaluate.contrasts import Record, contrast, holm
+from permille.evaluate.contrasts import Contrast, Record, contrast, holm
 from permille.evaluate.paper_claims import CLAIMS, Relation
 
 ITEMS = 400
@@ -202,6 +203,47 @@ def test_claims_are_adjusted_for_all_their_rows() -> None:
     assert [row.model for row in both] == ["m", "n"]
     assert alone is not None
     assert both[0].p_value == pytest.approx(2 * alone)
+
+
+def found_contrast(effect: float, error: float) -> Contrast:
+    return Contrast(effect=effect, error=error, freedom=400.0, items=ITEMS, seeds=5, tasks=("sst2",))
+
+
+def judged_rows(monkeypatch: pytest.MonkeyPatch, key: str, found: Sequence[tuple[float, float]]) -> list[Row]:
+    """The claim's rows, one a model, with these effects and errors."""
+    pairs = [
+        record | {"model": str(n)} for n in range(len(found)) for record in map(dict, PAIRS[key](0.7, 0.6))
+    ]
+    references = [record | {"model": str(n)} for n in range(len(found)) for record in map(dict, REFERENCES)]
+    contrasts = iter(found)
+    monkeypatch.setattr(claims, "contrast", lambda *_, **__: found_contrast(*next(contrasts)))
+    monkeypatch.setattr(claims, "_learned", lambda *_: True)
+    return verdicts([*references, *pairs], [c for c in CLAIMS if c.key == key])
+
+
+def test_what_is_surely_better_by_less_than_the_margin_does_not_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One row is above 0 and below the margin by its interval; others of the claim make it miss 5%."""
+    rows = judged_rows(monkeypatch, "sensitive-random", [(0.005, 0.0024)] + 3 * [(0.0, 0.05)])
+    assert rows[0].interval is not None and 0 < rows[0].interval[0] < rows[0].interval[1] < rows[0].margin
+    assert rows[0].p_value is not None and rows[0].p_value > 0.05
+    assert rows[0].verdict is Verdict.UNDECIDED
+    (alone,) = judged_rows(monkeypatch, "sensitive-random", [(0.003, 0.002)])
+    assert alone.verdict is Verdict.FAILS  # not above 0, and the margin is excluded
+
+
+@pytest.mark.parametrize(
+    ("key", "effect"), [("sensitive-random", -0.012), ("static", -0.022), ("c4-task", -0.029)]
+)
+def test_failing_is_adjusted_for_all_rows_as_well(
+    key: str, effect: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Luck that fails one row alone fails none of ten."""
+    (alone,) = judged_rows(monkeypatch, key, [(effect, 0.01)])
+    assert alone.verdict is Verdict.FAILS
+    rows = judged_rows(monkeypatch, key, [(effect, 0.01), *(9 * [(0.0, 0.05)])])
+    assert {row.verdict for row in rows} == {Verdict.UNDECIDED}
 
 
 def test_the_number_of_queries_is_chosen_without_test_items() -> None:
