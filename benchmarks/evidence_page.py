@@ -106,7 +106,8 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
         "## Methods and tasks (table 1)",
         "",
         "Accuracy in percent, mean and deviation over three seeds; in brackets the loss of the right answer, "
-        "nats a token. Tasks in *italics* do not count for accuracy.",
+        "nats a token. Tasks in *italics* do not count for accuracy; of those with a question mark it is not "
+        "known yet. Ranks are over the seeds that all methods have, and wait for three of them.",
         "",
     )
     tables = [record for record in records if record["stage"] in ("table", "flat")]

@@ -6,9 +6,12 @@ import numpy as np
 
 from benchmarks.evidence_records import Progress
 from permille.evaluate.cells import Json
-from permille.evaluate.claims import Row, Verdict, counted_tasks, overall
+from permille.evaluate.claims import MIN_SEEDS, Row, Verdict, counted_tasks, overall
 from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.statistics import average_ranks
+
+_Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]
+"""Records by base and method, by task."""
 
 
 def verdict_table(rows: Sequence[Row]) -> list[str]:
@@ -37,7 +40,10 @@ def turn_table(rows: Sequence[Row]) -> list[str]:
 
 
 def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[str]:
-    """Table 1: methods by tasks, with ranks among the methods that have every task.
+    """Table 1: methods by tasks. A task counts for accuracy, does not (italics), or it is not known yet (?).
+
+    Ranks are over the seeds that every method has of every task, and are left out while these are fewer than
+    `MIN_SEEDS`: a method that is half finished would be ranked by luck.
 
     Args:
         everything: of the model, to say which tasks count.
@@ -47,10 +53,10 @@ def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[st
         rows.setdefault((record["base"], record["method"]), {}).setdefault(record["task"], []).append(record)
     tasks = list(dict.fromkeys(record["task"] for record in records))
     counted = counted_tasks(everything, records[0]["model"])
-    whole = [key for key, found in rows.items() if len(found) == len(tasks)]
-    accuracy_rank = _ranks(rows, whole, [task for task in tasks if counted.get(task)], "accuracy", 1)
-    loss_rank = _ranks(rows, whole, tasks, "loss", -1)
-    heads = [_task_head(records, task, counted.get(task, False)) for task in tasks]
+    common = _common(rows, tasks)
+    accuracy_rank = _ranks(common, [task for task in tasks if counted.get(task)], "accuracy", 1)
+    loss_rank = _ranks(common, tasks, "loss", -1)
+    heads = [_task_head(records, task, counted.get(task)) for task in tasks]
     lines = [
         "| base | method | " + " | ".join(heads) + " | rank | rank by loss |",
         "|---" * (len(tasks) + 4) + "|",
@@ -108,22 +114,29 @@ def _row(row: Row) -> str:
     )
 
 
-def _ranks(
-    rows: Mapping[tuple[str, str], Mapping[str, list[Json]]],
-    whole: Sequence[tuple[str, str]],
-    tasks: Sequence[str],
-    key: str,
-    sign: int,
-) -> dict[tuple[str, str], str]:
-    if not whole or not tasks:
+def _common(rows: _Rows, tasks: Sequence[str]) -> _Rows:
+    """The records of the seeds that every method has of every task; none where they are too few."""
+    of_each = [{r["seed"] for r in found.get(task, ())} for found in rows.values() for task in tasks]
+    seeds = set.intersection(*of_each) if of_each else set()
+    if len(seeds) < MIN_SEEDS:
         return {}
-    scores_MT = np.array([[sign * _mean(rows[name][task], key) for task in tasks] for name in whole])
-    return {name: f"{rank:.1f}" for name, rank in zip(whole, average_ranks(scores_MT), strict=True)}
+    return {
+        key: {task: [r for r in of_task if r["seed"] in seeds] for task, of_task in found.items()}
+        for key, found in rows.items()
+    }
 
 
-def _task_head(records: Sequence[Json], task: str, counts: bool) -> str:
+def _ranks(rows: _Rows, tasks: Sequence[str], key: str, sign: int) -> dict[tuple[str, str], str]:
+    if not rows or not tasks:
+        return {}
+    scores_MT = np.array([[sign * _mean(found[task], key) for task in tasks] for found in rows.values()])
+    return {name: f"{rank:.1f}" for name, rank in zip(rows, average_ranks(scores_MT), strict=True)}
+
+
+def _task_head(records: Sequence[Json], task: str, counts: bool | None) -> str:
     majority = np.mean([record["majority"] for record in records if record["task"] == task])
-    return f"{task if counts else f'*{task}*'} (majority {100 * majority:.1f})"
+    name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]
+    return f"{name} (majority {100 * majority:.1f})"
 
 
 def _cell(records: Sequence[Json]) -> str:

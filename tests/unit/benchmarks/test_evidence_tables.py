@@ -1,0 +1,63 @@
+"""What the tables of the evidence say while a run is unfinished."""
+
+import pytest
+
+from benchmarks.evidence_tables import method_table
+from permille.evaluate.cells import Json
+
+ITEMS = 100
+
+
+def cells(method: str, share: float, *, task: str = "sst2", seeds: int = 3) -> list[Json]:
+    right = round(ITEMS * share)
+    return [
+        {
+            "model": "m",
+            "base": "bf16",
+            "method": method,
+            "task": task,
+            "seed": seed,
+            "stage": "table",
+            "density": 0.001,
+            "queries": 16,
+            "accuracy": share,
+            "loss": 1 - share,
+            "validation_loss": 1 - share,
+            "majority": 0.5,
+            "on_edge": False,
+            "items": [str(number) for number in range(ITEMS)],
+            "correct": "1" * right + "0" * (ITEMS - right),
+        }
+        for seed in range(seeds)
+    ]
+
+
+def ranks(lines: list[str]) -> dict[str, list[str]]:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {row[1]: row[-2:] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("references", "head"),
+    [
+        ([*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.9)], " sst2 (majority"),
+        ([*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.51)], " *sst2* (majority"),
+        (cells("zero-shot", 0.5), " sst2? (majority"),
+    ],
+)
+def test_a_task_counts_does_not_or_is_not_known_yet(references: list[Json], head: str) -> None:
+    found = [*references, *cells("zo:full", 0.6)]
+    assert head in method_table(found, found)[0]
+
+
+def test_ranks_are_over_the_seeds_that_all_have_and_wait_for_three() -> None:
+    references = [*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.9)]
+    more = cells("zo:full", 0.6, seeds=5)
+    for record in more[3:]:
+        record["accuracy"], record["loss"] = 1.0, 0.0  # seeds of its own say nothing of the others
+    found = [*references, *more]
+    expected = {"fo:lora-8": ["1.0", "1.0"], "zo:full": ["2.0", "2.0"], "zero-shot": ["3.0", "3.0"]}
+    assert ranks(method_table(found, found)) == expected
+    for unfinished in (cells("zo:random", 0.7, seeds=2), cells("zo:full", 0.6, task="rte")):
+        lines = method_table([*found, *unfinished], found)
+        assert {tuple(rank) for rank in ranks(lines).values()} == {("", "")}
