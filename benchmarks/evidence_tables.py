@@ -29,8 +29,11 @@ def verdict_table(rows: Sequence[Row]) -> list[str]:
 
 
 def turn_table(rows: Sequence[Row]) -> list[str]:
-    """The same comparisons at other densities: where a claim turns."""
-    decided = [row for row in rows if row.found is not None]
+    """The same comparisons at other densities: where a claim turns.
+
+    Claims that only one stage decides have the same rows here as among the verdicts, and are left out.
+    """
+    decided = [row for row in rows if row.found is not None and row.claim.stage is None]
     lines = [
         "| claim | model, density | verdict | effect | interval | items, seeds | p | |",
         "|---" * 8 + "|",

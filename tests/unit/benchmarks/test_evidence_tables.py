@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks.evidence_tables import method_table
+from benchmarks.evidence_tables import method_table, turn_table
 from permille.evaluate.cells import Json
+from permille.evaluate.claims import verdicts
 
 ITEMS = 100
 
@@ -61,3 +62,15 @@ def test_ranks_are_over_the_seeds_that_all_have_and_wait_for_three() -> None:
     for unfinished in (cells("zo:random", 0.7, seeds=2), cells("zo:full", 0.6, task="rte")):
         lines = method_table([*found, *unfinished], found)
         assert {tuple(rank) for rank in ranks(lines).values()} == {("", "")}
+
+
+def test_a_claim_of_one_stage_turns_at_no_density() -> None:
+    """Queries are compared in a stage of their own, at one density."""
+    found = [*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.9)]
+    for queries, share in ((1, 0.6), (4, 0.8)):
+        found += [
+            record | {"stage": "queries", "queries": queries} for record in cells("zo:sensitive-c4", share)
+        ]
+    rows = verdicts(found, stages=("fractions",))
+    assert [row.claim.key for row in rows if row.found is not None] == ["queries-sensitive-c4"]
+    assert turn_table(rows) == ["No density has been compared yet."]
