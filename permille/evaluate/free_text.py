@@ -7,7 +7,8 @@ SQuAD's official normalisation: no case, no punctuation, no articles, single spa
 # Legend: B sequences, T tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +104,8 @@ def _greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
     for row, prompt in enumerate(prompts):
         ids_BT[row, longest - len(prompt) :] = torch.tensor(prompt)
         attention_BT[row, longest - len(prompt) :] = 1
-    with torch.no_grad():
+    ends = _end_tokens(model)
+    with torch.no_grad(), _plain_generation(model, ends):
         whole_BT = model.generate(
             input_ids=ids_BT,
             attention_mask=attention_BT,
@@ -112,8 +114,25 @@ def _greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
             num_beams=1,
             pad_token_id=0,
         )
-    ends = _end_tokens(model)
     return [_until(row[longest:], ends) for row in whole_BT.tolist()]
+
+
+@contextmanager
+def _plain_generation(model: Any, ends: frozenset[int]) -> Iterator[None]:
+    """Without the model's own choices but for its end tokens.
+
+    `generate` fills all that a call leaves open from the model's `generation_config.json`, even into a
+    configuration that it is given: a repetition penalty in there would change what "most likely" means.
+    """
+    from transformers import GenerationConfig
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters ask their base
+    own = base.generation_config
+    base.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
+    try:
+        yield
+    finally:
+        base.generation_config = own
 
 
 def _until(ids: list[int], ends: frozenset[int]) -> list[int]:

@@ -70,6 +70,21 @@ def test_what_is_written_is_the_most_likely_token_by_token(kind: str) -> None:
     assert 0 < found.f1_N[2] < 1
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_models_own_generation_choices_do_not_change_what_is_written(kind: str) -> None:
+    texts = []
+    for own in ({}, {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "min_new_tokens": 8}):
+        base = tiny_model("llama")
+        base.generation_config.update(**own)
+        trainable = MAKERS[kind](base)
+        noise_K = np.random.default_rng(0).normal(size=trainable.k).astype(np.float32)
+        model = trainable.installed(trainable.base_K + np.float32(0.3) * noise_K)
+        texts.append(write(model, items(), [question("x")] * 3, spelled, max_new_tokens=12).texts)
+        for name, value in own.items():
+            assert getattr(model.generation_config, name) == value
+    assert texts[0] == texts[1]
+
+
 def test_an_answer_ends_with_its_line() -> None:
     lines = iter(["first\nsecond", "\n\n later \nx", ""])
     found = write(
