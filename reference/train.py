@@ -12,6 +12,7 @@ a resumed run has the same bits as one that never stopped.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -52,7 +53,7 @@ class Run:
     def __init__(self, corpus: Path, folder: Path, shape: Shape, recipe: Recipe, device: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.corpus, self.folder, self.device = corpus, folder, device
-        self.shape, self.recipe = _pinned(folder / "recipe.json", shape, recipe)
+        self.shape, self.recipe = _pinned(folder / "recipe.json", shape, recipe, corpus)
         mixture = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))["mixture"]
         self.windows = Windows(corpus, mixture, self.recipe.context, self.recipe.seed)
         self.parameters = initial(self.shape, self.recipe.seed, device)
@@ -124,20 +125,20 @@ class Run:
         parts = torch.split(torch.from_numpy(rows).to(self.device), self.recipe.micro)
         return sum(float(self._loss(part)) * len(part) for part in parts) / len(rows)
 
-    def note(self, phase: str, training: float, validation: float | None) -> None:
-        """A line in `log.jsonl` and on the terminal."""
+    def note(self, phase: str, training: float | None, validation: float | None) -> None:
+        """A line in `log.jsonl` and on the terminal; without a loss that was not computed (None)."""
         row: dict[str, Any] = {
             "phase": phase,
             "step": self.steps,
             "tokens": self.steps * self.recipe.batch * self.recipe.context,
             "seconds": round(self.seconds, 1),
-            "training_loss": round(training, 4),
         }
-        if validation is not None:
-            row["validation_loss"] = round(validation, 4)
+        losses = {"training_loss": training, "validation_loss": validation}
+        row |= {name: round(loss, 4) for name, loss in losses.items() if loss is not None}
+        line = json.dumps(row, allow_nan=False)
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
+            file.write(line + "\n")
+        print(line, flush=True)
 
 
 def train_stable(run: Run, *, steps: int | None, minutes: float | None, save_every: int) -> None:
@@ -146,7 +147,7 @@ def train_stable(run: Run, *, steps: int | None, minutes: float | None, save_eve
     if path.exists():
         run.load(path)
     end = None if minutes is None else time.monotonic() + 60 * minutes
-    training = math.nan
+    training: float | None = None
     while (steps is None or run.steps < steps) and (end is None or time.monotonic() < end):
         training = run.step(min(1.0, (run.steps + 1) / run.recipe.warmup))
         if run.steps % save_every == 0:
@@ -168,7 +169,7 @@ def train_decay(run: Run, *, steps: int, save_every: int, out: Path | None) -> P
     path = run.folder / f"decay-{first}-{steps}.pt"
     if path.exists():
         run.load(path)
-    training = math.nan
+    training: float | None = None
     while run.steps < first + steps:
         training = run.step(1.0 - (run.steps - first) / steps)
         if run.steps % save_every == 0:
@@ -194,12 +195,24 @@ def train_decay(run: Run, *, steps: int, save_every: int, out: Path | None) -> P
     return folder
 
 
-def _pinned(path: Path, shape: Shape, recipe: Recipe) -> tuple[Shape, Recipe]:
-    """The run's shape and recipe: those it began with, whatever a later command says."""
-    if not path.exists():
-        path.write_text(json.dumps({"shape": asdict(shape), "recipe": asdict(recipe)}, indent=1) + "\n")
-        return shape, recipe
-    kept = json.loads(path.read_text(encoding="utf-8"))
+def _pinned(path: Path, shape: Shape, recipe: Recipe, corpus: Path) -> tuple[Shape, Recipe]:
+    """The run's shape and recipe: those it began with, whatever a later command says.
+
+    Raises:
+        InputError: the corpus is another one than the run began with.
+    """
+    manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
+    kept: dict[str, Any] = {"shape": asdict(shape), "recipe": asdict(recipe)}
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    if kept.setdefault("corpus_manifest_sha256", manifest) != manifest:
+        raise InputError(
+            f"expected the corpus that the run began with, manifest {kept['corpus_manifest_sha256'][:12]}, "
+            f"got {manifest[:12]} in {corpus}: begin another run"
+        )
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
     return Shape(**kept["shape"]), Recipe(**kept["recipe"])
 
 

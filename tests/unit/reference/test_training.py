@@ -82,6 +82,44 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
         broken.step(1.0)
 
 
+def test_another_corpus_is_refused(tmp_path: Path) -> None:
+    """Neither stable steps nor a decay may go on with text that the run did not begin with."""
+    train_stable(run(tmp_path, "run"), steps=2, minutes=None, save_every=2)
+    manifest = tmp_path / "corpus/manifest.json"
+    before, kept = manifest.read_text(), (tmp_path / "run/recipe.json").read_bytes()
+    manifest.write_text(before.replace("0.7", "0.6"))
+    with pytest.raises(InputError, match="corpus that the run began with"):
+        run(tmp_path, "run")
+    assert (tmp_path / "run/recipe.json").read_bytes() == kept
+    manifest.write_text(before)
+    train_decay(run(tmp_path, "run"), steps=1, save_every=1, out=None)
+
+
+def test_a_run_begun_before_corpora_were_pinned_pins_its_own(tmp_path: Path) -> None:
+    run(tmp_path, "run")
+    path = tmp_path / "run/recipe.json"
+    kept = json.loads(path.read_text())
+    pinned = kept.pop("corpus_manifest_sha256")
+    path.write_text(json.dumps(kept))
+    run(tmp_path, "run")
+    assert json.loads(path.read_text())["corpus_manifest_sha256"] == pinned
+
+
+def test_the_log_holds_no_loss_that_was_not_computed(tmp_path: Path) -> None:
+    """The same command again has no step to take, and so no training loss."""
+    for _ in range(2):
+        train_stable(run(tmp_path, "run"), steps=2, minutes=None, save_every=5)
+        train_decay(run(tmp_path, "run"), steps=1, save_every=5, out=None)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = (tmp_path / "run/log.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert ["training_loss" in row for row in rows] == [True, True, False, False]
+    assert all(row["validation_loss"] > 0 for row in rows)
+
+
 def test_decay_without_a_stable_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="stable checkpoint"):
         train_decay(run(tmp_path, "run"), steps=1, save_every=1, out=None)
