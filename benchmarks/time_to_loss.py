@@ -133,11 +133,17 @@ def run(
             settings = common | {"what": LINEAR, "steps": steps, "learning_rate": rate}
             cells.once(FIGURE, settings, partial(loop, learning_rate=rate, steps=steps, threads=threads))
         rate = tuned(partial(mezo, user), "trial")
-        for what, run_of, count in (("MeZO", mezo, steps), (PLAIN, plain, plain_steps)):
-            settings = common | {"what": what, "steps": count, "learning_rate": rate}
-            cells.once(
-                FIGURE, settings, partial(run_of, user, learning_rate=rate, steps=count, threads=threads)
-            )
+        # Few steps bear a rate that many do not: as our trainer does, a run that diverged begins anew below.
+        for bold in [rate, *(lower for lower in reversed(LEARNING_RATES) if lower < rate)]:
+            rate = bold
+            settings = common | {"what": "MeZO", "steps": steps, "learning_rate": rate}
+            once = partial(mezo, user, learning_rate=rate, steps=steps, threads=threads)
+            points = cells.once(FIGURE, settings, once)["points"]
+            if points[-1]["loss"] < points[0]["loss"]:
+                break
+        settings = common | {"what": PLAIN, "steps": plain_steps, "learning_rate": rate}
+        once = partial(plain, user, learning_rate=rate, steps=plain_steps, threads=threads)
+        cells.once(FIGURE, settings, once)
     for what in OURS:
         with tempfile.TemporaryDirectory() as name:
             learned = what != OURS[0]

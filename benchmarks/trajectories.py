@@ -21,6 +21,9 @@ from permille.package.reader import Package
 
 Point = dict[str, Any]
 
+HOPELESS = 0.5
+"""Nats above its base from which no run of these comes back."""
+
 
 @dataclass(slots=True)
 class Clock:
@@ -42,7 +45,10 @@ class Clock:
 def descend(
     step: Callable[[int], object], evaluate: Callable[[], float], *, steps: int, every: int
 ) -> list[Point]:
-    """Make steps 0, 1, ... and evaluate before the first and after every `every` of them."""
+    """Make steps 0, 1, ... and evaluate before the first and after every `every` of them.
+
+    A loss that is not finite, or `HOPELESS` above the first one, is the last.
+    """
     points = [_point(0, evaluate(), (0.0, 0.0))]
     clock = Clock()
     for number in range(steps):
@@ -50,7 +56,7 @@ def descend(
         if (number + 1) % every == 0 or number + 1 == steps:
             seconds = clock.pause()
             points.append(_point(number + 1, evaluate(), seconds))
-            if not np.isfinite(points[-1]["loss"]):
+            if not points[-1]["loss"] <= points[0]["loss"] + HOPELESS:
                 break
             clock.resume(seconds)
     return points
