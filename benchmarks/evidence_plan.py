@@ -225,6 +225,9 @@ def _unit(
         "estimator": "forward",
         "refresh_steps": max(1, choices["zo_steps"] // 4),
     }
+    if set(methods) & set(DYNAMIC):
+        # A new mask at each evaluation: a state is chosen from as many as where the mask stays.
+        choices["refresh_steps"] = max(1, choices["zo_steps"] // choices["evaluations"])
     return Unit(
         stage=stage, model=model, task=task, name=f"{stage}-{model.name}-{task}-{part}", choices=choices
     )

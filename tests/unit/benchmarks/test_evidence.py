@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence import STAGES, Runner, TimeIsUpError, main
-from benchmarks.evidence_plan import FRACTIONS, SWEEP_STAGES, Materials, Size, masked_share, size_for, units
+from benchmarks.evidence_plan import (
+    DYNAMIC,
+    FRACTIONS,
+    QUICK,
+    SWEEP_STAGES,
+    Materials,
+    Size,
+    masked_share,
+    size_for,
+    units,
+)
 from benchmarks.evidence_records import flat_density, progress, read_records
 from permille.errors import InputError
 from permille.evaluate.cells import Json
@@ -192,6 +202,27 @@ def test_claims_of_equality_get_the_seeds_that_they_need(materials_file: Path) -
                 planned = [found for (_, *rest), found in seeds.items() if rest == [base, side.method]]
                 assert planned, side
                 assert all(len(found) >= EQUIVALENCE_SEEDS for found in planned), side
+
+
+@pytest.mark.parametrize("task", ["sst2", "boolq"])
+@pytest.mark.parametrize("size", [QUICK, Size(zo_steps=200, fo_steps=1), Size(zo_steps=100, fo_steps=1)])
+def test_dynamic_masks_are_evaluated_as_often_as_static_ones(
+    size: Size, task: str, materials_file: Path
+) -> None:
+    model = materials_file.parent / "tiny"
+    dynamic = 0
+    for stage in SWEEP_STAGES:
+        for unit in units(stage, model, task, size, density=0.01, fractions=FRACTIONS):
+            if set(DYNAMIC) & set(unit.choices["methods"]):
+                steps, every = unit.choices["zo_steps"], unit.choices["refresh_steps"]
+                segments = len(range(0, steps, every))
+                assert (
+                    segments * max(1, unit.choices["evaluations"] * every // steps)
+                    == (unit.choices["evaluations"])
+                )
+                assert steps % every == 0
+                dynamic += 1
+    assert dynamic == 2 + len(FRACTIONS)
 
 
 def test_tasks_with_passages_take_half_the_steps() -> None:
