@@ -107,13 +107,13 @@ BUILD_EXAMPLES: Final[dict[str, Example]] = {
 PACKAGE_EXAMPLES: Final[dict[str, Example]] = {
     "usual": {
         "summary": "a mask and a quantization",
-        "value": {"mask_id": f"mask_{EXAMPLE}", "quantization_id": f"quantization_{EXAMPLE}"},
+        "value": {"mask_id": f"mask_{EXAMPLE}", "quantization_id": f"quant_{EXAMPLE}"},
     },
     "precision": {
         "summary": "the same, and the error of the projected gradient measured",
         "value": {
             "mask_id": f"mask_{EXAMPLE}",
-            "quantization_id": f"quantization_{EXAMPLE}",
+            "quantization_id": f"quant_{EXAMPLE}",
             "measure_precision": True,
             "precision_corpus_id": _CORPUS,
         },

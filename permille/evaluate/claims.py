@@ -19,10 +19,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from permille.evaluate.contrasts import Contrast, Record, contrast, holm
+from permille.evaluate.contrasts import Contrast, Record, contrast
 from permille.evaluate.paper_claims import CLAIMS, FLOATING, Claim, Relation, Side
 from permille.evaluate.report import MIN_ITEMS, countable
-from permille.evaluate.statistics import EQUIVALENCE_MARGIN
+from permille.evaluate.statistics import EQUIVALENCE_MARGIN, holm_adjusted
 
 ALPHA = 0.05
 MIN_SEEDS = 3
@@ -142,8 +142,8 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> l
     if not rows:
         nothing = "needs both methods at one density, and the task's zero-shot and first-order references"
         return [_undecided(claim, "", 0.0, by_loss=False, found=None, reason=nothing)]
-    holding = iter(holm([row.p_value for row in rows if row.p_value is not None]))
-    failing = iter(holm([_p_failing(row) for row in rows if row.p_value is not None]))
+    holding = iter(holm_adjusted([row.p_value for row in rows if row.p_value is not None]))
+    failing = iter(holm_adjusted([_p_failing(row) for row in rows if row.p_value is not None]))
     return [
         _judged(replace(row, p_value=next(holding)), next(failing)) if row.p_value is not None else row
         for row in rows

@@ -116,16 +116,6 @@ def _pooled(parts: Sequence[tuple[str, NDArray[np.float64]]]) -> Contrast:
     )
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted for all of them together, by Holm's step-down method, in the order given."""
-    adjusted = [0.0] * len(p_values)
-    highest = 0.0
-    for place, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
-        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
-        adjusted[index] = highest
-    return adjusted
-
-
 def _by_seed(records: Sequence[Record]) -> dict[int, Record]:
     found = {record["seed"]: record for record in records}
     if len(found) < len(records):

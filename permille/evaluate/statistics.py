@@ -100,14 +100,19 @@ def user_test(name: str, first_N: NDArray[np.floating], second_N: NDArray[np.flo
     )
 
 
+def holm_adjusted(p_values: Sequence[float]) -> list[float]:
+    """P-values adjusted for all of them together, by Holm's step-down method, in the order given."""
+    adjusted = [0.0] * len(p_values)
+    highest = 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
 def holm(tests: Sequence[UserTest]) -> list[UserTest]:
     """The same tests with p-values adjusted by Holm's step-down method, in the order given."""
-    order = sorted(range(len(tests)), key=lambda index: tests[index].p_value)
-    adjusted: dict[int, float] = {}
-    highest = 0.0
-    for place, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(tests) - place) * tests[index].p_value))
-        adjusted[index] = highest
+    adjusted = holm_adjusted([test.p_value for test in tests])
     return [
         UserTest(
             name=test.name,

@@ -72,7 +72,7 @@ def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
     from permille.evaluate.report import markdown
     from permille.evaluate.sweep import run_sweep, sweep_digest
 
-    # By what is compared: where a task file or this software has changed since, all cells are run anew.
+    # By what is compared: where a task file or our version has changed since, all cells are run anew.
     file = context.work_folder / f"results-{sweep_digest(sweep)[-16:]}.jsonl"
 
     def progress(done: int, total: int, following: str) -> None:

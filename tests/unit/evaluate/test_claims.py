@@ -9,8 +9,9 @@ import pytest
 from permille.errors import InputError
 from permille.evaluate import claims
 from permille.evaluate.claims import Row, Verdict, counted_tasks, overall, verdicts
-from permille.evaluate.contrasts import Contrast, Record, contrast, holm
+from permille.evaluate.contrasts import Contrast, Record, contrast
 from permille.evaluate.paper_claims import CLAIMS, Relation
+from permille.evaluate.statistics import holm_adjusted
 
 ITEMS = 400
 SEEDS = (0, 1, 2, 3, 4)
@@ -195,7 +196,7 @@ def test_without_references_it_is_not_known_what_to_compare(references: list[Rec
 
 
 def test_claims_are_adjusted_for_all_their_rows() -> None:
-    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm_adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     clear = PAIRS["sensitive-random"](0.7, 0.6)
     alone = row_of("sensitive-random", clear).p_value
     other = [dict(record) | {"model": "n"} for record in [*REFERENCES, *clear]]
