@@ -1,4 +1,4 @@
-"""Examples of the OpenAPI document: ids that could be of the service, each of the kind that its field names."""
+"""Examples of the OpenAPI document: each id is of the kind that its field names."""
 
 from collections.abc import Iterator
 from typing import Any
