@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from benchmarks.cells import Result
 from benchmarks.evidence_plan import Unit
 from permille.evaluate import models
-from permille.evaluate.cells import Bench, Cell, CellData
+from permille.evaluate.cell_data import CellData
+from permille.evaluate.cells import Bench, Cell
 from permille.evaluate.coverage import LinearWeights, held_shares, layer_shares
 from permille.evaluate.methods import Order, method
 from permille.evaluate.prompts import Task

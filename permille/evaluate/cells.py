@@ -8,7 +8,7 @@ any two methods can be compared in pairs later.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,24 @@ from numpy.typing import NDArray
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import FileCorpus, ReadReport, read_texts
 from permille.evaluate import free_text, models, schemes
-from permille.evaluate.examples import Example, Pool, majority_share
+from permille.evaluate.cell_data import CellData, Encoder
+from permille.evaluate.examples import Pool, majority_share
 from permille.evaluate.methods import DYNAMIC, Method, Order, TrainedSet
 from permille.evaluate.prompts import Task
 from permille.evaluate.rows import read_file
 from permille.evaluate.scoring import (
     Choices,
     Scored,
-    encode_example,
     mean_losses,
     score,
     training_batch,
 )
 from permille.evaluate.specification import Base, Sweep
-from permille.evaluate.splits import Splits, split
+from permille.evaluate.splits import split
 from permille.evaluate.trainables import Trainable, masked_weights
 from permille.evaluate.training import Recipe, Trained, train
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask, MaskMethod
-from permille.zo.estimators import Batch
 
 Json = dict[str, Any]
 
@@ -72,6 +71,7 @@ class Bench:
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
+        self._unfit: dict[str, None] = {}
         self.pool = lru_cache(maxsize=None)(self._pool)
         self.mask_of_corpus = lru_cache(maxsize=4)(self._mask_of_corpus)
         self.decoded = lru_cache(maxsize=4)(self._decoded)
@@ -90,7 +90,7 @@ class Bench:
         written = None
         if cell.task is Task.SQUAD:
             model = trainable.installed(values_K)
-            written = free_text.write(model, data.test, data.splits.test, data.decode)
+            written = free_text.write(model, data.test, data.tested, data.decode)
             tested = replace(tested, correct_N=written.exact_N)
         return Outcome(cell, data, trained, tested, time.perf_counter() - begin, written)
 
@@ -99,14 +99,16 @@ class Bench:
         return self._trained(cell, self.data(cell, seed), self._recipe(order, seed, step_factor))[1].loss
 
     def bad_rows(self) -> list[str]:
-        """Every row of the task files that could not be read, with its reason."""
-        return [
+        """Every row of the task files that could not be read so far, and every example that did not fit the
+        cells so far, with its reason."""
+        unread = [
             f"{task.value}: {bad.name}: {bad.reason}"
             for task, files in self.sweep.tasks.items()
             for path in (files.train, files.test)
             if path is not None
             for bad in self.pool(task, path).bad
         ]
+        return [*unread, *self._unfit]
 
     def _recipe(self, order: Order, seed: int, step_factor: float | None) -> Recipe:
         sweep = self.sweep
@@ -123,14 +125,24 @@ class Bench:
     def _pool(self, task: Task, path: Path) -> Pool:
         return read_file(task, path, self.sweep.wording)
 
-    def data(self, cell: Cell, seed: int) -> "CellData":
+    def data(self, cell: Cell, seed: int) -> CellData:
         """The examples of a cell."""
         files = self.sweep.tasks[cell.task]
         test_pool = None if files.test is None else self.pool(cell.task, files.test).examples
         splits = split(
             self.pool(cell.task, files.train).examples, seed, test_pool=test_pool, sizes=self.sweep.sizes
         )
-        return CellData(self.sweep, cell, splits, Encoder(cell.model), seed)
+        return CellData(
+            splits,
+            Encoder(cell.model),
+            seed=seed,
+            shots=cell.method.shots,
+            batch_size=self.sweep.batch_size,
+            max_tokens=self.sweep.max_tokens,
+            unfit=lambda bad: self._unfit.setdefault(
+                f"{cell.task.value}, {cell.model.name}: {bad.name}: {bad.reason}"
+            ),
+        )
 
     def _mask_of_corpus(self, model: Path) -> Mask:
         return models.corpus_mask(
@@ -150,7 +162,7 @@ class Bench:
         texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
         return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
 
-    def _trained(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
+    def _trained(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
         if cell.method.trained in DYNAMIC:
             return self._trained_dynamic(cell, data, recipe)
         mask = self._mask(cell, data, 0, lambda: models.stored(cell.model, Base.BF16))
@@ -160,7 +172,7 @@ class Bench:
         )
         return trainable, train(trainable, data.batch, _validation(trainable, data.validation), recipe)
 
-    def _trained_dynamic(self, cell: Cell, data: "CellData", recipe: Recipe) -> tuple[Trainable, Trained]:
+    def _trained_dynamic(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
         """Segments of `refresh_steps`, each with a new mask; what was learned stays in the weights.
 
         A segment ends with its best evaluation, and the next one begins there; the schedule runs over all.
@@ -191,7 +203,7 @@ class Bench:
             step = first + trained.step if trained.step else step
         return trainable, replace(trained, step=step, curve=tuple(curve))
 
-    def _mask(self, cell: Cell, data: "CellData", segment: int, model: Callable[[], Any]) -> Mask | None:
+    def _mask(self, cell: Cell, data: CellData, segment: int, model: Callable[[], Any]) -> Mask | None:
         density = self.sweep.density
         match cell.method.trained:
             case TrainedSet.SENSITIVE_C4:
@@ -206,86 +218,6 @@ class Bench:
                 return models.weight_mask(model(), MaskMethod.MAGNITUDE, density, 0)
             case _:
                 return None
-
-
-class Encoder:
-    """Text to tokens of one model, and the token with which its texts begin."""
-
-    def __init__(self, folder: Path) -> None:
-        import tokenizers
-
-        self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        plain, special = self("a"), tuple(self._tokenizer.encode("a").ids)
-        begins = len(special) > len(plain) and special[1 : 1 + len(plain)] == plain
-        self.begin: int | None = special[0] if begins else None
-
-    def __call__(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-class CellData:
-    """The examples of a cell in tokens, and its batches."""
-
-    def __init__(self, sweep: Sweep, cell: Cell, splits: Splits, encoder: Encoder, seed: int) -> None:
-        self._sweep = sweep
-        self._cell = cell
-        self._encoder = encoder
-        self.splits = splits
-        self.seed = seed
-        self.decode = encoder.decode
-
-    @cached_property
-    def train(self) -> list[Choices]:
-        return self._encoded(self.splits.train)
-
-    @cached_property
-    def validation(self) -> list[Choices]:
-        return self._encoded(self.splits.validation)
-
-    @cached_property
-    def test(self) -> list[Choices]:
-        return self._encoded(self.splits.test)
-
-    def batch(self, step: int) -> Batch:
-        """The batch of a step: drawn with the seed, without repetition within it."""
-        rng = np.random.default_rng([self.seed, step])
-        size = min(self._sweep.batch_size, len(self.train))
-        return training_batch(
-            [self.train[index] for index in rng.choice(len(self.train), size, replace=False)]
-        )
-
-    def batches_from(self, first: int) -> Callable[[int], Batch]:
-        """Batches of a later segment."""
-        return lambda step: self.batch(first + step)
-
-    def _encoded(self, examples: Sequence[Example]) -> list[Choices]:
-        return [
-            encode_example(
-                free_text.with_candidate(example),
-                self._encoder,
-                begin=self._encoder.begin,
-                max_tokens=self._sweep.max_tokens,
-                demonstrations=self._demonstrations,
-            )
-            for example in examples
-        ]
-
-    @cached_property
-    def _demonstrations(self) -> tuple[str, ...]:
-        """Solved training examples, for in-context learning: drawn with the seed."""
-        shots = self._cell.method.shots
-        if not shots:
-            return ()
-        rng = np.random.default_rng([self.seed, 1])
-        chosen = rng.choice(len(self.splits.train), min(shots, len(self.splits.train)), replace=False)
-        solved = [free_text.with_candidate(self.splits.train[index]) for index in chosen]
-        return tuple(f"{item.prompt}{item.candidates[item.label]}\n\n" for item in solved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +252,7 @@ class Outcome:
             "seed": self.cell.seed,
             "accuracy": self.tested.accuracy,
             "loss": self.tested.loss,
-            "majority": majority_share(self.data.splits.test) if self.written is None else 0.0,
+            "majority": majority_share(self.data.tested) if self.written is None else 0.0,
             "examples": dict(
                 zip(
                     _SPLIT_NAMES,
@@ -328,7 +260,8 @@ class Outcome:
                     strict=True,
                 )
             ),
-            "items": [example.name for example in self.data.splits.test],
+            "items": [example.name for example in self.data.tested],
+            "groups": _numbered([example.group for example in self.data.tested]),
             "correct": "".join("01"[int(right)] for right in self.tested.correct_N),
             "item_losses": [round(loss, 5) for loss in self.tested.loss_N.tolist()],
             "shots": float(np.mean([item.shots for item in self.data.test])),
@@ -353,6 +286,12 @@ def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDA
         return float(np.concatenate(means).mean())
 
     return loss
+
+
+def _numbered(texts: Sequence[str]) -> list[int]:
+    """Each text as the number of its first appearance: items of one passage have one number."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return [numbers[text] for text in texts]
 
 
 def _finite_curve(trained: Trained) -> list[list[float | None]]:

@@ -11,8 +11,9 @@ What holds and what fails are each judged at 5% after Holm over all rows of the 
 A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
 (`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
 of their own. Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN)
-or `MIN_ITEMS` items. And two methods that learned nothing are no equals: AT LEAST and WITHIN are decided only
-where the second method is better than the base it began from, at 5% (or the first one better than it).
+or `MIN_ITEMS` items that share no text. And two methods that learned nothing are no equals: AT LEAST and
+WITHIN are decided only where the second method is better than the base it began from, at 5% (or the first one
+better than it).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from permille.evaluate.contrasts import Contrast, Record, contrast
-from permille.evaluate.paper_claims import CLAIMS, FLOATING, Claim, Relation, Side
+from permille.evaluate.paper_claims import CLAIMS, FLOATING, Claim, Relation
 from permille.evaluate.report import MIN_ITEMS, countable
 from permille.evaluate.statistics import EQUIVALENCE_MARGIN, holm_adjusted
 
@@ -165,7 +166,7 @@ def _matched(
     second = [record for record in kept if claim.second.takes(record)]
     found = []
     for density in sorted({record["density"] for record in first}):
-        mine = _once([record for record in first if record["density"] == density], claim.first)
+        mine = _once([record for record in first if record["density"] == density])
         maskless = claim.second.method == "zo:full"
         bases = {(record["task"], record["base"]) for record in mine}
         theirs = _once(
@@ -174,33 +175,23 @@ def _matched(
                 for record in second
                 if (maskless or record["density"] == density)
                 and (claim.first.four_bit or (record["task"], record["base"]) in bases)
-            ],
-            claim.second,
+            ]
         )
         if mine and theirs:
             found.append((density, mine, theirs))
     return found
 
 
-def _once(records: Sequence[Record], side: Side) -> list[Record]:
-    """One record of a task and seed: of the setting with the most seeds; among numbers of queries, the one
-    with the lowest validation loss of each task. Test items choose nothing."""
+def _once(records: Sequence[Record]) -> list[Record]:
+    """One record of a task and seed: of the setting with the most seeds. Test items choose nothing."""
     settings: dict[str, dict[tuple[str, int, str], list[Record]]] = {}
     for record in records:
         setting = (record["stage"], record["queries"], record["base"])
         settings.setdefault(record["task"], {}).setdefault(setting, []).append(record)
     chosen: list[Record] = []
     for of_task in settings.values():
-        preferences = [
-            (-len(found) if side.queries is None else _validation(found), setting)
-            for setting, found in of_task.items()
-        ]
-        chosen += of_task[min(preferences)[1]]
+        chosen += of_task[min(of_task, key=lambda setting: (-len(of_task[setting]), setting))]
     return chosen
-
-
-def _validation(records: Sequence[Record]) -> float:
-    return float(sum(record["validation_loss"] for record in records)) / len(records)
 
 
 def _row(
@@ -221,7 +212,7 @@ def _row(
             blank, reason=f"needs {wanted} seeds of each task, has {found.seeds if found else seeds}"
         )
     if found.items < MIN_ITEMS:
-        return replace(blank, reason=f"needs {MIN_ITEMS} items, has {found.items}")
+        return replace(blank, reason=f"needs {MIN_ITEMS} items that share no text, has {found.items}")
     ahead = claim.relation is Relation.AT_LEAST and found.interval(0.95)[0] > 0
     if not (claim.relation is Relation.BETTER or ahead or _learned(second, records, by_loss)):
         return replace(blank, reason=f"needs a {claim.second.method} that learned something: equals at "

@@ -3,8 +3,9 @@
 A test of items alone says what these trained models do on other items; a claim about a method is about other
 seeds too. So an item counts with every seed, `d[i, s] = mu + a_i + b_s + e_is`, and the variance of the mean
 is estimated by what item means and seed means spread, each over its own number (the error is counted twice:
-on the safe side). Degrees of freedom after Satterthwaite. Tasks are pooled with equal weights; tasks that
-share items do not exist.
+on the safe side). Items of one passage or text are one draw: the spread is that of their sums
+(`permille.evaluate.statistics.spread`). Degrees of freedom after Satterthwaite. Tasks are pooled with equal
+weights; tasks that share items do not exist.
 
 # Legend: I items, S seeds.
 """
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.evaluate.statistics import spread
 
 Record = Mapping[str, Any]
 """A cell of a results file; see `permille.evaluate.cells`."""
@@ -31,7 +33,7 @@ class Contrast:
         effect: mean difference; positive where the first is better.
         error: its standard error; 0 where nothing differs anywhere.
         freedom: degrees of freedom; at least 1.
-        items: distinct test items of all tasks together.
+        items: test items of all tasks together that share no text: those of one passage are one.
         seeds: the fewest of a task.
     """
 
@@ -82,7 +84,7 @@ def contrast(
     Raises:
         InputError: a record names an item twice, or a seed has two records.
     """
-    parts: list[tuple[str, NDArray[np.float64]]] = []
+    parts: list[_Part] = []
     for task in dict.fromkeys(record["task"] for record in first):
         mine = _by_seed([record for record in first if record["task"] == task])
         theirs = _by_seed([record for record in second if record["task"] == task])
@@ -92,28 +94,49 @@ def contrast(
         any_of_theirs = next(iter(theirs.values()))
         rows = [_differences(mine[s], any_of_theirs if fixed else theirs[s], by_loss) for s in seeds]
         items = [item for item in (rows[0] if rows else ()) if all(item in row for row in rows)]
-        if len(seeds) < 2 or len(items) < 2:
+        texts = groups(mine[seeds[0]]) if seeds else {}
+        group_I = np.array([texts[item] for item in items])
+        if len(seeds) < 2 or len(np.unique(group_I)) < 2:
             return None
-        parts.append((task, np.array([[row[item] for row in rows] for item in items])))
+        parts.append(_Part(task, np.array([[row[item] for row in rows] for item in items]), group_I))
     return _pooled(parts) if parts else None
 
 
-def _pooled(parts: Sequence[tuple[str, NDArray[np.float64]]]) -> Contrast:
-    variances: list[tuple[float, int]] = []
-    for _, difference_IS in parts:
-        for axis in (1, 0):
-            means = difference_IS.mean(axis=axis)
-            variances.append((float(means.var(ddof=1)) / len(means) / len(parts) ** 2, len(means) - 1))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Differences of one task, and the text of each item."""
+
+    task: str
+    difference_IS: NDArray[np.float64]
+    group_I: NDArray[np.int64]
+
+
+def _pooled(parts: Sequence[_Part]) -> Contrast:
+    spreads = [
+        found
+        for part in parts
+        for found in (
+            spread(part.difference_IS.mean(axis=1), part.group_I),
+            spread(part.difference_IS.mean(axis=0), np.arange(part.difference_IS.shape[1])),
+        )
+    ]
+    variances = [(variance / len(parts) ** 2, freedom) for variance, freedom in spreads]
     total = sum(variance for variance, _ in variances)
-    spread = sum(variance**2 / freedom for variance, freedom in variances)
+    weight = sum(variance**2 / freedom for variance, freedom in variances)
     return Contrast(
-        effect=float(np.mean([difference_IS.mean() for _, difference_IS in parts])),
+        effect=float(np.mean([part.difference_IS.mean() for part in parts])),
         error=math.sqrt(total),
-        freedom=max(1.0, total**2 / spread) if spread > 0 else 1.0,
-        items=sum(len(difference_IS) for _, difference_IS in parts),
-        seeds=min(difference_IS.shape[1] for _, difference_IS in parts),
-        tasks=tuple(task for task, _ in parts),
+        freedom=max(1.0, total**2 / weight) if weight > 0 else 1.0,
+        items=sum(len(np.unique(part.group_I)) for part in parts),
+        seeds=min(part.difference_IS.shape[1] for part in parts),
+        tasks=tuple(part.task for part in parts),
     )
+
+
+def groups(record: Record) -> dict[str, int]:
+    """The text of each item, as a number; a record that names none had items of texts of their own."""
+    items = record["items"]
+    return dict(zip(items, record.get("groups", range(len(items))), strict=True))
 
 
 def _by_seed(records: Sequence[Record]) -> dict[int, Record]:

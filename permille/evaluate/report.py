@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.evaluate.cells import Json
+from permille.evaluate.contrasts import groups
 from permille.evaluate.statistics import average_ranks, beats_by
 
 REQUIRED_GAIN = 0.05
 REQUIRED_P = 0.01
 MIN_ITEMS = 30
-"""Fewer test items prove nothing."""
+"""Fewer test items that share no text prove nothing."""
 
 Rows = Mapping[tuple[str, str], Sequence[Json]]
 """Records of one model and base, by (method, task)."""
@@ -72,17 +73,21 @@ def countable(rows: Rows, task: str) -> bool:
         return False
     # By validation: the best of several on the test items themselves would be a lucky one.
     best = min(first_order, key=lambda method: _mean(rows[method, task], "validation_loss"))
-    trained_N, base_N = paired(rows[best, task], zero_shot)
-    if len(trained_N) < MIN_ITEMS:
+    trained_N, base_N, group_N = paired(rows[best, task], zero_shot)
+    if len(np.unique(group_N)) < MIN_ITEMS:
         return False
     majority_N = np.full(len(trained_N), _mean(rows[best, task], "majority"))
     return all(
-        beats_by(trained_N, other_N, REQUIRED_GAIN)[1] < REQUIRED_P for other_N in (base_N, majority_N)
+        beats_by(trained_N, other_N, REQUIRED_GAIN, group_N)[1] < REQUIRED_P
+        for other_N in (base_N, majority_N)
     )
 
 
-def paired(first: Sequence[Json], second: Sequence[Json]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Outcomes of two methods on the items that both were tested on: of each item its mean over seeds.
+def paired(
+    first: Sequence[Json], second: Sequence[Json]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Outcomes of two methods on the items that both were tested on: of each item its mean over seeds, and
+    the number of its text.
 
     Seeds share test items, and an item that is easy is so with every seed: items, not rows, are independent.
 
@@ -91,7 +96,12 @@ def paired(first: Sequence[Json], second: Sequence[Json]) -> tuple[NDArray[np.fl
     """
     one, other = _by_item(first), _by_item(second)
     shared = [item for item in one if item in other]
-    return np.array([one[item] for item in shared]), np.array([other[item] for item in shared])
+    texts = groups(first[0]) if first else {}
+    return (
+        np.array([one[item] for item in shared]),
+        np.array([other[item] for item in shared]),
+        np.array([texts[item] for item in shared], dtype=np.int64),
+    )
 
 
 def _by_item(records: Sequence[Json]) -> dict[str, float]:

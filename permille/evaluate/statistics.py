@@ -6,6 +6,7 @@ from scipy; this module says which test answers which question.
 # Legend: N items, M methods, T tasks.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,50 +19,24 @@ EQUIVALENCE_MARGIN = 0.01
 """One point of accuracy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Equivalence:
-    """Two one-sided tests on paired items (Schuirmann 1987).
+def spread(value_N: NDArray[np.floating], group_N: NDArray[np.integer]) -> tuple[float, int]:
+    """Variance of the mean of values whose groups are independent, and its degrees of freedom, groups - 1.
 
-    Attributes:
-        difference: mean of first less second.
-        interval: its 90% interval; equivalent at 5% where it lies within the margin.
-        p_value: the larger of the two one-sided ones.
-    """
-
-    difference: float
-    interval: tuple[float, float]
-    p_value: float
-    equivalent: bool
-
-
-def equivalence(
-    first_N: NDArray[np.floating], second_N: NDArray[np.floating], margin: float = EQUIVALENCE_MARGIN
-) -> Equivalence:
-    """Whether the means of paired items differ by less than `margin`, at 5%.
+    Groups are summed before they are compared (the sandwich estimator for clusters, with G / (G - 1)); where
+    each value is a group of its own, it is the usual variance of a mean.
 
     Args:
-        first_N, second_N: an outcome of each distinct item: 1 or 0 for right or wrong, or its mean over
-            seeds. The same item twice would count as evidence twice.
+        group_N: the group of each value: items of one passage share one.
 
     Raises:
-        InputError: fewer than two items, unequal numbers, or numbers that are not finite.
+        InputError: fewer than two groups.
     """
-    from scipy import stats
-
-    difference_N = _differences(first_N, second_N)
-    mean, error = float(difference_N.mean()), _standard_error(difference_N)
-    freedom = len(difference_N) - 1
-    reach = float(stats.t.ppf(0.95, freedom)) * error
-    if error == 0:
-        # No item differs from another: what a share `margin` of other items would hide, with this chance.
-        p_value = (1 - margin) ** len(difference_N) if abs(mean) < margin else 1.0
-        return Equivalence(difference=mean, interval=(mean, mean), p_value=p_value, equivalent=p_value < 0.05)
-    below = float(stats.t.sf((mean + margin) / error, freedom))
-    above = float(stats.t.cdf((mean - margin) / error, freedom))
-    p_value = max(below, above)
-    return Equivalence(
-        difference=mean, interval=(mean - reach, mean + reach), p_value=p_value, equivalent=p_value < 0.05
-    )
+    _, place_N = np.unique(group_N, return_inverse=True)
+    number = int(place_N.max()) + 1 if len(place_N) else 0
+    if number < 2:
+        raise InputError(f"expected values of two or more groups, got {number}")
+    sum_G = np.bincount(place_N, weights=value_N - value_N.mean())
+    return float((sum_G**2).sum()) * number / (number - 1) / len(value_N) ** 2, number - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +60,7 @@ def user_test(name: str, first_N: NDArray[np.floating], second_N: NDArray[np.flo
     """Compare the losses of two methods, one of each a user.
 
     Raises:
-        InputError: as `equivalence`.
+        InputError: as `beats_by`.
     """
     from scipy import stats
 
@@ -126,20 +101,30 @@ def holm(tests: Sequence[UserTest]) -> list[UserTest]:
 
 
 def beats_by(
-    first_N: NDArray[np.floating], second_N: NDArray[np.floating], margin: float
+    first_N: NDArray[np.floating],
+    second_N: NDArray[np.floating],
+    margin: float,
+    group_N: NDArray[np.integer],
 ) -> tuple[float, float]:
     """Mean of first less second, and the one-sided p-value that it is no more than `margin`.
 
+    Args:
+        first_N, second_N: an outcome of each distinct item: 1 or 0 for right or wrong, or its mean over
+            seeds. The same item twice would count as evidence twice.
+        group_N: the text of each item.
+
     Raises:
-        InputError: as `equivalence`.
+        InputError: fewer than two items or groups, unequal numbers, or numbers that are not finite.
     """
     from scipy import stats
 
     difference_N = _differences(first_N, second_N)
-    mean, error = float(difference_N.mean()), _standard_error(difference_N)
-    if error == 0:
-        return mean, ((1 + margin) / 2) ** len(difference_N) if mean > margin else 1.0
-    return mean, float(stats.t.sf((mean - margin) / error, len(difference_N) - 1))
+    mean = float(difference_N.mean())
+    variance, freedom = spread(difference_N, group_N)
+    if variance == 0:
+        # No text differs from another: what so many of them would hide, with this chance.
+        return mean, ((1 + margin) / 2) ** (freedom + 1) if mean > margin else 1.0
+    return mean, float(stats.t.sf((mean - margin) / math.sqrt(variance), freedom))
 
 
 def average_ranks(score_MT: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -166,7 +151,3 @@ def _differences(first_N: NDArray[np.floating], second_N: NDArray[np.floating]) 
     if not np.isfinite(difference_N).all():
         raise InputError("expected finite outcomes, got some that are not")
     return difference_N
-
-
-def _standard_error(difference_N: NDArray[np.float64]) -> float:
-    return float(difference_N.std(ddof=1) / np.sqrt(len(difference_N)))

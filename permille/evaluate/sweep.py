@@ -45,13 +45,14 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     """
     done = open_results(sweep, results)
     bench = Bench(sweep)
-    for line in bench.bad_rows():
-        done.append({"kind": "bad-row", "key": line})
+    done.append_bad_rows(bench)
     cells = cells_of(sweep)
     for number, cell in enumerate(cells):
         progress(number, len(cells), cell.key)
         if cell.key not in done.cells:
-            done.append({"kind": "cell", "key": cell.key, **_run(bench, cell, done)})
+            record = _run(bench, cell, done)
+            done.append_bad_rows(bench)
+            done.append({"kind": "cell", "key": cell.key, **record})
     progress(len(cells), len(cells), "")
     return [done.cells[cell.key] for cell in cells]
 
@@ -137,10 +138,14 @@ class Results:
                 os.fsync(file.fileno())
         return cls(path, lines)
 
+    def append_bad_rows(self, bench: Bench) -> None:
+        """Those that a bench has met and the file does not name."""
+        for line in bench.bad_rows():
+            if line not in self._bad_rows:
+                self.append({"kind": "bad-row", "key": line})
+
     def append(self, line: Json) -> None:
         """Make a line durable, then known."""
-        if line["kind"] == "bad-row" and line["key"] in self._bad_rows:
-            return
         with self._path.open("ab") as file:
             file.write(_line(line))
             file.flush()

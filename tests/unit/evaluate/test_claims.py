@@ -69,7 +69,7 @@ PAIRS: dict[str, Callable[[float, float], list[Record]]] = {
         + records("zo:sensitive-c4", b, stage="queries", queries=1)
     ),
     "queries-lora-fa-8": lambda a, b: (
-        records("zo:lora-fa-8", a, stage="queries", queries=8)
+        records("zo:lora-fa-8", a, stage="queries", queries=4)
         + records("zo:lora-fa-8", b, stage="queries", queries=1)
     ),
     "static": lambda a, b: records("zo:sensitive-task", a) + records("zo:sensitive-task-dynamic", b),
@@ -247,13 +247,36 @@ def test_failing_is_adjusted_for_all_rows_as_well(
     assert {row.verdict for row in rows} == {Verdict.UNDECIDED}
 
 
-def test_the_number_of_queries_is_chosen_without_test_items() -> None:
-    """The best by validation is the worst by test: it is taken."""
-    lucky = records("zo:sensitive-c4", 0.95, stage="queries", queries=16, validation_loss=0.9)
-    chosen = records("zo:sensitive-c4", 0.6, stage="queries", queries=2, validation_loss=0.1)
+def test_the_number_of_queries_is_said_beforehand() -> None:
+    """Another number that does better decides nothing."""
+    lucky = records("zo:sensitive-c4", 0.95, stage="queries", queries=16)
+    several = records("zo:sensitive-c4", 0.6, stage="queries", queries=4)
     single = records("zo:sensitive-c4", 0.6, stage="queries", queries=1)
-    row = row_of("queries-sensitive-c4", [*lucky, *chosen, *single])
+    row = row_of("queries-sensitive-c4", [*lucky, *several, *single])
     assert row.found is not None and abs(row.found.effect) < 0.02
+    assert row_of("queries-sensitive-c4", [*lucky, *single]).found is None
+
+
+def test_items_of_one_passage_are_one() -> None:
+    """A hundred passages of four items count as a hundred items; twenty passages decide nothing."""
+    alone = PAIRS["sensitive-random"](0.7, 0.6)
+
+    def on_passages(number: int) -> list[Record]:
+        return [
+            record | {"groups": [place * number // ITEMS for place in range(ITEMS)]}
+            for record in map(dict, [*REFERENCES, *alone])
+        ]
+
+    wide, narrow = (
+        row_of("sensitive-random", on_passages(100)),
+        row_of("sensitive-random", [*REFERENCES, *alone]),
+    )
+    assert wide.found is not None and narrow.found is not None
+    assert (wide.found.items, narrow.found.items) == (100, ITEMS)
+    assert wide.found.effect == narrow.found.effect
+    assert wide.found.error > narrow.found.error
+    few = row_of("sensitive-random", on_passages(20))
+    assert (few.verdict, few.p_value) == (Verdict.UNDECIDED, None)
 
 
 @pytest.mark.parametrize("key", PAIRS)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate.statistics import UserTest, average_ranks, beats_by, equivalence, holm, user_test
+from permille.evaluate.statistics import UserTest, average_ranks, beats_by, holm, spread, user_test
 
 
 def paired(accuracy: float, change: float, items: int) -> tuple[np.ndarray, np.ndarray]:
@@ -20,30 +20,20 @@ def paired(accuracy: float, change: float, items: int) -> tuple[np.ndarray, np.n
     return first_N, second_N
 
 
-def test_methods_that_hardly_differ_are_equivalent_and_others_not() -> None:
-    close = equivalence(*paired(0.8, 0.0, 5000))
-    assert close.equivalent
-    assert abs(close.difference) < 0.01
-    far = equivalence(*paired(0.8, 0.03, 5000))
-    assert not far.equivalent
-    assert far.interval[0] > 0.01
-    # The same rates from fewer items prove nothing.
-    assert not equivalence(*paired(0.8, 0.0, 200)).equivalent
+def test_the_spread_of_values_alone_is_that_of_a_mean() -> None:
+    value_N = np.array([1.0, 2.0, 4.0, 9.0])
+    assert spread(value_N, np.array([3, 1, 0, 7])) == pytest.approx((value_N.var(ddof=1) / 4, 3))
 
 
-def test_identical_outcomes_are_equivalent() -> None:
-    same = equivalence(np.ones(1000), np.ones(1000))
-    assert same.equivalent
-    assert same.interval == (0.0, 0.0)
-    assert not equivalence(np.ones(1000), np.zeros(1000)).equivalent
-    # Ten items that agree may well hide one in a hundred that does not.
-    assert not equivalence(np.ones(10), np.ones(10)).equivalent
-
-
-def test_the_interval_is_students() -> None:
-    got = equivalence(np.array([1.0, 2.0, 3.0]), np.zeros(3), margin=10.0)
-    # mean 2, standard error 1/sqrt(3), t(0.95, 2) = 2.919986
-    assert got.interval == pytest.approx((2 - 2.919986 / 3**0.5, 2 + 2.919986 / 3**0.5), rel=1e-5)
+def test_values_of_one_text_are_one_draw() -> None:
+    """Each value four times is no more evidence than once; by hand where groups differ in size."""
+    value_N = np.array([1.0, 2.0, 4.0, 9.0])
+    alone = spread(value_N, np.arange(4))
+    assert spread(np.repeat(value_N, 4), np.repeat(np.arange(4), 4)) == pytest.approx(alone)
+    # Mean 2; sums of deviations -2 and +2 of 4 values: (4 + 4) * 2 / 1 / 16.
+    assert spread(np.array([1.0, 1.0, 2.0, 4.0]), np.array([5, 5, 6, 6])) == pytest.approx((1.0, 1))
+    with pytest.raises(InputError, match="two or more groups"):
+        spread(value_N, np.zeros(4, np.int64))
 
 
 def test_users_are_compared_in_pairs() -> None:
@@ -66,12 +56,24 @@ def test_holm_steps_down() -> None:
 
 def test_beating_a_margin_needs_more_than_the_margin() -> None:
     first_N, second_N = paired(0.8, 0.08, 2000)
-    mean, p_value = beats_by(first_N, second_N, 0.05)
+    each_N = np.arange(2000)
+    mean, p_value = beats_by(first_N, second_N, 0.05, each_N)
     assert mean > 0.05
     assert p_value < 0.01
-    assert beats_by(first_N, second_N, 0.1)[1] > 0.5
-    assert beats_by(np.ones(2), np.zeros(2), 0.05)[1] > 0.2
-    assert beats_by(np.ones(20), np.zeros(20), 0.05)[1] < 0.01
+    assert beats_by(first_N, second_N, 0.1, each_N)[1] > 0.5
+    assert beats_by(np.ones(2), np.zeros(2), 0.05, each_N[:2])[1] > 0.2
+    assert beats_by(np.ones(20), np.zeros(20), 0.05, each_N[:20])[1] < 0.01
+    # Twenty items of two texts are two.
+    assert beats_by(np.ones(20), np.zeros(20), 0.05, each_N[:20] % 2)[1] > 0.2
+
+
+def test_a_standard_error_of_passages_is_larger_than_one_of_their_items() -> None:
+    rng = np.random.default_rng(1)
+    passage_N = np.repeat(np.arange(100), 10)
+    difference_N = rng.normal(0.08, 0.3, 100)[passage_N] + rng.normal(0, 0.1, 1000)
+    nothing_N = np.zeros(1000)
+    assert beats_by(difference_N, nothing_N, 0, np.arange(1000))[1] < 1e-5
+    assert beats_by(difference_N, nothing_N, 0, passage_N)[1] > 1e-3
 
 
 def test_ranks_average_over_tasks_and_share_ties() -> None:
@@ -83,6 +85,6 @@ def test_ranks_average_over_tasks_and_share_ties() -> None:
 
 def test_unpaired_items_are_refused() -> None:
     with pytest.raises(InputError, match="paired"):
-        equivalence(np.ones(3), np.ones(4))
+        beats_by(np.ones(3), np.ones(4), 0.0, np.arange(3))
     with pytest.raises(InputError, match="finite"):
         user_test("nan", np.array([1.0, np.nan]), np.ones(2))

@@ -90,6 +90,51 @@ def test_free_text_is_written_and_scored_in_a_sweep(sweep_file: Path) -> None:
     assert ", F1 " in markdown(records)
 
 
+COPA_SWEEP = """
+models = ["{model}"]
+corpus = "corpus.jsonl"
+methods = ["zero-shot", "fo:sensitive-c4"]
+bases = ["nf4"]
+seeds = [0, 1]
+fo_steps = 1
+batch_size = 2
+trials = 1
+evaluations = 1
+sizes = [20, 20, 22]
+max_tokens = 32
+corpus_sequences = 2
+corpus_tokens = 32
+[tasks.copa]
+train = "copa.jsonl"
+"""
+
+
+def test_an_answer_that_does_not_fit_is_a_bad_row_and_ends_nothing(sweep_file: Path) -> None:
+    folder, answers = sweep_file.parent, ["it rained", "it was dark"]
+    rows = [
+        {"premise": f"The {word} road {n} was wet.", "question": "cause", "label": n % 2}
+        | {"choice1": answers[0], "choice2": answers[1]}
+        for n in range(9)
+        for word in WORDS
+    ]
+    rows[5]["choice2"] = "it rained and it rained " * 9
+    file = folder / "copa.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sweep_file.write_text(COPA_SWEEP.format(model=ROOT / "examples" / "model"))
+    results = folder / "results.jsonl"
+    records = run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+    bad = [line["key"] for line in map(json.loads, results.open()) if line["kind"] == "bad-row"]
+    assert len(bad) == 1
+    assert bad[0].startswith("copa, model: copa.jsonl:6: expected 1 to")
+    assert min(sum(record["examples"].values()) for record in records) == 61
+    assert all("copa.jsonl:6" not in record["items"] for record in records)
+    for row in rows:
+        row["choice1"] = "it rained and it rained " * 9
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match="fit 32 tokens, got 22 of 22"):
+        run_sweep(read_sweep(sweep_file), folder / "others.jsonl", lambda *_: None)
+
+
 class Stopped(Exception):  # noqa: N818 - an interruption
     """As a person would."""
 
@@ -240,9 +285,12 @@ def test_the_first_order_method_is_chosen_by_validation_not_by_its_test_items() 
 
 def test_seeds_are_averaged_item_by_item() -> None:
     first = [outcome("a", "110", seed=0), outcome("a", "100", seed=1)]
-    one_N, other_N = paired(first, [outcome("b", "011")])
+    one_N, other_N, group_N = paired(first, [outcome("b", "011")])
     assert one_N.tolist() == [1.0, 0.5, 0.0]
     assert other_N.tolist() == [0.0, 1.0, 1.0]
+    assert group_N.tolist() == [0, 1, 2]
+    of_one_text = [record | {"groups": [4, 4, 2]} for record in first]
+    assert paired(of_one_text, [outcome("b", "011")])[2].tolist() == [4, 4, 2]
     twice = outcome("b", "01") | {"items": ["x", "x"]}
     with pytest.raises(InputError, match="twice"):
         paired(first, [twice])
