@@ -1,7 +1,8 @@
 """Bring the texts that `sources.toml` takes from public git repositories into a folder.
 
 Each source lands in `<texts>/<name>` at its own commit. `--mirror` reads another place than the origin, for
-instance local clones: `--mirror '/clones/{owner}/{repository}'`. Sources already there are left alone.
+instance local clones: `--mirror '/clones/{owner}/{repository}'`. Sources already there as listed are left
+alone; where the commit or the files of one have changed, those fetched before go, and it is fetched anew.
 
     python -m reference.fetch --texts build/reference/texts
 """
@@ -9,6 +10,7 @@ instance local clones: `--mirror '/clones/{owner}/{repository}'`. Sources alread
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 from pathlib import Path
 
@@ -19,12 +21,13 @@ _UPLOAD_PACK = "git -c uploadpack.allowFilter=true -c uploadpack.allowAnySHA1InW
 
 
 def fetch(source: Source, folder: Path, mirror: str | None) -> None:
-    """Check out one source's files at its commit in `folder`."""
+    """Check out one source's files at its commit in `folder`, and nothing that an earlier fetch has left."""
     if source.origin is None or source.commit is None:
         return
-    stamp = folder / ".fetched"
-    if stamp.exists() and stamp.read_text() == source.commit:
+    stamp, asked = folder / ".fetched", _asked(source)
+    if stamp.exists() and stamp.read_text() == asked:
         return
+    stamp.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     owner, repository = source.origin.rstrip("/").split("/")[-2:]
     place = mirror.format(owner=owner, repository=repository) if mirror else source.origin
@@ -36,8 +39,14 @@ def fetch(source: Source, folder: Path, mirror: str | None) -> None:
     _git(folder, "fetch", "-q", "--depth", "1", "--filter=blob:none", "origin", source.commit)
     patterns = [f":(glob){pattern}" for pattern in source.files]
     patterns += [f":(exclude,glob){pattern}" for pattern in source.exclude]
+    _git(folder, "rm", "-r", "-q", "-f", "--ignore-unmatch", ".")  # of what is here, only what git brought
     _git(folder, "checkout", "-q", source.commit, "--", *patterns)
-    stamp.write_text(source.commit)
+    stamp.write_text(asked)
+
+
+def _asked(source: Source) -> str:
+    """All that decides which files lie there, and with what in them."""
+    return json.dumps({"commit": source.commit, "files": source.files, "exclude": source.exclude})
 
 
 def _git(folder: Path, *arguments: str) -> None:
