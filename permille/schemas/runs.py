@@ -117,11 +117,16 @@ class RunCreate(Closed):
 
 
 class LogState(StrEnum):
-    """What the service knows of an uploaded log."""
+    """What the service knows of an uploaded log.
+
+    Verified and refused are verdicts of its replay. Undecided: the replay failed or was cancelled, which says
+    nothing of the log; it is pending again once its job is retried, or the same log is sent again.
+    """
 
     PENDING = "pending"
     VERIFIED = "verified"
     REFUSED = "refused"
+    UNDECIDED = "undecided"
 
 
 class RunLog(Closed):

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
-from permille.store import builds, job_rows, runs
+from permille.store import builds, job_rows
 from permille.store.database import Database, now
 from permille.store.errors import StaleClaimError
 from permille.store.tables import ENDED, EventKind, Job, JobKind, JobState
@@ -286,6 +286,4 @@ def _end(session: Session, job: Job, state: JobState, error: dict[str, Any] | No
     job.error = error
     job_rows.move(session, job, state, **({"error": error} if error else {}))
     builds.advance_parent(session, job)
-    if job.kind == JobKind.REPLAY and error is not None:
-        runs.refuse_unreplayed(session, job, reason=f"replay-failed: {error.get('message', state.value)}")
     return state

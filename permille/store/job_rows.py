@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from permille.store.database import now
 from permille.store.ids import Prefix, new_id
-from permille.store.tables import ENDED, EventKind, Job, JobEvent, JobState
+from permille.store.tables import ENDED, EventKind, Job, JobEvent, JobKind, JobState, LogState, Run
 
 DEFAULT_MAX_ATTEMPTS = 3
 
@@ -77,7 +77,10 @@ def has_ended(job: Job) -> bool:
 
 
 def move(session: Session, job: Job, state: JobState, **details: Any) -> None:
-    """Change a locked job's state and tell it. The lease goes in every state but `running`."""
+    """Change a locked job's state and tell it. The lease goes in every state but `running`.
+
+    The log that a replay is of follows: without a verdict it is neither refused nor pending for ever.
+    """
     at = now(session)
     job.state = state.value
     job.updated_at = at
@@ -88,6 +91,8 @@ def move(session: Session, job: Job, state: JobState, **details: Any) -> None:
         job.eta_at = None
     if state is JobState.SUCCEEDED:
         job.progress = 1.0
+    if job.kind == JobKind.REPLAY:
+        _move_log(session, job, state)
     tell(session, job, EventKind.STATE, {"state": state.value, **details})
 
 
@@ -113,3 +118,23 @@ def requeue(session: Session, job: Job) -> None:
     job.available_at = now(session)
     job.dispatched_at = None
     move(session, job, JobState.QUEUED)
+
+
+def _move_log(session: Session, job: Job, state: JobState) -> None:
+    """Pending while a replay is to come, undecided once its job has ended otherwise than by a verdict."""
+    if state in (JobState.RUNNING, JobState.SUCCEEDED):  # whoever ends it so has written the verdict
+        return
+    run = session.scalar(
+        select(Run).where(
+            Run.tenant_id == job.tenant_id, Run.log_job_id == job.id, Run.log_state.is_not(None)
+        )
+    )
+    if run is None:  # its log was deleted, or replaced
+        return
+    if state is JobState.QUEUED:
+        run.log_state, run.log_reason = LogState.PENDING.value, None
+    elif state is JobState.CANCELLED:
+        run.log_state, run.log_reason = LogState.UNDECIDED.value, "replay-cancelled"
+    else:
+        message = (job.error or {}).get("message", state.value)
+        run.log_state, run.log_reason = LogState.UNDECIDED.value, f"replay-failed: {message}"

@@ -13,7 +13,7 @@ from permille.store import jobs, results
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.paging import Page, fetch_newest
-from permille.store.tables import Job, JobKind, LogState, Run
+from permille.store.tables import ENDED, Job, JobKind, JobState, LogState, Run
 
 
 def report(
@@ -65,7 +65,7 @@ def attach_log(
 ) -> tuple[Run, Job]:
     """Store that a log has come (its blob is in the blob store) and queue its replay.
 
-    The same log again: the same job.
+    The same log again: the same job, queued again where it has ended without a verdict.
 
     Raises:
         NotFoundError: no such run of this device.
@@ -77,7 +77,10 @@ def attach_log(
             raise ConflictError(
                 f"run {run_id!r} has another log: expected {run.log_digest}, got {log_digest}"
             )
-        return run, jobs.get(session, tenant_id=tenant_id, job_id=run.log_job_id)
+        job = jobs.get(session, tenant_id=tenant_id, job_id=run.log_job_id)
+        if job.state in ENDED and job.state != JobState.SUCCEEDED:
+            job = jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
+        return run, job
     job = jobs.submit(session, tenant_id=tenant_id, kind=JobKind.REPLAY, payload={"run_id": run_id})
     run.log_state = LogState.PENDING.value
     run.log_digest, run.log_size_bytes, run.log_job_id = log_digest, size_bytes, job.id
@@ -111,16 +114,6 @@ def finish_log(
     if run is None or run.log_digest != log_digest:
         return
     run.log_state, run.log_reason, run.state_digest = state.value, reason, state_digest
-
-
-def refuse_unreplayed(session: Session, job: Job, *, reason: str) -> None:
-    """The replay job has ended without a verdict: its log does not stay pending for ever."""
-    query = select(Run).where(
-        Run.tenant_id == job.tenant_id, Run.log_job_id == job.id, Run.log_state == LogState.PENDING.value
-    )
-    run = session.scalar(query)
-    if run is not None:
-        run.log_state, run.log_reason = LogState.REFUSED.value, reason
 
 
 def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:

@@ -97,6 +97,7 @@ class LogState(StrEnum):
     PENDING = "pending"
     VERIFIED = "verified"
     REFUSED = "refused"
+    UNDECIDED = "undecided"
 
 
 class Base(DeclarativeBase):

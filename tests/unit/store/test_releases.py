@@ -1,11 +1,12 @@
 """Versions only grow, aliases move, yanked packages leave the devices' sight; access and runs."""
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 
 from permille.errors import InputError
-from permille.store import access, devices, jobs, releases, results, runs
+from permille.store import access, claims, devices, jobs, releases, results, runs
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.paging import encode_cursor
@@ -284,17 +285,100 @@ def test_runs_of_others_do_not_exist(
             runs.get(session, tenant_id=tenant, run_id="run", device_id=device)
 
 
-def test_a_replay_that_cannot_end_does_not_leave_its_log_pending(
-    db: Database, tenant_id: str, device_id: str
-) -> None:
-    from permille.store import claims
-
-    report(db, tenant_id, device_id)
-    attach(db, tenant_id, device_id)
+def fail_for_good(db: Database, tenant_id: str, held: claims.Claim) -> None:
     with db.write() as session:
-        claim = claims.claim(session, worker="w", lease_s=30)
-        assert claim is not None
-        claims.fail(session, claim, error={"type": "T", "message": "no disk"}, retryable=False)
+        claims.fail(session, held, error={"type": "T", "message": "no disk"}, retryable=False)
+
+
+def fail_too_often(db: Database, tenant_id: str, held: claims.Claim) -> None:
+    with db.write() as session:
+        jobs.get(session, tenant_id=tenant_id, job_id=held.job_id).max_attempts = 1
+        claims.fail(session, held, error={"type": "T", "message": "killed"}, retryable=True)
+
+
+def stop(db: Database, tenant_id: str, held: claims.Claim) -> None:
+    with db.write() as session:
+        jobs.request_cancel(session, tenant_id=tenant_id, job_id=held.job_id)
+        claims.cancelled(session, held)
+
+
+def cancel_in_the_queue(db: Database, tenant_id: str, held: claims.Claim) -> None:
+    with db.write() as session:
+        claims.release(session, held)
+        jobs.request_cancel(session, tenant_id=tenant_id, job_id=held.job_id)
+
+
+def claimed(db: Database) -> claims.Claim:
+    with db.write() as session:
+        held = claims.claim(session, worker="w", lease_s=30)
+    assert held is not None
+    return held
+
+
+def log_of(db: Database, tenant_id: str) -> tuple[str | None, str | None]:
     with db.read() as session:
         row = runs.get(session, tenant_id=tenant_id, run_id="run")
-    assert (row.log_state, row.log_reason) == ("refused", "replay-failed: no disk")
+    return row.log_state, row.log_reason
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (fail_for_good, "replay-failed: no disk"),
+        (fail_too_often, "replay-failed: killed"),
+        (stop, "replay-cancelled"),
+        (cancel_in_the_queue, "replay-cancelled"),
+    ],
+)
+@pytest.mark.parametrize("again", ["retry", "send"])
+def test_a_log_whose_replay_ends_without_a_verdict_is_undecided_until_it_is_tried_again(
+    db: Database,
+    tenant_id: str,
+    device_id: str,
+    end: Callable[[Database, str, claims.Claim], None],
+    reason: str,
+    again: str,
+) -> None:
+    report(db, tenant_id, device_id)
+    job_id = attach(db, tenant_id, device_id)
+    end(db, tenant_id, claimed(db))
+    assert log_of(db, tenant_id) == ("undecided", reason)
+
+    if again == "send":
+        assert attach(db, tenant_id, device_id) == job_id
+    else:
+        with db.write() as session:
+            jobs.retry(session, tenant_id=tenant_id, job_id=job_id)
+    assert log_of(db, tenant_id) == ("pending", None)
+
+    held = claimed(db)
+    with db.write() as session:
+        runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, state=LogState.VERIFIED)
+        claims.complete(session, held, result_kind="run", result_id="run")
+    assert log_of(db, tenant_id) == ("verified", None)
+
+
+def test_a_verdict_stays_when_the_same_log_is_sent_again(
+    db: Database, tenant_id: str, device_id: str
+) -> None:
+    report(db, tenant_id, device_id)
+    job_id = attach(db, tenant_id, device_id)
+    held = claimed(db)
+    with db.write() as session:
+        refused = LogState.REFUSED
+        runs.finish_log(
+            session, tenant_id=tenant_id, run_id="run", log_digest=LOG, state=refused, reason="log-corrupt"
+        )
+        claims.complete(session, held, result_kind="run", result_id="run")
+    assert attach(db, tenant_id, device_id) == job_id
+    assert log_of(db, tenant_id) == ("refused", "log-corrupt")
+
+
+def test_a_deleted_log_does_not_come_back_with_its_job(db: Database, tenant_id: str, device_id: str) -> None:
+    report(db, tenant_id, device_id)
+    job_id = attach(db, tenant_id, device_id)
+    with db.write() as session:
+        runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id)
+        jobs.retry(session, tenant_id=tenant_id, job_id=job_id)
+    fail_for_good(db, tenant_id, claimed(db))
+    assert log_of(db, tenant_id) == (None, None)

@@ -413,6 +413,7 @@ def test_a_damaged_blob_of_the_service_is_no_verdict_on_the_devices_log(
     assert after.state == "failed" and "whole among the blobs" in str(after.error)
     with bench.db.read() as session:
         run = runs.get(session, tenant_id=bench.tenant_id, run_id="run-1")
+    assert run.log_state == "undecided"
     assert str(run.log_reason).startswith("replay-failed: ")
 
 
