@@ -1,0 +1,123 @@
+"""The image has what each kind of job imports, wherever in the job it does."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from workers.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = ("permille", "service", "workers", "edge_agent")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Chosen by a URL of the settings, not by an import.
+DRIVERS = {"postgres": "psycopg", "celery": "redis"}
+
+
+def image_extras() -> set[str]:
+    """The extras that the image installs of us."""
+    (listed,) = re.findall(r"pip install .*'\.\[(.+)\]'", (ROOT / "Dockerfile").read_text())
+    return set(listed.split(","))
+
+
+def distributions(extras: Iterable[str]) -> set[str]:
+    """All that our extras bring, and what that brings."""
+    found: set[str] = set()
+    lines = list(PROJECT["dependencies"])
+    for extra in extras:
+        lines += PROJECT["optional-dependencies"][extra]
+    for line in lines:
+        needed = Requirement(line)
+        if needed.name == "permille":
+            found |= distributions(needed.extras)
+        else:
+            _add(needed, found)
+    return found
+
+
+def _add(needed: Requirement, found: set[str]) -> None:
+    name = canonicalize_name(needed.name)
+    if name in found:
+        return
+    found.add(name)
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:  # for another platform
+        return
+    for line in lines:
+        inner = Requirement(line)
+        if inner.marker is None or any(
+            inner.marker.evaluate({"extra": extra}) for extra in needed.extras or ("",)
+        ):
+            _add(inner, found)
+
+
+def imported(module: str) -> set[str]:
+    """Distributions that a module of ours imports, at its head or later, itself or through others of ours."""
+    seen: set[str] = set()
+    waiting, foreign = [module], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for target in _targets(name):
+            if target.split(".")[0] in PROGRAMS:
+                waiting.append(target)
+            else:
+                foreign.add(target.split(".")[0])
+    by_module = packages_distributions()
+    found = foreign - set(sys.stdlib_module_names)
+    return {canonicalize_name(by_module[name][0]) for name in found if name in by_module}
+
+
+@cache
+def _targets(module: str) -> frozenset[str]:
+    file = _file(module)
+    if file is None:  # a name in a module, not a module
+        return frozenset()
+    targets = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            targets |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            targets |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(targets)
+
+
+def _file(module: str) -> Path | None:
+    place = ROOT.joinpath(*module.split("."))
+    files = (place.with_suffix(".py"), place / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_the_image_can_run_every_kind_of_job(kind: str) -> None:
+    assert imported(f"workers.tasks.{kind}") - distributions(image_extras()) == set()
+
+
+@pytest.mark.parametrize("program", ["service.cli.main", "service.__main__", "workers.__main__"])
+def test_the_image_can_start_the_programs(program: str) -> None:
+    assert imported(program) - distributions(image_extras()) == set()
+
+
+@pytest.mark.parametrize(("extra", "driver"), DRIVERS.items())
+def test_the_image_reaches_database_and_broker(extra: str, driver: str) -> None:
+    assert extra in image_extras()
+    assert driver in distributions([extra])
+
+
+def test_evaluations_need_more_than_other_jobs() -> None:
+    """What is looked for is found: without its extra, an evaluation lacks what no other kind asks for."""
+    without = distributions(image_extras() - {"evaluate"})
+    lacking = {kind: imported(f"workers.tasks.{kind}") - without for kind in TASKS}
+    assert {"scipy", "peft", "auto-round"} <= lacking.pop("evaluation")
+    assert set().union(*lacking.values()) == set()
