@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from packaging.utils import canonicalize_name
 
 from benchmarks.random_packages import Shape, random_package
@@ -64,6 +65,18 @@ def test_the_file_keeps_to_the_constraints_and_without_the_hub() -> None:
     assert {name: number for name, number in found.items() if pinned.get(name, number) != number} == {}
     assert {"numpy", "tokenizers", "httpx", "cryptography"} <= set(found)
     assert not {"huggingface-hub", "hf-xet", "torch", "transformers"} & set(found)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/operate.md", "requirements/light-agent.txt"])
+def test_pages_install_the_file_and_nothing_beside_it(page: str) -> None:
+    commands = re.findall(r"pip install [^`\n]*light-agent\.txt[^`\n]*", (ROOT / page).read_text())
+    assert commands
+    for command in commands:
+        words = command.split()
+        listed, package = Path(words[words.index("-r") + 1]), words[-1]
+        assert "--no-deps" in words
+        assert listed.name == FILE.name and listed.parent.name in ("requirements", "for-device")
+        assert package == ("." if listed.parent.name == "requirements" else "for-device/permille-*.whl")
 
 
 def test_the_agent_imports_nothing_outside_the_file(tmp_path: Path) -> None:
