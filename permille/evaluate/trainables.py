@@ -3,12 +3,11 @@
 A `Trainable` wraps a transformers model whose parameters it overwrites, and is a `LossEngine`: the estimators
 of `permille.zo` train any of these sets with the same code. It also has the gradient, which devices have
 not, for first-order references and for scores on task data. It is made for experiments on models that fit a
-process comfortably: variants run one after another, and logits exist for every column of a batch that holds a
-target.
+process comfortably: variants run one after another.
 
 Adapters come from peft.
 
-# Legend: K trained numbers, V variants, Q directions, B sequences, T tokens, R targets.
+# Legend: K trained numbers, V variants, Q directions, B sequences, T tokens, R targets, C columns, D words.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from permille.errors import InputError
+from permille.evaluate.distinct_rows import distinct_rows
 from permille.zo.estimators import Batch
 
 if TYPE_CHECKING:
@@ -67,11 +67,12 @@ class Trainable:
         """
         Args:
             model: called with `input_ids`, `attention_mask` and `logits_to_keep` (columns); gives their
-                `.logits`.
+                `.logits`, each a function of what its `get_output_embeddings()` is called with there.
             parts: what is trained; no parameter twice.
             max_tokens: sequences times longest of one forward pass.
         """
         self._model = model.eval().requires_grad_(False)
+        self._head = model.get_output_embeddings()
         self._parts = list(parts)
         self._max_tokens = max_tokens
         sizes = [part.size for part in self._parts]
@@ -88,10 +89,13 @@ class Trainable:
         return np.array(means, dtype=np.float32)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Loss of each target, float32 [R], row-major."""
+        """Loss of each target, float32 [R], row-major. Rows that differ in their last token alone are
+        computed once."""
         self._install(values_K)
+        distinct, entry_R = distinct_rows(batch)
         with torch.no_grad():
-            losses = torch.cat([self._part_losses(*part) for part in self._split(batch)])
+            logits_RD = torch.cat([self._part_logits(*part) for part in self._split(distinct)])
+            losses = _cross_entropy(logits_RD[torch.from_numpy(entry_R)], batch.input_ids_BT[batch.target_BT])
         result: NDArray[np.float32] = losses.float().cpu().numpy()
         return result
 
@@ -105,7 +109,8 @@ class Trainable:
             parameter.requires_grad_(True)
         try:
             for part in self._split(batch):
-                loss = self._part_losses(*part).sum() / targets
+                ids_BT, _, target_BT = part
+                loss = _cross_entropy(self._part_logits(*part), ids_BT[target_BT]).sum() / targets
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
             gradient_K = torch.cat([part.gradient() for part in self._parts])
@@ -152,14 +157,22 @@ class Trainable:
             for first in range(0, len(arrays[0]), rows)
         ]
 
-    def _part_losses(self, ids_BT: Tensor, attention_BT: Tensor, target_BT: Tensor) -> Tensor:
-        # The logits before a target predict it; those of other columns are never made.
+    def _part_logits(self, ids_BT: Tensor, attention_BT: Tensor, target_BT: Tensor) -> Tensor:
+        """Logits before each target, [R, vocabulary]: those that predict it. No others are made."""
         columns = target_BT[:, 1:].any(dim=0).nonzero()[:, 0]
-        logits_BCD = self._model(
-            input_ids=ids_BT, attention_mask=attention_BT, use_cache=False, logits_to_keep=columns
-        ).logits
-        before = logits_BCD[target_BT[:, 1:][:, columns]]
-        return functional.cross_entropy(before.float(), ids_BT[target_BT], reduction="none")
+        before_BC = target_BT[:, 1:][:, columns]
+        hook = self._head.register_forward_pre_hook(lambda _, inputs: (inputs[0][before_BC], *inputs[1:]))
+        try:
+            logits_RD: Tensor = self._model(
+                input_ids=ids_BT, attention_mask=attention_BT, use_cache=False, logits_to_keep=columns
+            ).logits
+        finally:
+            hook.remove()
+        return logits_RD
+
+
+def _cross_entropy(logits_RD: Tensor, ids_R: Tensor | NDArray[np.int64]) -> Tensor:
+    return functional.cross_entropy(logits_RD.float(), torch.as_tensor(ids_R), reduction="none")
 
 
 def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint32]]) -> Trainable:

@@ -9,6 +9,7 @@ import torch
 
 from permille.errors import InputError
 from permille.evaluate import trainables
+from permille.evaluate.distinct_rows import distinct_rows
 from permille.evaluate.trainables import Trainable
 from permille.zo.estimators import Batch
 from tests.unit.engines.tiny import tiny_batch, tiny_model
@@ -56,6 +57,41 @@ def test_the_base_is_the_model_itself(kind: str, batch: Batch) -> None:
     )
     trainable = MAKERS[kind](model)
     np.testing.assert_allclose(trainable.token_losses(trainable.base_K, batch), expected.numpy(), atol=1e-5)
+
+
+def _padded(rows: list[list[int]], targets: int) -> Batch:
+    """Rows whose last `targets` tokens are targets."""
+    length = max(map(len, rows))
+    ids_BT = np.zeros((len(rows), length), np.int64)
+    attention_BT, target_BT = np.zeros(ids_BT.shape, bool), np.zeros(ids_BT.shape, bool)
+    for place, row in enumerate(rows):
+        ids_BT[place, : len(row)] = row
+        attention_BT[place, : len(row)] = True
+        target_BT[place, len(row) - targets : len(row)] = True
+    return Batch(input_ids_BT=ids_BT, attention_BT=attention_BT, target_BT=target_BT)
+
+
+ROWS = [[5, 6, 7, 8], [5, 6, 7, 9], [1, 2, 3], [5, 6, 7, 2], [1, 2, 4], [5, 6, 8, 2], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("targets", [1, 2])
+def test_rows_together_have_the_losses_of_each_alone(kind: str, targets: int) -> None:
+    trainable = MAKERS[kind](tiny_model("llama"))
+    alone = [trainable.token_losses(trainable.base_K, _padded([row], targets)) for row in ROWS]
+    together = trainable.token_losses(trainable.base_K, _padded(ROWS, targets))
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-5)
+    assert len(np.unique(together.round(6))) > len(ROWS) - 2
+
+
+def test_rows_that_differ_in_their_last_word_are_one() -> None:
+    distinct, entry_R = distinct_rows(_padded(ROWS, 1))
+    kept = [
+        row[mask].tolist() for row, mask in zip(distinct.input_ids_BT, distinct.attention_BT, strict=True)
+    ]
+    assert kept == [ROWS[0], ROWS[2], ROWS[5], ROWS[6]]
+    assert entry_R.tolist() == [0, 0, 1, 0, 1, 2, 3]
+    assert len(distinct_rows(_padded(ROWS, 2))[0].input_ids_BT) == len(ROWS)
 
 
 def test_only_the_mask_moves(batch: Batch) -> None:
