@@ -1,6 +1,9 @@
 """Evaluations over the API: asked for, followed, read back, refused where they do not fit."""
 
 import json
+import re
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +11,18 @@ import pytest
 
 from permille.store import claims, evaluations
 from permille.store.evaluations import Findings
+from permille.store.settings import StoreSettings
 from permille.store.tables import Role
 from tests.api_service import Api
 from tests.integration.test_api_jobs import add_corpus, add_model, stocked
 from tests.tiny_model import write_sst2
+from workers.child import attempt
+from workers.settings import WorkerSettings
+from workers.tasks import TASKS
 
 __all__ = ["stocked"]
 
+EXAMPLE_MODEL = Path(__file__).resolve().parents[2] / "examples" / "model"
 NOBODY = "01jd3kq8z7m4n5p6r7s8t9v0wx"
 LINES = b'{"kind":"sweep","key":"sha256:0"}\n{"kind":"cell","key":"tiny/nf4/zero-shot/sst2/0"}\n'
 TABLES = "## tiny, nf4 ±\n".encode()
@@ -93,6 +101,80 @@ def test_evaluation_is_listed_and_read_with_results_and_tables(stocked: Api) -> 
     assert (part.status_code, part.content) == (206, LINES[:6])
     report = stocked.get(f"/v1/evaluations/{record['id']}/report")
     assert (report.text, report.headers["content-type"]) == (TABLES.decode(), "text/markdown; charset=utf-8")
+
+
+FREE_TEXT = {
+    "tasks": {"squad": {"train": "squad/train.json"}},
+    "methods": ["zero-shot", "icl:1"],
+    "bases": ["float32"],
+    "sizes": [4, 2, 3],
+    "max_tokens": 128,
+}
+REFERENCES = ("a red house", "and was in it to of her")  # words that any model of English writes
+
+
+def write_squad(path: Path) -> None:
+    """A SQuAD file of 24 questions, and one that has no answer."""
+    paragraphs = [
+        {
+            "context": f"House {number} is red.",
+            "qas": [
+                {
+                    "id": f"q{number}",
+                    "question": f"What is number {number}?",
+                    "answers": [{"text": text} for text in REFERENCES if number != 24],
+                }
+            ],
+        }
+        for number in range(25)
+    ]
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"data": [{"title": "Towns", "paragraphs": paragraphs}]}))
+
+
+def shared_words(written: str, answer: str) -> float:
+    """F1 of the words of two texts, articles and punctuation aside."""
+    found, expected = (
+        Counter(re.sub(r"[^\w\s]", "", word) for word in text.lower().split()) for text in (written, answer)
+    )
+    for words in (found, expected):
+        for other in ("", "a", "an", "the"):
+            del words[other]
+    both = (found & expected).total()
+    return 2 * both / (found.total() + expected.total()) if both else 0.0
+
+
+def test_free_text_is_asked_for_written_and_read_back(stocked: Api) -> None:
+    settings = stocked.service.settings
+    write_squad(settings.corpus_root / "squad" / "train.json")
+    shutil.copytree(EXAMPLE_MODEL, settings.model_root / "example")
+    folder = {"name": "example", "source": {"kind": "folder", "path": "example"}}
+    model_id = stocked.post("/v1/models", folder).json()["id"]
+    job = stocked.post("/v1/evaluations", body_of(stocked, model_ids=[model_id], **FREE_TEXT)).json()
+    worker = WorkerSettings(
+        **{name: getattr(settings, name) for name in StoreSettings.model_fields if name != "data_dir"}
+    )
+    with stocked.service.database.write() as session:
+        claim = claims.claim(session, worker="test", lease_s=600)
+    assert claim is not None and claim.job_id == job["id"]
+    attempt(TASKS, stocked.service.database, claim, worker)
+
+    ended = stocked.get(f"/v1/jobs/{job['id']}").json()
+    assert ended["state"] == "succeeded", ended["error"]
+    record = stocked.get(ended["result"]).json()
+    assert (record["cells"], record["bad_rows"]) == (2, 1)
+    assert record["options"]["tasks"] == {"squad": {"train": "squad/train.json", "test": None}}
+    lines = [json.loads(line) for line in stocked.get(f"{ended['result']}/results").text.splitlines()]
+    cells = [line for line in lines if line["kind"] == "cell"]
+    assert [cell["method"] for cell in cells] == FREE_TEXT["methods"]
+    for cell in cells:
+        assert len(cell["written"]) == 3
+        expected = [max(shared_words(text, answer) for answer in REFERENCES) for text in cell["written"]]
+        assert cell["item_f1"] == pytest.approx(expected, abs=1e-4)
+        assert cell["f1"] == pytest.approx(sum(expected) / 3, abs=1e-4)
+    assert [cell["shots"] for cell in cells] == [0, 1]
+    assert any(cell["f1"] > 0 for cell in cells)
+    assert ", F1 " in stocked.get(f"{ended['result']}/report").text
 
 
 def test_results_of_an_evaluation_that_runs_do_not_exist(stocked: Api) -> None:
