@@ -5,13 +5,15 @@
 The torch engine in each of its compute types, on one user's text. Step size and epsilon are float32's,
 found once a seed, so that only the forward pass differs; every final state is judged in float32. Error:
 `|g - g*| / |g*|` over 32 directions, g* being forward-mode in float32. A type is fit where its mean fall
-after 500 steps is within two standard errors of float32's over the seeds.
+after 500 steps is within two standard errors of float32's over the seeds. Types are ranked by what a step
+takes times 1 + error^2: an error of g is variance that so many more steps must average away.
 """
 
 import json
 import math
 import statistics
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +37,7 @@ from permille.zo.log import EstimatorKind, LogHeader, Schedule
 SPEAKER = "GLOUCESTER"
 QUERIES, BATCH_ROWS = 8, 2
 EPSILON_NORM, STEP_NORM = 0.5, 0.4
-PROBE_STEPS, RACE_STEPS = 4, 20
+PROBE_STEPS, RACE_STEPS, PACE_STEPS = 4, 20, 9
 RACE_FACTORS = (1 / 3, 1.0, 3.0, 9.0)
 EPSILON_FACTORS = (1 / 64, 1 / 16, 1 / 4, 1.0, 4.0)
 TYPES = tuple(dtype.value for dtype in ComputeDtype if dtype is not ComputeDtype.FLOAT64)
@@ -80,6 +82,19 @@ class TypeBench:
         """Held-out loss, in float32, of the state that so many steps in this type lead to."""
         engine = self.engine(compute_dtype)
         return self._trained(engine, step_size["learning_rate"], step_size["g_rms"], steps)
+
+    def paces(self, types: list[str]) -> dict[str, float]:
+        """Processor seconds of a step in each type: medians of interleaved steps, one each unmeasured."""
+        engines = {dtype: self.engine(dtype) for dtype in types}
+        header = self._header(self.epsilon, EstimatorKind.SPSA, PACE_STEPS + 1, 1e-9, -40)
+        s_K = np.zeros(header.k, np.int64)
+        spent: dict[str, list[float]] = {dtype: [] for dtype in types}
+        for step in range(PACE_STEPS + 1):
+            for dtype, engine in engines.items():
+                begin = time.process_time()
+                take_step(engine, self._batches(step), header, self._w_base_K, s_K, step, clip=None)
+                spent[dtype].append(time.process_time() - begin)
+        return {dtype: round(statistics.median(seconds[1:]), 5) for dtype, seconds in spent.items()}
 
     def base_loss(self) -> float:
         """Held-out loss before any step."""
@@ -155,6 +170,8 @@ def run(
                 return bench.step_size() | {"base": bench.base_loss(), "epsilon": bench.epsilon}
 
             size = cells.once("step size", common, started)
+            if seed == seeds[0]:
+                cells.once("pace", common, partial(bench.paces, types))
             for dtype in types:
                 errors = partial(bench.errors, dtype)
                 cells.once("error", common | {"type": dtype}, errors)
@@ -172,7 +189,8 @@ def page(cells: Cells) -> str:
     lines = [_HEAD]
     models = dict.fromkeys(settings["model"] for settings, _ in cells.of("error"))
     for model in models:
-        lines += [f"## {model}", "", *_error_table(cells, model), "", *_convergence_table(cells, model), ""]
+        lines += [f"## {model}", "", *_error_table(cells, model), "", *_rank_table(cells, model), ""]
+        lines += [*_convergence_table(cells, model), ""]
     return "\n".join(lines)
 
 
@@ -184,12 +202,38 @@ The torch engine on one user's text; epsilon 1 is `epsilon * sqrt(k) = 0.5`. Err
 """
 
 
-def _error_table(cells: Cells, model: str) -> list[str]:
-    names = ["forward", *(f"{factor:g}" for factor in EPSILON_FACTORS)]
+def _errors(cells: Cells, model: str) -> dict[str, list[Result]]:
     found: dict[str, list[Result]] = {}
     for settings, result in cells.of("error"):
         if settings["model"] == model:
             found.setdefault(settings["type"], []).append(result)
+    return found
+
+
+def _rank_table(cells: Cells, model: str) -> list[str]:
+    """Types by a step's time against float32's, times 1 + error^2, at each type's best epsilon."""
+    paces = next((result for settings, result in cells.of("pace") if settings["model"] == model), None)
+    if paces is None or ComputeDtype.FLOAT32.value not in paces:
+        return []
+    rows = []
+    for dtype, results in _errors(cells, model).items():
+        if dtype not in paces:
+            continue
+        medians = {f: statistics.median(result[f"{f:g}"] for result in results) for f in EPSILON_FACTORS}
+        best = min(medians, key=lambda factor: medians[factor])
+        share = paces[dtype] / paces[ComputeDtype.FLOAT32.value]
+        rows.append((share * (1 + medians[best] ** 2), dtype, share, best, medians[best]))
+    return [
+        "| type | step, of float32's | best epsilon | error there | time x (1 + error^2) |",
+        "|---|---|---|---|---|",
+        *(f"| {dtype} | {share:.2f} | {best:g} | {error:.2g} | {score:.2f} |"
+          for score, dtype, share, best, error in sorted(rows)),
+    ]  # fmt: skip
+
+
+def _error_table(cells: Cells, model: str) -> list[str]:
+    names = ["forward", *(f"{factor:g}" for factor in EPSILON_FACTORS)]
+    found = _errors(cells, model)
     lines = [
         f"| type | forward mode | {' | '.join(f'epsilon {name}' for name in names[1:])} |",
         "|---" * (len(names) + 1) + "|",

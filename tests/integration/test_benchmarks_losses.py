@@ -132,3 +132,7 @@ def test_compute_types_are_judged_against_float32(
     assert errors["float32"]["1"] < errors["bfloat16"]["1"]
     text = compute_types.page(cells)
     assert "| bfloat16 | 2 | 2 |" in text
+    ((_, paces),) = cells.of("pace")
+    assert set(paces) == {"float32", "bfloat16"}
+    assert min(paces.values()) > 0
+    assert "| float32 | 1.00 |" in text
