@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate.models import linear_weights
-from permille.evaluate.trainables import Trainable, masked_weights
+from permille.evaluate.models import linear_shapes
+from permille.evaluate.squares import Scores, by_tensor, summed_squares, whole_tensors
+from permille.evaluate.trainables import Trainable
 from permille.sensitivity.coverage import coverage_by_tensor
 from permille.sensitivity.masks import Mask
 from permille.zo.estimators import Batch
-
-Scores = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +69,8 @@ class LinearWeights:
         Args:
             model: a transformers model of a known family; it is trained in place.
         """
-        self._shapes = _shapes(model)
-        whole = {name: np.arange(np.prod(shape), dtype=np.uint32) for name, shape in self._shapes.items()}
-        self.trainable: Trainable = masked_weights(model, whole)
+        self._shapes = linear_shapes(model)
+        self.trainable: Trainable = whole_tensors(model, self._shapes)
 
     def squared_gradients(self, values_K: NDArray[np.float32], examples: Iterable[Batch]) -> Scores:
         """Mean of the squared gradients of single examples, float32 by tensor.
@@ -80,19 +78,10 @@ class LinearWeights:
         Raises:
             InputError: no example.
         """
-        sum_K = np.zeros(self.trainable.k, dtype=np.float32)
-        number = 0
-        for batch in examples:
-            sum_K += np.square(self.trainable.gradient(values_K, batch)[1])
-            number += 1
+        sum_K, number = summed_squares(self.trainable, values_K, examples)
         if not number:
             raise InputError("expected examples, got none")
-        scores, start = {}, 0
-        for name, shape in self._shapes.items():
-            end = start + int(np.prod(shape))
-            scores[name] = (sum_K[start:end] / np.float32(number)).reshape(shape)
-            start = end
-        return scores
+        return by_tensor(sum_K / np.float32(number), self._shapes)
 
 
 def held_shares(scores: Mapping[str, NDArray[np.float32]], masks: Mapping[str, Mask]) -> dict[str, float]:
@@ -105,8 +94,3 @@ def held_shares(scores: Mapping[str, NDArray[np.float32]], masks: Mapping[str, M
         name: float(np.mean([row["coverage"] for row in coverage_by_tensor(scores, mask)]))
         for name, mask in masks.items()
     }
-
-
-def _shapes(model: object) -> dict[str, tuple[int, ...]]:
-    parameters = dict(model.named_parameters())  # type: ignore[attr-defined]
-    return {name: tuple(parameters[name].shape) for name in linear_weights(model)}

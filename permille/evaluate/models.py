@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from permille.evaluate import trainables
+from permille.evaluate import squares, trainables
 from permille.evaluate.methods import Method, TrainedSet
 from permille.evaluate.specification import Base
 from permille.evaluate.trainables import Trainable
@@ -91,6 +91,12 @@ def linear_weights(model: "PreTrainedModel") -> list[str]:
     return [name for name, _ in scoped_tensors(model.config.to_dict(), "all")]
 
 
+def linear_shapes(model: object) -> dict[str, tuple[int, ...]]:
+    """The shapes of those."""
+    parameters = dict(model.named_parameters())  # type: ignore[attr-defined]
+    return {name: tuple(parameters[name].shape) for name in linear_weights(model)}
+
+
 def corpus_mask(model: "PreTrainedModel", sequences_NT: NDArray[np.int64], density: float) -> Mask:
     """The mask that the squared gradients on a corpus select (C4)."""
     return select_mask(fisher_scores(model, sequences_NT), MaskMethod.FISHER, density)
@@ -102,20 +108,10 @@ def task_mask(model: "PreTrainedModel", batches: Sequence[Batch], density: float
     Args:
         batches: one example each.
     """
-    names = linear_weights(model)
-    parameters = dict(model.named_parameters())
-    whole = {name: np.arange(parameters[name].numel(), dtype=np.uint32) for name in names}
-    trainable = trainables.masked_weights(model, whole)
-    sum_K = np.zeros(trainable.k, dtype=np.float32)
-    for batch in batches:
-        _, gradient_K = trainable.gradient(trainable.base_K, batch)
-        sum_K += np.square(gradient_K)
-    scores, start = {}, 0
-    for name in names:
-        end = start + parameters[name].numel()
-        scores[name] = sum_K[start:end].reshape(parameters[name].shape)
-        start = end
-    return select_mask(scores, MaskMethod.FISHER, density)
+    shapes = linear_shapes(model)
+    trainable = squares.whole_tensors(model, shapes)
+    sum_K, _ = squares.summed_squares(trainable, trainable.base_K, batches)
+    return select_mask(squares.by_tensor(sum_K, shapes), MaskMethod.FISHER, density)
 
 
 def weight_mask(model: "PreTrainedModel", kind: MaskMethod, density: float, seed: int) -> Mask:

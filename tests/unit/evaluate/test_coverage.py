@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.evaluate.coverage import LinearWeights, held_shares, layer_shares
 from permille.evaluate.figures import Line, Panel, lines_picture, split_picture
+from permille.evaluate.models import task_mask
+from permille.evaluate.trainables import masked_weights
 from permille.zo.estimators import Batch
 from tests.unit.engines.tiny import tiny_batch, tiny_model
 
@@ -46,11 +48,9 @@ def test_a_mask_holds_the_mean_of_its_layers_shares() -> None:
     assert held_shares(SCORES, {"mine": mask}) == {"mine": pytest.approx((0.5 + 0.75) / 2)}
 
 
-def test_squares_are_taken_of_single_examples_then_averaged() -> None:
-    weights = LinearWeights(tiny_model("llama"))
-    trainable = weights.trainable
+def single_examples() -> list[Batch]:
     whole = tiny_batch()
-    singles = [
+    return [
         Batch(
             input_ids_BT=whole.input_ids_BT[row : row + 1],
             attention_BT=whole.attention_BT[row : row + 1],
@@ -58,6 +58,12 @@ def test_squares_are_taken_of_single_examples_then_averaged() -> None:
         )
         for row in range(2)
     ]
+
+
+def test_squares_are_taken_of_single_examples_then_averaged() -> None:
+    weights = LinearWeights(tiny_model("llama"))
+    trainable = weights.trainable
+    singles = single_examples()
     found = weights.squared_gradients(trainable.base_K, singles)
     gradients = [trainable.gradient(trainable.base_K, single)[1] for single in singles]
     expected = (gradients[0] ** 2 + gradients[1] ** 2) / 2
@@ -67,6 +73,21 @@ def test_squares_are_taken_of_single_examples_then_averaged() -> None:
     assert all("embed" not in name and "norm" not in name for name in found)
     with pytest.raises(InputError, match="expected examples"):
         weights.squared_gradients(trainable.base_K, [])
+
+
+def test_a_tasks_mask_is_of_the_largest_sums_of_squares() -> None:
+    singles = single_examples()
+    mask = task_mask(tiny_model("llama"), singles, 0.01)
+    parameters = dict(tiny_model("llama").named_parameters())
+    whole = {name: np.arange(parameters[name].numel(), dtype=np.uint32) for name in mask}
+    trainable = masked_weights(tiny_model("llama"), whole)
+    sums = [np.square(trainable.gradient(trainable.base_K, single)[1]) for single in singles]
+    start = 0
+    for name, indices in mask.items():
+        score = (sums[0] + sums[1])[start : start + len(whole[name])]
+        start += len(score)
+        assert 0 < len(indices) < len(score)
+        assert score[indices].min() > np.delete(score, indices).max()
 
 
 def test_pictures_are_png_of_modest_size_and_the_same_twice() -> None:
