@@ -118,6 +118,7 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
     settings = (
         ("queries", "queries", "q =", "Queries against batch at constant work (P-RGE, table 2)"),
         ("fractions", "density", "density", "First-order ceiling and every mask by density"),
+        ("schemes", "base", "", "Sensitive weights over every 4-bit scheme"),
     )
     for stage, setting, heading, title in settings:
         own = [record for record in records if record["stage"] == stage]

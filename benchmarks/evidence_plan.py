@@ -30,10 +30,11 @@ DYNAMIC = ("zo:sensitive-task-dynamic", "zo:random-dynamic")
 WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
 REFERENCES = ("zero-shot", "icl:8", "fo:sensitive-c4", "fo:lora-8")
 NF4_REFERENCES = ("zero-shot", "fo:lora-8", "fo:sensitive-c4")
+SCHEMES = ("bf16", "nf4", "int4-g32", "int4-g128", "squeezellm", "auto-round")
 LONG_TASKS = frozenset({"boolq", "rte", "cb", "multirc"})
 """Tasks with passages: half the steps."""
 
-SWEEP_STAGES = ("table", "fractions", "flat", "queries")
+SWEEP_STAGES = ("table", "fractions", "flat", "queries", "schemes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class Size:
     corpus_sequences: int = 64
     corpus_tokens: int = 128
     query_numbers: tuple[int, ...] = (1, 2, 4, 8, 16)
+    schemes: tuple[str, ...] = SCHEMES
     seeds: tuple[int, ...] = SEEDS
     equivalence_seeds: tuple[int, ...] = EQUIVALENCE_SEEDS
 
@@ -98,6 +100,7 @@ QUICK = Size(
     corpus_sequences=2,
     corpus_tokens=16,
     query_numbers=(1, 4),
+    schemes=("nf4", "squeezellm"),
     seeds=(0,),
     equivalence_seeds=(0,),
 )
@@ -168,7 +171,8 @@ def units(
             return [
                 _unit(stage, model, task, size, "references", REFERENCES),
                 _unit(stage, model, task, size, "pairs", pairs, seeds=many),
-                _unit(stage, model, task, size, "others", (*WITHOUT_MASK, DYNAMIC[1]), seeds=many),
+                _unit(stage, model, task, size, "full", WITHOUT_MASK[:1], seeds=many),
+                _unit(stage, model, task, size, "others", (*WITHOUT_MASK[1:], DYNAMIC[1])),
                 _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
                 _unit(stage, model, task, size, "nf4-references", NF4_REFERENCES, "nf4"),
             ]
@@ -192,6 +196,9 @@ def units(
                 )
                 for queries in size.query_numbers
             ]  # fmt: skip
+        case "schemes":
+            both = ("zero-shot", "zo:sensitive-c4")
+            return [_unit(stage, model, task, size, base, both, base) for base in size.schemes]
     raise InputError(f"expected a stage of {', '.join(SWEEP_STAGES)}; got {stage!r}")
 
 

@@ -75,10 +75,16 @@ def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[st
 
 
 def setting_table(records: Sequence[Json], setting: str, heading: str) -> list[str]:
-    """Methods by a setting (a density, a number of queries), one table for all models and tasks."""
-    settings = sorted({record[setting] for record in records})
+    """Methods by a setting (a density, a number of queries, a base), one table for all models and tasks.
+
+    Numbers stand in their order, under the heading; names as they come.
+    """
+    settings = list(dict.fromkeys(record[setting] for record in records))
+    if heading:
+        settings = sorted(settings)
+    heads = [f"{heading} {at:g}" if heading else at for at in settings]
     lines = [
-        f"| model, task, method | {' | '.join(f'{heading} {at:g}' for at in settings)} |",
+        f"| model, task, method | {' | '.join(heads)} |",
         "|---" * (len(settings) + 1) + "|",
     ]
     for key in dict.fromkeys((r["model"], r["task"], r["method"]) for r in records):

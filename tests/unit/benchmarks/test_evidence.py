@@ -64,7 +64,12 @@ def test_every_stage_leaves_its_data_and_a_second_call_measures_nothing(
     evidence: Path, materials_file: Path
 ) -> None:
     stages = {record["stage"] for record in read_records(evidence)}
-    assert stages == {"table", "fractions", "queries"}  # one seed says of no density that it is flat
+    assert stages == {
+        "table",
+        "fractions",
+        "queries",
+        "schemes",
+    }  # one seed says of no density that it is flat
     cells = [json.loads(line)["figure"] for line in (evidence / "cells-tiny.jsonl").read_text().splitlines()]
     assert cells == ["coverage", "transfer", "steps"]
     assert (evidence / "memory.jsonl").exists()
@@ -79,6 +84,7 @@ def test_the_page_concludes_nothing_from_one_seed_and_names_what_is_missing(evid
     assert "**holds**" not in page
     assert "**fails**" not in page
     assert "`flat` of tiny: waits for" in page
+    assert "| model, task, method | nf4 | squeezellm |" in page
     assert str(evidence) not in page
     for name in page.split("](figures/")[1:]:
         assert (evidence / "page/figures" / name.partition(")")[0]).read_bytes()[:4] == b"\x89PNG"
