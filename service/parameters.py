@@ -1,8 +1,8 @@
-"""Path parameters: ids by their table's prefix, digests, names."""
+"""Parameters: ids by their table's prefix, digests, names; in paths, or as a list's filter."""
 
 from typing import Annotated
 
-from fastapi import Path
+from fastapi import Path, Query
 
 from permille.schemas.fields import DIGEST_PATTERN, NAME_PATTERN
 
@@ -33,3 +33,7 @@ BlobDigest = Annotated[str, Path(pattern=DIGEST_PATTERN, examples=["sha256:" + "
 ReleaseName = Annotated[str, Path(alias="name", pattern=NAME_PATTERN, examples=["tiny-llama"])]
 AliasName = Annotated[str, Path(alias="alias", pattern=NAME_PATTERN, examples=["stable"])]
 VersionNumber = Annotated[int, Path(alias="version", ge=1, le=2**53 - 1, examples=[1])]
+
+OfModel = Annotated[str | None, Query(pattern=f"^model_{ULID}$", description="only those of this model")]
+OfMask = Annotated[str | None, Query(pattern=f"^mask_{ULID}$", description="only those of this mask")]
+OfDevice = Annotated[str | None, Query(pattern=f"^dev_{ULID}$", description="only those of this device")]

@@ -2,54 +2,33 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 
 from permille.schemas.bases import Basis, BasisCreate, BasisOptions
 from permille.schemas.fields import Page
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
 from permille.store import results, tables
-from service.access.principals import Maker, Viewer
+from service.access.principals import Viewer
 from service.context import Served
-from service.idempotency import IdempotencyKey
-from service.jobs.records import submit
+from service.jobs.submission import JOB_RESPONSES, Submitting
 from service.openapi_examples import BASIS_EXAMPLES
 from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
-from service.parameters import BasisId
+from service.parameters import BasisId, OfMask
 from service.preflights.planning import check_basis
 from service.problems import PRIVATE, documented
 from service.reports import REPORT_RESPONSES, report_response
 
 router = APIRouter(prefix="/v1/bases", tags=["bases"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
-OfMask = Annotated[str | None, Query(pattern=r"^mask_[0-9a-hjkmnp-tv-z]{26}$")]
 
-
-@router.post(
-    "",
-    status_code=202,
-    responses=documented(
-        ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
-    ),
-)
+@router.post("", status_code=202, responses=JOB_RESPONSES)
 def create_basis(
     body: Annotated[BasisCreate, Body(openapi_examples=BASIS_EXAMPLES)],
-    response: Response,
-    service: Served,
-    operator: Maker,
-    key: IdempotencyKey = None,
+    submission: Submitting,
 ) -> Job:
     """Start learning directions for a mask's weights from public or consenting users' texts."""
-    job = submit(
-        service,
-        operator,
-        JobKind.BASIS,
-        body.model_dump(mode="json"),
-        key,
-        check=lambda: check_basis(service, operator.tenant_id, body),
-    )
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return job
+    return submission.start(JobKind.BASIS, body.model_dump(mode="json"), check_basis, body)
 
 
 @router.get("")

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Response
+from fastapi import APIRouter, Body
 from sqlalchemy.orm import Session
 
 from permille.schemas.builds import Build, BuildCreate
@@ -10,10 +10,10 @@ from permille.schemas.fields import Page
 from permille.schemas.jobs import Job, JobKind, JobState
 from permille.schemas.problems import ProblemType
 from permille.store import jobs, results, tables
-from service.access.principals import Maker, Viewer
+from service.access.principals import Viewer
 from service.context import Served
-from service.idempotency import IdempotencyKey
-from service.jobs.records import children_of, submit
+from service.jobs.records import children_of
+from service.jobs.submission import JOB_RESPONSES, Submitting
 from service.masks.routes import corpus_of, options_of
 from service.openapi_examples import BUILD_EXAMPLES
 from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
@@ -26,19 +26,10 @@ router = APIRouter(
 )
 
 
-@router.post(
-    "",
-    status_code=202,
-    responses=documented(
-        ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
-    ),
-)
+@router.post("", status_code=202, responses=JOB_RESPONSES)
 def create_build(
     body: Annotated[BuildCreate, Body(openapi_examples=BUILD_EXAMPLES)],
-    response: Response,
-    service: Served,
-    operator: Maker,
-    key: IdempotencyKey = None,
+    submission: Submitting,
 ) -> Job:
     """Start making a package of a model: mask, quantization, package, and a basis if asked for."""
     payload = {
@@ -53,16 +44,7 @@ def create_build(
         "measure_precision": body.measure_precision,
         "precision_corpus_id": body.precision_corpus_id,
     }
-    job = submit(
-        service,
-        operator,
-        JobKind.BUILD,
-        payload,
-        key,
-        check=lambda: check_build(service, operator.tenant_id, body),
-    )
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return job
+    return submission.start(JobKind.BUILD, payload, check_build, body)
 
 
 @router.get("")

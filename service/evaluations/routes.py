@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 from sqlalchemy.orm import Session
 
 from permille.schemas.evaluations import Evaluation, EvaluationCreate, EvaluationOptions
@@ -10,13 +10,12 @@ from permille.schemas.fields import Page
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
 from permille.store import evaluations, tables
-from service.access.principals import Maker, Viewer
+from service.access.principals import Viewer
 from service.context import Served
-from service.idempotency import IdempotencyKey
-from service.jobs.records import submit
+from service.jobs.submission import JOB_RESPONSES, Submitting
 from service.openapi_examples import EVALUATION_EXAMPLES
 from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
-from service.parameters import ULID, EvaluationId
+from service.parameters import EvaluationId, OfModel
 from service.preflights.evaluations import check_evaluation
 from service.problems import PRIVATE, documented
 from service.reports import Responses, report_response
@@ -25,9 +24,6 @@ router = APIRouter(
     prefix="/v1/evaluations", tags=["evaluations"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
 
-OfModel = Annotated[
-    str | None, Query(pattern=f"^model_{ULID}$", description="only those that compare this model")
-]
 LINES_MEDIA_TYPE = "application/x-ndjson"
 TABLES_MEDIA_TYPE = "text/markdown; charset=utf-8"
 
@@ -42,33 +38,15 @@ def _text_responses(description: str, media_type: str) -> Responses:
     }
 
 
-@router.post(
-    "",
-    status_code=202,
-    responses=documented(
-        ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
-    ),
-)
+@router.post("", status_code=202, responses=JOB_RESPONSES)
 def create_evaluation(
     body: Annotated[EvaluationCreate, Body(openapi_examples=EVALUATION_EXAMPLES)],
-    response: Response,
-    service: Served,
-    operator: Maker,
-    key: IdempotencyKey = None,
+    submission: Submitting,
 ) -> Job:
     """Start comparing methods on tasks: a cell for each model, base, task, method and seed. The job's
     progress counts cells and names the one that runs; a job that is taken up again goes on after those that
     are done."""
-    job = submit(
-        service,
-        operator,
-        JobKind.EVALUATION,
-        body.model_dump(mode="json"),
-        key,
-        check=lambda: check_evaluation(service, operator.tenant_id, body),
-    )
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return job
+    return submission.start(JobKind.EVALUATION, body.model_dump(mode="json"), check_evaluation, body)
 
 
 @router.get("")

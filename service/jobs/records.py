@@ -1,20 +1,14 @@
-"""Job rows as records, and submitting one."""
+"""Job rows as records."""
 
-from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import Job, JobError, JobEvent, JobKind, JobProgress, JobState
-from permille.schemas.problems import ProblemType
 from permille.store import jobs, results, tables
-from permille.store.dispatch import dispatch
-from permille.store.errors import ConflictError, NotFoundError
+from permille.store.errors import NotFoundError
 from permille.store.paging import MAX_LIMIT
-from service.access.principals import Operator
-from service.context import Service
-from service.problems import ApiError
 
 _COLLECTIONS = {
     "mask": "masks",
@@ -24,37 +18,6 @@ _COLLECTIONS = {
     "run": "runs",
     "package": "packages",
 }
-
-
-def submit(
-    service: Service,
-    operator: Operator,
-    kind: JobKind,
-    payload: Mapping[str, Any],
-    key: str | None,
-    *,
-    check: Callable[[], None],
-) -> Job:
-    """Store a job and tell workers; the same key and payload give the same job.
-
-    Args:
-        check: called before a new job is stored (not for a repeated request): refuses by raising.
-
-    Raises:
-        ApiError: `idempotency-conflict`, or what `check` raises.
-    """
-    if key is None or not _is_known(service, operator, key):
-        check()
-    with service.database.write() as session:
-        try:
-            row = jobs.submit(
-                session, tenant_id=operator.tenant_id, kind=kind.value, payload=payload, idempotency_key=key
-            )
-        except ConflictError as exc:
-            raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
-        record = present(session, row)
-    dispatch(service.dispatcher, record.children or [record.id])
-    return record
 
 
 def present(session: Session, row: tables.Job) -> Job:
@@ -93,11 +56,6 @@ def children_of(session: Session, row: tables.Job) -> list[tables.Job]:
 def present_event(row: tables.JobEvent) -> JobEvent:
     """The record of an event."""
     return JobEvent(seq=row.seq, job_id=row.job_id, kind=row.kind, data=row.data, created_at=row.at)
-
-
-def _is_known(service: Service, operator: Operator, key: str) -> bool:
-    with service.database.read() as session:
-        return jobs.find_by_key(session, tenant_id=operator.tenant_id, idempotency_key=key) is not None
 
 
 def _seconds_until(at: datetime) -> float:

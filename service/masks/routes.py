@@ -2,54 +2,38 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 
 from permille.schemas.fields import Page
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.masks import FisherMask, Mask, MaskCreate, MaskOptions, WeightMask
 from permille.schemas.problems import ProblemType
 from permille.store import results, tables
-from service.access.principals import Maker, Viewer
+from service.access.principals import Viewer
 from service.context import Served
-from service.idempotency import IdempotencyKey
-from service.jobs.records import submit
+from service.jobs.submission import JOB_RESPONSES, Submitting
 from service.openapi_examples import MASK_EXAMPLES
 from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
-from service.parameters import MaskId
+from service.parameters import MaskId, OfModel
 from service.preflights.planning import check_mask
 from service.problems import PRIVATE, documented
 from service.reports import PICTURE_RESPONSES, REPORT_RESPONSES, report_response
 
 router = APIRouter(prefix="/v1/masks", tags=["masks"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
-OfModel = Annotated[str | None, Query(pattern=r"^model_[0-9a-hjkmnp-tv-z]{26}$")]
 
-
-@router.post(
-    "",
-    status_code=202,
-    responses=documented(
-        ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
-    ),
-)
+@router.post("", status_code=202, responses=JOB_RESPONSES)
 def create_mask(
     body: Annotated[MaskCreate, Body(openapi_examples=MASK_EXAMPLES)],
-    response: Response,
-    service: Served,
-    operator: Maker,
-    key: IdempotencyKey = None,
+    submission: Submitting,
 ) -> Job:
     """Start choosing the sensitive weights of a model."""
-    job = submit(
-        service,
-        operator,
+    return submission.start(
         JobKind.MASK,
         {"model_id": body.model_id, "corpus_id": corpus_of(body), **options_of(body)},
-        key,
-        check=lambda: check_mask(service, operator.tenant_id, body),
+        check_mask,
+        body,
     )
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return job
 
 
 @router.get("")

@@ -19,10 +19,9 @@ from permille.schemas.packages import (
 )
 from permille.schemas.problems import ProblemType
 from permille.store import results, tables
-from service.access.principals import Anyone, DevicePrincipal, Maker, Operator, Viewer
+from service.access.principals import Anyone, DevicePrincipal, Operator, Viewer
 from service.context import Served, Service
-from service.idempotency import IdempotencyKey
-from service.jobs.records import submit
+from service.jobs.submission import Submitting
 from service.openapi_examples import PACKAGE_EXAMPLES
 from service.packages.content import CACHE_CONTROL, blob_response, not_modified
 from service.packages.report import package_report
@@ -62,22 +61,10 @@ _MANIFEST_RESPONSES: dict[int | str, dict[str, Any]] = {
 )
 def create_package(
     body: Annotated[PackageCreate, Body(openapi_examples=PACKAGE_EXAMPLES)],
-    response: Response,
-    service: Served,
-    operator: Maker,
-    key: IdempotencyKey = None,
+    submission: Submitting,
 ) -> Job:
     """Start packing a mask and a quantization of the same model."""
-    job = submit(
-        service,
-        operator,
-        JobKind.PACKAGE,
-        body.model_dump(mode="json"),
-        key,
-        check=lambda: _check_parts(service, operator, body),
-    )
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return job
+    return submission.start(JobKind.PACKAGE, body.model_dump(mode="json"), _check_parts, body)
 
 
 @router.get("")
@@ -185,18 +172,18 @@ def _blob(
     return blob_response(request, service.blobs.path(blob_digest), blob_digest, media_type)
 
 
-def _check_parts(service: Service, operator: Operator, body: PackageCreate) -> None:
+def _check_parts(service: Service, tenant_id: str, body: PackageCreate) -> None:
     with service.database.read() as session:
-        mask = results.get_mask(session, tenant_id=operator.tenant_id, mask_id=body.mask_id)
+        mask = results.get_mask(session, tenant_id=tenant_id, mask_id=body.mask_id)
         quantization = results.get_quantization(
-            session, tenant_id=operator.tenant_id, quantization_id=body.quantization_id
+            session, tenant_id=tenant_id, quantization_id=body.quantization_id
         )
         basis = (
             None
             if body.basis_id is None
-            else results.get_basis(session, tenant_id=operator.tenant_id, basis_id=body.basis_id)
+            else results.get_basis(session, tenant_id=tenant_id, basis_id=body.basis_id)
         )
-        check_precision(session, operator.tenant_id, body, mask.corpus_id)
+        check_precision(session, tenant_id, body, mask.corpus_id)
     if basis is not None and basis.provenance["mask"] != mask.mask_digest:
         raise ApiError(
             ProblemType.CONFLICT,

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 from pydantic import TypeAdapter
 
 from permille.schemas.fields import Page
@@ -10,13 +10,12 @@ from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
 from permille.schemas.quantizations import Int4, Nf4, Quantization, QuantizationCreate, QuantizationOptions
 from permille.store import results, tables
-from service.access.principals import Maker, Viewer
+from service.access.principals import Viewer
 from service.context import Served
-from service.idempotency import IdempotencyKey
-from service.jobs.records import submit
+from service.jobs.submission import JOB_RESPONSES, Submitting
 from service.openapi_examples import QUANTIZATION_EXAMPLES
 from service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
-from service.parameters import QuantizationId
+from service.parameters import OfModel, QuantizationId
 from service.preflights.planning import check_quantization
 from service.problems import PRIVATE, documented
 from service.reports import PICTURE_RESPONSES, REPORT_RESPONSES, report_response
@@ -28,22 +27,11 @@ router = APIRouter(
 )
 _OPTIONS: TypeAdapter[Nf4 | Int4] = TypeAdapter(QuantizationOptions)
 
-OfModel = Annotated[str | None, Query(pattern=r"^model_[0-9a-hjkmnp-tv-z]{26}$")]
 
-
-@router.post(
-    "",
-    status_code=202,
-    responses=documented(
-        ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
-    ),
-)
+@router.post("", status_code=202, responses=JOB_RESPONSES)
 def create_quantization(
     body: Annotated[QuantizationCreate, Body(openapi_examples=QUANTIZATION_EXAMPLES)],
-    response: Response,
-    service: Served,
-    operator: Maker,
-    key: IdempotencyKey = None,
+    submission: Submitting,
 ) -> Job:
     """Start coding a model's dense weights."""
     payload = {
@@ -52,16 +40,7 @@ def create_quantization(
         "evaluation_corpus_id": body.evaluation_corpus_id,
         **body.options.model_dump(mode="json"),
     }
-    job = submit(
-        service,
-        operator,
-        JobKind.QUANTIZATION,
-        payload,
-        key,
-        check=lambda: check_quantization(service, operator.tenant_id, body),
-    )
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return job
+    return submission.start(JobKind.QUANTIZATION, payload, check_quantization, body)
 
 
 @router.get("")

@@ -1,9 +1,9 @@
 """Routes of runs. A device writes and reads its own; operators read those of their tenant; either deletes a
 log."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from permille.schemas.access import Role
@@ -15,12 +15,11 @@ from permille.store.dispatch import dispatch
 from service.access.principals import RANK, Anyone, CallingDevice, DevicePrincipal, Operator, Viewer
 from service.context import Served, Service
 from service.paging import DEFAULT_LIMIT, Limit, MomentCursor, page_of, store_cursor
-from service.parameters import RunId
+from service.parameters import OfDevice, RunId
 from service.problems import PRIVATE, ApiError, documented
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
-OfDevice = Annotated[str | None, Query(pattern=r"^dev_[0-9a-hjkmnp-tv-z]{26}$")]
 LOG_MEDIA_TYPES = (LOG_MEDIA_TYPE, "application/octet-stream")
 _LOG_BODY: dict[str, Any] = {
     "requestBody": {
