@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from permille.files import write_atomic
+from service.cli.collections import add_show
 from service.cli.exits import CommandError, Exit
 from service.cli.session import AsJson, Key, Rows, Wait, connect
 from service.cli.work import follow
@@ -52,11 +53,7 @@ def list_evaluations(
         session.output.show(session.client.pages("/v1/evaluations", limit=limit, model_id=model), COLUMNS)
 
 
-@evaluations.command("show")
-def show_evaluation(context: typer.Context, evaluation_id: str, as_json: AsJson = False) -> None:
-    """Show one evaluation."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/evaluations/{evaluation_id}"))
+add_show(evaluations, "/v1/evaluations", "evaluation_id", "Show one evaluation.")
 
 
 @evaluations.command("results")

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from service.cli.collections import add_list, add_show
 from service.cli.session import AsJson, Key, Rows, connect
 
 releases = typer.Typer(no_args_is_help=True, help="Signed versions of a name, and aliases.")
@@ -124,11 +125,7 @@ def create_invitation(
         session.output.show(session.client.post("/v1/invitations", body, key=key))
 
 
-@invitations.command("list")
-def list_invitations(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List invitations, without their codes."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/invitations", limit=limit), INVITATION_COLUMNS)
+add_list(invitations, "/v1/invitations", INVITATION_COLUMNS, "List invitations, without their codes.")
 
 
 @invitations.command("revoke")
@@ -139,18 +136,8 @@ def revoke_invitation(context: typer.Context, invitation_id: str, as_json: AsJso
         session.output.show({"revoked": invitation_id})
 
 
-@devices.command("list")
-def list_devices(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List devices."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/devices", limit=limit), DEVICE_COLUMNS)
-
-
-@devices.command("show")
-def show_device(context: typer.Context, device_id: str, as_json: AsJson = False) -> None:
-    """Show one device."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/devices/{device_id}"))
+add_list(devices, "/v1/devices", DEVICE_COLUMNS, "List devices.")
+add_show(devices, "/v1/devices", "device_id", "Show one device.")
 
 
 @devices.command("revoke")
@@ -173,11 +160,7 @@ def list_runs(
         session.output.show(found, RUN_COLUMNS)
 
 
-@runs.command("show")
-def show_run(context: typer.Context, run_id: str, as_json: AsJson = False) -> None:
-    """Show one run."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/runs/{run_id}"))
+add_show(runs, "/v1/runs", "run_id", "Show one run.")
 
 
 @runs.command("delete-log")
@@ -211,11 +194,7 @@ def create_token(
         session.output.show(session.client.post("/v1/tokens", body))
 
 
-@tokens.command("list")
-def list_tokens(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List operator tokens, without their secrets."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/tokens", limit=limit), TOKEN_COLUMNS)
+add_list(tokens, "/v1/tokens", TOKEN_COLUMNS, "List operator tokens, without their secrets.")
 
 
 @tokens.command("revoke")
@@ -233,8 +212,4 @@ def create_tenant(context: typer.Context, name: str, as_json: AsJson = False) ->
         session.output.show(session.client.post("/v1/tenants", {"name": name}))
 
 
-@tenants.command("list")
-def list_tenants(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List tenants."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/tenants", limit=limit), ("id", "name", "created_at"))
+add_list(tenants, "/v1/tenants", ("id", "name", "created_at"), "List tenants.")

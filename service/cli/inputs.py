@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
+from service.cli.collections import add_list, add_show
 from service.cli.exits import CommandError, Exit
-from service.cli.session import AsJson, Key, Rows, connect
+from service.cli.session import AsJson, Key, connect
 
 models = typer.Typer(no_args_is_help=True, help="Base models.")
 corpora = typer.Typer(no_args_is_help=True, help="Text to measure sensitivity and perplexity on.")
@@ -43,18 +44,8 @@ def add_model(
         session.output.show(session.client.post("/v1/models", {"name": name, "source": source}, key=key))
 
 
-@models.command("list")
-def list_models(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List registered models."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/models", limit=limit), MODEL_COLUMNS)
-
-
-@models.command("show")
-def show_model(context: typer.Context, model_id: str, as_json: AsJson = False) -> None:
-    """Show one model."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/models/{model_id}"))
+add_list(models, "/v1/models", MODEL_COLUMNS, "List registered models.")
+add_show(models, "/v1/models", "model_id", "Show one model.")
 
 
 @models.command("remove")
@@ -94,18 +85,8 @@ def add_corpus(
         session.output.show(session.client.post("/v1/corpora", {"name": name, "source": source}, key=key))
 
 
-@corpora.command("list")
-def list_corpora(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List registered corpora."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/corpora", limit=limit), CORPUS_COLUMNS)
-
-
-@corpora.command("show")
-def show_corpus(context: typer.Context, corpus_id: str, as_json: AsJson = False) -> None:
-    """Show one corpus."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/corpora/{corpus_id}"))
+add_list(corpora, "/v1/corpora", CORPUS_COLUMNS, "List registered corpora.")
+add_show(corpora, "/v1/corpora", "corpus_id", "Show one corpus.")
 
 
 @corpora.command("remove")

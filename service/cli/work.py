@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from permille.files import write_atomic
+from service.cli.collections import add_list, add_show
 from service.cli.exits import CommandError, Exit
 from service.cli.output import watch
 from service.cli.session import AsJson, Key, Rows, Session, Wait, connect
@@ -76,18 +77,8 @@ def create_mask(
         follow(session, session.client.post("/v1/masks", {"model_id": model, **options}, key=key), wait=wait)
 
 
-@masks.command("list")
-def list_masks(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List finished masks."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/masks", limit=limit), MASK_COLUMNS)
-
-
-@masks.command("show")
-def show_mask(context: typer.Context, mask_id: str, as_json: AsJson = False) -> None:
-    """Show one mask."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/masks/{mask_id}"))
+add_list(masks, "/v1/masks", MASK_COLUMNS, "List finished masks.")
+add_show(masks, "/v1/masks", "mask_id", "Show one mask.")
 
 
 @masks.command("report")
@@ -125,18 +116,8 @@ def create_basis(
         follow(session, session.client.post("/v1/bases", body, key=key), wait=wait)
 
 
-@bases.command("list")
-def list_bases(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List finished bases."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/bases", limit=limit), BASIS_COLUMNS)
-
-
-@bases.command("show")
-def show_basis(context: typer.Context, basis_id: str, as_json: AsJson = False) -> None:
-    """Show one basis."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/bases/{basis_id}"))
+add_list(bases, "/v1/bases", BASIS_COLUMNS, "List finished bases.")
+add_show(bases, "/v1/bases", "basis_id", "Show one basis.")
 
 
 @bases.command("report")
@@ -175,18 +156,8 @@ def create_quantization(
         follow(session, session.client.post("/v1/quantizations", body, key=key), wait=wait)
 
 
-@quantizations.command("list")
-def list_quantizations(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List finished quantizations."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/quantizations", limit=limit), QUANTIZATION_COLUMNS)
-
-
-@quantizations.command("show")
-def show_quantization(context: typer.Context, quantization_id: str, as_json: AsJson = False) -> None:
-    """Show one quantization."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/quantizations/{quantization_id}"))
+add_list(quantizations, "/v1/quantizations", QUANTIZATION_COLUMNS, "List finished quantizations.")
+add_show(quantizations, "/v1/quantizations", "quantization_id", "Show one quantization.")
 
 
 @quantizations.command("report")
@@ -219,18 +190,8 @@ def create_package(
         follow(session, session.client.post("/v1/packages", body, key=key), wait=wait)
 
 
-@packages.command("list")
-def list_packages(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List packages."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/packages", limit=limit), PACKAGE_COLUMNS)
-
-
-@packages.command("show")
-def show_package(context: typer.Context, digest: str, as_json: AsJson = False) -> None:
-    """Show one package and its layers."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/packages/{digest}"))
+add_list(packages, "/v1/packages", PACKAGE_COLUMNS, "List packages.")
+add_show(packages, "/v1/packages", "digest", "Show one package and its layers.")
 
 
 @packages.command("report")
@@ -300,18 +261,8 @@ def create_build(
         follow(session, session.client.post("/v1/builds", body, key=key), wait=wait)
 
 
-@builds.command("list")
-def list_builds(context: typer.Context, limit: Rows = 100, as_json: AsJson = False) -> None:
-    """List builds."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/builds", limit=limit), BUILD_COLUMNS)
-
-
-@builds.command("show")
-def show_build(context: typer.Context, build_id: str, as_json: AsJson = False) -> None:
-    """Show one build and what it has made so far."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/builds/{build_id}"))
+add_list(builds, "/v1/builds", BUILD_COLUMNS, "List builds.")
+add_show(builds, "/v1/builds", "build_id", "Show one build and what it has made so far.")
 
 
 @jobs.command("list")
@@ -332,11 +283,7 @@ def list_jobs(
         session.output.show(found, JOB_COLUMNS)
 
 
-@jobs.command("show")
-def show_job(context: typer.Context, job_id: str, as_json: AsJson = False) -> None:
-    """Show one job."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.get(f"/v1/jobs/{job_id}"))
+add_show(jobs, "/v1/jobs", "job_id", "Show one job.")
 
 
 @jobs.command("watch")
