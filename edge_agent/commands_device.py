@@ -6,7 +6,7 @@ import contextlib
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -60,15 +60,7 @@ def enroll(
     home = home_of(context)
     with hold_lock(home, "enroll"):
         enrolment = enroll_device(home, server, invitation, name=name, ca_file=ca_file)
-    document: dict[str, Any] = {
-        "server": enrolment.server,
-        "device_id": enrolment.device_id,
-        "name": enrolment.name,
-        "release": enrolment.release,
-        "alias": enrolment.alias,
-        "signing_keys": [key.key_id for key in enrolment.signing_keys],
-    }
-    show(document, as_json=as_json)
+    show(enrolment.document(), as_json=as_json)
 
 
 def pull(context: typer.Context, as_json: JsonOption = False) -> None:

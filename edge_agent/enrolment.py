@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from edge_agent.api import Credentials, DeviceApi
 from edge_agent.client import AccessRefusedError, Connection, RequestRefusedError, check_server
@@ -52,6 +53,17 @@ class Enrolment:
     alias: str
     signing_keys: tuple[SigningKey, ...]
     private_ca: bool
+
+    def document(self) -> dict[str, Any]:
+        """What commands show of it: keys by their ids."""
+        return {
+            "server": self.server,
+            "device_id": self.device_id,
+            "name": self.name,
+            "release": self.release,
+            "alias": self.alias,
+            "signing_keys": [key.key_id for key in self.signing_keys],
+        }
 
 
 Connect = Callable[[str, Path | None], Connection]

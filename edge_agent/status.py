@@ -45,16 +45,7 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
 
 def _enrolment(home: Home) -> dict[str, Any] | None:
     enrolment = load_enrolment(home)
-    if enrolment is None:
-        return None
-    return {
-        "server": enrolment.server,
-        "device_id": enrolment.device_id,
-        "name": enrolment.name,
-        "release": enrolment.release,
-        "alias": enrolment.alias,
-        "signing_keys": [key.key_id for key in enrolment.signing_keys],
-    }
+    return None if enrolment is None else enrolment.document()
 
 
 def _release(home: Home) -> dict[str, Any] | None:

@@ -87,6 +87,8 @@ def test_enroll_pull_status_tell_what_they_did(
     pulled = agent("pull", "--json")
     assert (pulled.code, pulled.document["package"], pulled.document["changed"]) == (0, package.digest, True)
     status = agent("status", "--json").document
+    assert status["enrolment"] == enrolled.document
+    assert set(status["enrolment"]) == {"server", "device_id", "name", "release", "alias", "signing_keys"}
     assert status["release"] == {"name": "tiny-llama", "version": 1, "package": package.digest}
     assert status["active"] == {"package": package.digest, "run": None, "personal": False}
     assert status["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
