@@ -70,6 +70,18 @@ def test_log_is_stored_and_queued_once(api: Api) -> None:
     assert log["size_bytes"] == 9
 
 
+def test_log_whose_replay_was_cancelled_is_undecided_until_it_is_sent_again(api: Api) -> None:
+    run_id, token = reported(api, api.device())
+    job_id = put_log(api, run_id, b"log bytes", token).json()["job_id"]
+    api.post(f"/v1/jobs/{job_id}/cancel")
+    log = api.get(f"/v1/runs/{run_id}", token).json()["log"]
+    assert (log["state"], log["reason"]) == ("undecided", "replay-cancelled")
+    assert put_log(api, run_id, b"log bytes", token).json() == {"job_id": job_id}
+    assert api.get(f"/v1/jobs/{job_id}").json()["state"] == "queued"
+    log = api.get(f"/v1/runs/{run_id}", token).json()["log"]
+    assert (log["state"], log["reason"]) == ("pending", None)
+
+
 def test_second_log_of_a_run_is_refused_and_leaves_no_bytes(api: Api) -> None:
     run_id, token = reported(api, api.device())
     put_log(api, run_id, b"first", token)
