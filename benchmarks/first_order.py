@@ -12,6 +12,7 @@ Finished runs are kept in `--cells`; the page is that of `time_to_loss`, so give
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -78,10 +79,11 @@ def run(
     steps: int,
     trial_steps: int,
     threads: int,
+    methods: Sequence[str] = METHODS,
 ) -> None:
     """The runs of one model and seed that are missing."""
     common: Settings = {"model": model, "speaker": SPEAKER, "seed": seed, "threads": threads}
-    for method in METHODS:
+    for method in methods:
         chosen = 0.0
         if method in LEARNING_RATES:
             losses = {}
@@ -126,6 +128,7 @@ def main() -> None:
     parser = settings_parser(__doc__)
     parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--method", choices=METHODS, action="append", help="only these")
     parser.add_argument("--our-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=80, help="of first-order training")
     parser.add_argument("--trial-steps", type=int, default=20)
@@ -143,6 +146,7 @@ def main() -> None:
                 steps=arguments.steps,
                 trial_steps=arguments.trial_steps,
                 threads=arguments.threads,
+                methods=arguments.method or METHODS,
             )
     if arguments.output is None:
         print(page(cells))

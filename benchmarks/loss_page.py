@@ -64,7 +64,23 @@ def _mezo_tables(cells: Cells) -> list[str]:
                 f"| {what} | {settings['steps']} | {result['points'][0]['loss']:.4f} | {best['loss']:.4f} "
                 f"| {after} | {races or '| | |'} | {target} |"
             )
-        lines.append("")
+        lines += ["", *_when_theirs(found), ""]
+    return lines
+
+
+def _when_theirs(found: dict[str, tuple[Settings, Result]]) -> list[str]:
+    """When MeZO is as low as each of our runs ends."""
+    lines = []
+    for name in OURS:
+        if name not in found:
+            continue
+        best = lowest(found[name][1]["points"])
+        others = [
+            f"{other} {_reached(_there(found[other][1], best['loss']))}"
+            for other in ("MeZO", PLAIN, LINEAR)
+            if other in found
+        ]
+        lines.append(f"- As low as {name} after {best['cpu_s']:.1f} s: {', '.join(others)}.")
     return lines
 
 

@@ -7,9 +7,10 @@ Every phase is a function of the run's definition and of results before it (`run
 function of the journal before it. So a run that is killed at any moment and started again ends with the same
 bits.
 
-A step size that makes the loss on the select split grow by a tenth, or makes losses that are not finite, is
-halved: the attempt's steps are thrown away and the next attempt starts from the base. At most `MAX_ATTEMPTS`
-times; then the base is kept, and the outcome says why.
+A step size that makes the loss on the select split grow by a tenth, keeps it above the base's for
+`MAX_WORSE_SHARE` of the steps, or makes losses that are not finite, is halved: the attempt's steps are
+thrown away and the next attempt starts from the base. There are at most `MAX_ATTEMPTS` of them; the last one
+may stay above the base, and what grows even so ends with the base, and the outcome says why.
 
 The state is chosen on the select split and judged on the test split, which nothing has looked at. It is
 adopted only if it is better than the base AND better than what is active now, each by the lower end of a 95%
@@ -39,6 +40,7 @@ from permille.zo.replay import replay
 
 MAX_ATTEMPTS = 4
 DIVERGED = 1.10
+MAX_WORSE_SHARE = 0.15
 MAX_REJECTED_SHARE = 0.1
 MIN_REJECTED = 5
 # A projected gradient so far beyond the usual is an outlier of the batch: its step is bounded, and flagged.
@@ -198,7 +200,8 @@ def _attempt(
                 evaluations.append(evaluation)
                 clock.store()
                 _tell(progress, evaluation, plan)
-            if stopped := _ended(setup, plan, step, rejected, evaluations, out_of_time):
+            last = attempt + 1 == MAX_ATTEMPTS
+            if stopped := _ended(setup, plan, step, rejected, evaluations, out_of_time, last=last):
                 return _choose(setup, journal, attempt, evaluations, stopped)
             record = _step(setup, plan, header, s_K, step)
             journal.append(record)
@@ -247,12 +250,16 @@ def _ended(
     rejected: int,
     evaluations: Sequence[Evaluation],
     out_of_time: bool,
+    *,
+    last: bool,
 ) -> str | None:
-    """Why the attempt ends before `step`, or None; a function of durable results."""
+    """Why the attempt, perhaps the last one, ends before `step`, or None; a function of durable results."""
     if rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * step):
         return "rejected"
-    last = evaluations[-1]
-    if last.step == step and (last.loss is None or last.loss > DIVERGED * plan["base_loss"]):
+    newest = evaluations[-1]
+    if newest.step == step and (newest.loss is None or newest.loss > DIVERGED * plan["base_loss"]):
+        return "diverged"
+    if newest.step == step and not last and _worse(evaluations) >= MAX_WORSE_SHARE * plan["total_steps"]:
         return "diverged"
     if step >= plan["total_steps"]:
         return "steps"
@@ -261,6 +268,13 @@ def _ended(
     if setup.options.patience is not None and _waited(evaluations) >= setup.options.patience:
         return "patience"
     return None
+
+
+def _worse(evaluations: Sequence[Evaluation]) -> int:
+    """Steps since the last evaluation that was not above the base's."""
+    base = evaluations[0].loss
+    good = [e.step for e in evaluations if base is None or (e.loss is not None and e.loss <= base)]
+    return evaluations[-1].step - good[-1] if good else 0
 
 
 def _waited(evaluations: Sequence[Evaluation]) -> int:

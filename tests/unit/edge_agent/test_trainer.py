@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 from edge_agent.home import open_home
 from edge_agent.progress import SilentProgress
 from edge_agent.run_clock import RunClock
-from edge_agent.run_folder import Json, RunFolder, open_run
-from edge_agent.trainer import MAX_ATTEMPTS, Chosen, attempt_header, make_plan, state_of, train_attempts
+from edge_agent.run_folder import Evaluation, Json, RunFolder, open_run
+from edge_agent.trainer import (
+    MAX_ATTEMPTS,
+    Chosen,
+    _ended,
+    attempt_header,
+    make_plan,
+    state_of,
+    train_attempts,
+)
 from permille.engines.interface import Batch, Engine
 from permille.package.reader import Package
 from permille.zo.journal import read_journal
@@ -139,6 +147,33 @@ def test_a_growing_loss_halves_the_steps_and_starts_again(
     assert chosen.attempt > 0
     rates = [read_journal(run.journal(n)).header.learning_rate for n in range(chosen.attempt + 1)]
     assert rates == [plan["learning_rate"] * 0.5**n for n in range(len(rates))]
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [
+        ([3.0, 3.1, 2.9, 3.1, 3.1, 3.1], [False] * 5 + [True]),
+        ([3.0, 3.1, 3.2, 3.1], [False, False, False, True]),
+        ([3.0, 3.1, 3.1, 2.9, 3.1, 3.1], [False] * 6),
+        ([3.0, 3.1, 3.4], [False, False, True]),
+    ],
+)
+def test_an_attempt_that_stays_above_the_base_ends_but_the_last(
+    losses: list[float], ends: list[bool], package: Package, text: Path
+) -> None:
+    setup = setup_of(package, BigramEngine(package), text, steps=100)
+    plan = {"base_loss": 3.0, "total_steps": 100}
+    evaluations = [Evaluation(5 * place, loss) for place, loss in enumerate(losses)]
+
+    def ended(count: int, *, last: bool) -> str | None:
+        known = evaluations[:count]
+        return _ended(setup, plan, known[-1].step, 0, known, out_of_time=False, last=last)
+
+    found = [ended(count, last=False) for count in range(1, len(losses) + 1)]
+    assert found == ["diverged" if end else None for end in ends]
+    # A tenth above the base ends the last attempt too; less does not.
+    last = ended(len(losses), last=True)
+    assert last == ("diverged" if losses[-1] > 3.3 else None)
 
 
 def test_when_every_step_size_diverges_the_base_is_chosen(
