@@ -111,8 +111,8 @@ reference-model: $(VENV)/.installed  ## Train the reference model from its sourc
 	$(BIN)/python -m reference.fetch --texts build/reference/texts
 	$(BIN)/python -m reference.prepare --data "$$PERMILLE_DATA" --texts build/reference/texts --out build/reference/corpus
 	$(BIN)/python -m reference.train --corpus build/reference/corpus --run build/reference/run --steps 8000
-	$(BIN)/python -m reference.train --corpus build/reference/corpus --run build/reference/run --decay 1600 --out build/reference/model
-	$(BIN)/python -m reference.measure --data "$$PERMILLE_DATA" --model build/reference/model
+	$(BIN)/python -m reference.train --corpus build/reference/corpus --run build/reference/run --decay 1600 --out build/reference/reference-6M
+	$(BIN)/python -m reference.measure --data "$$PERMILLE_DATA" --model build/reference/reference-6M
 
 clean:  ## Remove the environment and all caches
 	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(KERNELS)*

@@ -1,4 +1,4 @@
-"""Which models and files the evidence is made from: a TOML file's, or those of two folders."""
+"""What the evidence is made from: what a TOML file names, or our own model and the environment's folders."""
 
 import os
 import tomllib
@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.evidence_plan import Materials
 from permille.errors import InputError
 
+OWN_MODEL = Path(__file__).parents[1] / "reference/reference-6M"
 _MODELS = ("stories260K-hf", "reference-7M")
 _TASK_FILES = {
     "sst2": {"train": "SST-2_glue/train.tsv", "test": "SST-2_glue/dev.tsv"},
@@ -52,13 +53,18 @@ def _of_file(path: Path, models: Sequence[Path] | None) -> Materials:
 def _of_environment(models: Sequence[Path] | None) -> Materials:
     data = Path(_environment("PERMILLE_DATA"))
     return Materials(
-        models=tuple(models or [Path(_environment("PERMILLE_MODELS")) / name for name in _MODELS]),
+        models=tuple(models or _models()),
         tasks={
             name: {key: data / "tasks" / value for key, value in files.items()}
             for name, files in _TASK_FILES.items()
         },
         corpus=data / "text/c4_en/c4_sample.jsonl",
     )
+
+
+def _models() -> list[Path]:
+    """The project's own, and those of the environment."""
+    return [OWN_MODEL, *(Path(_environment("PERMILLE_MODELS")) / name for name in _MODELS)]
 
 
 def _environment(name: str) -> str:

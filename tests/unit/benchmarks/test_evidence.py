@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence import STAGES, Runner, TimeIsUpError, main
+from benchmarks.evidence_materials import find_materials
 from benchmarks.evidence_plan import (
     DYNAMIC,
     FRACTIONS,
@@ -170,6 +171,15 @@ def test_without_folders_the_environment_is_asked(
     monkeypatch.delenv("PERMILLE_DATA", raising=False)
     assert main(["--folder", str(tmp_path), "--quick"]) == 1
     assert "PERMILLE_DATA" in capsys.readouterr().err
+
+
+def test_the_environment_adds_models_to_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERMILLE_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("PERMILLE_MODELS", str(tmp_path / "models"))
+    models = find_materials(None, None).models
+    assert [model.name for model in models] == ["reference-6M", "stories260K-hf", "reference-7M"]
+    assert (models[0] / "config.json").is_file()
+    assert find_materials(None, [tmp_path / "mine"]).models == (tmp_path / "mine",)
 
 
 def test_every_sweep_is_one_that_the_product_reads(materials_file: Path, tmp_path: Path) -> None:
