@@ -17,7 +17,7 @@ _Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]
 def verdict_table(rows: Sequence[Row]) -> list[str]:
     """One line a comparison, the claim's verdict in its first one."""
     lines = [
-        "| claim | verdict | model, density | comparison | effect | interval | items, seeds | p | |",
+        "| claim | verdict | model, density | comparison | effect | interval | texts, seeds | p | |",
         "|---" * 9 + "|",
     ]
     for claim in CLAIMS:
@@ -35,7 +35,7 @@ def turn_table(rows: Sequence[Row]) -> list[str]:
     """
     decided = [row for row in rows if row.found is not None and row.claim.stage is None]
     lines = [
-        "| claim | model, density | verdict | effect | interval | items, seeds | p | |",
+        "| claim | model, density | verdict | effect | interval | texts, seeds | p | |",
         "|---" * 8 + "|",
     ]
     lines += [f"| {row.claim.key} | {_row(row)} |" for row in decided]
@@ -117,10 +117,8 @@ def _row(row: Row) -> str:
     verdict = row.verdict.value + ("" if row.verdict is Verdict.UNDECIDED else f" ({kind})")
     effect = f"{unit * row.found.effect:+.{digits}f} {'nats' if row.by_loss else 'points'}"
     interval = f"{unit * low:+.{digits}f} to {unit * high:+.{digits}f} ({level}%)"
-    return (
-        f"{where} | {verdict} | {effect} | {interval} | {row.found.items}, {row.found.seeds} | {p_value} | "
-        f"{row.reason}"
-    )
+    counts = f"{row.found.clusters}, {row.found.seeds}"
+    return f"{where} | {verdict} | {effect} | {interval} | {counts} | {p_value} | {row.reason}"
 
 
 def _common(rows: _Rows, tasks: Sequence[str]) -> _Rows:

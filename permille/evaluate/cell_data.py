@@ -105,9 +105,11 @@ class CellData:
         """Examples in tokens; one whose answer does not fit is a bad row of this model.
 
         Raises:
-            InputError: more than one in twenty is: `max_tokens` is too small for the task.
+            InputError: of one part more are bad than a twentieth of all parts together: `max_tokens` is too
+                small for the task.
         """
-        found, reason = [], ""
+        found: list[tuple[Example, Choices]] = []
+        reason = ""
         for example in examples:
             try:
                 choices = encode_example(
@@ -123,7 +125,8 @@ class CellData:
                 continue
             found.append((example, choices))
         bad = len(examples) - len(found)
-        if bad > MAX_BAD_SHARE * len(examples):
+        splits = self._splits
+        if bad > MAX_BAD_SHARE * (len(splits.train) + len(splits.validation) + len(splits.test)):
             raise InputError(
                 f"expected examples that fit {self._max_tokens} tokens, got {bad} of {len(examples)} that do "
                 f"not; the last one: {reason}"

@@ -5,6 +5,7 @@ model and the seed. What comes out is a record of plain numbers, with the outcom
 any two methods can be compared in pairs later.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -71,7 +72,7 @@ class Bench:
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
-        self._unfit: dict[str, None] = {}
+        self._bad_rows: dict[str, None] = {}
         self.pool = lru_cache(maxsize=None)(self._pool)
         self.mask_of_corpus = lru_cache(maxsize=4)(self._mask_of_corpus)
         self.decoded = lru_cache(maxsize=4)(self._decoded)
@@ -98,17 +99,21 @@ class Bench:
         """What tuning compares: a run that is never scored on test items."""
         return self._trained(cell, self.data(cell, seed), self._recipe(order, seed, step_factor))[1].loss
 
+    def read(self) -> None:
+        """Read all task files.
+
+        Raises:
+            InputError: one is not its task's.
+        """
+        for task, files in self.sweep.tasks.items():
+            for path in (files.train, files.test):
+                if path is not None:
+                    self.pool(task, path)
+
     def bad_rows(self) -> list[str]:
-        """Every row of the task files that could not be read so far, and every example that did not fit the
-        cells so far, with its reason."""
-        unread = [
-            f"{task.value}: {bad.name}: {bad.reason}"
-            for task, files in self.sweep.tasks.items()
-            for path in (files.train, files.test)
-            if path is not None
-            for bad in self.pool(task, path).bad
-        ]
-        return [*unread, *self._unfit]
+        """Every row of the files read so far that is no example, and every example that did not fit the cells
+        so far, with its reason."""
+        return list(self._bad_rows)
 
     def _recipe(self, order: Order, seed: int, step_factor: float | None) -> Recipe:
         sweep = self.sweep
@@ -123,7 +128,9 @@ class Bench:
         )
 
     def _pool(self, task: Task, path: Path) -> Pool:
-        return read_file(task, path, self.sweep.wording)
+        found = read_file(task, path, self.sweep.wording)
+        self._bad_rows.update((f"{task.value}: {bad.name}: {bad.reason}", None) for bad in found.bad)
+        return found
 
     def data(self, cell: Cell, seed: int) -> CellData:
         """The examples of a cell."""
@@ -139,7 +146,7 @@ class Bench:
             shots=cell.method.shots,
             batch_size=self.sweep.batch_size,
             max_tokens=self.sweep.max_tokens,
-            unfit=lambda bad: self._unfit.setdefault(
+            unfit=lambda bad: self._bad_rows.setdefault(
                 f"{cell.task.value}, {cell.model.name}: {bad.name}: {bad.reason}"
             ),
         )
@@ -261,7 +268,7 @@ class Outcome:
                 )
             ),
             "items": [example.name for example in self.data.tested],
-            "groups": _numbered([example.group for example in self.data.tested]),
+            "groups": [_digest(example.group) for example in self.data.tested],
             "correct": "".join("01"[int(right)] for right in self.tested.correct_N),
             "item_losses": [round(loss, 5) for loss in self.tested.loss_N.tolist()],
             "shots": float(np.mean([item.shots for item in self.data.test])),
@@ -288,10 +295,9 @@ def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDA
     return loss
 
 
-def _numbered(texts: Sequence[str]) -> list[int]:
-    """Each text as the number of its first appearance: items of one passage have one number."""
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-    return [numbers[text] for text in texts]
+def _digest(text: str) -> str:
+    """A short name of a passage, the same in every record: 48 bits tell some thousand of them apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _finite_curve(trained: Trained) -> list[list[float | None]]:

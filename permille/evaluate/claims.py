@@ -11,9 +11,9 @@ What holds and what fails are each judged at 5% after Holm over all rows of the 
 A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
 (`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
 of their own. Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN)
-or `MIN_ITEMS` items that share no text. And two methods that learned nothing are no equals: AT LEAST and
-WITHIN are decided only where the second method is better than the base it began from, at 5% (or the first one
-better than it).
+or `MIN_CLUSTERS` clusters of items (one of each passage or text). And two methods that learned nothing are no
+equals: AT LEAST and WITHIN are decided only where the second method is better than the base it began from, at
+5% (or the first one better than it).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from permille.evaluate.contrasts import Contrast, Record, contrast
 from permille.evaluate.paper_claims import CLAIMS, FLOATING, Claim, Relation
-from permille.evaluate.report import MIN_ITEMS, countable
+from permille.evaluate.report import MIN_CLUSTERS, countable
 from permille.evaluate.statistics import EQUIVALENCE_MARGIN, holm_adjusted
 
 ALPHA = 0.05
@@ -121,7 +121,7 @@ def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
                     rows.setdefault((key, task), []).append(record)
             if ("zero-shot", task) in rows and any(name.startswith("fo:") for name, _ in rows):
                 counts = countable(_plain(rows), task)
-                if counts or any(name.startswith(_UNBOUND) for name, _ in rows):
+                if counts or (counts is False and any(name.startswith(_UNBOUND) for name, _ in rows)):
                     found[task] = counts
                 break
     return found
@@ -211,8 +211,8 @@ def _row(
         return replace(
             blank, reason=f"needs {wanted} seeds of each task, has {found.seeds if found else seeds}"
         )
-    if found.items < MIN_ITEMS:
-        return replace(blank, reason=f"needs {MIN_ITEMS} items that share no text, has {found.items}")
+    if found.clusters < MIN_CLUSTERS:
+        return replace(blank, reason=f"needs {MIN_CLUSTERS} passages or texts, has {found.clusters}")
     ahead = claim.relation is Relation.AT_LEAST and found.interval(0.95)[0] > 0
     if not (claim.relation is Relation.BETTER or ahead or _learned(second, records, by_loss)):
         return replace(blank, reason=f"needs a {claim.second.method} that learned something: equals at "

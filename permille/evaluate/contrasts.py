@@ -3,15 +3,15 @@
 A test of items alone says what these trained models do on other items; a claim about a method is about other
 seeds too. So an item counts with every seed, `d[i, s] = mu + a_i + b_s + e_is`, and the variance of the mean
 is estimated by what item means and seed means spread, each over its own number (the error is counted twice:
-on the safe side). Items of one passage or text are one draw: the spread is that of their sums
-(`permille.evaluate.statistics.spread`). Degrees of freedom after Satterthwaite. Tasks are pooled with equal
-weights; tasks that share items do not exist.
+on the safe side). Items of one passage or text are a cluster: their sums are what varies
+(`permille.evaluate.statistics.clustered_variance`). Degrees of freedom after Satterthwaite. Tasks are pooled
+with equal weights; tasks that share items do not exist.
 
 # Legend: I items, S seeds.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate.statistics import spread
+from permille.evaluate.statistics import TINY_VARIANCE, clustered_variance
 
 Record = Mapping[str, Any]
 """A cell of a results file; see `permille.evaluate.cells`."""
@@ -31,16 +31,16 @@ class Contrast:
 
     Attributes:
         effect: mean difference; positive where the first is better.
-        error: its standard error; 0 where nothing differs anywhere.
+        error: its standard error; 0 where no cluster and no seed differs from another.
         freedom: degrees of freedom; at least 1.
-        items: test items of all tasks together that share no text: those of one passage are one.
+        clusters: of test items of all tasks together: those of one passage or text are one.
         seeds: the fewest of a task.
     """
 
     effect: float
     error: float
     freedom: float
-    items: int
+    clusters: int
     seeds: int
     tasks: tuple[str, ...]
 
@@ -56,7 +56,7 @@ class Contrast:
         from scipy import stats
 
         if self.error == 0:
-            # All differences are one number. Other items may differ; how many is not known from these.
+            # All clusters say one number. Others may differ; how many is not known from these.
             return _hidden(self) if self.effect > bound else 1.0
         return float(stats.t.sf((self.effect - bound) / self.error, self.freedom))
 
@@ -79,7 +79,7 @@ def contrast(
         fixed: `second` has nothing random (zero-shot): its one record stands beside every seed.
 
     Returns:
-        None where no task has both methods, or a task has one seed or one item.
+        None where no task has both methods, or a task has one seed or one cluster.
 
     Raises:
         InputError: a record names an item twice, or a seed has two records.
@@ -94,49 +94,58 @@ def contrast(
         any_of_theirs = next(iter(theirs.values()))
         rows = [_differences(mine[s], any_of_theirs if fixed else theirs[s], by_loss) for s in seeds]
         items = [item for item in (rows[0] if rows else ()) if all(item in row for row in rows)]
-        texts = groups(mine[seeds[0]]) if seeds else {}
-        group_I = np.array([texts[item] for item in items])
-        if len(seeds) < 2 or len(np.unique(group_I)) < 2:
+        of_item = clusters([*mine.values(), *theirs.values()])
+        cluster_I = np.array([of_item[item] for item in items])
+        if len(seeds) < 2 or len(np.unique(cluster_I)) < 2:
             return None
-        parts.append(_Part(task, np.array([[row[item] for row in rows] for item in items]), group_I))
+        parts.append(_Part(task, np.array([[row[item] for row in rows] for item in items]), cluster_I))
     return _pooled(parts) if parts else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Differences of one task, and the text of each item."""
+    """Differences of one task, and the cluster of each item."""
 
     task: str
     difference_IS: NDArray[np.float64]
-    group_I: NDArray[np.int64]
+    cluster_I: NDArray[np.str_]
 
 
 def _pooled(parts: Sequence[_Part]) -> Contrast:
-    spreads = [
+    of_parts = [
         found
         for part in parts
         for found in (
-            spread(part.difference_IS.mean(axis=1), part.group_I),
-            spread(part.difference_IS.mean(axis=0), np.arange(part.difference_IS.shape[1])),
+            clustered_variance(part.difference_IS.mean(axis=1), part.cluster_I),
+            clustered_variance(part.difference_IS.mean(axis=0), np.arange(part.difference_IS.shape[1])),
         )
     ]
-    variances = [(variance / len(parts) ** 2, freedom) for variance, freedom in spreads]
+    variances = [(variance / len(parts) ** 2, freedom) for variance, freedom in of_parts]
     total = sum(variance for variance, _ in variances)
+    if total < TINY_VARIANCE:
+        total = 0.0
     weight = sum(variance**2 / freedom for variance, freedom in variances)
     return Contrast(
         effect=float(np.mean([part.difference_IS.mean() for part in parts])),
         error=math.sqrt(total),
         freedom=max(1.0, total**2 / weight) if weight > 0 else 1.0,
-        items=sum(len(np.unique(part.group_I)) for part in parts),
+        clusters=sum(len(np.unique(part.cluster_I)) for part in parts),
         seeds=min(part.difference_IS.shape[1] for part in parts),
         tasks=tuple(part.task for part in parts),
     )
 
 
-def groups(record: Record) -> dict[str, int]:
-    """The text of each item, as a number; a record that names none had items of texts of their own."""
-    items = record["items"]
-    return dict(zip(items, record.get("groups", range(len(items))), strict=True))
+def clusters(records: Iterable[Record]) -> dict[str, str]:
+    """The cluster of each item of records of one task, from any record that names it (`groups`).
+
+    An item of which none does is a cluster of its own.
+    """
+    known = list(records)
+    found = {item: f"item {item}" for record in known for item in record["items"]}
+    for record in known:
+        if "groups" in record:
+            found.update(zip(record["items"], map(str, record["groups"]), strict=True))
+    return found
 
 
 def _by_seed(records: Sequence[Record]) -> dict[int, Record]:
@@ -159,5 +168,5 @@ def _outcomes(record: Record, by_loss: bool) -> dict[str, float]:
 
 
 def _hidden(found: Contrast) -> float:
-    """The chance that a hundredth of other items was never met, in as many items."""
-    return float(0.99**found.items)
+    """The chance that a hundredth of other clusters was never met, in as many of them."""
+    return float(0.99**found.clusters)

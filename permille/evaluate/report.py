@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.evaluate.cells import Json
-from permille.evaluate.contrasts import groups
+from permille.evaluate.contrasts import clusters
 from permille.evaluate.statistics import average_ranks, beats_by
 
 REQUIRED_GAIN = 0.05
 REQUIRED_P = 0.01
-MIN_ITEMS = 30
-"""Fewer test items that share no text prove nothing."""
+MIN_CLUSTERS = 30
+"""Fewer test items that share no passage or text prove nothing."""
 
 Rows = Mapping[tuple[str, str], Sequence[Json]]
 """Records of one model and base, by (method, task)."""
@@ -47,7 +47,9 @@ def _table(model: str, base: str, rows: Rows) -> str:
         "",
         "Accuracy in percent, mean and deviation over seeds; in brackets the loss of the right answer in "
         "nats a token. A task in *italics* does not count for accuracy (no first-order gain of 5 points over "
-        "majority and zero-shot at p < 0.01). In free text (squad) accuracy is exact match, with F1.",
+        "majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
+        f"references, or fewer than {MIN_CLUSTERS} passages). In free text (squad) accuracy is exact match, "
+        "with F1.",
         "",
         "| method | "
         + " | ".join(_heading(rows, task, counted[task]) for task in tasks)
@@ -65,42 +67,42 @@ def _table(model: str, base: str, rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
-def countable(rows: Rows, task: str) -> bool:
-    """Whether accuracies on the task say anything at this size; see the module."""
+def countable(rows: Rows, task: str) -> bool | None:
+    """Whether accuracies on the task say anything at this size (see the module); None: it is not known."""
     first_order = [method for method, name in rows if name == task and method.startswith("fo:")]
     zero_shot = rows.get(("zero-shot", task), [])
     if not first_order or not zero_shot:
-        return False
+        return None
     # By validation: the best of several on the test items themselves would be a lucky one.
     best = min(first_order, key=lambda method: _mean(rows[method, task], "validation_loss"))
-    trained_N, base_N, group_N = paired(rows[best, task], zero_shot)
-    if len(np.unique(group_N)) < MIN_ITEMS:
-        return False
+    trained_N, base_N, cluster_N = paired(rows[best, task], zero_shot)
+    if len(np.unique(cluster_N)) < MIN_CLUSTERS:
+        return None
     majority_N = np.full(len(trained_N), _mean(rows[best, task], "majority"))
     return all(
-        beats_by(trained_N, other_N, REQUIRED_GAIN, group_N)[1] < REQUIRED_P
+        beats_by(trained_N, other_N, REQUIRED_GAIN, cluster_N)[1] < REQUIRED_P
         for other_N in (base_N, majority_N)
     )
 
 
 def paired(
     first: Sequence[Json], second: Sequence[Json]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.str_]]:
     """Outcomes of two methods on the items that both were tested on: of each item its mean over seeds, and
-    the number of its text.
+    its cluster.
 
-    Seeds share test items, and an item that is easy is so with every seed: items, not rows, are independent.
+    Seeds share test items, and an item that is easy is so with every seed: clusters of items are independent.
 
     Raises:
         InputError: a record names an item twice.
     """
     one, other = _by_item(first), _by_item(second)
     shared = [item for item in one if item in other]
-    texts = groups(first[0]) if first else {}
+    of_item = clusters([*first, *second])
     return (
         np.array([one[item] for item in shared]),
         np.array([other[item] for item in shared]),
-        np.array([texts[item] for item in shared], dtype=np.int64),
+        np.array([of_item[item] for item in shared], dtype=np.str_),
     )
 
 
@@ -133,11 +135,11 @@ def _mean(records: Sequence[Json], key: str) -> float:
     return float(np.mean([record[key] for record in records]))
 
 
-def _heading(rows: Rows, task: str, counts: bool) -> str:
+def _heading(rows: Rows, task: str, counts: bool | None) -> str:
     majority = np.mean(
         [record["majority"] for (_, name), found in rows.items() if name == task for record in found]
     )
-    name = task if counts else f"*{task}*"
+    name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]
     return f"{name} (majority {100 * majority:.1f})"
 
 

@@ -3,7 +3,7 @@
 Items (examples, users) are the unit, always in pairs: two methods are compared on the same items. Tests come
 from scipy; this module says which test answers which question.
 
-# Legend: N items, M methods, T tasks.
+# Legend: N items, G clusters, M methods, T tasks.
 """
 
 import math
@@ -18,23 +18,26 @@ from permille.errors import InputError
 EQUIVALENCE_MARGIN = 0.01
 """One point of accuracy."""
 
+TINY_VARIANCE = 1e-24
+"""Below it a variance is what rounding leaves of none."""
 
-def spread(value_N: NDArray[np.floating], group_N: NDArray[np.integer]) -> tuple[float, int]:
-    """Variance of the mean of values whose groups are independent, and its degrees of freedom, groups - 1.
 
-    Groups are summed before they are compared (the sandwich estimator for clusters, with G / (G - 1)); where
-    each value is a group of its own, it is the usual variance of a mean.
+def clustered_variance(value_N: NDArray[np.floating], cluster_N: NDArray[np.generic]) -> tuple[float, int]:
+    """Cluster-robust variance of a mean, and its degrees of freedom, clusters - 1.
+
+    Residuals are summed by cluster before they are squared (the sandwich estimator, with G / (G - 1)); where
+    each value is a cluster of its own, it is the usual variance of a mean.
 
     Args:
-        group_N: the group of each value: items of one passage share one.
+        cluster_N: the cluster of each value: items of one passage share one.
 
     Raises:
-        InputError: fewer than two groups.
+        InputError: fewer than two clusters.
     """
-    _, place_N = np.unique(group_N, return_inverse=True)
+    _, place_N = np.unique(cluster_N, return_inverse=True)
     number = int(place_N.max()) + 1 if len(place_N) else 0
     if number < 2:
-        raise InputError(f"expected values of two or more groups, got {number}")
+        raise InputError(f"expected values of two or more clusters, got {number}")
     sum_G = np.bincount(place_N, weights=value_N - value_N.mean())
     return float((sum_G**2).sum()) * number / (number - 1) / len(value_N) ** 2, number - 1
 
@@ -60,7 +63,7 @@ def user_test(name: str, first_N: NDArray[np.floating], second_N: NDArray[np.flo
     """Compare the losses of two methods, one of each a user.
 
     Raises:
-        InputError: as `beats_by`.
+        InputError: fewer than two users, unequal numbers, or numbers that are not finite.
     """
     from scipy import stats
 
@@ -104,25 +107,25 @@ def beats_by(
     first_N: NDArray[np.floating],
     second_N: NDArray[np.floating],
     margin: float,
-    group_N: NDArray[np.integer],
+    cluster_N: NDArray[np.generic],
 ) -> tuple[float, float]:
     """Mean of first less second, and the one-sided p-value that it is no more than `margin`.
 
     Args:
         first_N, second_N: an outcome of each distinct item: 1 or 0 for right or wrong, or its mean over
             seeds. The same item twice would count as evidence twice.
-        group_N: the text of each item.
+        cluster_N: the text of each item.
 
     Raises:
-        InputError: fewer than two items or groups, unequal numbers, or numbers that are not finite.
+        InputError: fewer than two items or clusters, unequal numbers, or numbers that are not finite.
     """
     from scipy import stats
 
     difference_N = _differences(first_N, second_N)
     mean = float(difference_N.mean())
-    variance, freedom = spread(difference_N, group_N)
-    if variance == 0:
-        # No text differs from another: what so many of them would hide, with this chance.
+    variance, freedom = clustered_variance(difference_N, cluster_N)
+    if variance < TINY_VARIANCE:
+        # No cluster differs from another: what so many of them would hide, with this chance.
         return mean, ((1 + margin) / 2) ** (freedom + 1) if mean > margin else 1.0
     return mean, float(stats.t.sf((mean - margin) / math.sqrt(variance), freedom))
 

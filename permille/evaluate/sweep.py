@@ -8,7 +8,8 @@ another sweep is refused, never mixed; seeds may be added after those that a fil
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,13 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     """
     done = open_results(sweep, results)
     bench = Bench(sweep)
-    done.append_bad_rows(bench)
+    with done.bad_rows_of(bench):
+        bench.read()
     cells = cells_of(sweep)
     for number, cell in enumerate(cells):
         progress(number, len(cells), cell.key)
         if cell.key not in done.cells:
             record = _run(bench, cell, done)
-            done.append_bad_rows(bench)
             done.append({"kind": "cell", "key": cell.key, **record})
     progress(len(cells), len(cells), "")
     return [done.cells[cell.key] for cell in cells]
@@ -70,14 +71,17 @@ def open_results(sweep: Sweep, results: Path) -> "Results":
 
 
 def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
+    """The record of a cell; what it finds of bad rows is durable before its tuning and its record are."""
     order = cell.method.order
     if order is None:
-        return bench.run(cell, cell.seed, None).record() | {"step_factor": None, "on_edge": False}
+        with done.bad_rows_of(bench):
+            return bench.run(cell, cell.seed, None).record() | {"step_factor": None, "on_edge": False}
     if cell.tuning_key not in done.tunings:
         seed = tuning_seed(cell.seed)
-        tuned = tune(
-            lambda factor: bench.validation_loss(cell, order, seed, factor), trials=bench.sweep.trials
-        )
+        with done.bad_rows_of(bench):
+            tuned = tune(
+                lambda factor: bench.validation_loss(cell, order, seed, factor), trials=bench.sweep.trials
+            )
         done.append(
             {
                 "kind": "tuning",
@@ -90,7 +94,8 @@ def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
         )
     tuning = done.tunings[cell.tuning_key]
     chosen = {"step_factor": tuning["step_factor"], "on_edge": tuning["on_edge"]}
-    return bench.run(cell, cell.seed, tuning["step_factor"]).record() | chosen
+    with done.bad_rows_of(bench):
+        return bench.run(cell, cell.seed, tuning["step_factor"]).record() | chosen
 
 
 class Results:
@@ -138,11 +143,15 @@ class Results:
                 os.fsync(file.fileno())
         return cls(path, lines)
 
-    def append_bad_rows(self, bench: Bench) -> None:
-        """Those that a bench has met and the file does not name."""
-        for line in bench.bad_rows():
-            if line not in self._bad_rows:
-                self.append({"kind": "bad-row", "key": line})
+    @contextmanager
+    def bad_rows_of(self, bench: Bench) -> Iterator[None]:
+        """Append what the bench meets and the file does not name, however the work ends."""
+        try:
+            yield
+        finally:
+            for line in bench.bad_rows():
+                if line not in self._bad_rows:
+                    self.append({"kind": "bad-row", "key": line})
 
     def append(self, line: Json) -> None:
         """Make a line durable, then known."""

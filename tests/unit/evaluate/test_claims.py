@@ -87,7 +87,7 @@ def test_a_claim_holds_where_the_first_is_clearly_better_or_equal(key: str) -> N
     assert row.verdict is Verdict.HOLDS
     assert not row.by_loss
     assert row.p_value is not None and row.p_value < 0.05
-    assert row.found is not None and row.found.items == ITEMS and row.found.seeds == 5
+    assert row.found is not None and row.found.clusters == ITEMS and row.found.seeds == 5
 
 
 @pytest.mark.parametrize("key", PAIRS)
@@ -207,7 +207,7 @@ def test_claims_are_adjusted_for_all_their_rows() -> None:
 
 
 def found_contrast(effect: float, error: float) -> Contrast:
-    return Contrast(effect=effect, error=error, freedom=400.0, items=ITEMS, seeds=5, tasks=("sst2",))
+    return Contrast(effect=effect, error=error, freedom=400.0, clusters=ITEMS, seeds=5, tasks=("sst2",))
 
 
 def judged_rows(monkeypatch: pytest.MonkeyPatch, key: str, found: Sequence[tuple[float, float]]) -> list[Row]:
@@ -262,8 +262,10 @@ def test_items_of_one_passage_are_one() -> None:
     alone = PAIRS["sensitive-random"](0.7, 0.6)
 
     def on_passages(number: int) -> list[Record]:
+        """Items that are as easy as each other stand on one passage."""
+        place_I = np.argsort(np.argsort(EASE)) * number // ITEMS
         return [
-            record | {"groups": [place * number // ITEMS for place in range(ITEMS)]}
+            record | {"groups": [f"passage {place}" for place in place_I.tolist()]}
             for record in map(dict, [*REFERENCES, *alone])
         ]
 
@@ -272,7 +274,7 @@ def test_items_of_one_passage_are_one() -> None:
         row_of("sensitive-random", [*REFERENCES, *alone]),
     )
     assert wide.found is not None and narrow.found is not None
-    assert (wide.found.items, narrow.found.items) == (100, ITEMS)
+    assert (wide.found.clusters, narrow.found.clusters) == (100, ITEMS)
     assert wide.found.effect == narrow.found.effect
     assert wide.found.error > narrow.found.error
     few = row_of("sensitive-random", on_passages(20))

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate.statistics import UserTest, average_ranks, beats_by, holm, spread, user_test
+from permille.evaluate.statistics import (
+    UserTest,
+    average_ranks,
+    beats_by,
+    clustered_variance,
+    holm,
+    user_test,
+)
 
 
 def paired(accuracy: float, change: float, items: int) -> tuple[np.ndarray, np.ndarray]:
@@ -20,20 +27,22 @@ def paired(accuracy: float, change: float, items: int) -> tuple[np.ndarray, np.n
     return first_N, second_N
 
 
-def test_the_spread_of_values_alone_is_that_of_a_mean() -> None:
+def test_the_clustered_variance_of_values_alone_is_that_of_a_mean() -> None:
     value_N = np.array([1.0, 2.0, 4.0, 9.0])
-    assert spread(value_N, np.array([3, 1, 0, 7])) == pytest.approx((value_N.var(ddof=1) / 4, 3))
+    assert clustered_variance(value_N, np.array([3, 1, 0, 7])) == pytest.approx((value_N.var(ddof=1) / 4, 3))
 
 
 def test_values_of_one_text_are_one_draw() -> None:
     """Each value four times is no more evidence than once; by hand where groups differ in size."""
     value_N = np.array([1.0, 2.0, 4.0, 9.0])
-    alone = spread(value_N, np.arange(4))
-    assert spread(np.repeat(value_N, 4), np.repeat(np.arange(4), 4)) == pytest.approx(alone)
+    alone = clustered_variance(value_N, np.arange(4))
+    assert clustered_variance(np.repeat(value_N, 4), np.repeat(np.arange(4), 4)) == pytest.approx(alone)
     # Mean 2; sums of deviations -2 and +2 of 4 values: (4 + 4) * 2 / 1 / 16.
-    assert spread(np.array([1.0, 1.0, 2.0, 4.0]), np.array([5, 5, 6, 6])) == pytest.approx((1.0, 1))
-    with pytest.raises(InputError, match="two or more groups"):
-        spread(value_N, np.zeros(4, np.int64))
+    assert clustered_variance(np.array([1.0, 1.0, 2.0, 4.0]), np.array([5, 5, 6, 6])) == pytest.approx(
+        (1.0, 1)
+    )
+    with pytest.raises(InputError, match="two or more clusters"):
+        clustered_variance(value_N, np.zeros(4, np.int64))
 
 
 def test_users_are_compared_in_pairs() -> None:
