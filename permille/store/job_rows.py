@@ -124,12 +124,8 @@ def _move_log(session: Session, job: Job, state: JobState) -> None:
     """Pending while a replay is to come, undecided once its job has ended otherwise than by a verdict."""
     if state in (JobState.RUNNING, JobState.SUCCEEDED):  # whoever ends it so has written the verdict
         return
-    run = session.scalar(
-        select(Run).where(
-            Run.tenant_id == job.tenant_id, Run.log_job_id == job.id, Run.log_state.is_not(None)
-        )
-    )
-    if run is None:  # its log was deleted, or replaced
+    run = session.get(Run, (job.tenant_id, job.payload["run_id"]))
+    if run is None or run.log_job_id != job.id or run.log_state is None:  # its log was deleted, or replaced
         return
     if state is JobState.QUEUED:
         run.log_state, run.log_reason = LogState.PENDING.value, None

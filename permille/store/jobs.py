@@ -71,6 +71,17 @@ def get(session: Session, *, tenant_id: str, job_id: str) -> Job:
     return job
 
 
+def lock(session: Session, *, tenant_id: str, job_id: str) -> Job:
+    """Read one job for change, as it is now: nobody else changes it before this transaction ends.
+
+    Raises NotFoundError.
+    """
+    job = job_rows.lock(session, job_id)
+    if job is None or job.tenant_id != tenant_id:
+        raise NotFoundError(f"no job {job_id!r}")
+    return job
+
+
 def find_by_key(session: Session, *, tenant_id: str, idempotency_key: str) -> Job | None:
     """The job that was submitted with this key, if any."""
     return _by_key(session, tenant_id, idempotency_key)
@@ -114,7 +125,7 @@ def request_cancel(session: Session, *, tenant_id: str, job_id: str) -> Job:
 
     A job that has ended stays as it is. Raises NotFoundError.
     """
-    job = _own(session, tenant_id, job_id)
+    job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if job_rows.has_ended(job):
         return job
     if job.cancel_requested_at is None:
@@ -135,7 +146,7 @@ def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
         NotFoundError: no such job.
         ConflictError: the job has not ended, has succeeded, or belongs to a build (retry the build).
     """
-    job = _own(session, tenant_id, job_id)
+    job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if not job_rows.has_ended(job) or job.state == JobState.SUCCEEDED:
         raise ConflictError(f"expected a job that failed, died or was cancelled, got one that is {job.state}")
     if job.parent_id is not None:
@@ -146,13 +157,6 @@ def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
             if job_rows.has_ended(child) and child.state != JobState.SUCCEEDED:
                 job_rows.requeue(session, child)
         builds.advance(session, job)
-    return job
-
-
-def _own(session: Session, tenant_id: str, job_id: str) -> Job:
-    job = job_rows.lock(session, job_id)
-    if job is None or job.tenant_id != tenant_id:
-        raise NotFoundError(f"no job {job_id!r}")
     return job
 
 

@@ -72,21 +72,18 @@ def attach_log(
         ConflictError: the run has another log already (delete it first).
     """
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
-    if run.log_state is not None:
-        if run.log_digest != log_digest or run.log_job_id is None:
-            raise ConflictError(
-                f"run {run_id!r} has another log: expected {run.log_digest}, got {log_digest}"
-            )
-        job = jobs.get(session, tenant_id=tenant_id, job_id=run.log_job_id)
-        if job.state in ENDED and job.state != JobState.SUCCEEDED:
-            job = jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
-        return run, job
-    job = jobs.submit(session, tenant_id=tenant_id, kind=JobKind.REPLAY, payload={"run_id": run_id})
-    run.log_state = LogState.PENDING.value
-    run.log_digest, run.log_size_bytes, run.log_job_id = log_digest, size_bytes, job.id
-    run.log_sent_at, run.log_deleted_at = now(session), None
-    run.log_reason = run.state_digest = None
-    session.flush()
+    job = None
+    if run.log_job_id is not None:
+        job = jobs.lock(session, tenant_id=tenant_id, job_id=run.log_job_id)
+    run = _lock(session, run)
+    if run.log_state is None:
+        return run, _queue_replay(session, run, log_digest, size_bytes)
+    if run.log_digest != log_digest or run.log_job_id is None:
+        raise ConflictError(f"run {run_id!r} has another log: expected {run.log_digest}, got {log_digest}")
+    if job is None or job.id != run.log_job_id:  # sent at the same moment: that job is new
+        return run, jobs.get(session, tenant_id=tenant_id, job_id=run.log_job_id)
+    if job.state in ENDED and job.state != JobState.SUCCEEDED:
+        job = jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
     return run, job
 
 
@@ -122,11 +119,11 @@ def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     Idempotent. Raises NotFoundError.
     """
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
-    digest = run.log_digest
+    if run.log_state is not None and run.log_job_id is not None:
+        jobs.request_cancel(session, tenant_id=tenant_id, job_id=run.log_job_id)
+    digest = _lock(session, run).log_digest  # with the verdict, if one came while its job was waited for
     if digest is None:
         return None
-    if run.log_job_id is not None:
-        jobs.request_cancel(session, tenant_id=tenant_id, job_id=run.log_job_id)
     run.log_state = run.log_digest = run.log_size_bytes = run.log_reason = run.state_digest = None
     run.log_deleted_at = now(session)
     session.flush()
@@ -139,3 +136,26 @@ def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     run.metrics, run.deleted_at = {}, now(session)
     return digest
+
+
+def _lock(session: Session, run: Run) -> Run:
+    """The run as it is now, for change. The job of its log is locked before it, by whoever needs both.
+
+    Raises NotFoundError when it was deleted meanwhile.
+    """
+    session.refresh(run, with_for_update=True)
+    if run.deleted_at is not None:
+        raise NotFoundError(f"no run {run.run_id!r}")
+    return run
+
+
+def _queue_replay(session: Session, run: Run, log_digest: str, size_bytes: int) -> Job:
+    """Write into a locked run that its log has come."""
+    payload = {"run_id": run.run_id}
+    job = jobs.submit(session, tenant_id=run.tenant_id, kind=JobKind.REPLAY, payload=payload)
+    run.log_state = LogState.PENDING.value
+    run.log_digest, run.log_size_bytes, run.log_job_id = log_digest, size_bytes, job.id
+    run.log_sent_at, run.log_deleted_at = now(session), None
+    run.log_reason = run.state_digest = None
+    session.flush()
+    return job

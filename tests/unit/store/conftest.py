@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from permille.store import access
+from permille.store import access, devices
 from permille.store.database import Database, make_engine
 from permille.store.schema import migrate
 from permille.store.tables import Base
@@ -107,3 +107,11 @@ def other_tenant_id(db: Database) -> str:
     """Another tenant."""
     with db.write() as session:
         return access.create_tenant(session, name="globex").id
+
+
+@pytest.fixture
+def device_id(db: Database, tenant_id: str) -> str:
+    """A device of the tenant."""
+    with db.write() as session:
+        _, code = devices.invite(session, tenant_id=tenant_id, release="tiny", alias="stable")
+        return devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device.id

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from permille.errors import InputError
-from permille.store import access, claims, devices, jobs, releases, results, runs
+from permille.store import access, claims, jobs, releases, results, runs
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.paging import encode_cursor
@@ -181,13 +181,6 @@ def test_tenant_names_are_taken_once(db: Database, tenant_id: str) -> None:
 
 
 # --- runs
-
-
-@pytest.fixture
-def device_id(db: Database, tenant_id: str) -> str:
-    with db.write() as session:
-        _, code = devices.invite(session, tenant_id=tenant_id, release="tiny", alias="stable")
-        return devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device.id
 
 
 def report(db: Database, tenant_id: str, device_id: str, run_id: str = "run", steps: int = 1) -> bool:
@@ -382,3 +375,17 @@ def test_a_deleted_log_does_not_come_back_with_its_job(db: Database, tenant_id: 
         jobs.retry(session, tenant_id=tenant_id, job_id=job_id)
     fail_for_good(db, tenant_id, claimed(db))
     assert log_of(db, tenant_id) == (None, None)
+
+
+def test_the_job_of_a_deleted_log_says_nothing_of_the_next_one(
+    db: Database, tenant_id: str, device_id: str
+) -> None:
+    report(db, tenant_id, device_id)
+    earlier = attach(db, tenant_id, device_id)
+    with db.write() as session:
+        runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id)
+    assert attach(db, tenant_id, device_id, log=LAYER) != earlier
+    with db.write() as session:
+        jobs.retry(session, tenant_id=tenant_id, job_id=earlier)
+        jobs.request_cancel(session, tenant_id=tenant_id, job_id=earlier)
+    assert log_of(db, tenant_id) == ("pending", None)

@@ -1,0 +1,178 @@
+"""Two requests about one log at the same moment: the second one waits, and finds what the first has left."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from permille.store import claims, jobs, runs
+from permille.store.database import Database
+from permille.store.errors import NotFoundError
+from permille.store.tables import Job, LogState
+from tests.unit.store.test_releases import LOG, attach, claimed, fail_for_good, log_of, report
+
+_WAIT_S = 30.0
+First = TypeVar("First")
+Second = TypeVar("Second")
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """The run `run` of a device, for the requests of both of its sides."""
+
+    db: Database
+    tenant_id: str
+    device_id: str
+
+    def send(self, session: Session) -> str:
+        """What the device asks for; the job's id."""
+        _, job = runs.attach_log(
+            session,
+            tenant_id=self.tenant_id,
+            device_id=self.device_id,
+            run_id="run",
+            log_digest=LOG,
+            size_bytes=9,
+        )
+        return job.id
+
+    def delete(self, session: Session) -> str | None:
+        """Forget the log."""
+        return runs.delete_log(session, tenant_id=self.tenant_id, run_id="run", device_id=self.device_id)
+
+    def delete_run(self, session: Session) -> str | None:
+        """Forget the run."""
+        return runs.delete_run(session, tenant_id=self.tenant_id, run_id="run", device_id=self.device_id)
+
+    def retry(self, session: Session) -> str:
+        """What the operator asks for."""
+        return jobs.retry(session, tenant_id=self.tenant_id, job_id=self.job.id).id
+
+    def cancel(self, session: Session) -> str:
+        """What the operator asks for."""
+        return jobs.request_cancel(session, tenant_id=self.tenant_id, job_id=self.job.id).id
+
+    @property
+    def job(self) -> Job:
+        """The newest job."""
+        with self.db.read() as session:
+            return jobs.list_jobs(session, tenant_id=self.tenant_id).items[0]
+
+    @property
+    def states(self) -> tuple[str | None, str]:
+        """Of the log and of its job."""
+        return log_of(self.db, self.tenant_id)[0], self.job.state
+
+
+@pytest.fixture
+def log(db: Database, tenant_id: str, device_id: str) -> Log:
+    """A run that is reported; its log has not come yet."""
+    report(db, tenant_id, device_id)
+    return Log(db, tenant_id, device_id)
+
+
+@pytest.fixture
+def pending(log: Log) -> Log:
+    """Its log waits for a replay."""
+    attach(log.db, log.tenant_id, log.device_id)
+    return log
+
+
+@pytest.fixture
+def undecided(pending: Log) -> Log:
+    """The replay of its log has failed."""
+    fail_for_good(pending.db, pending.tenant_id, claimed(pending.db))
+    return pending
+
+
+def at_once(
+    db: Database, first: Callable[[Session], First], second: Callable[[Session], Second]
+) -> tuple[First, Second]:
+    """Begin `second` when `first` is done and not yet committed; what both answer."""
+
+    def begin_second() -> Second:
+        with db.write() as session:
+            return second(session)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        with db.write() as session:
+            answer = first(session)
+            session.flush()
+            other = pool.submit(begin_second)
+            _wait_until_it_waits(db, other)
+        return answer, other.result(_WAIT_S)
+
+
+def _wait_until_it_waits(db: Database, other: Future[Second]) -> None:
+    """A second writer waits on SQLite at its beginning, on PostgreSQL at a locked row, if it meets one."""
+    if not db.url.startswith("postgresql"):
+        return
+    query = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+    deadline = time.monotonic() + _WAIT_S
+    while not other.done():
+        with db.read() as session:
+            if session.execute(query).scalar_one():
+                return
+        assert time.monotonic() < deadline, "expected the second request to wait, or to end"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("first", [Log.send, Log.retry])
+def test_an_undecided_log_is_queued_again_once_and_nobody_is_refused(
+    undecided: Log, first: Callable[[Log, Session], str]
+) -> None:
+    answers = at_once(undecided.db, lambda session: first(undecided, session), undecided.send)
+    assert answers == (undecided.job.id, undecided.job.id)
+    assert undecided.states == ("pending", "queued")
+
+
+def test_a_first_log_that_is_sent_twice_has_one_job(log: Log) -> None:
+    first, second = at_once(log.db, log.send, log.send)
+    assert first == second
+    with log.db.read() as session:
+        assert len(jobs.list_jobs(session, tenant_id=log.tenant_id).items) == 1
+
+
+def test_a_log_that_comes_while_its_replay_is_cancelled_is_queued_again(pending: Log) -> None:
+    at_once(pending.db, pending.cancel, pending.send)
+    assert pending.states == ("pending", "queued")
+
+
+def test_a_log_that_comes_while_it_is_deleted_is_a_new_one(pending: Log) -> None:
+    earlier = pending.job.id
+    _, job_id = at_once(pending.db, pending.delete, pending.send)
+    assert job_id != earlier
+    assert (pending.job.id, pending.states) == (job_id, ("pending", "queued"))
+
+
+def test_a_log_that_comes_while_its_run_is_deleted_is_not_kept(pending: Log) -> None:
+    with pytest.raises(NotFoundError):
+        at_once(pending.db, pending.delete_run, pending.send)
+    assert pending.job.state == "cancelled"
+
+
+def test_a_verdict_that_comes_while_its_log_is_deleted_goes_with_it(pending: Log) -> None:
+    held = claimed(pending.db)
+
+    def publish(session: Session) -> None:
+        claims.check(session, held)
+        runs.finish_log(
+            session,
+            tenant_id=pending.tenant_id,
+            run_id="run",
+            log_digest=LOG,
+            state=LogState.VERIFIED,
+            state_digest=LOG,
+        )
+        claims.complete(session, held, result_kind="run", result_id="run")
+
+    _, digest = at_once(pending.db, publish, pending.delete)
+    assert digest == LOG
+    with pending.db.read() as session:
+        row = runs.get(session, tenant_id=pending.tenant_id, run_id="run")
+    assert (row.log_state, row.log_digest, row.state_digest) == (None, None, None)
