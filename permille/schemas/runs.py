@@ -137,6 +137,7 @@ class RunLog(Closed):
     state_digest: Digest | None
     reason: str | None
     size_bytes: Count
+    job_id: Id | None = Field(description="of its replay: retry that job where the log is undecided")
 
 
 class Run(Closed):

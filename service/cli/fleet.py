@@ -25,6 +25,7 @@ RUN_COLUMNS = (
     "metrics.loss_base",
     "metrics.loss_personal",
     "log.state",
+    "log.job_id",
 )
 TOKEN_COLUMNS = ("id", "name", "role", "created_at", "last_used_at", "expires_at")
 

@@ -142,6 +142,7 @@ def present(row: tables.Run) -> Run:
             state_digest=row.state_digest,
             reason=row.log_reason,
             size_bytes=row.log_size_bytes or 0,
+            job_id=row.log_job_id,
         )
     return Run(
         run_id=row.run_id,

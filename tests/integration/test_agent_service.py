@@ -205,6 +205,10 @@ def test_reports_logs_and_their_deletion(
     assert runs[RUN_ID]["log"] is None
     assert runs[RUN_ID]["metrics"]["state_digest"] is None
     assert runs[OTHER_RUN_ID]["log"]["state"] == "pending"
+    operator("jobs", "cancel", runs[OTHER_RUN_ID]["log"]["job_id"])
+    undecided = [run["log"] for run in operator("runs", "list") if run["log"] is not None]
+    assert [operator("jobs", "retry", log["job_id"])["state"] for log in undecided] == ["queued"]
+    assert operator("runs", "show", OTHER_RUN_ID)["log"]["state"] == "pending"
     assert enrolled("share-log", "delete") == (0, {"deleted": 1})
     assert {run["run_id"]: run["log"] for run in operator("runs", "list")}[OTHER_RUN_ID] is None
 

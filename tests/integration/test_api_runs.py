@@ -68,6 +68,7 @@ def test_log_is_stored_and_queued_once(api: Api) -> None:
     log = api.get(f"/v1/runs/{run_id}", token).json()["log"]
     assert (log["state"], log["log_digest"]) == ("pending", digest_of(b"log bytes"))
     assert log["size_bytes"] == 9
+    assert log["job_id"] == first.json()["job_id"]
 
 
 def test_log_whose_replay_was_cancelled_is_undecided_until_it_is_sent_again(api: Api) -> None:
@@ -80,6 +81,30 @@ def test_log_whose_replay_was_cancelled_is_undecided_until_it_is_sent_again(api:
     assert api.get(f"/v1/jobs/{job_id}").json()["state"] == "queued"
     log = api.get(f"/v1/runs/{run_id}", token).json()["log"]
     assert (log["state"], log["reason"]) == ("pending", None)
+
+
+def test_an_operator_finds_the_job_of_each_undecided_log_and_retries_it(api: Api) -> None:
+    device = api.device()
+    sent = {}
+    for content in (b"first", b"second"):
+        run_id, token = reported(api, device)
+        sent[run_id] = put_log(api, run_id, content, token).json()["job_id"]
+        api.post(f"/v1/jobs/{sent[run_id]}/cancel")
+    found = {run["run_id"]: run["log"] for run in api.get("/v1/runs").json()["items"]}
+    assert {run_id: (log["state"], log["job_id"]) for run_id, log in found.items()} == {
+        run_id: ("undecided", job_id) for run_id, job_id in sent.items()
+    }
+    for run_id, log in found.items():
+        assert api.post(f"/v1/jobs/{log['job_id']}/retry").status_code == 202
+        assert api.get(f"/v1/runs/{run_id}").json()["log"]["state"] == "pending"
+
+
+def test_the_document_says_what_the_job_of_a_log_is_for(api: Api) -> None:
+    field = api.get("/openapi.json").json()["components"]["schemas"]["RunLog"]["properties"]["job_id"]
+    assert "retry" in field["description"]
+    kinds = {kind["type"]: kind for kind in field["anyOf"]}
+    assert set(kinds) == {"string", "null"}
+    assert [example.partition("_")[0] for example in kinds["string"]["examples"]] == ["job"]
 
 
 def test_second_log_of_a_run_is_refused_and_leaves_no_bytes(api: Api) -> None:
