@@ -29,7 +29,7 @@ from edge_agent.options import TrainOptions
 from permille.errors import InputError
 
 FIGURE = "first order"
-LEARNING_RATES = {"LoRA": (3e-4, 1e-3, 3e-3, 1e-2), "sparse values": (3e-4, 1e-3, 3e-3, 1e-2)}
+LEARNING_RATES = {"LoRA": (3e-4, 1e-3, 3e-3, 1e-2), "sparse values": (1e-3, 3e-3, 1e-2, 3e-2)}
 
 
 def measure(
