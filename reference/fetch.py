@@ -2,7 +2,8 @@
 
 Each source lands in `<texts>/<name>` at its own commit. `--mirror` reads another place than the origin, for
 instance local clones: `--mirror '/clones/{owner}/{repository}'`. Sources already there as listed are left
-alone; where the commit or the files of one have changed, those fetched before go, and it is fetched anew.
+alone; where the commit or the files of one have changed, it is fetched anew, and those fetched before go once
+all that replaces them has come. A stamp (`.fetched`, what was asked for) of another form is such a change, too.
 
     python -m reference.fetch --texts build/reference/texts
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from reference.sources import DEFAULT_SOURCES, Source, read_sources
 
@@ -27,7 +30,6 @@ def fetch(source: Source, folder: Path, mirror: str | None) -> None:
     stamp, asked = folder / ".fetched", _asked(source)
     if stamp.exists() and stamp.read_text() == asked:
         return
-    stamp.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     owner, repository = source.origin.rstrip("/").split("/")[-2:]
     place = mirror.format(owner=owner, repository=repository) if mirror else source.origin
@@ -39,6 +41,10 @@ def fetch(source: Source, folder: Path, mirror: str | None) -> None:
     _git(folder, "fetch", "-q", "--depth", "1", "--filter=blob:none", "origin", source.commit)
     patterns = [f":(glob){pattern}" for pattern in source.files]
     patterns += [f":(exclude,glob){pattern}" for pattern in source.exclude]
+    with TemporaryDirectory(dir=folder / ".git") as aside:  # brings the texts: nothing after it asks the place
+        index = {"GIT_INDEX_FILE": str(Path(aside) / ".index")}
+        _git(folder, f"--work-tree={aside}", "checkout", "-q", source.commit, "--", *patterns, **index)
+    stamp.unlink(missing_ok=True)
     _git(folder, "rm", "-r", "-q", "-f", "--ignore-unmatch", ".")  # of what is here, only what git brought
     _git(folder, "checkout", "-q", source.commit, "--", *patterns)
     stamp.write_text(asked)
@@ -49,8 +55,8 @@ def _asked(source: Source) -> str:
     return json.dumps({"commit": source.commit, "files": source.files, "exclude": source.exclude})
 
 
-def _git(folder: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *arguments], check=True)
+def _git(folder: Path, *arguments: str, **settings: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *arguments], check=True, env={**os.environ, **settings})
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
 """Sources from git: the files asked for, at their commit, and no others."""
 
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import reference.fetch
 from reference.fetch import fetch
 from reference.sources import Source
 
@@ -86,14 +88,66 @@ def test_a_source_at_another_commit_is_fetched_anew(tmp_path: Path, source: Sour
     assert texts_in(tmp_path / "texts") == {"a.md": "second", "mine.txt": "not git's"}
 
 
-def test_a_fetch_that_failed_is_not_taken_for_one_that_is_done(
+def test_where_nothing_can_be_brought_what_is_there_stays_and_counts(
     tmp_path: Path, source: Source, mirror: str
 ) -> None:
     fetch(source, tmp_path / "texts", mirror)
-    changed = replace(source, exclude=())
     with pytest.raises(subprocess.CalledProcessError):
-        fetch(changed, tmp_path / "texts", "/nowhere")
+        fetch(replace(source, exclude=()), tmp_path / "texts", "/nowhere")
+    fetch(source, tmp_path / "texts", "/nowhere")
+    assert texts_in(tmp_path / "texts") == {"a.md": "first"}
+
+
+def test_where_one_text_cannot_be_brought_what_is_there_stays_and_counts(
+    tmp_path: Path, source: Source, mirror: str
+) -> None:
+    fetch(source, tmp_path / "texts", mirror)
+    blob = git(tmp_path / "owner/books", "rev-parse", f"{source.commit}:b.md")
+    (tmp_path / "owner/books/.git/objects" / blob[:2] / blob[2:]).unlink()
+    with pytest.raises(subprocess.CalledProcessError):
+        fetch(replace(source, exclude=()), tmp_path / "texts", mirror)
+    fetch(source, tmp_path / "texts", "/nowhere")
+    assert texts_in(tmp_path / "texts") == {"a.md": "first"}
+
+
+def test_a_tree_that_was_left_half_replaced_is_not_taken_for_one_that_is_done(
+    tmp_path: Path, source: Source, mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch(source, tmp_path / "texts", mirror)
+    at_removal(monkeypatch, lambda: pytest.fail("the disk is full"))
+    with pytest.raises(pytest.fail.Exception, match="disk"):
+        fetch(replace(source, exclude=()), tmp_path / "texts", mirror)
+    monkeypatch.undo()
     with pytest.raises(subprocess.CalledProcessError):
         fetch(source, tmp_path / "texts", "/nowhere")
-    fetch(changed, tmp_path / "texts", mirror)
-    assert sorted(texts_in(tmp_path / "texts")) == ["a.md", "b.md"]
+
+
+def test_when_what_is_there_goes_the_place_is_not_asked_any_more(
+    tmp_path: Path, source: Source, mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch(source, tmp_path / "texts", mirror)
+    at_removal(monkeypatch, lambda: (tmp_path / "owner").rename(tmp_path / "away"))
+    fetch(replace(source, exclude=()), tmp_path / "texts", mirror)
+    assert texts_in(tmp_path / "texts") == {"a.md": "first", "b.md": "not this"}
+
+
+def at_removal(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+    """Have `then` happen when `fetch` removes what is there."""
+    run = reference.fetch._git
+
+    def git_and_then(folder: Path, *arguments: str, **settings: str) -> None:
+        run(folder, *arguments, **settings)
+        if arguments[0] == "rm":
+            then()
+
+    monkeypatch.setattr(reference.fetch, "_git", git_and_then)
+
+
+def test_a_source_with_a_stamp_of_another_form_is_fetched_anew(
+    tmp_path: Path, source: Source, mirror: str
+) -> None:
+    fetch(source, tmp_path / "texts", mirror)
+    (tmp_path / "texts/.fetched").write_text(str(source.commit))
+    (tmp_path / "texts/a.md").write_text("changed")
+    fetch(source, tmp_path / "texts", mirror)
+    assert texts_in(tmp_path / "texts") == {"a.md": "first"}
