@@ -130,7 +130,10 @@ class Evaluation(Closed):
     job_id: Id
     options: EvaluationOptions
     cells: Count
-    bad_rows: Count = Field(description="rows of task files that could not be read; the results name them")
+    bad_rows: Count = Field(
+        description="rows of task files that could not be read, and examples whose answer does not fit "
+        "`max_tokens`, these once for each model; the results name them"
+    )
     digest: Digest = Field(description="of the results")
     size_bytes: Count
     created_at: Timestamp
