@@ -3,7 +3,7 @@
 Each source lands in `<texts>/<name>` at its own commit. `--mirror` reads another place than the origin, for
 instance local clones: `--mirror '/clones/{owner}/{repository}'`. Sources already there as listed are left
 alone; where the commit or the files of one have changed, it is fetched anew, and those fetched before go once
-all that replaces them has come. A stamp (`.fetched`, what was asked for) of another form is such a change, too.
+all that replaces them has come. A stamp (`.fetched`, what was asked for) of another form is such a change.
 
     python -m reference.fetch --texts build/reference/texts
 """
@@ -41,7 +41,7 @@ def fetch(source: Source, folder: Path, mirror: str | None) -> None:
     _git(folder, "fetch", "-q", "--depth", "1", "--filter=blob:none", "origin", source.commit)
     patterns = [f":(glob){pattern}" for pattern in source.files]
     patterns += [f":(exclude,glob){pattern}" for pattern in source.exclude]
-    with TemporaryDirectory(dir=folder / ".git") as aside:  # brings the texts: nothing after it asks the place
+    with TemporaryDirectory(dir=folder / ".git") as aside:  # brings the texts, for good
         index = {"GIT_INDEX_FILE": str(Path(aside) / ".index")}
         _git(folder, f"--work-tree={aside}", "checkout", "-q", source.commit, "--", *patterns, **index)
     stamp.unlink(missing_ok=True)
