@@ -259,15 +259,16 @@ def _limit_table(cells: Cells) -> list[str]:
     for (shape, contender), found in _limit_groups(cells).items():
         free = found.get(None)
         lines += [
-            f"{shape}, {contender}:",
+            f"{shape}, {contender}; a limit above the peak without one binds nothing, and its ratio is noise:",
             "",
-            "| limit, GiB | seconds a step | against no limit |",
-            "|---|---|---|",
+            "| limit, GiB | peak, GiB | seconds a step | against no limit |",
+            "|---|---|---|---|",
         ]
         for limit, result in found.items():
             share = None if free is None else ratio(result, free)
             steps = "ended by the kernel" if "failed" in result else _list(result["step_s"][1:])
-            lines.append(f"| {limit or 'none'} | {steps} | {'' if share is None else f'{share:.2f}'} |")
+            peak = "" if "failed" in result else f"{result['peak_bytes'] / (1 << 30):.2f}"
+            lines.append(f"| {limit or 'none'} | {peak} | {steps} | {'' if share is None else f'{share:.2f}'} |")
         lines.append("")
     return lines
 
