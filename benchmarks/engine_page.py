@@ -259,7 +259,7 @@ def _limit_table(cells: Cells) -> list[str]:
     for (shape, contender), found in _limit_groups(cells).items():
         free = found.get(None)
         lines += [
-            f"{shape}, {contender}; a limit above the peak without one binds nothing, and its ratio is noise:",
+            f"{shape}, {contender}; a limit above the peak without one binds nothing: its ratio is noise.",
             "",
             "| limit, GiB | peak, GiB | seconds a step | against no limit |",
             "|---|---|---|---|",
@@ -268,7 +268,8 @@ def _limit_table(cells: Cells) -> list[str]:
             share = None if free is None else ratio(result, free)
             steps = "ended by the kernel" if "failed" in result else _list(result["step_s"][1:])
             peak = "" if "failed" in result else f"{result['peak_bytes'] / (1 << 30):.2f}"
-            lines.append(f"| {limit or 'none'} | {peak} | {steps} | {'' if share is None else f'{share:.2f}'} |")
+            against = "" if share is None else f"{share:.2f}"
+            lines.append(f"| {limit or 'none'} | {peak} | {steps} | {against} |")
         lines.append("")
     return lines
 
