@@ -157,10 +157,10 @@ def test_the_page_names_the_smallest_limit_that_holds(tmp_path: Path) -> None:
     around = {"machine": {"before": machine, "after": machine | {"versions": {}}}}
     common = {"shape": "7B", "layers": None, "sequences": 4, "tokens": 128, "contender": "permille light"}
     for limit, seconds in ((None, 10.0), (4.6, 10.5), (4.2, 10.9), (4.0, 11.5)):
-        result = {"there": True, "step_s": [30.0, seconds, seconds]} | around
+        result = {"there": True, "step_s": [30.0, seconds, seconds], "peak_bytes": 4 << 30} | around
         cells.once("memory limit", common | {"limit_gib": limit}, result.copy)
     assert "7B, 4x128, permille light | at most 4.6 GiB | 4.2 GiB |" in page(cells)
-    assert "| 4.0 | 11.5, 11.5 | 1.15 |" in page(cells)
+    assert "| 4.0 | 4.00 | 11.5, 11.5 | 1.15 |" in page(cells)
 
 
 def test_a_child_that_did_not_live_has_no_ratio() -> None:
