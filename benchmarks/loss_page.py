@@ -10,6 +10,7 @@ PLAIN = "plain MeZO"
 LINEAR = "MeZO, linear weights"
 _TRIAL = "trial"
 OURS = ("permille", "permille, learned directions")
+_TARGETS = (("MeZO", "0.2"), (PLAIN, "0.1"), (LINEAR, ""), *((name, "") for name in OURS))
 
 
 def page(cells: Cells) -> str:
@@ -29,6 +30,7 @@ search, the trials of the others.
 
 def _mezo_tables(cells: Cells) -> list[str]:
     groups: dict[tuple[Any, ...], dict[str, tuple[Settings, Result]]] = {}
+    longer: dict[tuple[Any, ...], list[tuple[Settings, Result]]] = {}
     tuning: dict[tuple[Any, str], dict[int, list[float]]] = {}
     for settings, result in cells.of("time to loss"):
         key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
@@ -36,7 +38,12 @@ def _mezo_tables(cells: Cells) -> list[str]:
             of = key, settings["what"]
             tuning.setdefault(of, {}).setdefault(settings["steps"], []).append(result["points"][-1]["cpu_s"])
         else:
-            groups.setdefault(key, {})[settings["what"]] = (settings, result)
+            found = groups.setdefault(key, {})
+            runs = [(settings, result), *filter(None, [found.get(settings["what"])])]
+            # Of runs with different numbers of steps the lowest races; the others have a row of their own.
+            runs.sort(key=lambda run: float(lowest(run[1]["points"])["loss"]))
+            found[settings["what"]] = runs[0]
+            longer.setdefault(key, []).extend(runs[1:])
     lines: list[str] = []
     for key, found in groups.items():
         found = _by_pace(found)
@@ -48,10 +55,9 @@ def _mezo_tables(cells: Cells) -> list[str]:
             "directions | of theirs | target |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        for what, target in (("MeZO", "0.2"), (PLAIN, "0.1"), (LINEAR, ""), *((name, "") for name in OURS)):
-            if what not in found:
-                continue
-            settings, result = found[what]
+        rows = [(what, target, found[what]) for what, target in _TARGETS if what in found]
+        rows += [(run[0]["what"], "", run) for run in longer.get(key, []) if run[0]["what"] in OURS]
+        for what, target, (settings, result) in rows:
             best = lowest(result["points"])
             trial = f"{_TRIAL} of {LINEAR}" if what == LINEAR else _TRIAL
             # Trials of another length are of another, unfinished grid.
