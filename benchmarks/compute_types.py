@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.cells import Cells, Result, Settings
-from benchmarks.machine import has_bf16, machine
+from benchmarks.machine import BF16_INSTRUCTIONS, has_bf16, machine
 from benchmarks.model_packages import Sources, sources_from_environment
 from benchmarks.settings import settings_parser
 from benchmarks.user_text import DENSITIES, UserText, user_text
@@ -223,7 +223,15 @@ def _rank_table(cells: Cells, model: str) -> list[str]:
         best = min(medians, key=lambda factor: medians[factor])
         share = paces[dtype] / paces[ComputeDtype.FLOAT32.value]
         rows.append((share * (1 + medians[best] ** 2), dtype, share, best, medians[best]))
+    machines = [result["machine"]["before"] for _, result in cells.of("convergence")]
+    known = {name for found in machines for name in found["instructions"]}
+    without = [
+        "This machine has no bf16 instructions: bfloat16 is computed by conversions, and its time says",
+        "nothing of processors that have them. The int8 activations are simulated in float32.",
+        "",
+    ]
     return [
+        *([] if known & BF16_INSTRUCTIONS else without),
         "| type | step, of float32's | best epsilon | error there | time x (1 + error^2) |",
         "|---|---|---|---|---|",
         *(f"| {dtype} | {share:.2f} | {best:g} | {error:.2g} | {score:.2f} |"

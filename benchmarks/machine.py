@@ -38,9 +38,12 @@ def instructions() -> set[str]:
     return set(_FLAGS) & set(found)
 
 
+BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
 def has_bf16() -> bool:
     """Whether the processor multiplies bf16 by instruction; else it is emulated, several times slower."""
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & instructions())
+    return bool(BF16_INSTRUCTIONS & instructions())
 
 
 @dataclass(frozen=True, slots=True)
