@@ -341,11 +341,12 @@ def test_a_flipped_coefficient_is_found_before_the_model_is_used(tmp_path: Path)
     result = _train(home, user_text(tmp_path))
     run = find_run(home, str(result.run))
     (run.path / "state.i64").unlink()
-    contents = permille.zo.journal.read_journal(run.journal(0))
+    journal_path = run.journal(run.require("decision")["attempt"])
+    contents = permille.zo.journal.read_journal(journal_path)
     records = list(contents.records)
     flipped = replace(records[1], coefficients=(records[1].coefficients[0] + 1, *records[1].coefficients[1:]))
-    run.journal(0).unlink()
-    with permille.zo.journal.Journal.create(run.journal(0), contents.header) as journal:
+    journal_path.unlink()
+    with permille.zo.journal.Journal.create(journal_path, contents.header) as journal:
         for record in [records[0], flipped, *records[2:]]:
             journal.append(record)
 
@@ -383,7 +384,7 @@ def test_a_journal_that_lost_steps_is_refused(tmp_path: Path) -> None:
     home, package = home_with_package(tmp_path / "home")
     result = _train(home, user_text(tmp_path))
     run = find_run(home, str(result.run))
-    journal = run.journal(0)
+    journal = run.journal(run.require("decision")["attempt"])
     journal.write_bytes(journal.read_bytes()[:-60])
     active = active_model(home)
     assert active is not None
