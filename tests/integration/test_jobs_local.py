@@ -108,6 +108,7 @@ def test_cancel_kills_a_job_that_does_not_listen(site: Site) -> None:
     site.cancel(job)
     site.wait_for_state(job, "cancelled")
     wait_until(lambda: not is_alive(int(child)), site.explain)
+    assert site.results() == []
 
 
 def test_sigterm_lets_a_short_job_finish(site: Site) -> None:
