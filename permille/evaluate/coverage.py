@@ -11,6 +11,7 @@ selected it holds their noise too, and looks better than it is. The paper's figu
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ from permille.evaluate.trainables import Trainable
 from permille.sensitivity.coverage import coverage_by_tensor
 from permille.sensitivity.masks import Mask
 from permille.zo.estimators import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,7 @@ def layer_shares(scores: Mapping[str, NDArray[np.float32]], fractions: Sequence[
 class LinearWeights:
     """All linear weights of a model's blocks as one trainable, and their gradients by tensor."""
 
-    def __init__(self, model: "object") -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         """
         Args:
             model: a transformers model of a known family; it is trained in place.

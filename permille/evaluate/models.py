@@ -91,9 +91,9 @@ def linear_weights(model: "PreTrainedModel") -> list[str]:
     return [name for name, _ in scoped_tensors(model.config.to_dict(), "all")]
 
 
-def linear_shapes(model: object) -> dict[str, tuple[int, ...]]:
+def linear_shapes(model: "PreTrainedModel") -> dict[str, tuple[int, ...]]:
     """The shapes of those."""
-    parameters = dict(model.named_parameters())  # type: ignore[attr-defined]
+    parameters = dict(model.named_parameters())
     return {name: tuple(parameters[name].shape) for name in linear_weights(model)}
 
 

@@ -6,6 +6,7 @@ by the sums, bit for bit.
 
 from collections.abc import Iterable, Mapping
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +14,14 @@ from numpy.typing import NDArray
 from permille.evaluate.trainables import Trainable, masked_weights
 from permille.zo.estimators import Batch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Shapes = Mapping[str, tuple[int, ...]]
 Scores = dict[str, NDArray[np.float32]]
 
 
-def whole_tensors(model: object, shapes: Shapes) -> Trainable:
+def whole_tensors(model: "PreTrainedModel", shapes: Shapes) -> Trainable:
     """All weights of some tensors of a transformers model as one trainable; it is trained in place."""
     return masked_weights(
         model, {name: np.arange(prod(shape), dtype=np.uint32) for name, shape in shapes.items()}
