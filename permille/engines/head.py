@@ -75,10 +75,18 @@ class OutputHead:
         return loss_R, gradient_RH
 
     def _blocks(self, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """First word and weights of each block in `like`'s dtype; a block holds until the next is asked for."""
         vocabulary, width = self._weight_DH.shape
         step = max(1, min(_BLOCK_TOKENS, _BLOCK_WEIGHTS // width))
+        if self._weight_DH.dtype == like.dtype:
+            for first in range(0, vocabulary, step):
+                yield first, self._weight_DH[first : first + step]
+            return
+        # One buffer for all: the allocator keeps freed blocks of this size, several of them.
+        wide_BH = like.new_empty((min(step, vocabulary), width))
         for first in range(0, vocabulary, step):
-            yield first, self._weight_DH[first : first + step].to(like.dtype)
+            block_BH = self._weight_DH[first : first + step]
+            yield first, wide_BH[: len(block_BH)].copy_(block_BH)
 
     def _capped(self, logit_RB: Tensor) -> Tensor:
         """The logits through the soft cap, in place."""
