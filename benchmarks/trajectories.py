@@ -75,6 +75,8 @@ def lowest(points: list[Point]) -> Point:
 def agent_run(user: UserText, *, steps: int, threads: int, options: dict[str, Any]) -> dict[str, Any]:
     """A run of the agent with its defaults, `options` changed: {points, search_cpu_s, engine, options}.
 
+    The points are those of all attempts, in the order of time.
+
     Search is the whole time until the first step: reading text, loading the model, epsilon and step size.
     """
     told = _Told()
@@ -107,10 +109,11 @@ def agent_run(user: UserText, *, steps: int, threads: int, options: dict[str, An
 
 
 class _Told:
-    """A progress that keeps the evaluations with the clock's seconds. Each attempt starts the list anew."""
+    """A progress that keeps the evaluations of all attempts with the clock's seconds."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
+        self.attempt = 0
         self.search_cpu_s = 0.0
         self.clock = Clock()
         self.training = False
@@ -128,8 +131,8 @@ class _Told:
             self.training = True
             self.clock = Clock()
         if self.points and step <= self.points[-1]["step"]:
-            self.points = []
-        self.points.append(_point(step, loss, self.clock.pause()))
+            self.attempt += 1
+        self.points.append({"attempt": self.attempt} | _point(step, loss, self.clock.pause()))
 
 
 class _WithoutEvaluation:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from edge_agent.personal import canonical_log
 from edge_agent.run_folder import Json, RunFolder
 from edge_agent.setup import Setup
-from edge_agent.trainer import Chosen, attempt_header
+from edge_agent.trainer import Chosen
 from permille.files import write_atomic
 from permille.schemas.runs import Outcome
 from permille.zo.journal import read_journal
@@ -52,21 +52,18 @@ def result_of(run: RunFolder, end: Json, *, known: bool) -> RunResult:
     )
 
 
-def log_facts(
-    run: RunFolder, setup: Setup, plan: Json, decision: Json, chosen: Chosen, share_log: bool
-) -> Json:
+def log_facts(run: RunFolder, setup: Setup, decision: Json, chosen: Chosen, share_log: bool) -> Json:
     """What the metrics say of the log. Where the user shares it, it is laid out beside the outcome."""
     records = read_journal(run.journal(chosen.attempt)).records
     log = canonical_log(run)
     shared = share_log and chosen.step > 0
     if shared:
         write_atomic(run.path / "shared.log", log, mode=0o600)
-    header = attempt_header(setup, plan, chosen.attempt)
     return {
         "rejected_steps": sum(StepFlag.REJECTED in record.flags for record in records),
         "tokens_trained": setup.batches.tokens(chosen.steps),
-        "learning_rate": header.learning_rate,
-        "step_unit_exponent": header.step_unit_exponent,
+        "learning_rate": chosen.header.learning_rate,
+        "step_unit_exponent": chosen.header.step_unit_exponent,
         "log_bytes": len(log),
         "shared_state_digest": decision["state_digest"] if shared else None,
     }

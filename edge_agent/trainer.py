@@ -7,14 +7,13 @@ Every phase is a function of the run's definition and of results before it (`run
 function of the journal before it. So a run that is killed at any moment and started again ends with the same
 bits.
 
-A step size that makes the loss on the select split grow by a tenth, keeps it above the base's for
-`MAX_WORSE_SHARE` of the steps, or makes losses that are not finite, is halved: the attempt's steps are
-thrown away and the next attempt starts from the base. There are at most `MAX_ATTEMPTS` of them; the last one
-may stay above the base, and what grows even so ends with the base, and the outcome says why.
+A step size that is too long (`attempt_end.py` says when) is halved: the next attempt starts from the base,
+and there are at most `MAX_ATTEMPTS` of them. With a time limit a later attempt has the steps that are left,
+and its learning rate falls over these.
 
-The state is chosen on the select split and judged on the test split, which nothing has looked at. It is
-adopted only if it is better than the base AND better than what is active now, each by the lower end of a 95%
-interval.
+The state is chosen on the select split among those of all attempts, and judged on the test split, which
+nothing has looked at. It is adopted only if it is better than the base AND better than what is active now,
+each by the lower end of a 95% interval.
 """
 
 import math
@@ -24,6 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_agent.attempt_end import FAILED, TOO_LONG, End, best_of, end_of
 from edge_agent.evaluate import mean_loss
 from edge_agent.pace import Lengths, find_lengths
 from edge_agent.progress import RunProgress
@@ -39,10 +39,6 @@ from permille.zo.log import LogHeader, StepFlag, StepRecord
 from permille.zo.replay import replay
 
 MAX_ATTEMPTS = 4
-DIVERGED = 1.10
-MAX_WORSE_SHARE = 0.15
-MAX_REJECTED_SHARE = 0.1
-MIN_REJECTED = 5
 # A projected gradient so far beyond the usual is an outlier of the batch: its step is bounded, and flagged.
 CLIP_RMS = 8.0
 
@@ -54,18 +50,20 @@ class Chosen:
     Attributes:
         attempt: which attempt it is from.
         step: how many of its steps it is made of; 0 is the base.
+        loss: of the state on the select split, nats a token.
         steps: how many steps the attempt made.
         s_K: the state.
         header: of its log.
-        stopped: why the run ended: "steps", "time", "patience", "diverged" or "rejected".
+        stopped: why the attempt ended, see `attempt_end.End`; of a run: the last one.
     """
 
     attempt: int
     step: int
+    loss: float
     steps: int
     s_K: NDArray[np.int64]
     header: LogHeader
-    stopped: str
+    stopped: End
 
 
 def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClock) -> Json:
@@ -131,28 +129,46 @@ def _rates(setup: Setup, run: RunFolder, phase: Phase, epsilon: Json, race_steps
 def train_attempts(
     setup: Setup, run: RunFolder, plan: Json, progress: RunProgress, clock: RunClock
 ) -> Chosen:
-    """Steps until one attempt ends without diverging; resumes where the journals end."""
-    chosen = _attempt(setup, run, plan, 0, progress, clock)
-    for attempt in range(1, MAX_ATTEMPTS):
-        if chosen.stopped not in ("diverged", "rejected"):
+    """Steps until one attempt's step size proves short enough; resumes where the journals end.
+
+    Returns:
+        The best state of all attempts, the later one of equals.
+    """
+    attempts = [_attempt(setup, run, plan, 0, plan["total_steps"], progress, clock)]
+    while attempts[-1].stopped in TOO_LONG and len(attempts) < MAX_ATTEMPTS:
+        steps = _steps_left(plan, attempts)
+        if steps < 1:
             break
-        progress.phase(f"steps too large ({chosen.stopped}): starting again with half of them")
-        chosen = _attempt(setup, run, plan, attempt, progress, clock)
-    return chosen
+        progress.phase(f"steps too long ({attempts[-1].stopped}): starting again with half of them")
+        attempts.append(_attempt(setup, run, plan, len(attempts), steps, progress, clock))
+    best = min(attempts, key=lambda chosen: (chosen.loss, -chosen.attempt))
+    return replace(best, stopped=attempts[-1].stopped)
 
 
-def attempt_header(setup: Setup, plan: Json, attempt: int) -> LogHeader:
+def _steps_left(plan: Json, attempts: Sequence[Chosen]) -> int:
+    """Steps of the next attempt: as many as the first, but not beyond a time limit."""
+    total: int = plan["total_steps"]
+    if plan["limit_s"] is None:
+        return total
+    return total - sum(chosen.steps for chosen in attempts)
+
+
+def attempt_header(setup: Setup, plan: Json, attempt: int, total_steps: int | None = None) -> LogHeader:
     """The header of an attempt's log: half the step size of the attempt before.
 
     The unit is the finer one of what plain and learned directions want.
+
+    Args:
+        total_steps: of the attempt; the plan's where None.
     """
+    total_steps = plan["total_steps"] if total_steps is None else total_steps
     learning_rate = plan["learning_rate"] * 0.5**attempt
     learned: Json | None = plan.get("learned")
     basis = None
     if learned is not None:
         basis = setup.basis_use(
             Phase.LEARNED,
-            steps=learned["steps"],
+            steps=min(learned["steps"], total_steps),
             epsilon=learned["epsilon"],
             learning_rate=learned["learning_rate"] * 0.5**attempt,
         )
@@ -160,7 +176,7 @@ def attempt_header(setup: Setup, plan: Json, attempt: int) -> LogHeader:
         seed=setup.options.seed,
         epsilon=plan["epsilon"],
         learning_rate=learning_rate,
-        total_steps=plan["total_steps"],
+        total_steps=total_steps,
         schedule=setup.options.schedule,
         basis=basis,
     )
@@ -182,9 +198,15 @@ def state_of(
 
 
 def _attempt(
-    setup: Setup, run: RunFolder, plan: Json, attempt: int, progress: RunProgress, clock: RunClock
+    setup: Setup,
+    run: RunFolder,
+    plan: Json,
+    attempt: int,
+    total_steps: int,
+    progress: RunProgress,
+    clock: RunClock,
 ) -> Chosen:
-    header = attempt_header(setup, plan, attempt)
+    header = attempt_header(setup, plan, attempt, total_steps)
     path = run.journal(attempt)
     with Journal.open(path) if path.exists() else Journal.create(path, header) as journal:
         records = list(journal.records())
@@ -194,14 +216,23 @@ def _attempt(
         while True:
             step = journal.next_step
             out_of_time = clock.passed(attempt, step, plan["limit_s"])
-            if _due(step, plan, evaluations, out_of_time):
+            if _due(step, total_steps, plan["evaluate_every"], evaluations, out_of_time):
                 evaluation = _evaluate(setup, plan, header, s_K, step)
                 run.append_evaluation(attempt, evaluation)
                 evaluations.append(evaluation)
                 clock.store()
                 _tell(progress, evaluation, plan)
-            last = attempt + 1 == MAX_ATTEMPTS
-            if stopped := _ended(setup, plan, step, rejected, evaluations, out_of_time, last=last):
+            stopped = end_of(
+                evaluations,
+                step=step,
+                total_steps=total_steps,
+                rejected=rejected,
+                out_of_time=out_of_time,
+                patience=setup.options.patience,
+                last=attempt + 1 == MAX_ATTEMPTS,
+                learned=bool(header.basis_steps),
+            )
+            if stopped:
                 return _choose(setup, journal, attempt, evaluations, stopped)
             record = _step(setup, plan, header, s_K, step)
             journal.append(record)
@@ -224,10 +255,12 @@ def _step(setup: Setup, plan: Json, header: LogHeader, s_K: NDArray[np.int64], s
     )
 
 
-def _due(step: int, plan: Json, evaluations: Sequence[Evaluation], out_of_time: bool) -> bool:
+def _due(
+    step: int, total_steps: int, every: int, evaluations: Sequence[Evaluation], out_of_time: bool
+) -> bool:
     if evaluations and evaluations[-1].step >= step:
         return False
-    return out_of_time or step % plan["evaluate_every"] == 0 or step == plan["total_steps"]
+    return out_of_time or step % every == 0 or step == total_steps
 
 
 def _evaluate(setup: Setup, plan: Json, header: LogHeader, s_K: NDArray[np.int64], step: int) -> Evaluation:
@@ -243,55 +276,17 @@ def _tell(progress: RunProgress, evaluation: Evaluation, plan: Json) -> None:
         progress.evaluated(evaluation.step, evaluation.loss, plan["base_loss"])
 
 
-def _ended(
-    setup: Setup,
-    plan: Json,
-    step: int,
-    rejected: int,
-    evaluations: Sequence[Evaluation],
-    out_of_time: bool,
-    *,
-    last: bool,
-) -> str | None:
-    """Why the attempt, perhaps the last one, ends before `step`, or None; a function of durable results."""
-    if rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * step):
-        return "rejected"
-    newest = evaluations[-1]
-    if newest.step == step and (newest.loss is None or newest.loss > DIVERGED * plan["base_loss"]):
-        return "diverged"
-    if newest.step == step and not last and _worse(evaluations) >= MAX_WORSE_SHARE * plan["total_steps"]:
-        return "diverged"
-    if step >= plan["total_steps"]:
-        return "steps"
-    if out_of_time:
-        return "time"
-    if setup.options.patience is not None and _waited(evaluations) >= setup.options.patience:
-        return "patience"
-    return None
-
-
-def _worse(evaluations: Sequence[Evaluation]) -> int:
-    """Steps since the last evaluation that was not above the base's."""
-    base = evaluations[0].loss
-    good = [e.step for e in evaluations if base is None or (e.loss is not None and e.loss <= base)]
-    return evaluations[-1].step - good[-1] if good else 0
-
-
-def _waited(evaluations: Sequence[Evaluation]) -> int:
-    best = _best(evaluations)
-    return sum(evaluation.step > best for evaluation in evaluations)
-
-
-def _best(evaluations: Sequence[Evaluation]) -> int:
-    finite = [(e.loss, e.step) for e in evaluations if e.loss is not None]
-    return min(finite)[1] if finite else 0
-
-
 def _choose(
-    setup: Setup, journal: Journal, attempt: int, evaluations: Sequence[Evaluation], stopped: str
+    setup: Setup, journal: Journal, attempt: int, evaluations: Sequence[Evaluation], stopped: End
 ) -> Chosen:
-    step = 0 if stopped in ("diverged", "rejected") else _best(evaluations)
-    s_K = state_of(journal.header, list(journal.records())[:step], setup.layers)
+    best = evaluations[0] if stopped in FAILED else best_of(evaluations)
+    s_K = state_of(journal.header, list(journal.records())[: best.step], setup.layers)
     return Chosen(
-        attempt=attempt, step=step, steps=journal.next_step, s_K=s_K, header=journal.header, stopped=stopped
+        attempt=attempt,
+        step=best.step,
+        loss=math.inf if best.loss is None else best.loss,
+        steps=journal.next_step,
+        s_K=s_K,
+        header=journal.header,
+        stopped=stopped,
     )

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.activation import Active, activate, active_model, referenced_runs
+from edge_agent.attempt_end import FAILED
 from edge_agent.data import DataReport, read_documents
 from edge_agent.documents import Document
 from edge_agent.engines import EngineChoice
@@ -165,7 +166,7 @@ class _Job:
             store_state(self.run, chosen.s_K)
             expected = Active(**decision["incumbent"])
             activate(self.home, Active(package=self.package.digest, run=self.run.name), expected=expected)
-        elif chosen.stopped in ("diverged", "rejected"):
+        elif chosen.step == 0 and chosen.stopped in FAILED:
             outcome = Outcome.FAILED
         return self._end(setup, clock, outcome, decision["reason"], plan, decision, chosen)
 
@@ -220,7 +221,7 @@ class _Job:
             plan=plan,
             decision=decision,
             engine=self.engine.info(),
-            **({} if chosen is None else log_facts(self.run, setup, plan, decision, chosen, self.share_log)),
+            **({} if chosen is None else log_facts(self.run, setup, decision, chosen, self.share_log)),
         )
         end = {
             "message": message,

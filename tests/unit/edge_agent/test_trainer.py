@@ -1,7 +1,7 @@
 """Attempts: their steps, evaluations, ends, and that a resumed one has the same bits."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edge_agent import trainer
+from edge_agent.attempt_end import End, end_of
 from edge_agent.home import open_home
 from edge_agent.progress import SilentProgress
 from edge_agent.run_clock import RunClock
@@ -16,7 +18,6 @@ from edge_agent.run_folder import Evaluation, Json, RunFolder, open_run
 from edge_agent.trainer import (
     MAX_ATTEMPTS,
     Chosen,
-    _ended,
     attempt_header,
     make_plan,
     state_of,
@@ -149,31 +150,65 @@ def test_a_growing_loss_halves_the_steps_and_starts_again(
     assert rates == [plan["learning_rate"] * 0.5**n for n in range(len(rates))]
 
 
-@pytest.mark.parametrize(
-    ("losses", "ends"),
-    [
-        ([3.0, 3.1, 2.9, 3.1, 3.1, 3.1], [False] * 5 + [True]),
-        ([3.0, 3.1, 3.2, 3.1], [False, False, False, True]),
-        ([3.0, 3.1, 3.1, 2.9, 3.1, 3.1], [False] * 6),
-        ([3.0, 3.1, 3.4], [False, False, True]),
-    ],
-)
-def test_an_attempt_that_stays_above_the_base_ends_but_the_last(
-    losses: list[float], ends: list[bool], package: Package, text: Path
+def test_a_level_attempt_is_followed_by_one_with_half_and_the_best_of_all_is_chosen(
+    package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = setup_of(package, BigramEngine(package), text, steps=100)
-    plan = {"base_loss": 3.0, "total_steps": 100}
-    evaluations = [Evaluation(5 * place, loss) for place, loss in enumerate(losses)]
+    run = _run(tmp_path)
+    setup = setup_of(package, BigramEngine(package), text, steps=20)
+    clock = RunClock(run)
+    plan = make_plan(setup, run, SilentProgress(), clock)
+    _level_at(18, monkeypatch)
 
-    def ended(count: int, *, last: bool) -> str | None:
-        known = evaluations[:count]
-        return _ended(setup, plan, known[-1].step, 0, known, out_of_time=False, last=last)
+    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
+    # With a time limit, two steps are left.
+    hurried_run = _run(tmp_path / "hurried")
+    hurried = train_attempts(setup, hurried_run, {**plan, "limit_s": 1e9}, SilentProgress(), clock)
 
-    found = [ended(count, last=False) for count in range(1, len(losses) + 1)]
-    assert found == ["diverged" if end else None for end in ends]
-    # A tenth above the base ends the last attempt too; less does not.
-    last = ended(len(losses), last=True)
-    assert last == ("diverged" if losses[-1] > 3.3 else None)
+    every = range(MAX_ATTEMPTS)
+    losses = [min(e.loss or math.inf for e in run.evaluations(attempt)) for attempt in every]
+    assert (chosen.loss, chosen.stopped) == (min(losses), "steps")
+    assert chosen.attempt == losses.index(min(losses))
+    journals = [read_journal(run.journal(attempt)) for attempt in every]
+    assert [journal.header.learning_rate for journal in journals] == [
+        plan["learning_rate"] / 2**attempt for attempt in every
+    ]
+    assert [journal.header.total_steps for journal in journals] == [20] * MAX_ATTEMPTS
+    assert [len(journal.records) for journal in journals] == [18] * (MAX_ATTEMPTS - 1) + [20]
+    second = read_journal(hurried_run.journal(1))
+    assert (second.header.total_steps, len(second.records)) == (2, 2)
+    assert hurried_run.evaluations(1)[-1].step == 2
+    assert (hurried.attempt, hurried.steps, hurried.stopped) == (0, 18, "steps")
+    assert hurried.loss < min(e.loss or math.inf for e in hurried_run.evaluations(1))
+    again = train_attempts(setup, hurried_run, {**plan, "limit_s": 1e9}, SilentProgress(), clock)
+    assert (again.attempt, again.step) == (hurried.attempt, hurried.step)
+
+
+def test_no_attempt_begins_where_a_time_limit_leaves_no_step(
+    package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(tmp_path)
+    setup = setup_of(package, BigramEngine(package), text, steps=20)
+    clock = RunClock(run)
+    plan = {**make_plan(setup, run, SilentProgress(), clock), "limit_s": 1e9}
+    _level_at(20, monkeypatch)
+
+    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
+
+    assert (chosen.attempt, chosen.stopped) == (0, "level")
+    assert not run.journal(1).exists()
+
+
+def _level_at(level_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each attempt of 20 steps but the last be level at a step."""
+
+    def end(
+        evaluations: Sequence[Evaluation], *, step: int, total_steps: int, last: bool, **others: Any
+    ) -> End | None:
+        if step == level_step and total_steps == 20 and not last:
+            return End.LEVEL
+        return end_of(evaluations, step=step, total_steps=total_steps, last=True, **others)
+
+    monkeypatch.setattr(trainer, "end_of", end)
 
 
 def test_when_every_step_size_diverges_the_base_is_chosen(

@@ -1,0 +1,71 @@
+"""When an attempt ends, by its evaluations."""
+
+from typing import Any
+
+import pytest
+
+from edge_agent.attempt_end import End, best_of, end_of
+from edge_agent.run_folder import Evaluation
+
+
+def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[End | None]:
+    """What `end_of` says at each evaluation, every fifth step."""
+    evaluations = [Evaluation(5 * place, loss) for place, loss in enumerate(losses)]
+    usual = {"rejected": 0, "out_of_time": False, "patience": None, "last": False, "learned": False}
+    return [
+        end_of(evaluations[: n + 1], step=5 * n, total_steps=total_steps, **usual | changes)
+        for n in range(len(evaluations))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "above", "last"),
+    [
+        ([3.0, 3.1, 2.9, 3.1, 3.1, 3.1], 5, None),
+        ([3.0, 3.1, 3.2, 3.1], 3, None),
+        ([3.0, 3.1, 3.1, 2.9, 3.1, 3.1], None, None),
+        ([3.0, 3.1, 3.4], 2, 2),
+        ([3.0, 2.9, None], 2, 2),
+    ],
+)
+def test_an_attempt_that_stays_above_the_base_diverged_but_not_the_last(
+    losses: list[float | None], above: int | None, last: int | None
+) -> None:
+    assert _ends(losses) == [End.DIVERGED if place == above else None for place in range(len(losses))]
+    # A tenth above the base, or a loss that is not finite, ends the last attempt too.
+    found = _ends(losses, last=True)
+    assert found == [End.DIVERGED if place == last else None for place in range(len(losses))]
+
+
+@pytest.mark.parametrize(
+    ("losses", "level"),
+    [
+        ([3.0, 2.9, 2.8, 2.85, 2.8, 2.81], 5),
+        ([3.0, 2.9, 2.8, 2.85, 2.8, 2.79, 2.81, 2.81, 2.81], 8),
+        ([3.0, 2.9, 2.8, 2.85, 2.8, 2.79, 2.78], None),
+        # In the second half the schedule shortens the steps anyway.
+        ([3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2, 2.25, 2.25, 2.25, 2.25], None),
+    ],
+)
+def test_an_attempt_without_a_new_lowest_in_its_first_half_is_level(
+    losses: list[float | None], level: int | None
+) -> None:
+    assert _ends(losses) == [End.LEVEL if place == level else None for place in range(len(losses))]
+    assert set(_ends(losses, last=True)) == {None}
+    assert set(_ends(losses, learned=True)) == {None}
+
+
+def test_rejected_steps_time_patience_and_the_number_of_steps_end_an_attempt() -> None:
+    falling: list[float | None] = [3.0, 2.9, 2.8]
+
+    assert _ends(falling, rejected=4) == [None] * 3
+    assert _ends(falling, rejected=5) == [End.REJECTED] * 3
+    assert _ends(falling, out_of_time=True)[-1] is End.TIME
+    assert _ends([3.0, 2.9, 2.9, 2.9], patience=2)[-1] is End.PATIENCE
+    assert _ends(falling, total_steps=10, out_of_time=True) == [End.TIME, End.TIME, End.STEPS]
+
+
+def test_the_best_is_the_first_of_the_lowest() -> None:
+    assert best_of([Evaluation(0, 3.0), Evaluation(5, 2.0), Evaluation(10, 2.0)]).step == 5
+    assert best_of([Evaluation(0, None), Evaluation(5, 2.0)]).step == 5
+    assert best_of([Evaluation(0, None), Evaluation(5, None)]).step == 0
