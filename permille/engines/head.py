@@ -75,7 +75,7 @@ class OutputHead:
         return loss_R, gradient_RH
 
     def _blocks(self, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """First word and weights of each block in `like`'s dtype; a block holds until the next is asked for."""
+        """First word of each block, and its weights in `like`'s dtype, which hold until the next block."""
         vocabulary, width = self._weight_DH.shape
         step = max(1, min(_BLOCK_TOKENS, _BLOCK_WEIGHTS // width))
         if self._weight_DH.dtype == like.dtype:
