@@ -2,8 +2,10 @@
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m benchmarks.compute_types --output docs/results
 
-The torch engine in each of its compute types, on one user's text. Step size and epsilon are float32's,
-found once a seed, so that only the forward pass differs; every final state is judged in float32. Error:
+The torch engine in each of its compute types, on one user's text and the NF4 package of a model; and, where
+`--scheme int4` is asked for, the light engine in float32 and with int8 activations beside it. Step size and
+epsilon are float32's, found once a seed, so that only the forward pass differs; every final state is judged
+in float32. Error:
 `|g - g*| / |g*|` over 32 directions, g* being forward-mode in float32. A type is fit where its mean fall
 after 500 steps is within two standard errors of float32's over the seeds. Types are ranked by what a step
 takes times 1 + error^2: an error of g is variance that so many more steps must average away.
@@ -27,8 +29,10 @@ from benchmarks.settings import settings_parser
 from benchmarks.user_text import DENSITIES, UserText, user_text
 from edge_agent.evaluate import mean_loss
 from edge_agent.rows import TrainingBatches
+from permille.engines.factory import LIGHT, LIGHT_INT8, open_engine
 from permille.engines.interface import Engine
 from permille.engines.torch_engine import ComputeDtype, TorchEngine
+from permille.quantization import Scheme
 from permille.zo.directions import Distribution
 from permille.zo.estimators import apply_record, forward_mode, spsa, take_step
 from permille.zo.lattice import step_unit_exponent_for, values
@@ -41,6 +45,7 @@ PROBE_STEPS, RACE_STEPS, PACE_STEPS = 4, 20, 9
 RACE_FACTORS = (1 / 3, 1.0, 3.0, 9.0)
 EPSILON_FACTORS = (1 / 64, 1 / 16, 1 / 4, 1.0, 4.0)
 TYPES = tuple(dtype.value for dtype in ComputeDtype if dtype is not ComputeDtype.FLOAT64)
+LIGHT_TYPES = (ComputeDtype.FLOAT32.value, LIGHT, LIGHT_INT8)
 
 
 class TypeBench:
@@ -55,7 +60,9 @@ class TypeBench:
         self.epsilon = EPSILON_NORM / math.sqrt(len(self._w_base_K))
 
     def engine(self, compute_dtype: str) -> Engine:
-        """The torch engine in a compute type."""
+        """The torch engine in a compute type, or a light engine by its name."""
+        if compute_dtype in (LIGHT, LIGHT_INT8):
+            return open_engine(self._user.package, compute_dtype, threads=self._threads)
         return TorchEngine(self._user.package, compute_dtype=compute_dtype, threads=self._threads)
 
     def step_size(self) -> Result:
@@ -158,12 +165,14 @@ def run(
     steps: int,
     threads: int,
     types: list[str],
+    scheme: Scheme = Scheme.NF4,
 ) -> None:
     """The cells that are missing."""
+    label = model if scheme is Scheme.NF4 else f"{model}, {scheme.value}"
     for seed in seeds:
-        common: Settings = {"model": model, "speaker": SPEAKER, "seed": seed, "threads": threads}
+        common: Settings = {"model": label, "speaker": SPEAKER, "seed": seed, "threads": threads}
         with tempfile.TemporaryDirectory() as name:
-            user = user_text(sources, model, SPEAKER, seed, packages, Path(name))
+            user = user_text(sources, model, SPEAKER, seed, packages, Path(name), scheme=scheme)
             bench = TypeBench(user, threads)
 
             def started(bench: TypeBench = bench) -> Result:
@@ -197,8 +206,9 @@ def page(cells: Cells) -> str:
 _HEAD = """# Compute types: which are fit to train in
 
 `python -m benchmarks.compute_types --output docs/results` made this page; numbers are in `precision.json`.
-The torch engine on one user's text; epsilon 1 is `epsilon * sqrt(k) = 0.5`. Errors are medians over seeds of
-`|g - g*| / |g*|`, 32 directions, g* forward-mode in float32. Falls are of the held-out loss, mean over seeds.
+One user's text; the torch engine, or a light engine where it is named; epsilon 1 is
+`epsilon * sqrt(k) = 0.5`. Errors are medians over seeds of `|g - g*| / |g*|`, 32 directions, g* forward-mode
+in float32. Falls are of the held-out loss, mean over seeds.
 """
 
 
@@ -227,7 +237,8 @@ def _rank_table(cells: Cells, model: str) -> list[str]:
     known = {name for found in machines for name in found["instructions"]}
     without = [
         "This machine has no bf16 instructions: bfloat16 is computed by conversions, and its time says",
-        "nothing of processors that have them. The int8 activations are simulated in float32.",
+        "nothing of processors that have them. The type int8-activations is simulated in float32;",
+        "the engine light-int8 multiplies integers.",
         "",
     ]
     return [
@@ -287,7 +298,8 @@ def main() -> None:
     """Measure what is missing and write the page."""
     parser = settings_parser(__doc__)
     parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
-    parser.add_argument("--type", choices=TYPES, action="append", help="only these")
+    parser.add_argument("--scheme", choices=list(Scheme), default=Scheme.NF4, type=Scheme)
+    parser.add_argument("--type", choices={*TYPES, *LIGHT_TYPES}, action="append", help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--output", type=Path, help="folder for precision.json and precision.md")
@@ -303,7 +315,8 @@ def main() -> None:
             seeds=arguments.seeds,
             steps=arguments.steps,
             threads=arguments.threads,
-            types=list(arguments.type or TYPES),
+            types=list(arguments.type or (TYPES if arguments.scheme is Scheme.NF4 else LIGHT_TYPES)),
+            scheme=arguments.scheme,
         )
     if arguments.output is None:
         print(page(cells))

@@ -74,8 +74,8 @@ def _summary(cells: Cells) -> list[str]:
     lines = ["| figure | target | measured |", "|---|---|---|"]
     for settings, result in cells.of("step"):
         base = result["steps"][result["against"]]["wall_s"]
-        for engine, target in (("torch", "1.0"), ("light", "0.75")):
-            found = _best(result["steps"], f"permille {engine}")
+        for engine, target in (("torch", "1.0"), ("light", "0.75"), ("light-int8", "0.75")):
+            found = _best(result["steps"], f"permille {engine} ")
             if found is not None:
                 lines.append(
                     f"| step, {_batch(settings)}, {engine}, against two dense passes | at most {target} "

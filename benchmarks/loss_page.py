@@ -9,7 +9,8 @@ FRACTIONS = (0.25, 0.5, 0.75)
 PLAIN = "plain MeZO"
 LINEAR = "MeZO, linear weights"
 _TRIAL = "trial"
-OURS = ("permille", "permille, learned directions")
+INT8, LEARNED = "permille, light-int8", "permille, learned directions"
+OURS = ("permille", INT8, LEARNED)
 _TARGETS = (("MeZO", "0.2"), (PLAIN, "0.1"), (LINEAR, ""), *((name, "") for name in OURS))
 
 
@@ -51,9 +52,10 @@ def _mezo_tables(cells: Cells) -> list[str]:
         lines += [
             f"## {model}, {speaker}, seed {seed}, {threads} threads: against MeZO on all weights",
             "",
-            "| method | steps | base | lowest loss | after | ours is there after | of theirs | with learned "
-            "directions | of theirs | target |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "| method | steps | base | lowest loss | after "
+            + "".join(f"| {name} is there after | of theirs " for name in OURS)
+            + "| target |",
+            "|---" * (6 + 2 * len(OURS)) + "|",
         ]
         rows = [(what, target, found[what]) for what, target in _TARGETS if what in found]
         rows += [(run[0]["what"], "", run) for run in longer.get(key, []) if run[0]["what"] in OURS]
@@ -64,11 +66,11 @@ def _mezo_tables(cells: Cells) -> list[str]:
             grids = sorted(tuning.get((key, trial), {}).values(), key=len)
             tried = sum(grids[-1]) if grids else 0.0
             spent = result["search_cpu_s"] if what in OURS else tried
-            races = "" if what in OURS else _races([found[name][1] for name in OURS if name in found], best)
+            races = " | ".join([""] * 2 * len(OURS)) if what in OURS else _races(found, best)
             after = f"{best['cpu_s']:.1f} ({best['cpu_s'] + spent:.1f}) s"
             lines.append(
                 f"| {what} | {settings['steps']} | {result['points'][0]['loss']:.4f} | {best['loss']:.4f} "
-                f"| {after} | {races or '| | |'} | {target} |"
+                f"| {after} | {races} | {target} |"
             )
         lines += ["", *_when_theirs(found), ""]
     return lines
@@ -146,14 +148,14 @@ def _first_order_tables(cells: Cells) -> list[str]:
     return lines
 
 
-def _races(ours: list[Result], best: dict[str, Any]) -> str:
+def _races(found: dict[str, tuple[Settings, Result]], best: dict[str, Any]) -> str:
     """When each of our runs is as low, and that as a share of their time."""
     columns = []
-    for result in ours:
-        there = _there(result, best["loss"])
+    for name in OURS:
+        there = _there(found[name][1], best["loss"]) if name in found else None
         share = "" if there is None else f"{there[0] / max(best['cpu_s'], 1e-9):.3f}"
-        columns += [_reached(there), share]
-    return " | ".join([*columns, *[""] * (4 - len(columns))])
+        columns += [_reached(there) if name in found else "", share]
+    return " | ".join(columns)
 
 
 def _there(result: Result, loss: float) -> tuple[float, float] | None:

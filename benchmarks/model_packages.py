@@ -50,9 +50,16 @@ def sources_from_environment() -> Sources:
 
 
 def package_of_model(
-    folder: Path, blobs: Path, corpus: Path, *, density: float, sequences: int = 64, length: int = 128
+    folder: Path,
+    blobs: Path,
+    corpus: Path,
+    *,
+    density: float,
+    sequences: int = 64,
+    length: int = 128,
+    scheme: Scheme = Scheme.NF4,
 ) -> Package:
-    """The NF4 package of the model in `folder`, with the mask that Fisher scores on `corpus` select.
+    """The package of the model in `folder`, with the mask that Fisher scores on `corpus` select.
 
     Args:
         folder: a transformers folder with safetensors.
@@ -77,7 +84,7 @@ def package_of_model(
     }
     names = sorted(FILE_NAMES - {"config.json"})
     files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-    return write_package(blobs, config, weights, mask, files, scheme=Scheme.NF4, method="fisher")
+    return write_package(blobs, config, weights, mask, files, scheme=scheme, method="fisher")
 
 
 def _sequences(tokenizer: Tokenizer, corpus: Path, count: int, length: int) -> NDArray[np.int64]:
@@ -96,13 +103,22 @@ def _texts(corpus: Path) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
-def installed_home(home_folder: Path, sources: Sources, model: str, packages: Path, density: float) -> Home:
+def installed_home(
+    home_folder: Path,
+    sources: Sources,
+    model: str,
+    packages: Path,
+    density: float,
+    scheme: Scheme = Scheme.NF4,
+) -> Home:
     """A home with the package of `model` installed; what was made before in `packages` is used again."""
+    if scheme is not Scheme.NF4:
+        packages /= scheme.value
     packages.mkdir(parents=True, exist_ok=True)
     known = packages / f"{model}-{density}.digest"
     if not known.exists():
         folder = sources.models / model
-        package = package_of_model(folder, packages / "blobs", sources.corpus, density=density)
+        package = package_of_model(folder, packages / "blobs", sources.corpus, density=density, scheme=scheme)
         known.write_text(package.digest)
     home = open_home(home_folder)
     shutil.copytree(packages / "blobs", home.blobs, dirs_exist_ok=True)

@@ -25,7 +25,9 @@ from benchmarks.machine import Step, has_bf16, interleaved, machine
 from benchmarks.mezo import Mezo
 from benchmarks.random_packages import SHAPES, random_package
 from benchmarks.settings import settings_parser
+from permille.engines.factory import LIGHT_INT8
 from permille.package.reader import Package
+from permille.quantization import Scheme
 from permille.zo.estimators import Batch
 from permille.zo.log import EstimatorKind
 
@@ -44,6 +46,15 @@ class StepBench:
         self.ours: dict[str, EngineStep] = {}
         self.losses: dict[str, float] = {}
         torch.set_num_threads(threads)
+
+    def int8_step(self, package: Package) -> dict[str, Step]:
+        """The same shape and tokens with int8 activations, which want a package of int4."""
+        engine = opened(package, LIGHT_INT8, threads=self._threads)
+        if engine is None:
+            return {}
+        name = "permille light-int8 on int4"
+        self.ours[name] = EngineStep(package, engine, self._batch)
+        return {name: self.ours[name]}
 
     def engine_steps(self, names: list[tuple[str, str]]) -> dict[str, Step]:
         """Steps of our engines, (engine, compute dtype); those that this build lacks are left out."""
@@ -81,9 +92,21 @@ class StepBench:
 
 
 def measure(
-    package: Package, folder: Path, *, sequences: int, tokens: int, threads: int, rounds: int, bf16: bool
+    package: Package,
+    folder: Path,
+    *,
+    sequences: int,
+    tokens: int,
+    threads: int,
+    rounds: int,
+    bf16: bool,
+    int4: Package | None = None,
 ) -> Result:
-    """All contenders in interleaved rounds."""
+    """All contenders in interleaved rounds.
+
+    Args:
+        int4: the same shape in int4, for int8 activations.
+    """
     before = machine()
     batch = random_batch(package, sequences, tokens)
     bench = StepBench(package, batch, folder, threads)
@@ -103,6 +126,8 @@ def measure(
             ("MeZO bfloat16", partial(bench.mezo, narrow)),
         ]
     steps = bench.engine_steps(names)
+    if int4 is not None:
+        steps |= bench.int8_step(int4)
     steps.update({name: make() for name, make in makers})
     slow = frozenset() if has_bf16() else frozenset(name for name in steps if "bfloat16" in name)
     found = interleaved(steps, rounds=rounds, once=slow)
@@ -166,6 +191,7 @@ def run(
                 threads=threads,
                 rounds=rounds,
                 bf16=bf16,
+                int4=random_package(folder, SHAPES[shape].with_layers(layers), scheme=Scheme.INT4),
             )
 
         cells.once(FIGURE, settings, cell)

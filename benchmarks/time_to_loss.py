@@ -8,7 +8,8 @@ as our search may make at most; ours is the agent with its defaults, which reads
 step. "MeZO" is our best dense loop: rows packed without padding, logits of targets alone, weights changed in
 place. "Plain MeZO" is the published loop on transformers, with the learning rate of the first; it does the
 same arithmetic, so with `--plain-steps` only its pace is measured, and the page says so. MeZO trains the
-full-precision model, ours the 4-bit package: bases differ by what quantization costs. With `--linear`, MeZO
+full-precision model, ours the 4-bit package, NF4 or for the engine light-int8 int4: bases differ by what
+quantization costs. With `--linear`, MeZO
 also trains the linear weights alone, which is what a package can change: embeddings and norms stay.
 
 Finished runs are kept in `--cells`.
@@ -25,7 +26,7 @@ import torch
 
 from benchmarks.cells import Cells, Result, Settings
 from benchmarks.dense import batch_loss, rows_loss
-from benchmarks.loss_page import LINEAR, OURS, PLAIN, page
+from benchmarks.loss_page import INT8, LEARNED, LINEAR, OURS, PLAIN, page
 from benchmarks.machine import machine
 from benchmarks.mezo import Mezo
 from benchmarks.model_packages import Sources, sources_from_environment
@@ -36,7 +37,9 @@ from benchmarks.user_text import DENSITIES, UserText, user_text
 from edge_agent.options import TrainOptions
 from edge_agent.rows import Row, TrainingBatches
 from edge_agent.search import MAX_RACES
+from permille.engines.factory import AUTO, LIGHT_INT8
 from permille.models.loading import load_model
+from permille.quantization import Scheme
 
 FIGURE = "time to loss"
 SPEAKER = "GLOUCESTER"
@@ -94,9 +97,9 @@ def _descended(user: UserText, model: Any, step: Any, steps: int) -> Result:
     return {"points": points, "machine": {"before": before, "after": machine()}}
 
 
-def _ours(user: UserText, *, steps: int, threads: int) -> Result:
+def _ours(user: UserText, *, steps: int, threads: int, engine: str) -> Result:
     before = machine()
-    found = agent_run(user, steps=steps, threads=threads, options={})
+    found = agent_run(user, steps=steps, threads=threads, options={}, engine=engine)
     return found | {"machine": {"before": before, "after": machine()}}
 
 
@@ -146,12 +149,18 @@ def run(
         cells.once(FIGURE, settings, once)
     for what in OURS:
         with tempfile.TemporaryDirectory() as name:
-            learned = what != OURS[0]
-            user = user_text(sources, model, SPEAKER, seed, packages, Path(name), learned=learned)
+            learned, int8 = what == LEARNED, what == INT8
+            scheme = Scheme.INT4 if int8 else Scheme.NF4
+            user = user_text(
+                sources, model, SPEAKER, seed, packages, Path(name), learned=learned, scheme=scheme
+            )
             # With the options in its name, a run of former defaults is not taken for one of today's.
             options = TrainOptions(seed=seed, steps=our_steps).definition()
             settings = common | {"what": what, "steps": our_steps, "options": options}
-            cells.once(FIGURE, settings, partial(_ours, user, steps=our_steps, threads=threads))
+            engine = LIGHT_INT8 if int8 else AUTO
+            cells.once(
+                FIGURE, settings, partial(_ours, user, steps=our_steps, threads=threads, engine=engine)
+            )
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.user_text import UserText
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import run_training
-from permille.engines.factory import open_engine
+from permille.engines.factory import AUTO, open_engine
 from permille.engines.interface import Batch, Engine
 from permille.package.reader import Package
 
@@ -72,7 +72,9 @@ def lowest(points: list[Point]) -> Point:
     return min(points, key=lambda point: float(point["loss"]))
 
 
-def agent_run(user: UserText, *, steps: int, threads: int, options: dict[str, Any]) -> dict[str, Any]:
+def agent_run(
+    user: UserText, *, steps: int, threads: int, options: dict[str, Any], engine: str = AUTO
+) -> dict[str, Any]:
     """A run of the agent with its defaults, `options` changed: {points, search_cpu_s, engine, options}.
 
     The points are those of all attempts, in the order of time.
@@ -83,9 +85,9 @@ def agent_run(user: UserText, *, steps: int, threads: int, options: dict[str, An
     engines: list[Engine] = []
 
     def opened(package: Package) -> Engine:
-        engine = _WithoutEvaluation(open_engine(package, threads=threads), told)
-        engines.append(engine)
-        return engine
+        counted = _WithoutEvaluation(open_engine(package, engine, threads=threads), told)
+        engines.append(counted)
+        return counted
 
     chosen = TrainOptions(seed=user.seed, steps=steps, **options)
     result = run_training(

@@ -144,7 +144,7 @@ class Bench:
             batches=TrainingBatches(train, batch_rows=self.options.batch_rows, seed=self.options.seed),
             layers=training_layers(self.package, self.options),
             decoder_layers=int(self.package.config["num_hidden_layers"]),
-            measured_epsilon=measured_epsilon(self.package),
+            measured_epsilon=measured_epsilon(self.package, self.engine),
         )
         definition = {
             "format": "benchmark-users-1",

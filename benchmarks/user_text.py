@@ -14,6 +14,7 @@ from edge_agent.training_job import package_tokenizer
 from permille.errors import OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
+from permille.quantization import Scheme
 
 DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}
 _OTHER_DENSITY = 0.01
@@ -41,10 +42,12 @@ def user_text(
     folder: Path,
     *,
     learned: bool = False,
+    scheme: Scheme = Scheme.NF4,
 ) -> UserText:
     """Make the home in `folder`; the package is made once in `packages`.
 
     Args:
+        scheme: of the package without learned directions.
         learned: the package that carries learned directions and exponents beside all else.
 
     Raises:
@@ -53,7 +56,8 @@ def user_text(
     if learned:
         home = _layered_home(folder, sources, model, packages / "layered")
     else:
-        home = installed_home(folder, sources, model, packages, DENSITIES.get(model, _OTHER_DENSITY))
+        density = DENSITIES.get(model, _OTHER_DENSITY)
+        home = installed_home(folder, sources, model, packages, density, scheme)
     release = installed_release(home)
     if release is None:
         raise OperatorError(f"expected an installed package in {folder}, found none")

@@ -63,7 +63,7 @@ class Daemon:
 
     Args:
         stop: set from outside (a signal) to end soon and cleanly.
-        engine: what trainings compute with: "auto", "light" or "torch".
+        engine: what trainings compute with: "auto", "light", "light-int8" or "torch".
     """
 
     def __init__(

@@ -196,7 +196,9 @@ def training_layers(package: Package, options: TrainOptions) -> DirectionLayers:
     )
 
 
-def measured_epsilon(package: Package) -> float | None:
-    """Where the package says that the error is smallest in float32, which engines compute in; None where it
-    says nothing that is of the form."""
+def measured_epsilon(package: Package, engine: Engine) -> float | None:
+    """Where the package says that the error is smallest in float32; None where it says nothing that is of the
+    form, or the engine's arithmetic is coarser."""
+    if engine.info()["compute_dtype"] not in ("float32", "float64"):
+        return None
     return best_epsilon(precision_rows(package.measurements()))

@@ -184,7 +184,7 @@ class _Job:
             ),
             layers=training_layers(self.package, self.options),
             decoder_layers=int(self.package.config["num_hidden_layers"]),
-            measured_epsilon=measured_epsilon(self.package),
+            measured_epsilon=measured_epsilon(self.package, self.engine),
         )
 
     def _incumbent(self) -> Active:

@@ -9,8 +9,8 @@ from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.package.reader import Package
 
-AUTO, LIGHT, TORCH = "auto", "light", "torch"
-ENGINES = (AUTO, LIGHT, TORCH)
+AUTO, LIGHT, LIGHT_INT8, TORCH = "auto", "light", "light-int8", "torch"
+ENGINES = (AUTO, LIGHT, LIGHT_INT8, TORCH)
 
 
 def open_engine(
@@ -25,7 +25,8 @@ def open_engine(
     """Load a package into the engine of this name.
 
     Args:
-        name: "light" computes on a CPU in float32; "torch" also on CUDA and in bfloat16, if it is installed.
+        name: "light" computes on a CPU in float32, "light-int8" with inputs of linear layers in 8 bits, for
+            packages of int4; "torch" also on CUDA and in bfloat16, if it is installed.
         threads: None leaves it to the engine.
         prefix_cache: keeps hidden states before the first masked layer from call to call.
 
@@ -36,8 +37,8 @@ def open_engine(
     """
     if name not in ENGINES:
         raise InputError(f"expected an engine of {', '.join(ENGINES)}; got {name!r}")
-    if name == LIGHT or (name == AUTO and _light_fits(package, device, compute_dtype)):
-        return _light(package, device, compute_dtype, threads, prefix_cache)
+    if name in (LIGHT, LIGHT_INT8) or (name == AUTO and _light_fits(package, device, compute_dtype)):
+        return _light(package, name, device, compute_dtype, threads, prefix_cache)
     return _torch(package, device, compute_dtype, threads, prefix_cache)
 
 
@@ -52,13 +53,18 @@ def _light_fits(package: Package, device: str, compute_dtype: str) -> bool:
 
 
 def _light(
-    package: Package, device: str, compute_dtype: str, threads: int | None, prefix_cache: PrefixCache | None
+    package: Package,
+    name: str,
+    device: str,
+    compute_dtype: str,
+    threads: int | None,
+    prefix_cache: PrefixCache | None,
 ) -> Engine:
     if device != "cpu" or compute_dtype != "float32":
-        raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "light"')
+        raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "{name}"')
     from permille.engines.light_engine import LightEngine
 
-    return LightEngine(package, threads=threads, prefix_cache=prefix_cache)
+    return LightEngine(package, threads=threads, prefix_cache=prefix_cache, int8=name == LIGHT_INT8)
 
 
 def _torch(

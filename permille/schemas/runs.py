@@ -45,6 +45,7 @@ class EngineName(StrEnum):
 
     TORCH = "torch"
     LIGHT = "light"
+    LIGHT_INT8 = "light-int8"
 
 
 class OperatingSystem(StrEnum):

@@ -72,7 +72,7 @@ class TextRun(VariantRun):
         for layer, out_1MN in zip(layers, outs, strict=True):
             correction = self._correction(layer)
             sparse_product(
-                x_GMK[0], correction.row_start_N1, correction.column_C, correction.difference_1C, out_1MN
+                x_GMK[0], correction.row_start_N1, correction.column_C, correction.difference_GC, out_1MN
             )
             if layer.bias_N is not None:
                 out_1MN += layer.bias_N

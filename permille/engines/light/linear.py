@@ -5,6 +5,11 @@
 The weight exists a tile of rows at a time, in the scratch memory of the thread that needs it: the tile is
 dequantized once, and for each variant its values are set and the variant's tokens multiplied.
 
+With inputs of 8 bits the tile stays integers, the same for all variants, and what a variant's values change
+is a sparse product of its own, with the inputs in float32 (ADR 141):
+
+    y = round8(x) dequantize(codes)^T + x (W - dequantize(codes))^T + b
+
 # Legend: N, K = out and in features; C masked weights; G groups of variants; M tokens; R rows of a tile; Q
 # directions.
 """
@@ -17,6 +22,8 @@ from numpy.typing import NDArray
 
 from permille.engines.light.blas import Blas
 from permille.engines.light.crew import Crew, blocks
+from permille.errors import InputError
+from permille.native.int8 import RUN, has_int8, int8_product, int8_rows, scratch_floats
 from permille.native.products import compressed_rows
 from permille.native.weights import PackedRows, decoded_at, dequantize_rows, set_values, sparse_product
 
@@ -31,19 +38,38 @@ _LEAST_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tools:
-    """What multiplies, and the threads."""
+    """What multiplies, and the threads.
+
+    Attributes:
+        int8: losses see the inputs of linear layers in 8 bits.
+    """
 
     blas: Blas
     crew: Crew
+    int8: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """What a linear layer multiplies.
+
+    Attributes:
+        x_GMK: float32.
+        q_GMP, scale_GM: the same in 8 bits (`permille.native.int8`), or None.
+    """
+
+    x_GMK: Array
+    q_GMP: NDArray[np.uint8] | None = None
+    scale_GM: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """What sparse values change of the decoded weight: `value - decoded` in compressed rows."""
+    """What sparse values change of the decoded weight: `value - decoded` in compressed rows, a group each."""
 
     row_start_N1: NDArray[np.int32]
     column_C: NDArray[np.int32]
-    difference_1C: Array
+    difference_GC: Array
 
 
 class LightLinear:
@@ -79,7 +105,7 @@ class LightLinear:
         """What the values of one variant add to a product with the codes alone."""
         row_start_N1, column_C = compressed_rows(self.indices, self.weight.shape)
         difference_C = value_C - decoded_at(self.weight, self.indices)
-        return Correction(row_start_N1=row_start_N1, column_C=column_C, difference_1C=difference_C[None])
+        return Correction(row_start_N1=row_start_N1, column_C=column_C, difference_GC=difference_C[None])
 
     def tiles(self, threads: int) -> list[slice]:
         """Ranges of output rows, all but the last of one size, as many for each thread."""
@@ -88,12 +114,67 @@ class LightLinear:
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
+    def check_int8(self) -> None:
+        """
+        Raises:
+            InputError: this layer's codes are no integers whose scales belong to whole runs.
+        """
+        if not has_int8(self.weight.scheme, self.weight.group_size):
+            raise InputError(
+                f"expected a package of int4 in groups of a multiple of {RUN} for int8 activations, "
+                f"got {self.weight.scheme} in {self.weight.group_size}"
+            )
+
     def variants_tile(
-        self, tools: Tools, x_GMK: Array, values_GC: Array, rows: slice, out_GMN: Array
+        self, tools: Tools, inputs: Inputs, values_GC: Array, rows: slice, out_GMN: Array
     ) -> None:
         """Columns `rows` of the layer's output, for each group of variants."""
-        for group, weight_RK in self.weights(tools.crew, rows, values_GC):
-            self.multiply(tools.blas, x_GMK[group], weight_RK, rows, out_GMN[group, :, rows])
+        if inputs.q_GMP is None:
+            for group, weight_RK in self.weights(tools.crew, rows, values_GC):
+                self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, out_GMN[group, :, rows])
+            return
+        for group, part_MR in self.products(tools, inputs, values_GC, rows, "product"):
+            out_GMN[group, :, rows] = part_MR
+
+    def products(
+        self, tools: Tools, inputs: Inputs, values_GC: Array, rows: slice, name: str
+    ) -> Iterator[tuple[int, Array]]:
+        """(group, columns `rows` of its output [M, R]) in scratch memory of this name: the same each time, so
+        use it before the next."""
+        crew = tools.crew
+        tokens, width = inputs.x_GMK.shape[1], rows.stop - rows.start
+        part_MR = crew.scratch(name, tokens * width).reshape(tokens, width)
+        if inputs.q_GMP is None or inputs.scale_GM is None:
+            for group, weight_RK in self.weights(crew, rows, values_GC):
+                self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, part_MR)
+                yield group, part_MR
+            return
+        codes = int8_rows(
+            self.weight, rows.start, rows.stop, crew.scratch("weight", scratch_floats(width, self.columns))
+        )
+        changes = self._changes(rows, values_GC)
+        for group in range(len(values_GC)):
+            int8_product(codes, inputs.q_GMP[group], inputs.scale_GM[group], part_MR)
+            if self.bias_N is not None:
+                part_MR += self.bias_N[rows]
+            if changes is not None:
+                difference_1C = changes.difference_GC[group : group + 1]
+                sparse_product(
+                    inputs.x_GMK[group], changes.row_start_N1, changes.column_C, difference_1C, part_MR[None]
+                )
+            yield group, part_MR
+
+    def _changes(self, rows: slice, values_GC: Array) -> "Correction | None":
+        """What the values change of some rows of the weight; None where nothing is masked."""
+        first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
+        if first == last:
+            return None
+        indices = self.indices[first:last]
+        return Correction(
+            row_start_N1=self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
+            column_C=(indices % np.uint32(self.columns)).astype(np.int32),
+            difference_GC=values_GC[:, first:last] - decoded_at(self.weight, indices),
+        )
 
     def tangent_tile(
         self, tools: Tools, x_QMK: Array, value_C: Array, z_QC: Array, rows: slice, name: str

@@ -51,6 +51,12 @@ class LightLayer:
     norm_query: Norm | None
     norm_key: Norm | None
 
+    @property
+    def linears(self) -> list[LightLinear]:
+        """All linear layers."""
+        optional = (self.fused, self.query, self.key, self.value, self.gate)
+        return [*filter(None, optional), self.output, self.up, self.down]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LightModel:

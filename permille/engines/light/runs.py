@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from permille.engines.light import layers as numbers
 from permille.engines.light.architecture import Architecture
-from permille.engines.light.crew import Crew, blocks
-from permille.engines.light.linear import LightLinear, Tools
+from permille.engines.light.crew import blocks
+from permille.engines.light.linear import Inputs, LightLinear, Tools
 from permille.engines.light.model import LightLayer, Norm
 from permille.engines.light.packing import Packed
 from permille.engines.light.rope import Rope
+from permille.native.int8 import padded, quantize_tokens
 
 Array = NDArray[np.float32]
 
@@ -111,31 +112,49 @@ class VariantRun(_Tokens):
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
         """See `Run`."""
 
+        inputs = self._inputs(x_GMK)
+
         def tile(task: tuple[LightLinear, Array, slice]) -> None:
             layer, out_GMN, rows = task
-            layer.variants_tile(self._tools, x_GMK, self._values_GK[:, layer.span], rows, out_GMN)
+            layer.variants_tile(self._tools, inputs, self._values_GK[:, layer.span], rows, out_GMN)
 
         self._tools.crew.each(tile, _tile_tasks(layers, outs, self._tools.crew.threads))
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
         """See `Run`. Gate and up go tile by tile, so that the gate's output never exists as a whole."""
-        blas, crew, kind = self._tools.blas, self._tools.crew, self._architecture.activation
+        tools, kind = self._tools, self._architecture.activation
+        inputs = self._inputs(x_GMH)
 
         def tile(rows: slice) -> None:
             # The gate first, into the result's place; then up, for all groups, onto it.
             first = up if gate is None else gate
-            for group, weight_RK in first.weights(crew, rows, self._values_GK[:, first.span]):
-                part_MR = _scratch(crew, "up", x_GMH.shape[1], rows)
-                first.multiply(blas, x_GMH[group], weight_RK, rows, part_MR)
+            values_GC = self._values_GK[:, first.span]
+            for group, part_MR in first.products(tools, inputs, values_GC, rows, "up"):
                 out_GMI[group, :, rows] = numbers.activate(kind, part_MR)
             if gate is None:
                 return
-            for group, weight_RK in up.weights(crew, rows, self._values_GK[:, up.span]):
-                part_MR = _scratch(crew, "up", x_GMH.shape[1], rows)
-                up.multiply(blas, x_GMH[group], weight_RK, rows, part_MR)
+            values_GC = self._values_GK[:, up.span]
+            for group, part_MR in up.products(tools, inputs, values_GC, rows, "up"):
                 out_GMI[group, :, rows] *= part_MR
 
-        crew.each(tile, up.tiles(crew.threads))
+        tools.crew.each(tile, up.tiles(tools.crew.threads))
+
+    def _inputs(self, x_GMK: Array) -> Inputs:
+        """The inputs of linear layers as their products take them."""
+        if not self._tools.int8:
+            return Inputs(x_GMK=x_GMK)
+        states, tokens, columns = x_GMK.shape
+        wide = padded(columns)
+        kept = self._workspace.take("int8", (states * tokens * (wide // 4 + 1),))
+        q_GMP = kept[: states * tokens * wide // 4].view(np.uint8).reshape(states, tokens, wide)
+        scale_GM = kept[states * tokens * wide // 4 :].reshape(states, tokens)
+
+        def rows(task: tuple[int, slice]) -> None:
+            state, part = task
+            quantize_tokens(x_GMK[state, part], q_GMP[state, part], scale_GM[state, part])
+
+        self._each_row(x_GMK, rows)
+        return Inputs(x_GMK=x_GMK, q_GMP=q_GMP, scale_GM=scale_GM)
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
         """See `Run`."""
@@ -238,8 +257,3 @@ def _tile_tasks(
     return [
         (layer, out, rows) for layer, out in zip(layers, outs, strict=True) for rows in layer.tiles(threads)
     ]
-
-
-def _scratch(crew: Crew, name: str, tokens: int, rows: slice) -> Array:
-    width = rows.stop - rows.start
-    return crew.scratch(name, tokens * width).reshape(tokens, width)

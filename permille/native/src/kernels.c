@@ -5,6 +5,7 @@
 
 #include "weights.inc"
 #include "products.inc"
+#include "int8.inc"
 #include "directions.inc"
 #include "replay.inc"
 #include "layers.inc"

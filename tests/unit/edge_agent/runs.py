@@ -57,5 +57,5 @@ def setup_of(
         batches=TrainingBatches(prepared.train, batch_rows=options.batch_rows, seed=options.seed),
         layers=training_layers(package, options),
         decoder_layers=int(package.config["num_hidden_layers"]),
-        measured_epsilon=measured_epsilon(package),
+        measured_epsilon=measured_epsilon(package, engine),
     )

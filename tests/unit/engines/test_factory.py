@@ -11,6 +11,7 @@ from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
+from permille.quantization import Scheme
 from tests.unit.engines.tiny import tiny_batch, tiny_package
 from tests.unit.package.tiny import write_tiny
 
@@ -28,7 +29,7 @@ def test_the_torch_engine_opens_by_name(package: Package) -> None:
 
 
 def test_an_unknown_engine_is_refused_with_the_list(package: Package) -> None:
-    with pytest.raises(InputError, match=r"expected an engine of auto, light, torch; got 'abacus'"):
+    with pytest.raises(InputError, match=r"expected an engine of auto, light, light-int8, torch; got"):
         open_engine(package, "abacus")
 
 
@@ -55,8 +56,16 @@ def test_auto_takes_torch_for_what_only_torch_computes_in(package: Package) -> N
 
 
 def test_the_light_engine_refuses_another_device(package: Package) -> None:
-    with pytest.raises(InputError, match='expected engine "torch" for float32 on cuda, got "light"'):
-        open_engine(package, "light", device="cuda")
+    for name in ("light", "light-int8"):
+        with pytest.raises(InputError, match=f'expected engine "torch" for float32 on cuda, got "{name}"'):
+            open_engine(package, name, device="cuda")
+
+
+def test_int8_activations_are_an_engine_of_their_own(tmp_path: Path) -> None:
+    int4 = tiny_package(tmp_path, "llama", Scheme.INT4).package
+    info = open_engine(int4, "light-int8").info()
+    assert (info["name"], info["compute_dtype"]) == ("light-int8", "int8-activations")
+    assert open_engine(int4).info()["name"] == "light"
 
 
 def test_without_torch_an_unknown_model_is_refused_with_the_extra(
@@ -78,9 +87,9 @@ def test_interface_factory_and_export_import_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["light", "torch"])
+@pytest.mark.parametrize("name", ["light", "light-int8", "torch"])
 def test_the_prefix_cache_reaches_the_engine(tmp_path: Path, name: str) -> None:
-    package = tiny_package(tmp_path, "llama", scope="layers:1").package
+    package = tiny_package(tmp_path, "llama", Scheme.INT4, scope="layers:1").package
     cache = PrefixCache(1 << 20)
     open_engine(package, name, prefix_cache=cache).losses(package.values()[None], tiny_batch())
     assert cache.counters().misses == 3

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from permille.engines.light_engine import LightEngine
+from permille.errors import InputError
 from permille.quantization import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
-from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package
+from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_batch, tiny_package, variants
 
 
 @pytest.fixture(scope="module", params=[(family, scheme) for family in CONFIGS for scheme in Scheme], ids=str)
@@ -36,3 +38,40 @@ def test_it_conforms_in_parts_with_kept_weights_and_one_thread(tmp_path: Path) -
     tiny = tiny_package(tmp_path, "qwen2")
     engine = LightEngine(tiny.package, threads=1, max_tokens=14, cache_bytes=1 << 20)
     Conformance(engine=engine, tiny=tiny).check()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_int8_activations_conform(family: str, tmp_path: Path) -> None:
+    """As far as 8 bits go; text and derivatives stay float32."""
+    tiny = tiny_package(tmp_path, family, Scheme.INT4)
+    engine = LightEngine(tiny.package, int8=True)
+    assert engine.info()["compute_dtype"] == "int8-activations"
+    Conformance(engine=engine, tiny=tiny, loss_tolerance=0.05).check()
+
+
+def test_int8_activations_conform_in_parts_with_two_threads(tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path, "qwen2", Scheme.INT4)
+    whole = LightEngine(tiny.package, int8=True, threads=1)
+    parts = LightEngine(tiny.package, int8=True, threads=2, max_tokens=14)
+    batch, values_VK = tiny_batch(), variants(tiny.package, 3)
+    Conformance(engine=parts, tiny=tiny, loss_tolerance=0.05).check()
+    np.testing.assert_allclose(parts.losses(values_VK, batch), whole.losses(values_VK, batch), atol=1e-5)
+
+
+def test_int8_activations_let_small_perturbations_through(tmp_path: Path) -> None:
+    """Sparse values are not rounded: the difference of two losses is that of float32 up to the noise of the
+    layers behind them, which larger steps drown."""
+    tiny = tiny_package(tmp_path, "llama", Scheme.INT4)
+    batch, values_K = tiny_batch(), tiny.package.values()
+    z_K = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), len(values_K))
+    both_VK = np.stack([values_K + 0.05 * z_K, values_K - 0.05 * z_K]).astype(np.float32)
+    exact, rounded = (
+        np.subtract(*LightEngine(tiny.package, int8=int8).losses(both_VK, batch)) for int8 in (False, True)
+    )
+    assert abs(rounded - exact) <= 0.2 * abs(exact)
+
+
+def test_int8_activations_are_for_integer_codes(tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path, "llama", Scheme.NF4)
+    with pytest.raises(InputError, match=r"expected a package of int4 .*, got nf4 in 64"):
+        LightEngine(tiny.package, int8=True)

@@ -1,0 +1,187 @@
+"""Eight-bit activations against four-bit codes: products of small integers, several times as many an
+instruction as of floats.
+
+A token's features are rounded to 8 bits with one scale for the token, `max|x| / 127`; the codes of an int4
+weight are integers as they are. Sums within a run of 32 features are exact; a run is scaled and added in
+float32, in the order of the runs: the same bits on every path of the library and in numpy without it.
+
+Shapes: M = tokens, N, K = out and in features; P = K rounded up to whole runs; R = rows of a range.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.native.arrays import check_array, check_range, check_writable
+from permille.native.library import load
+from permille.native.rows import PackedRows
+from permille.quantization.types import Scheme
+
+RUN = 32
+_PANEL = 8
+_SMALLEST = np.float32(1e-30)
+
+
+def padded(columns: int) -> int:
+    """Features of a token in 8 bits: whole runs."""
+    return -(-columns // RUN) * RUN
+
+
+def has_int8(scheme: Scheme, group_size: int) -> bool:
+    """Whether codes of this scheme are integers whose scales belong to whole runs."""
+    return scheme is Scheme.INT4 and group_size % RUN == 0
+
+
+def quantize_tokens(x_MK: NDArray[np.float32], q_MP: NDArray[np.uint8], scale_M: NDArray[np.float32]) -> None:
+    """Round each token: `x = scale * (q - 128)`, q from 1 to 255, 128 beyond K.
+
+    A token smaller than 1e-30 is zero. One that is not finite has the scale NaN.
+
+    Raises:
+        InputError: other types or shapes.
+    """
+    check_array("x", x_MK, np.float32, (None, None))
+    tokens, columns = x_MK.shape
+    check_array("q", q_MP, np.uint8, (tokens, padded(columns)))
+    check_array("scale", scale_M, np.float32, (tokens,))
+    check_writable("q", q_MP)
+    check_writable("scale", scale_M)
+    library = load()
+    if library is not None:
+        library.call("quantize_tokens", x_MK, tokens, columns, q_MP.shape[1], q_MP, scale_M)
+        return
+    with np.errstate(all="ignore"):
+        largest_M = np.abs(x_MK).max(axis=1, initial=0)
+        something_M = np.isfinite(largest_M) & (largest_M >= _SMALLEST)
+        scale_M[:] = np.where(something_M, largest_M / np.float32(127), np.float32(0))
+        scale_M[~np.isfinite(largest_M)] = np.nan
+        q_MP[:] = 128
+        rounded = np.rint(x_MK[something_M] * (np.float32(127) / largest_M[something_M])[:, None])
+        q_MP[something_M, :columns] = (rounded + 128).astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Int8Rows:
+    """Some rows of a weight, as the product takes them.
+
+    Attributes:
+        panels: int8, the codes of eight rows side by side.
+        scales: float32, one a row and run.
+        offset: float32 [R rounded up to 8], 128 times the sum of a row's weights.
+        rows: R.
+        columns: K.
+    """
+
+    panels: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    offset: NDArray[np.float32]
+    rows: int
+    columns: int
+
+
+def scratch_floats(rows: int, columns: int) -> int:
+    """Float32 numbers that `int8_rows` needs as memory for so many rows."""
+    whole, wide = -(-rows // _PANEL) * _PANEL, padded(columns)
+    return whole * (wide // 4 + wide // RUN + 1)
+
+
+def int8_rows(weight: PackedRows, first: int, last: int, scratch: NDArray[np.float32]) -> Int8Rows:
+    """Rows first..last of an int4 weight in the memory `scratch`, valid until that is used for others.
+
+    Raises:
+        InputError: a range outside the weight, a scheme without integers, or too little memory.
+    """
+    check_range(first, last, weight.shape[0])
+    if not has_int8(weight.scheme, weight.group_size):
+        raise InputError(
+            f"expected int4 in groups of a multiple of {RUN}, got {weight.scheme} in {weight.group_size}"
+        )
+    rows, columns = last - first, weight.shape[1]
+    check_array("scratch", scratch, np.float32, (None,))
+    check_writable("scratch", scratch)
+    if len(scratch) < scratch_floats(rows, columns):
+        raise InputError(f"expected scratch of {scratch_floats(rows, columns)} float32, got {len(scratch)}")
+    whole, wide = -(-rows // _PANEL) * _PANEL, padded(columns)
+    codes, scales = whole * wide // 4, whole * wide // RUN
+    found = Int8Rows(
+        panels=scratch[:codes].view(np.int8),
+        scales=scratch[codes : codes + scales],
+        offset=scratch[codes + scales : codes + scales + whole],
+        rows=rows,
+        columns=columns,
+    )
+    library = load()
+    if library is None:
+        _numpy_rows(weight, first, last, found)
+    else:
+        library.call(
+            "int8_panels", weight.packed, weight.scales, weight.group_size, columns, wide, first, last,
+            found.panels, found.scales, found.offset,
+        )  # fmt: skip
+    return found
+
+
+def int8_product(
+    weight: Int8Rows,
+    q_MP: NDArray[np.uint8],
+    scale_M: NDArray[np.float32],
+    out_MR: NDArray[np.float32],
+) -> None:
+    """`out = x W^T` for tokens as `quantize_tokens` leaves them.
+
+    Raises:
+        InputError: other types or shapes.
+    """
+    wide = padded(weight.columns)
+    check_array("q", q_MP, np.uint8, (None, wide))
+    check_array("scale", scale_M, np.float32, (len(q_MP),))
+    check_array("out", out_MR, np.float32, (len(q_MP), weight.rows))
+    check_writable("out", out_MR)
+    library = load()
+    if library is None:
+        _numpy_product(weight, q_MP, scale_M, out_MR)
+        return
+    library.call(
+        "int8_product", weight.panels, weight.scales, weight.offset, weight.rows, wide, q_MP, scale_M,
+        len(q_MP), out_MR,
+    )  # fmt: skip
+
+
+def _numpy_rows(weight: PackedRows, first: int, last: int, out: Int8Rows) -> None:
+    rows, columns = last - first, weight.shape[1]
+    whole, wide = len(out.offset), padded(columns)
+    flat_RK = np.arange(first * columns, last * columns, dtype=np.int64).reshape(rows, columns)
+    shift = np.where(flat_RK & 1, 0, 4).astype(np.uint8)
+    code_NP = np.zeros((whole, wide), np.int8)
+    code_NP[:rows, :columns] = ((weight.packed[flat_RK >> 1] >> shift) & 15).astype(np.int8) - 8
+    panels = code_NP.reshape(whole // _PANEL, _PANEL, wide // 4, 4).transpose(0, 2, 1, 3)
+    out.panels[:] = panels.reshape(-1)
+    groups = -(-columns // weight.group_size)
+    scale_NR = np.zeros((whole, wide // RUN), np.float32)
+    every = np.arange(wide // RUN) * RUN // weight.group_size
+    scale_NR[:rows] = weight.scales.reshape(-1, groups)[first:last][:, every]
+    out.scales[:] = scale_NR.reshape(whole // _PANEL, _PANEL, -1).transpose(0, 2, 1).reshape(-1)
+    sum_NR = code_NP.reshape(whole, -1, RUN).sum(axis=2, dtype=np.int32)
+    out.offset[:] = 0
+    for run in range(wide // RUN):
+        out.offset[:] += (128 * sum_NR[:, run]).astype(np.float32) * scale_NR[:, run]
+
+
+def _numpy_product(
+    weight: Int8Rows, q_MP: NDArray[np.uint8], scale_M: NDArray[np.float32], out_MR: NDArray[np.float32]
+) -> None:
+    wide, whole = q_MP.shape[1], len(weight.offset)
+    panels = weight.panels.reshape(whole // _PANEL, wide // 4, _PANEL, 4)
+    code_NP = panels.transpose(0, 2, 1, 3).reshape(whole, wide)[: weight.rows].astype(np.float32)
+    scales = weight.scales.reshape(whole // _PANEL, wide // RUN, _PANEL)
+    scale_NR = scales.transpose(0, 2, 1).reshape(whole, -1)[: weight.rows]
+    a_MP = q_MP.astype(np.float32)
+    sum_MN = np.zeros((len(q_MP), weight.rows), np.float32)
+    with np.errstate(all="ignore"):
+        for run in range(wide // RUN):
+            part = slice(run * RUN, (run + 1) * RUN)
+            # Exact: sums of integers below 2**24.
+            sum_MN += (a_MP[:, part] @ code_NP[:, part].T) * scale_NR[:, run]
+        out_MR[:] = scale_M[:, None] * (sum_MN - weight.offset[: weight.rows])
