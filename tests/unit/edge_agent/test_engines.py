@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from edge_agent.engines import EngineChoice
+from edge_agent.home import open_home
 from edge_agent.releases import InstalledRelease, record_installed
 from edge_agent.run_end import RunResult
 from edge_agent.run_folder import find_run
@@ -16,6 +17,7 @@ from permille.engines.interface import EngineInfo
 from permille.engines.light_engine import LightEngine
 from permille.errors import InputError
 from permille.package.reader import Package
+from permille.quantization import Scheme
 from permille.schemas.runs import Outcome
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import tiny_package
@@ -204,3 +206,22 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_not_the_run(
     EngineChoice().keeping_states(tmp_path / "kept-states")(package)
     assert given[0] is None
     assert given[1] is not None
+
+
+def test_a_run_with_int8_activations_says_so_and_goes_on_with_them(tmp_path: Path) -> None:
+    home = open_home(tmp_path / "home")
+    package = tiny_package(home.blobs, scheme=Scheme.INT4)
+    record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
+    text = user_text(tmp_path)
+
+    def train(engine: str) -> RunResult:
+        return run_training(
+            home, data_paths=[text], steps=None, minutes=None, seed=0, share_log=False, options=QUICK,
+            engine_of=EngineChoice(name=engine, threads=1),
+        )  # fmt: skip
+
+    first = train("light-int8")
+
+    assert first.details["metrics"]["engine"] == "light-int8"
+    assert first.details["engine"]["compute_dtype"] == "int8-activations"
+    assert train("light-int8").known
