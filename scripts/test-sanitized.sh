@@ -15,5 +15,5 @@ print(build(Path("permille/native") / LIBRARY_NAME, compiler="gcc", flags=flags)
 PYTHON
 export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1
-"$root/.venv/bin/python" -m pytest -q -p no:randomly tests/unit/native/test_weights.py tests/unit/native/test_products.py \
+"$root/.venv/bin/python" -m pytest -q -p no:randomly tests/unit/native/test_weights.py tests/unit/native/test_products.py tests/unit/native/test_int8.py \
   tests/unit/native/test_directions.py tests/unit/engines/test_light_layers.py "$@"
