@@ -17,6 +17,8 @@ from benchmarks.machine import has_bf16, machine
 from benchmarks.one_step import CONTENDERS, child_command, run_child
 from benchmarks.random_packages import SHAPES, random_package
 from benchmarks.settings import settings_parser
+from permille.engines.factory import LIGHT_INT8
+from permille.quantization import Scheme
 
 FIGURE = "memory"
 
@@ -32,10 +34,15 @@ def measure(
     contenders: tuple[str, ...],
 ) -> Result:
     """One child process after the other."""
-    package = random_package(folder, SHAPES[shape].with_layers(layers))
     before = machine()
     found = {}
+    package_bytes = 0
     for contender in contenders:
+        # int8 activations want int4; measured alone, that is the package which the page names.
+        scheme = Scheme.INT4 if LIGHT_INT8 in contender else Scheme.NF4
+        package = random_package(folder, SHAPES[shape].with_layers(layers), scheme=scheme)
+        if scheme is Scheme.NF4 or not package_bytes:
+            package_bytes = package.size_bytes
         command = child_command(
             folder,
             package.digest,
@@ -49,7 +56,7 @@ def measure(
         if child.get("there", True):
             found[contender] = child | _above(child)
     return {
-        "package_bytes": package.size_bytes,
+        "package_bytes": package_bytes,
         "contenders": found,
         "machine": {"before": before, "after": machine()},
     }

@@ -24,6 +24,7 @@ CONTENDERS = (
     "permille torch float32",
     "permille torch bfloat16",
     "permille light float32",
+    "permille light-int8 float32",
     "permille light bfloat16",
     "bitsandbytes NF4 float32",
     "bitsandbytes NF4 bfloat16",

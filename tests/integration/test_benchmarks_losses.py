@@ -70,8 +70,8 @@ def test_the_race_against_mezo_makes_every_run_and_a_page(
     assert [point["step"] for point in found["MeZO"]["points"]] == [0, 1, 2, 3, 4]
     # Both loops begin at the full-precision model's loss on the same rows.
     assert found["MeZO"]["points"][0]["loss"] == found["plain MeZO"]["points"][0]["loss"]
-    assert [found[what]["points"][-1]["step"] for what in OURS] == [4, 4]
-    assert [found[what]["options"]["basis"] for what in OURS] == [True, True]
+    assert [found[what]["points"][-1]["step"] for what in OURS] == [4] * len(OURS)
+    assert [found[what]["options"]["basis"] for what in OURS] == [True] * len(OURS)
     # All weights and linear weights alone are the same model until the first step, and not after it.
     assert found[LINEAR]["points"][0]["loss"] == found["MeZO"]["points"][0]["loss"]
     assert found[LINEAR]["points"][-1]["loss"] != found["MeZO"]["points"][-1]["loss"]
