@@ -7,6 +7,8 @@ A step size is too long where the loss on the select split
 - finds no new lowest for `LONG_SHARE` of the steps in the first half of an attempt: it has wandered off
   where shorter steps would have gone on. What it has found may still be chosen.
 
+A share of the steps holds at least `LEAST_EVALUATIONS` evaluations: one may be high by chance.
+
 The last attempt that there is may stay above the base, or level. After learned directions a level stretch
 says nothing: they fall as far as they reach, and what follows are finer steps. Measured in docs/adr/0077.
 """
@@ -18,6 +20,7 @@ from edge_agent.run_folder import Evaluation
 
 DIVERGED = 1.10
 LONG_SHARE = 0.15
+LEAST_EVALUATIONS = 3
 MAX_REJECTED_SHARE = 0.1
 MIN_REJECTED = 5
 
@@ -64,9 +67,11 @@ def end_of(
     if newest.step == step:
         if newest.loss is None or (base.loss is not None and newest.loss > DIVERGED * base.loss):
             return End.DIVERGED
-        if not last and step - _last_good(evaluations) >= LONG_SHARE * total_steps:
+        # What ends low and was high on the way is chosen at its best.
+        useless = step < total_steps or best_of(evaluations).step == 0
+        if not last and useless and _long_since(_last_good(evaluations), evaluations, total_steps):
             return End.DIVERGED
-        level = step - best_of(evaluations).step >= LONG_SHARE * total_steps
+        level = _long_since(best_of(evaluations).step, evaluations, total_steps)
         if level and not last and not learned and 2 * step <= total_steps:
             return End.LEVEL
     if step >= total_steps:
@@ -82,6 +87,12 @@ def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
     """The first of the lowest loss; the base's where none is finite."""
     finite = [evaluation for evaluation in evaluations if evaluation.loss is not None]
     return min(finite, key=lambda evaluation: (evaluation.loss, evaluation.step), default=evaluations[0])
+
+
+def _long_since(step: int, evaluations: Sequence[Evaluation], total_steps: int) -> bool:
+    """Whether the newest evaluation is a share of the steps, and several evaluations, behind a step."""
+    count = sum(evaluation.step > step for evaluation in evaluations)
+    return count >= LEAST_EVALUATIONS and evaluations[-1].step - step >= LONG_SHARE * total_steps
 
 
 def _last_good(evaluations: Sequence[Evaluation]) -> int:

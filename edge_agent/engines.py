@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from permille.package.reader import Package
 
 ENGINE_VARIABLE = "PERMILLE_AGENT_ENGINE"
-AUTO = "auto"
+AUTO, LIGHT_INT8 = "auto", "light-int8"
 KEPT_MEMORY_BYTES = 64 << 20
 KEPT_DISK_BYTES = 1 << 30
 
@@ -22,7 +22,8 @@ EngineOption = Annotated[
         "--engine",
         envvar=ENGINE_VARIABLE,
         help="auto, light, light-int8 or torch. auto: light, which needs no torch, where it knows the model. "
-        "light-int8: inputs of linear layers in 8 bits, about twice as fast, coarser; for int4 packages.",
+        "light-int8: inputs of linear layers in 8 bits, faster for models of ten million weights and more, "
+        "coarser; for int4 packages.",
     ),
 ]
 
@@ -63,6 +64,10 @@ class EngineChoice:
     def begun_with(self, name: str) -> "EngineChoice":
         """This choice for a run that began with the engine `name`: "auto" stays with it."""
         return replace(self, name=name) if self.name == AUTO else self
+
+    def for_any_package(self) -> "EngineChoice":
+        """This choice where it opens any package: int8 activations want int4."""
+        return replace(self, name=AUTO) if self.name == LIGHT_INT8 else self
 
     def keeping_states(self, folder: Path) -> "EngineChoice":
         """This choice for training, where the same rows come again and again."""

@@ -137,7 +137,8 @@ def train_attempts(
     attempts = [_attempt(setup, run, plan, 0, plan["total_steps"], progress, clock)]
     while attempts[-1].stopped in TOO_LONG and len(attempts) < MAX_ATTEMPTS:
         steps = _steps_left(plan, attempts)
-        if steps < 1:
+        begun = run.journal(len(attempts)).exists()
+        if steps < 1 or (not begun and clock.passed(len(attempts), 0, plan["limit_s"])):
             break
         progress.phase(f"steps too long ({attempts[-1].stopped}): starting again with half of them")
         attempts.append(_attempt(setup, run, plan, len(attempts), steps, progress, clock))
@@ -168,7 +169,7 @@ def attempt_header(setup: Setup, plan: Json, attempt: int, total_steps: int | No
     if learned is not None:
         basis = setup.basis_use(
             Phase.LEARNED,
-            steps=min(learned["steps"], total_steps),
+            steps=min(learned["steps"], max(1, setup.learned_steps(total_steps))),
             epsilon=learned["epsilon"],
             learning_rate=learned["learning_rate"] * 0.5**attempt,
         )

@@ -198,7 +198,7 @@ class _Job:
         same = active.package == self.package.digest
         package = self.package if same else Package.open(BlobFolder(self.home.blobs), active.package)
         values_K = model_values(self.home, active, package)
-        engine = self.engine if same else engine_of(package)
+        engine = self.engine if same else _whatever_fits(engine_of)(package)
         return engine, values_K, package_tokenizer(package), _fitting(self.options, package).row_tokens
 
     def _end(
@@ -270,6 +270,11 @@ def _engine_of_run(run: RunFolder, engine_of: OpenEngine) -> OpenEngine:
     if begun is None or not isinstance(engine_of, EngineChoice):
         return engine_of
     return engine_of.begun_with(begun)
+
+
+def _whatever_fits(engine_of: OpenEngine) -> OpenEngine:
+    """For another package than the one that is trained: what suits that one may not suit this one."""
+    return engine_of.for_any_package() if isinstance(engine_of, EngineChoice) else engine_of
 
 
 def _keeping(engine_of: OpenEngine, folder: Path) -> OpenEngine:

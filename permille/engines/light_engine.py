@@ -6,9 +6,10 @@ tokens of all sequences lie end to end, without padding; embedding and head stay
 Token losses agree with the torch engine's to rounding (1e-5), and to the bit when the same call is repeated
 on the same build and number of threads.
 
-With `int8` the linear layers of a loss see their inputs in 8 bits, which is two to three times as fast on a
-processor with AVX2; sparse values, attention, norms and head stay float32, and so do derivatives and
-generated text. The error of a difference of losses is measured in `docs/results/precision.md`.
+With `int8` the linear layers of a loss see their inputs in 8 bits: a step of a 1.1B model takes two thirds of
+float32's on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms and head stay
+float32, and so do derivatives and generated text. The error of a difference of losses is measured in
+`docs/results/precision.md`.
 
 # Legend: V variants, G groups of them, K masked weights, Q directions, B sequences, T and M tokens, H hidden
 size, R target tokens.
@@ -18,6 +19,7 @@ import json
 import threading
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +89,8 @@ class LightEngine:
             raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
         if threads is not None and threads < 1:
             raise InputError(f"expected at least 1 thread, got {threads}")
-        self._tools = Tools(blas=Blas(), crew=Crew(threads), int8=int8)
+        self._exact = Tools(blas=Blas(), crew=Crew(threads))
+        self._tools = replace(self._exact, int8=int8)
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self._workspace = Workspace()
@@ -179,7 +182,7 @@ class LightEngine:
         room = sampling.max_new_tokens
         if self._model.limits.positions is not None:
             room = min(room, self._model.limits.positions - len(prompt_ids))
-        run = TextRun(self._tools, self._model, values_K, len(prompt_ids) + room)
+        run = TextRun(self._exact, self._model, values_K, len(prompt_ids) + room)
         ids = prompt_ids
         for _ in range(room):
             # Per token, so that a consumer that pauses does not keep the engine from others.
@@ -226,7 +229,7 @@ class LightEngine:
         """[v, R] in one forward pass."""
         plan = plan_sharing(values_VK, self._model.spans)
         run = VariantRun(self._tools, self._model.architecture, self._workspace, packed)
-        states_GMH = self._residual(plan[-1].count, packed)
+        states_GMH = self._residual(plan[-1].count, packed, self._tools)
         first = self._first_masked
         x_GMH = states_GMH[:1]
         for groups, layer in zip(plan[first:], self._model.layers[first:], strict=True):
@@ -247,9 +250,9 @@ class LightEngine:
 
         A derivative is the tangent of the hidden state times the head's gradient, which all directions share.
         """
-        run = TangentRun(self._tools, self._model.architecture, self._workspace, packed, value_K, z_QK)
+        run = TangentRun(self._exact, self._model.architecture, self._workspace, packed, value_K, z_QK)
         with np.errstate(all="ignore"):
-            x_QMH = self._residual(1 + len(z_QK), packed)
+            x_QMH = self._residual(1 + len(z_QK), packed, self._exact)
             x_QMH[1:] = 0
             for layer in self._model.layers[self._first_masked :]:
                 run_layer(run, self._model.architecture, layer, x_QMH)
@@ -261,19 +264,20 @@ class LightEngine:
             ]
         return float(loss_R.sum(dtype=np.float64)), np.array(sums_Q)
 
-    def _residual(self, states: int, packed: Packed) -> Array:
+    def _residual(self, states: int, packed: Packed, tools: Tools) -> Array:
         """Work memory [states, M, H] whose first state is what enters the first masked layer."""
         x_GMH = self._workspace.take("residual", (states, len(packed.id_M), self._model.hidden))
-        if self._prefix_cache is None or self._first_masked == 0:
-            self._compute_prefix(packed, x_GMH[:1])
+        # What is kept is what losses compute with.
+        if self._prefix_cache is None or self._first_masked == 0 or tools.int8 != self._tools.int8:
+            self._compute_prefix(packed, x_GMH[:1], tools)
         else:
             self._recall_prefix(self._prefix_cache, packed, x_GMH[0])
         return x_GMH
 
-    def _compute_prefix(self, packed: Packed, out_1MH: Array) -> None:
+    def _compute_prefix(self, packed: Packed, out_1MH: Array, tools: Tools) -> None:
         """Embedded tokens, and the layers that no value has a part in."""
         self._embed(packed.id_M, packed.position_M, out_1MH[0])
-        run = VariantRun(self._tools, self._model.architecture, self._workspace, packed)
+        run = VariantRun(tools, self._model.architecture, self._workspace, packed)
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._first_masked]:
             run_layer(run, self._model.architecture, layer, out_1MH)
@@ -292,7 +296,7 @@ class LightEngine:
             begin = time.perf_counter()
             few = packed.only(rows)
             states_1MH = np.empty((1, len(few.id_M), self._model.hidden), np.float32)
-            self._compute_prefix(few, states_1MH)
+            self._compute_prefix(few, states_1MH, self._tools)
             each_s = (time.perf_counter() - begin) / len(rows)
             for index, part in zip(rows, few.sequences, strict=True):
                 out_MH[packed.sequences[index]] = states_1MH[0, part]

@@ -208,11 +208,19 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_not_the_run(
     assert given[1] is not None
 
 
-def test_a_run_with_int8_activations_says_so_and_goes_on_with_them(tmp_path: Path) -> None:
+def test_a_run_with_int8_activations_says_so_and_goes_on_with_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = open_home(tmp_path / "home")
     package = tiny_package(home.blobs, scheme=Scheme.INT4)
     record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
     text = user_text(tmp_path)
+
+    class Killed(BaseException):
+        """Stands for SIGKILL."""
+
+    def die(*_: object) -> None:
+        raise Killed
 
     def train(engine: str) -> RunResult:
         return run_training(
@@ -220,8 +228,32 @@ def test_a_run_with_int8_activations_says_so_and_goes_on_with_them(tmp_path: Pat
             engine_of=EngineChoice(name=engine, threads=1),
         )  # fmt: skip
 
-    first = train("light-int8")
+    with monkeypatch.context() as patch:
+        patch.setattr("edge_agent.training_job.judge", die)
+        with pytest.raises(Killed):
+            train("light-int8")
+    with pytest.raises(InputError, match="expected engine 'light-int8', with which this run began"):
+        train("light")
+    first = train("auto")
 
     assert first.details["metrics"]["engine"] == "light-int8"
     assert first.details["engine"]["compute_dtype"] == "int8-activations"
-    assert train("light-int8").known
+
+
+def test_an_active_model_of_another_package_is_opened_with_what_fits_it(tmp_path: Path) -> None:
+    """It is compared with, not thrown away because int8 activations want int4."""
+    home = open_home(tmp_path / "home")
+    text = user_text(tmp_path)
+    results = []
+    for version, scheme, engine in ((1, Scheme.NF4, "light"), (2, Scheme.INT4, "light-int8")):
+        package = tiny_package(home.blobs, scheme=scheme)
+        record_installed(home, InstalledRelease(name="tiny", version=version, manifest_digest=package.digest))
+        results.append(
+            run_training(
+                home, data_paths=[text], steps=None, minutes=None, seed=0, share_log=False,
+                options=replace(QUICK, steps=120), engine_of=EngineChoice(name=engine, threads=1),
+            )
+        )  # fmt: skip
+    assert results[0].outcome is Outcome.ADOPTED
+    assert "cannot be opened" not in results[1].message
+    assert results[1].details["decision"]["against_active"] is not None

@@ -190,22 +190,38 @@ def test_no_attempt_begins_where_a_time_limit_leaves_no_step(
     setup = setup_of(package, BigramEngine(package), text, steps=20)
     clock = RunClock(run)
     plan = {**make_plan(setup, run, SilentProgress(), clock), "limit_s": 1e9}
-    _level_at(20, monkeypatch)
+    _level_at(20, monkeypatch, End.DIVERGED)
 
     chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
 
-    assert (chosen.attempt, chosen.stopped) == (0, "level")
+    assert (chosen.attempt, chosen.step, chosen.stopped) == (0, 0, "diverged")
     assert not run.journal(1).exists()
 
 
-def _level_at(level_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each attempt of 20 steps but the last be level at a step."""
+def test_no_attempt_begins_after_the_time_limit(
+    package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(tmp_path)
+    setup = setup_of(package, BigramEngine(package), text, steps=20)
+    clock = RunClock(run)
+    plan = make_plan(setup, run, SilentProgress(), clock)
+    _level_at(10, monkeypatch)
+    monkeypatch.setattr(clock, "passed", lambda attempt, *_: attempt > 0)
+
+    chosen = train_attempts(setup, run, {**plan, "limit_s": 1e9}, SilentProgress(), clock)
+
+    assert (chosen.attempt, chosen.steps, chosen.stopped) == (0, 10, "level")
+    assert not run.journal(1).exists()
+
+
+def _level_at(level_step: int, monkeypatch: pytest.MonkeyPatch, found: End = End.LEVEL) -> None:
+    """Let each attempt of 20 steps but the last be level, or `found`, at a step."""
 
     def end(
         evaluations: Sequence[Evaluation], *, step: int, total_steps: int, last: bool, **others: Any
     ) -> End | None:
         if step == level_step and total_steps == 20 and not last:
-            return End.LEVEL
+            return found
         return end_of(evaluations, step=step, total_steps=total_steps, last=True, **others)
 
     monkeypatch.setattr(trainer, "end_of", end)

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from permille.engines.light.decoding import TextRun
 from permille.engines.light_engine import LightEngine
+from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.quantization import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
@@ -42,7 +44,7 @@ def test_it_conforms_in_parts_with_kept_weights_and_one_thread(tmp_path: Path) -
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_int8_activations_conform(family: str, tmp_path: Path) -> None:
-    """As far as 8 bits go; text and derivatives stay float32."""
+    """As far as 8 bits go."""
     tiny = tiny_package(tmp_path, family, Scheme.INT4)
     engine = LightEngine(tiny.package, int8=True)
     assert engine.info()["compute_dtype"] == "int8-activations"
@@ -75,3 +77,29 @@ def test_int8_activations_are_for_integer_codes(tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path, "llama", Scheme.NF4)
     with pytest.raises(InputError, match=r"expected a package of int4 .*, got nf4 in 64"):
         LightEngine(tiny.package, int8=True)
+
+
+@pytest.mark.parametrize("scope", ["all", "layers:1"])
+def test_int8_activations_leave_text_and_derivatives_in_float32(scope: str, tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path, "llama", Scheme.INT4, scope=scope)
+    batch, values_K = tiny_batch(), variants(tiny.package, 2)[1]
+    z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (2, len(values_K)))
+    prompt = np.array([3, 1, 4, 1, 5])
+    exact, rounded = (
+        LightEngine(tiny.package, int8=int8, prefix_cache=PrefixCache(1 << 20)) for int8 in (False, True)
+    )
+    assert (exact.losses(values_K[None], batch) != rounded.losses(values_K[None], batch)).all()
+
+    for engine in (rounded, exact):
+        engine.losses(values_K[None], batch)  # What losses keep is not taken for derivatives.
+    loss, slope_Q = exact.directional_derivatives(values_K, z_QK, batch)
+    same_loss, same_Q = rounded.directional_derivatives(values_K, z_QK, batch)
+    assert loss == same_loss
+    np.testing.assert_array_equal(slope_Q, same_Q)
+    logits = [
+        engine._next_logits(TextRun(engine._exact, engine._model, values_K, 8), prompt)
+        for engine in (exact, rounded)
+    ]
+    np.testing.assert_array_equal(logits[0], logits[1])
+    written = [list(each.generate(values_K, prompt, max_new_tokens=8)) for each in (exact, rounded)]
+    assert written[0] == written[1]
