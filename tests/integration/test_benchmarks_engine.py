@@ -156,11 +156,18 @@ def test_the_page_names_the_smallest_limit_that_holds(tmp_path: Path) -> None:
     machine = {"load_1m": 0.0, "cores": 2, "processor": "x", "instructions": [], "memory_bytes": 1}
     around = {"machine": {"before": machine, "after": machine | {"versions": {}}}}
     common = {"shape": "7B", "layers": None, "sequences": 4, "tokens": 128, "contender": "permille light"}
-    for limit, seconds in ((None, 10.0), (4.6, 10.5), (4.2, 10.9), (4.0, 11.5)):
-        result = {"there": True, "step_s": [30.0, seconds, seconds], "peak_bytes": 4 << 30} | around
+    # Above the peak a limit binds nothing, and wall time is noise; processor seconds are not.
+    for limit, seconds, spent in ((None, 10.0, 9.0), (4.6, 15.0, 9.9), (4.2, 10.9, 9.0), (4.0, 11.5, 9.0)):
+        result = {
+            "there": True,
+            "step_s": [30.0, seconds, seconds],
+            "step_cpu_s": [20.0, spent, spent],
+            "peak_bytes": (4 << 30) + (1 << 28),
+        } | around
         cells.once("memory limit", common | {"limit_gib": limit}, result.copy)
     assert "7B, 4x128, permille light | at most 4.6 GiB | 4.2 GiB |" in page(cells)
-    assert "| 4.0 | 4.00 | 11.5, 11.5 | 1.15 |" in page(cells)
+    assert "| 4.6 | 4.25 | 15.0, 15.0 | 1.50 | 1.10 |" in page(cells)
+    assert "| 4.0 | 4.25 | 11.5, 11.5 | 1.15 | 1.00 |" in page(cells)
 
 
 def test_a_child_that_did_not_live_has_no_ratio() -> None:
