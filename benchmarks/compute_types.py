@@ -2,8 +2,8 @@
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m benchmarks.compute_types --output docs/results
 
-The torch engine in each of its compute types, on one user's text and the NF4 package of a model; and, where
-`--scheme int4` is asked for, the light engine in float32 and with int8 activations beside it. Step size and
+The torch engine in each of its compute types, on one user's text and the NF4 package of a model; on its int4
+package the torch and the light engine in float32, and the light one with int8 activations. Step size and
 epsilon are float32's, found once a seed, so that only the forward pass differs; every final state is judged
 in float32. Error:
 `|g - g*| / |g*|` over 32 directions, g* being forward-mode in float32. A type is fit where its mean fall
@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -298,7 +299,7 @@ def main() -> None:
     """Measure what is missing and write the page."""
     parser = settings_parser(__doc__)
     parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
-    parser.add_argument("--scheme", choices=list(Scheme), default=Scheme.NF4, type=Scheme)
+    parser.add_argument("--scheme", choices=list(Scheme), type=Scheme, action="append", help="only these")
     parser.add_argument("--type", choices={*TYPES, *LIGHT_TYPES}, action="append", help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=500)
@@ -306,7 +307,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cells = Cells(arguments.cells)
     sources = sources_from_environment()
-    for model in arguments.model or ["stories260K-hf"]:
+    for model, scheme in product(arguments.model or ["stories260K-hf"], arguments.scheme or list(Scheme)):
         run(
             cells,
             sources,
@@ -315,8 +316,8 @@ def main() -> None:
             seeds=arguments.seeds,
             steps=arguments.steps,
             threads=arguments.threads,
-            types=list(arguments.type or (TYPES if arguments.scheme is Scheme.NF4 else LIGHT_TYPES)),
-            scheme=arguments.scheme,
+            types=list(arguments.type or (TYPES if scheme is Scheme.NF4 else LIGHT_TYPES)),
+            scheme=scheme,
         )
     if arguments.output is None:
         print(page(cells))

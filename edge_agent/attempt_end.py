@@ -2,10 +2,11 @@
 
 A step size is too long where the loss on the select split
 
-- grows by a tenth (`DIVERGED`), stays above the base's for `LONG_SHARE` of the steps, or is not finite in
-  many of them: nothing of such an attempt is kept;
-- finds no new lowest for `LONG_SHARE` of the steps in the first half of an attempt: it has wandered off
-  where shorter steps would have gone on. What it has found may still be chosen.
+- grows by a tenth (`DIVERGED`), stays above the base's from the beginning for `LONG_SHARE` of the steps, or
+  is not finite in many of them: nothing of such an attempt is kept;
+- finds no new lowest for `LONG_SHARE` of the steps in the first half of an attempt, or stays above the base's
+  so long after it has been below: it has wandered off where shorter steps would have gone on. What it has
+  found may still be chosen.
 
 A share of the steps holds at least `LEAST_EVALUATIONS` evaluations: one may be high by chance.
 
@@ -67,11 +68,10 @@ def end_of(
     if newest.step == step:
         if newest.loss is None or (base.loss is not None and newest.loss > DIVERGED * base.loss):
             return End.DIVERGED
-        # What ends low and was high on the way is chosen at its best.
-        useless = step < total_steps or best_of(evaluations).step == 0
-        if not last and useless and _long_since(_last_good(evaluations), evaluations, total_steps):
-            return End.DIVERGED
-        level = _long_since(best_of(evaluations).step, evaluations, total_steps)
+        best = best_of(evaluations)
+        if not last and _long_since(_last_good(evaluations), evaluations, total_steps):
+            return End.LEVEL if best.step else End.DIVERGED
+        level = _long_since(best.step, evaluations, total_steps)
         if level and not last and not learned and 2 * step <= total_steps:
             return End.LEVEL
     if step >= total_steps:

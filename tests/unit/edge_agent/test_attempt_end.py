@@ -21,7 +21,6 @@ def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) ->
 @pytest.mark.parametrize(
     ("losses", "above", "last"),
     [
-        ([3.0, 3.1, 2.9, 3.1, 3.1, 3.1], 5, None),
         ([3.0, 3.1, 3.2, 3.1], 3, None),
         ([3.0, 3.1, 3.1, 2.9, 3.1, 3.1], None, None),
         ([3.0, 3.1, 3.4], 2, 2),
@@ -57,15 +56,19 @@ def test_an_attempt_without_a_new_lowest_in_its_first_half_is_level(
 
 def test_few_evaluations_say_nothing_of_a_step_size() -> None:
     """Every twentieth of the steps above; here every quarter and every half."""
-    assert _ends([3.0, 2.7, 2.71, 2.7], total_steps=20) == [None] * 3 + [None]
+    assert _ends([3.0, 2.7, 2.71, 2.7], total_steps=20) == [None] * 4
     assert _ends([3.0, 3.01, 2.9], total_steps=10)[:2] == [None, None]
 
 
-def test_what_was_low_and_ends_above_the_base_is_chosen_at_its_best() -> None:
-    losses: list[float | None] = [3.0, 2.9, 2.6, *[3.1] * 18]
-    found = _ends([*losses[:3], *[2.59 - 0.01 * n for n in range(14)], 3.1, 3.1, 3.1, 3.1])
-    assert found[-1] is End.STEPS
-    assert _ends([3.0, *[3.1] * 20], last=True)[-1] is End.STEPS
+@pytest.mark.parametrize(
+    "falling", [[2.9], [2.9 - 0.01 * place for place in range(16)]], ids=["early", "late"]
+)
+def test_what_was_below_the_base_and_stays_above_it_keeps_its_best(falling: list[float | None]) -> None:
+    losses = [3.0, *falling, 3.1, 3.1, 3.1]
+    expected = [None] * (len(losses) - 1)
+    assert _ends(losses) == [*expected, End.LEVEL]
+    assert _ends(losses, learned=True) == [*expected, End.LEVEL]
+    assert _ends(losses, last=True) == [*expected, None]
 
 
 def test_rejected_steps_time_patience_and_the_number_of_steps_end_an_attempt() -> None:
