@@ -17,25 +17,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from permille.errors import InputError
 from permille.evaluate.distinct_rows import distinct_rows
+from permille.evaluate.masked_linear import SPARSE_SHARE, masked_gradients
+from permille.evaluate.packed_rows import PACKABLE, Part, can_pack, packed_parts, padded_parts
 from permille.zo.estimators import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX_TOKENS = 5
+PACKED_TOKENS = 256
+"""Of packed rows in one pass: attention is made for all pairs, and products are no faster above it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Entries of one parameter: those of `index`, or all of them."""
+    """Entries of one parameter: those of `index`, or all of them.
+
+    Attributes:
+        layer: the one whose weight the parameter is, where few of its entries are trained.
+    """
 
     parameter: Tensor
     index: Tensor | None
+    layer: nn.Linear | None = None
 
     @property
     def size(self) -> int:
@@ -63,18 +72,23 @@ class _Part:
 class Trainable:
     """See the module's docstring; not safe for several threads, since the model's parameters are shared."""
 
-    def __init__(self, model: Any, parts: Sequence[_Part], *, max_tokens: int = 8192) -> None:
+    def __init__(
+        self, model: Any, parts: Sequence[_Part], *, max_tokens: int = 8192, packs: bool = True
+    ) -> None:
         """
         Args:
-            model: called with `input_ids`, `attention_mask` and `logits_to_keep` (columns); gives their
-                `.logits`, each a function of what its `get_output_embeddings()` is called with there.
+            model: called with `input_ids`, `attention_mask` or `position_ids`, and `logits_to_keep`
+                (columns); gives their `.logits`, each a function of what its `get_output_embeddings()` is
+                called with there.
             parts: what is trained; no parameter twice.
-            max_tokens: sequences times longest of one forward pass.
+            max_tokens: sequences times longest of one forward pass of padded rows.
+            packs: whether rows may be packed where the model's family can (`packed_rows.PACKABLE`).
         """
         self._model = model.eval().requires_grad_(False)
         self._head = model.get_output_embeddings()
         self._parts = list(parts)
         self._max_tokens = max_tokens
+        self._packs = packs and model.config.model_type in PACKABLE
         sizes = [part.size for part in self._parts]
         self._ends = np.cumsum(sizes)
         self.k = int(sum(sizes))
@@ -94,7 +108,7 @@ class Trainable:
         self._install(values_K)
         distinct, entry_R = distinct_rows(batch)
         with torch.no_grad():
-            logits_RD = torch.cat([self._part_logits(*part) for part in self._split(distinct)])
+            logits_RD = torch.cat([self._part_logits(part) for part in self._split(distinct)])
             losses = _cross_entropy(logits_RD[torch.from_numpy(entry_R)], batch.input_ids_BT[batch.target_BT])
         result: NDArray[np.float32] = losses.float().cpu().numpy()
         return result
@@ -102,20 +116,27 @@ class Trainable:
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """The loss and its gradient, float32 [k], by reverse mode."""
         self._install(values_K)
-        parameters = [part.parameter for part in self._parts]
+        whole = [part.parameter for part in self._parts if part.layer is None]
+        few = [(part.layer, part.index) for part in self._parts if part.layer is not None]
         targets = int(batch.target_BT.sum())
         total = 0.0
-        for parameter in parameters:
+        for parameter in whole:
             parameter.requires_grad_(True)
         try:
-            for part in self._split(batch):
-                ids_BT, _, target_BT = part
-                loss = _cross_entropy(self._part_logits(*part), ids_BT[target_BT]).sum() / targets
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
-            gradient_K = torch.cat([part.gradient() for part in self._parts])
+            with masked_gradients([(layer, index) for layer, index in few if index is not None]) as leaves:
+                for rows in self._split(batch):
+                    loss = _cross_entropy(self._part_logits(rows), rows.ids[rows.target]).sum() / targets
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    total += float(loss.detach())
+            of_leaves = iter(leaves)
+            gradient_K = torch.cat(
+                [
+                    part.gradient() if part.layer is None else _gradient(next(of_leaves))
+                    for part in self._parts
+                ]
+            )
         finally:
-            for parameter in parameters:
+            for parameter in whole:
                 parameter.grad = None
                 parameter.requires_grad_(False)
         result: NDArray[np.float32] = gradient_K.cpu().numpy()
@@ -145,30 +166,27 @@ class Trainable:
             part.write(torch.from_numpy(values_K[start:end]))
             start = end
 
-    def _split(self, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
-        rows = max(1, self._max_tokens // batch.input_ids_BT.shape[1])
-        arrays = (batch.input_ids_BT, batch.attention_BT, batch.target_BT)
-        return [
-            (
-                torch.from_numpy(arrays[0][first : first + rows]),
-                torch.from_numpy(arrays[1][first : first + rows].astype(np.int64)),
-                torch.from_numpy(arrays[2][first : first + rows]),
-            )
-            for first in range(0, len(arrays[0]), rows)
-        ]
+    def _split(self, batch: Batch) -> list[Part]:
+        if self._packs and can_pack(batch):
+            return list(packed_parts(batch, PACKED_TOKENS))
+        return list(padded_parts(batch, self._max_tokens))
 
-    def _part_logits(self, ids_BT: Tensor, attention_BT: Tensor, target_BT: Tensor) -> Tensor:
+    def _part_logits(self, part: Part) -> Tensor:
         """Logits before each target, [R, vocabulary]: those that predict it. No others are made."""
-        columns = target_BT[:, 1:].any(dim=0).nonzero()[:, 0]
-        before_BC = target_BT[:, 1:][:, columns]
+        columns = part.target[:, 1:].any(dim=0).nonzero()[:, 0]
+        before_BC = part.target[:, 1:][:, columns]
         hook = self._head.register_forward_pre_hook(lambda _, inputs: (inputs[0][before_BC], *inputs[1:]))
         try:
             logits_RD: Tensor = self._model(
-                input_ids=ids_BT, attention_mask=attention_BT, use_cache=False, logits_to_keep=columns
+                input_ids=part.ids, use_cache=False, logits_to_keep=columns, **part.inputs
             ).logits
         finally:
             hook.remove()
         return logits_RD
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _cross_entropy(logits_RD: Tensor, ids_R: Tensor | NDArray[np.int64]) -> Tensor:
@@ -184,11 +202,19 @@ def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint3
     parameters = dict(model.named_parameters())
     if missing := [name for name in mask if name not in parameters]:
         raise InputError(f"expected masked tensors of the model, got {missing[0]!r}")
-    parts = [
-        _Part(parameter=parameters[name], index=torch.from_numpy(index.astype(np.int64)))
-        for name, index in mask.items()
-        if len(index)
-    ]
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    parts = []
+    for name, index in mask.items():
+        if len(index):
+            parameter = parameters[name]
+            few = len(index) <= SPARSE_SHARE * parameter.numel()
+            parts.append(
+                _Part(
+                    parameter=parameter,
+                    index=torch.from_numpy(index.astype(np.int64)),
+                    layer=layers.get(name) if few else None,
+                )
+            )
     return Trainable(model, parts)
 
 
@@ -219,7 +245,7 @@ def prefix(model: "PreTrainedModel", tokens: int = PREFIX_TOKENS, *, seed: int) 
     torch.manual_seed(seed)
     config = PrefixTuningConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
-    return Trainable(adapted, _whole(_adapters(adapted, lambda _: True)))
+    return Trainable(adapted, _whole(_adapters(adapted, lambda _: True)), packs=False)
 
 
 def _adapters(model: Any, wanted: Callable[[str], bool]) -> list[Tensor]:

@@ -10,9 +10,11 @@ import torch
 from permille.errors import InputError
 from permille.evaluate import trainables
 from permille.evaluate.distinct_rows import distinct_rows
+from permille.evaluate.masked_linear import SPARSE_SHARE, masked_gradients
+from permille.evaluate.packed_rows import PACKABLE, can_pack, packed_parts
 from permille.evaluate.trainables import Trainable
 from permille.zo.estimators import Batch
-from tests.unit.engines.tiny import tiny_batch, tiny_model
+from tests.unit.engines.tiny import CONFIGS, tiny_batch, tiny_model
 
 MASK = {"model.layers.0.mlp.up_proj.weight": np.array([3, 40], np.uint32)}
 MAKERS: dict[str, Callable[[Any], Trainable]] = {
@@ -125,3 +127,101 @@ def test_values_of_another_set_are_refused(batch: Batch) -> None:
         trainable.token_losses(np.zeros(3, np.float32), batch)
     with pytest.raises(InputError, match=r"'model\.nothing'"):
         trainables.masked_weights(tiny_model("llama"), {"model.nothing": MASK[next(iter(MASK))]})
+
+
+def _linear_layer(model: Any) -> str:
+    return next(
+        f"{name}.weight"
+        for name, layer in model.named_modules()
+        if type(layer) is torch.nn.Linear and "layers.0." in name
+    )
+
+
+@pytest.mark.parametrize("family", sorted(PACKABLE))
+def test_packed_rows_have_the_losses_and_gradients_of_padded_ones(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows neither see each other nor, in families with windows, stand elsewhere than at their places."""
+    model = tiny_model(family)
+    trainable = trainables.masked_weights(model, {_linear_layer(model): np.array([3, 40], np.uint32)})
+    batch = _padded([*ROWS, [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4]], 2)
+    monkeypatch.setattr(trainables, "PACKED_TOKENS", 14)
+    calls = []
+    model.register_forward_pre_hook(lambda *given: calls.append(given[2]["input_ids"]), with_kwargs=True)
+    losses_R = trainable.token_losses(trainable.base_K, batch)
+    loss, gradient_K = trainable.gradient(trainable.base_K, batch)
+    assert {len(ids) for ids in calls} == {1}
+    assert 2 < len(calls) < 2 * len(ROWS)
+    monkeypatch.setattr(trainable, "_packs", False)
+    np.testing.assert_allclose(losses_R, trainable.token_losses(trainable.base_K, batch), atol=2e-5)
+    padded_loss, padded_K = trainable.gradient(trainable.base_K, batch)
+    assert loss == pytest.approx(padded_loss, abs=2e-5)
+    np.testing.assert_allclose(gradient_K, padded_K, atol=2e-5)
+    assert np.abs(gradient_K).min() > 1e-6
+
+
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - PACKABLE))
+def test_other_families_are_padded(family: str) -> None:
+    trainable = trainables.all_weights(tiny_model(family))
+    alone = [trainable.token_losses(trainable.base_K, _padded([row], 1)) for row in ROWS]
+    together = trainable.token_losses(trainable.base_K, _padded(ROWS, 1))
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-5)
+
+
+def test_what_cannot_be_packed_is_padded() -> None:
+    right = _padded(ROWS, 1)
+    assert can_pack(right)
+    left = Batch(
+        input_ids_BT=right.input_ids_BT[:, ::-1],
+        attention_BT=right.attention_BT[:, ::-1],
+        target_BT=right.target_BT,
+    )
+    assert not can_pack(left)
+    first_asked = right.target_BT.copy()
+    first_asked[0, 0] = True
+    assert not can_pack(
+        Batch(input_ids_BT=right.input_ids_BT, attention_BT=right.attention_BT, target_BT=first_asked)
+    )
+
+
+def test_packed_parts_keep_rows_whole_and_in_order() -> None:
+    parts = list(packed_parts(_padded(ROWS, 1), 8))
+    assert [part.ids[0].tolist() for part in parts] == [
+        ROWS[0] + ROWS[1],
+        ROWS[2] + ROWS[3],
+        ROWS[4] + ROWS[5],
+        ROWS[6],
+    ]
+    assert parts[1].inputs["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert parts[1].target[0].tolist() == [False, False, True, False, False, False, True]
+
+
+def test_a_few_weights_gradient_is_the_whole_ones(batch: Batch) -> None:
+    """Three quarters of a layer by its weight's own gradient, some of it without: the same numbers."""
+    model = tiny_model("llama", attention_bias=True)
+    weights = {
+        name: weight.numel()
+        for name, weight in model.named_parameters()
+        if "layers" in name and name.endswith("proj.weight")
+    }
+    many = {name: np.arange(size * 3 // 4, dtype=np.uint32) for name, size in weights.items()}
+    few = {name: np.arange(0, size // 2, 300, dtype=np.uint32) for name, size in weights.items()}
+    assert all(len(few[name]) <= SPARSE_SHARE * size for name, size in weights.items())
+    _, all_K = trainables.masked_weights(model, many).gradient(
+        trainables.masked_weights(model, many).base_K, batch
+    )
+    trainable = trainables.masked_weights(model, few)
+    _, few_K = trainable.gradient(trainable.base_K, batch)
+    starts = dict(zip(many, np.cumsum([0, *map(len, many.values())]), strict=False))
+    expected = np.concatenate([all_K[starts[name] + few[name]] for name in few])
+    np.testing.assert_allclose(few_K, expected, atol=1e-6)
+    assert np.abs(expected).max() > 1e-3
+    assert all(not weight.requires_grad and weight.grad is None for weight in model.parameters())
+
+
+def test_layers_are_themselves_again_after_an_error() -> None:
+    layer = torch.nn.Linear(4, 4)
+    with pytest.raises(RuntimeError), masked_gradients([(layer, torch.tensor([1]))]):
+        layer(torch.zeros(3))
+    assert "forward" not in vars(layer)
+    assert layer(torch.zeros(1, 4)).shape == (1, 4)
