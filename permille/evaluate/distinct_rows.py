@@ -1,6 +1,8 @@
-"""Rows of a batch that ask the same question: candidates of one word after one prompt.
+"""Rows of a batch that ask nothing new: candidates after one prompt, of which a longer one was computed.
 
-What predicts a row's last token does not see it, so rows that are equal before it share one forward pass.
+What predicts a token sees what stands before it and nothing else. So a row needs no forward pass of its own
+if other rows begin with all that stands before each of its targets, and ask there too: of two candidates of
+one word one is enough, and "great" comes with "terr|ible".
 
 # Legend: B rows, T tokens, R targets.
 """
@@ -12,29 +14,36 @@ from permille.zo.estimators import Batch
 
 
 def distinct_rows(batch: Batch) -> tuple[Batch, NDArray[np.int64]]:
-    """The batch without repeated rows, and for each of its targets the target of the result that has the same
-    tokens before it, int64 [R], both row-major.
-
-    Two rows are one where they are equal in all but the last attended token, which is their only target.
-    """
-    ids_BT, target_BT = batch.input_ids_BT, batch.target_BT
-    places: dict[bytes, int] = {}
+    """The rows that are needed, in their order, and for each target of the batch the target of the result
+    that has the same tokens before it, int64 [R], both row-major."""
+    questions = [_questions(batch, row) for row in range(len(batch.input_ids_BT))]
+    # Longest first: it may answer for others. The sort is stable, so of equal rows the first one stays.
+    asked: set[bytes] = set()
     kept: list[int] = []
-    of_row: list[int] = []
-    for row, (ids_T, attended_T, target_T) in enumerate(
-        zip(ids_BT, batch.attention_BT, target_BT, strict=True)
-    ):
-        length = int(attended_T.sum())
-        alone = int(target_T.sum()) == 1 and bool(target_T[length - 1]) and bool(attended_T[:length].all())
-        key = ids_T[: length - 1].tobytes() if alone else f"row {row}".encode()
-        if key not in places:
-            places[key] = len(kept)
+    for row in np.argsort(-batch.attention_BT.sum(axis=1), kind="stable").tolist():
+        if not questions[row] or not asked.issuperset(questions[row]):
             kept.append(row)
-        of_row.append(places[key])
-    counts = target_BT[kept].sum(axis=1)
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    entry_R = np.concatenate([np.arange(starts[place], starts[place + 1]) for place in of_row])
+            asked.update(questions[row])
+    kept.sort()
+    places: dict[bytes, int] = {}
+    number = 0
+    for row in kept:
+        for question in questions[row]:
+            places.setdefault(question, number)
+            number += 1
+    entry_R = np.array([places[question] for row in questions for question in row], dtype=np.int64)
     distinct = Batch(
-        input_ids_BT=ids_BT[kept], attention_BT=batch.attention_BT[kept], target_BT=target_BT[kept]
+        input_ids_BT=batch.input_ids_BT[kept],
+        attention_BT=batch.attention_BT[kept],
+        target_BT=batch.target_BT[kept],
     )
-    return distinct, entry_R.astype(np.int64)
+    return distinct, entry_R
+
+
+def _questions(batch: Batch, row: int) -> list[bytes]:
+    """For each target of a row, what stands before it; unlike any other row's where gaps are in it."""
+    attended_T = batch.attention_BT[row]
+    whole = bool(attended_T[: int(attended_T.sum())].all())
+    own = b"" if whole else f"row {row}: ".encode()
+    ids_T = batch.input_ids_BT[row]
+    return [own + ids_T[:place].tobytes() for place in np.flatnonzero(batch.target_BT[row]).tolist()]
