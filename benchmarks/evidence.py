@@ -232,7 +232,7 @@ class Runner:
         return QUICK if self._quick else size_for(model)
 
     def _fractions(self) -> Sequence[float]:
-        return FRACTIONS[3:4] if self._quick else FRACTIONS
+        return FRACTIONS[:1] if self._quick else FRACTIONS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from benchmarks.evidence_pictures import (
     transfer_pictures,
 )
 from benchmarks.evidence_plan import Unit
-from benchmarks.evidence_records import progress, read_records, summary
+from benchmarks.evidence_records import by_density, progress, read_records, summary
 from benchmarks.evidence_tables import method_table, progress_list, setting_table, turn_table, verdict_table
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
@@ -121,7 +121,7 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
         ("schemes", "base", "", "Sensitive weights over every 4-bit scheme"),
     )
     for stage, setting, heading, title in settings:
-        own = [record for record in records if record["stage"] == stage]
+        own = by_density(records) if stage == "fractions" else [r for r in records if r["stage"] == stage]
         if own:
             yield from (f"## {title}", "", *setting_table(own, setting, heading), "")
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.cells import Result, Settings
 from benchmarks.evidence_plan import DYNAMIC, QUERIES, STATIC, masked_share
+from benchmarks.evidence_records import by_density
 from permille.evaluate.cells import Json
 from permille.evaluate.figures import Line, Panel, lines_picture, split_picture
 
@@ -40,7 +41,7 @@ class Picture:
 
 def fraction_pictures(records: Sequence[Json], models: Mapping[str, Path]) -> list[Picture]:
     """Figures 5a and 5b, each by accuracy and by loss."""
-    own = [record for record in records if record["stage"] == "fractions"]
+    own = by_density(records)
     if not own:
         return []
     groups = {"fractions": STATIC, "dynamic": ("zo:sensitive-c4", *STATIC[1:3], *DYNAMIC)}

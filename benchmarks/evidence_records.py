@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence_plan import Unit
+from benchmarks.evidence_plan import BY_DENSITY, SEEDS, Unit
 from permille.evaluate.cells import Json
 
 SUMMARY = (
@@ -63,21 +63,32 @@ def progress(planned: Iterable[Unit], records: Sequence[Json]) -> list[Progress]
     return rows
 
 
-def flat_density(records: Iterable[Json], model: str, task: str) -> float | None:
+def by_density(records: Sequence[Json]) -> list[Json]:
+    """Records of the stage `fractions`, and the table's of the same models, tasks, methods and seeds, which
+    are the cells of one more density."""
+    own = [record for record in records if record["stage"] == "fractions"]
+    having = {(record["model"], record["task"]) for record in own}
+    return own + [
+        record
+        for record in records
+        if record["stage"] == "table"
+        and (record["model"], record["task"]) in having
+        and record["base"] == "bf16"
+        and record["method"] in BY_DENSITY
+        and record["seed"] in SEEDS
+    ]
+
+
+def flat_density(records: Sequence[Json], model: str, task: str) -> float | None:
     """The smallest density from which the curve of sensitive weights is flat.
 
     Flat: the validation loss, mean over seeds, is within one standard error (of the differences, seed by
     seed) of the lowest density's that is best. Test items choose nothing. None where fewer than two densities
-    of the stage have two seeds.
+    have two seeds.
     """
     losses: dict[float, dict[int, float]] = {}
-    for record in records:
-        if (record["stage"], record["model"], record["task"], record["method"]) == (
-            "fractions",
-            model,
-            task,
-            "zo:sensitive-c4",
-        ):
+    for record in by_density(records):
+        if (record["model"], record["task"], record["method"]) == (model, task, "zo:sensitive-c4"):
             losses.setdefault(record["density"], {})[record["seed"]] = record["validation_loss"]
     whole = {density: by_seed for density, by_seed in losses.items() if len(by_seed) > 1}
     if len(whole) < 2:

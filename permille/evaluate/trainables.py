@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from permille.errors import InputError
 from permille.evaluate.distinct_rows import distinct_rows
-from permille.evaluate.masked_linear import SPARSE_SHARE, masked_gradients
 from permille.evaluate.packed_rows import PACKABLE, Part, can_pack, packed_parts, padded_parts
 from permille.zo.estimators import Batch
 
@@ -36,15 +35,10 @@ PACKED_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Entries of one parameter: those of `index`, or all of them.
-
-    Attributes:
-        layer: the one whose weight the parameter is, where few of its entries are trained.
-    """
+    """Entries of one parameter: those of `index`, or all of them."""
 
     parameter: Tensor
     index: Tensor | None
-    layer: nn.Linear | None = None
 
     @property
     def size(self) -> int:
@@ -103,8 +97,7 @@ class Trainable:
         return np.array(means, dtype=np.float32)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Loss of each target, float32 [R], row-major. Rows that differ in their last token alone are
-        computed once."""
+        """Loss of each target, float32 [R], row-major; what several rows ask is computed once."""
         self._install(values_K)
         distinct, entry_R = distinct_rows(batch)
         with torch.no_grad():
@@ -116,27 +109,19 @@ class Trainable:
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """The loss and its gradient, float32 [k], by reverse mode."""
         self._install(values_K)
-        whole = [part.parameter for part in self._parts if part.layer is None]
-        few = [(part.layer, part.index) for part in self._parts if part.layer is not None]
+        parameters = [part.parameter for part in self._parts]
         targets = int(batch.target_BT.sum())
         total = 0.0
-        for parameter in whole:
+        for parameter in parameters:
             parameter.requires_grad_(True)
         try:
-            with masked_gradients([(layer, index) for layer, index in few if index is not None]) as leaves:
-                for rows in self._split(batch):
-                    loss = _cross_entropy(self._part_logits(rows), rows.ids[rows.target]).sum() / targets
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    total += float(loss.detach())
-            of_leaves = iter(leaves)
-            gradient_K = torch.cat(
-                [
-                    part.gradient() if part.layer is None else _gradient(next(of_leaves))
-                    for part in self._parts
-                ]
-            )
+            for rows in self._split(batch):
+                loss = _cross_entropy(self._part_logits(rows), rows.ids[rows.target]).sum() / targets
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+            gradient_K = torch.cat([part.gradient() for part in self._parts])
         finally:
-            for parameter in whole:
+            for parameter in parameters:
                 parameter.grad = None
                 parameter.requires_grad_(False)
         result: NDArray[np.float32] = gradient_K.cpu().numpy()
@@ -185,10 +170,6 @@ class Trainable:
         return logits_RD
 
 
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
 def _cross_entropy(logits_RD: Tensor, ids_R: Tensor | NDArray[np.int64]) -> Tensor:
     return functional.cross_entropy(logits_RD.float(), torch.as_tensor(ids_R), reduction="none")
 
@@ -202,19 +183,11 @@ def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint3
     parameters = dict(model.named_parameters())
     if missing := [name for name in mask if name not in parameters]:
         raise InputError(f"expected masked tensors of the model, got {missing[0]!r}")
-    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
-    parts = []
-    for name, index in mask.items():
-        if len(index):
-            parameter = parameters[name]
-            few = len(index) <= SPARSE_SHARE * parameter.numel()
-            parts.append(
-                _Part(
-                    parameter=parameter,
-                    index=torch.from_numpy(index.astype(np.int64)),
-                    layer=layers.get(name) if few else None,
-                )
-            )
+    parts = [
+        _Part(parameter=parameters[name], index=torch.from_numpy(index.astype(np.int64)))
+        for name, index in mask.items()
+        if len(index)
+    ]
     return Trainable(model, parts)
 
 

@@ -20,7 +20,7 @@ from benchmarks.evidence_plan import (
     size_for,
     units,
 )
-from benchmarks.evidence_records import flat_density, progress, read_records
+from benchmarks.evidence_records import by_density, flat_density, progress, read_records
 from permille.errors import InputError
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import DECIDING, EQUIVALENCE_SEEDS
@@ -142,7 +142,7 @@ def test_no_cell_begins_when_the_minutes_are_over(materials_file: Path, tmp_path
     assert main(arguments(materials_file, tmp_path, "--minutes", "0")) == 0
     assert read_records(tmp_path) == []
     page = (tmp_path / "page/evidence.md").read_text()
-    assert "- `table` of tiny, sst2: 0 of 18 cells." in page
+    assert "- `table` of tiny, sst2: 0 of 20 cells." in page
     assert "figure `coverage`" in page
     assert page.count("**undecided**") == 7
 
@@ -241,10 +241,13 @@ def test_dynamic_masks_are_evaluated_as_often_as_static_ones(
     assert dynamic == 2 + len(FRACTIONS)
 
 
-def test_tasks_with_passages_take_half_the_steps() -> None:
+def test_tasks_with_passages_take_half_the_steps_and_fewer_items() -> None:
     size = Size(zo_steps=200, fo_steps=101)
-    assert (size.halved().zo_steps, size.halved().fo_steps) == (100, 50)
-    assert size.halved().sizes == size.sizes
+    half = size.halved()
+    assert (half.zo_steps, half.fo_steps) == (100, 50)
+    assert (size.sizes, half.sizes) == ((1000, 128, 400), (1000, 64, 300))
+    assert half.equivalence_seeds == half.seeds == size.seeds
+    assert min(QUICK.halved().sizes) > 0
 
 
 def test_a_tensor_has_at_least_one_masked_weight(materials_file: Path) -> None:
@@ -278,6 +281,22 @@ def test_the_curve_is_flat_from_the_smallest_density_within_an_error_of_the_best
     assert flat_density([], "m", "sst2") is None
 
 
+def test_the_tables_cells_are_those_of_its_density() -> None:
+    own = fraction_records({1e-4: (0.9, 0.8)})
+    (of_table,) = fraction_records({1e-3: (0.5,)})
+    of_table |= {"stage": "table", "base": "bf16"}
+    others = [
+        of_table | {"seed": 3},
+        of_table | {"base": "nf4"},
+        of_table | {"method": "zo:full"},
+        of_table | {"task": "rte"},
+    ]
+    assert by_density([*own, of_table, *others]) == [*own, of_table]
+    assert by_density([of_table]) == []
+    table = [of_table, of_table | {"seed": 1}]
+    assert flat_density([*own, *table], "m", "sst2") == 1e-3
+
+
 def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> None:
     folder = materials_file.parent
     materials = Materials(
@@ -293,4 +312,4 @@ def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> 
         runner.memory()
     planned = runner.planned("table", folder / "tiny", "sst2")
     (row,) = progress(planned, [])
-    assert (row.done, row.planned) == (0, 18)
+    assert (row.done, row.planned) == (0, 20)

@@ -10,7 +10,6 @@ import torch
 from permille.errors import InputError
 from permille.evaluate import trainables
 from permille.evaluate.distinct_rows import distinct_rows
-from permille.evaluate.masked_linear import SPARSE_SHARE, masked_gradients
 from permille.evaluate.packed_rows import PACKABLE, can_pack, packed_parts
 from permille.evaluate.trainables import Trainable
 from permille.zo.estimators import Batch
@@ -216,34 +215,3 @@ def test_packed_parts_keep_rows_whole_and_in_order() -> None:
     ]
     assert parts[1].inputs["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert parts[1].target[0].tolist() == [False, False, True, False, False, False, True]
-
-
-def test_a_few_weights_gradient_is_the_whole_ones(batch: Batch) -> None:
-    """Three quarters of a layer by its weight's own gradient, some of it without: the same numbers."""
-    model = tiny_model("llama", attention_bias=True)
-    weights = {
-        name: weight.numel()
-        for name, weight in model.named_parameters()
-        if "layers" in name and name.endswith("proj.weight")
-    }
-    many = {name: np.arange(size * 3 // 4, dtype=np.uint32) for name, size in weights.items()}
-    few = {name: np.arange(0, size // 2, 300, dtype=np.uint32) for name, size in weights.items()}
-    assert all(len(few[name]) <= SPARSE_SHARE * size for name, size in weights.items())
-    _, all_K = trainables.masked_weights(model, many).gradient(
-        trainables.masked_weights(model, many).base_K, batch
-    )
-    trainable = trainables.masked_weights(model, few)
-    _, few_K = trainable.gradient(trainable.base_K, batch)
-    starts = dict(zip(many, np.cumsum([0, *map(len, many.values())]), strict=False))
-    expected = np.concatenate([all_K[starts[name] + few[name]] for name in few])
-    np.testing.assert_allclose(few_K, expected, atol=1e-6)
-    assert np.abs(expected).max() > 1e-3
-    assert all(not weight.requires_grad and weight.grad is None for weight in model.parameters())
-
-
-def test_layers_are_themselves_again_after_an_error() -> None:
-    layer = torch.nn.Linear(4, 4)
-    with pytest.raises(RuntimeError), masked_gradients([(layer, torch.tensor([1]))]):
-        layer(torch.zeros(3))
-    assert "forward" not in vars(layer)
-    assert layer(torch.zeros(1, 4)).shape == (1, 4)
