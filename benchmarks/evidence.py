@@ -31,6 +31,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cells import Cells
@@ -42,6 +43,7 @@ from benchmarks.evidence_plan import (
     FRACTIONS,
     QUERIES,
     QUICK,
+    STATIC,
     SWEEP_STAGES,
     Materials,
     Size,
@@ -49,7 +51,7 @@ from benchmarks.evidence_plan import (
     size_for,
     units,
 )
-from benchmarks.evidence_records import flat_density, read_records
+from benchmarks.evidence_records import by_density, flat_density, read_records
 from benchmarks.evidence_steps import measure_memory, measure_steps
 from permille.errors import PermilleError
 from permille.evaluate.specification import Sweep, sweep_of
@@ -130,12 +132,16 @@ class Runner:
         )
 
     def flat(self, model: Path) -> float | None:
-        """Where the model's curve is flat, once the fractions are finished."""
+        """Where the model's curve is flat, once the fractions and the table's part of them are finished."""
         task = next(iter(self.materials.tasks))
         planned = self.planned("fractions", model, task)
         records = read_records(self.folder)
-        own = [r for r in records if (r["stage"], r["model"]) == ("fractions", model.name)]
-        if len(own) < sum(len(unit.choices["methods"]) * len(unit.choices["seeds"]) for unit in planned):
+        own = [r for r in by_density(records) if (r["model"], r["task"]) == (model.name, task)]
+        of_table = {r["seed"] for r in own if (r["stage"], r["method"]) == ("table", STATIC[0])}
+        cells = sum(len(unit.choices["methods"]) * len(unit.choices["seeds"]) for unit in planned)
+        if sum(record["stage"] == "fractions" for record in own) < cells or of_table < set(
+            self._size(model).seeds
+        ):
             return None
         return flat_density(records, model.name, task)
 
@@ -150,7 +156,7 @@ class Runner:
             for unit in self.planned(stage, model, task)
         ]
         waiting = {
-            f"`flat` of {model.name}": "waits for the end of `fractions`, which says where the curve is flat"
+            f"`flat` of {model.name}": "waits for `fractions` and `table`, which say where the curve is flat"
             for model in self.materials.models
             if self.flat(model) is None
         }
@@ -170,8 +176,10 @@ class Runner:
             raise TimeIsUpError
 
     def _gradients(self, stage: str, model: Path, task: str) -> None:
-        unit = self.planned("table", model, task)[0]
         size = self._size(model)
+        unit = self.planned("table", model, task)[0]
+        # The same examples whatever the table's sizes: what is finished stays comparable.
+        unit = replace(unit, choices=dict(unit.choices) | {"sizes": size.sizes})
         settings = {"model": model.name, "task": task, "examples": 4 if self._quick else 64}
         if stage == "transfer":
             settings["steps"] = size.fo_steps

@@ -195,7 +195,7 @@ def units(
             ]  # fmt: skip
         case "fractions":
             # Static ones first: where claims turn. The table's density has these cells in the table.
-            parts = {"": BY_DENSITY[: -len(DYNAMIC)], "dynamic-": DYNAMIC}
+            parts = {"static-": BY_DENSITY[: -len(DYNAMIC)], "dynamic-": DYNAMIC}
             return [
                 _unit(stage, model, task, size, f"{part}{at:g}", methods, density=at)
                 for part, methods in parts.items()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence_plan import BY_DENSITY, SEEDS, Unit
+from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SEEDS, Unit
 from permille.evaluate.cells import Json
 
 SUMMARY = (
@@ -66,14 +66,14 @@ def progress(planned: Iterable[Unit], records: Sequence[Json]) -> list[Progress]
 def by_density(records: Sequence[Json]) -> list[Json]:
     """Records of the stage `fractions`, and the table's of the same models, tasks, methods and seeds, which
     are the cells of one more density."""
-    own = [record for record in records if record["stage"] == "fractions"]
+    own = [r for r in records if r["stage"] == "fractions" and r["density"] != DENSITY]
     having = {(record["model"], record["task"]) for record in own}
     return own + [
         record
         for record in records
         if record["stage"] == "table"
         and (record["model"], record["task"]) in having
-        and record["base"] == "bf16"
+        and (record["base"], record["density"]) == ("bf16", DENSITY)
         and record["method"] in BY_DENSITY
         and record["seed"] in SEEDS
     ]

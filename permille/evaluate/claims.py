@@ -11,9 +11,10 @@ What holds and what fails are each judged at 5% after Holm over all rows of the 
 A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
 (`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
 of their own. Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN)
-or `MIN_CLUSTERS` clusters of items (one of each passage or text). And two methods that learned nothing are no
-equals: AT LEAST and WITHIN are decided only where the second method is better than the base it began from, at
-5% (or the first one better than it).
+or `MIN_CLUSTERS` clusters of items (one of each passage or text): a task with fewer seeds is left out of a
+row that has others, and the row names its tasks. And two methods that learned nothing are no equals: AT LEAST
+and WITHIN are decided only where the second method is better than the base it began from, at 5% (or the first
+one better than it).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -203,8 +204,12 @@ def _row(
     second: Sequence[Record],
     records: Sequence[Record],
 ) -> Row:
-    found = contrast(first, second, by_loss=by_loss)
     wanted = MIN_SEEDS if claim.relation is Relation.BETTER else EQUIVALENCE_SEEDS
+    enough = {task for task, seeds in _common_seeds(first, second).items() if len(seeds) >= wanted}
+    if enough:
+        first = [record for record in first if record["task"] in enough]
+        second = [record for record in second if record["task"] in enough]
+    found = contrast(first, second, by_loss=by_loss)
     blank = _undecided(claim, model, density, by_loss=by_loss, found=found, reason="")
     if found is None or found.seeds < wanted:
         seeds = len({record["seed"] for record in first} & {record["seed"] for record in second})
@@ -218,6 +223,15 @@ def _row(
         return replace(blank, reason=f"needs a {claim.second.method} that learned something: equals at "
                        "nothing are no evidence")  # fmt: skip
     return replace(blank, p_value=_p_value(claim, found, blank.margin))
+
+
+def _common_seeds(first: Sequence[Record], second: Sequence[Record]) -> dict[str, set[int]]:
+    """Seeds that both sides have, by task."""
+    return {
+        task: {r["seed"] for r in first if r["task"] == task}
+        & {r["seed"] for r in second if r["task"] == task}
+        for task in {record["task"] for record in first}
+    }
 
 
 def _p_value(claim: Claim, found: Contrast, margin: float) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from permille.zo.estimators import Batch
 
 PACKABLE = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox"})
-"""Families whose models in transformers keep packed rows apart; OPT's makes itself a mask without gaps."""
+"""Families whose models in transformers keep packed rows apart; OPT's does not tell its mask of positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,7 @@ def packed_parts(batch: Batch, max_tokens: int) -> Iterator[Part]:
 
 
 def can_pack(batch: Batch) -> bool:
-    """Whether every row is padded on its right alone, and asks for no first token, which nothing predicts."""
+    """Whether every row is padded on its right alone, and none asks for its padding."""
     attention_BT = batch.attention_BT
     right = bool((attention_BT[:, 1:] <= attention_BT[:, :-1]).all()) and bool(attention_BT[:, 0].all())
-    asked = batch.target_BT & ~attention_BT
-    return right and not batch.target_BT[:, 0].any() and not asked.any()
+    return right and not (batch.target_BT & ~attention_BT).any()

@@ -98,6 +98,7 @@ class Trainable:
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Loss of each target, float32 [R], row-major; what several rows ask is computed once."""
+        _check(batch)
         self._install(values_K)
         distinct, entry_R = distinct_rows(batch)
         with torch.no_grad():
@@ -108,6 +109,7 @@ class Trainable:
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """The loss and its gradient, float32 [k], by reverse mode."""
+        _check(batch)
         self._install(values_K)
         parameters = [part.parameter for part in self._parts]
         targets = int(batch.target_BT.sum())
@@ -168,6 +170,11 @@ class Trainable:
         finally:
             hook.remove()
         return logits_RD
+
+
+def _check(batch: Batch) -> None:
+    if batch.target_BT[:, 0].any():
+        raise InputError("expected no target in a row's first column, which nothing predicts, got one")
 
 
 def _cross_entropy(logits_RD: Tensor, ids_R: Tensor | NDArray[np.int64]) -> Tensor:

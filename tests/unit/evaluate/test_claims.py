@@ -115,6 +115,22 @@ def test_equality_needs_five_seeds(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", PAIRS)
+def test_a_task_with_too_few_seeds_takes_no_verdict_from_the_others(key: str) -> None:
+    """It is left out, and the row says of which tasks it is."""
+    of_five = PAIRS[key](0.7, 0.7 if key == "c4-task" else 0.6)
+    of_two = [dict(record) | {"task": "boolq"} for record in of_five if record["seed"] < 2]
+    references = [dict(record) | {"task": "boolq"} for record in REFERENCES]
+    row = row_of(key, [*of_five, *of_two], [*REFERENCES, *references])
+    assert row.verdict is Verdict.HOLDS
+    assert row.found is not None and (row.found.tasks, row.found.seeds) == (("sst2",), 5)
+    of_three = [dict(record) | {"task": "boolq"} for record in of_five if record["seed"] < 3]
+    row = row_of(key, [*of_five, *of_three], [*REFERENCES, *references])
+    assert row.found is not None
+    both = row.claim.relation is Relation.BETTER
+    assert row.found.tasks == (("sst2", "boolq") if both else ("sst2",))
+
+
+@pytest.mark.parametrize("key", PAIRS)
 def test_few_items_decide_nothing(key: str) -> None:
     few = [
         record | {"items": record["items"][:20], "correct": record["correct"][:20]}
