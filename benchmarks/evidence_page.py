@@ -30,8 +30,10 @@ written from the finished cells alone, in whatever state the run is; the data be
 
 How it is compared: every trained method starts with the same number of step sizes on one logarithmic grid,
 extended while the best is on its edge; tuning seeds are no reporting seeds; test items are the same for every
-seed and chose nothing. Zeroth-order steps take exact directional derivatives ({queries} a step unless a table
-says otherwise). Sizes, seeds and steps of every cell are in the data.
+seed and chose nothing. A run whose validation loss rose above the base's begins anew with the next smaller
+step size, at most twice, and its best attempt counts, as on a device. Zeroth-order steps take exact
+directional derivatives ({queries} a step unless a table says otherwise). Sizes, seeds and steps of every cell
+are in the data.
 """
 
 _VERDICTS = """## Verdicts

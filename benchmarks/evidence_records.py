@@ -15,7 +15,7 @@ from permille.evaluate.cells import Json
 SUMMARY = (
     *("stage", "model", "base", "method", "task", "seed", "density", "queries", "batch_size", "zo_steps"),
     *("fo_steps", "accuracy", "loss", "majority", "validation_loss", "best_step", "step_factor", "on_edge"),
-    *("examples", "shots", "cut_examples", "seconds"),
+    *("examples", "shots", "cut_examples", "seconds", "attempts"),
 )
 """What the committed data keep of a record; outcomes item by item stay in the results files."""
 
@@ -104,8 +104,8 @@ def flat_density(records: Sequence[Json], model: str, task: str) -> float | None
 
 
 def summary(records: Iterable[Json]) -> list[Json]:
-    """Records without their items."""
-    return [{key: record[key] for key in SUMMARY} for record in records]
+    """Records without their items; those of before there were attempts had one."""
+    return [{key: ({"attempts": 1} | record)[key] for key in SUMMARY} for record in records]
 
 
 def _of_sweep(path: Path) -> list[Json]:

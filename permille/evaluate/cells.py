@@ -34,7 +34,7 @@ from permille.evaluate.scoring import (
 from permille.evaluate.specification import Base, Sweep
 from permille.evaluate.splits import split
 from permille.evaluate.trainables import Trainable, masked_weights
-from permille.evaluate.training import Recipe, Trained, train
+from permille.evaluate.training import Recipe, Trained, train, train_safely
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask, MaskMethod
 
@@ -85,7 +85,8 @@ class Bench:
             trainable, trained = Trainable(self._stored(cell), []), None
             values_K = trainable.base_K
         else:
-            trainable, trained = self._trained(cell, data, self._recipe(cell.method.order, seed, step_factor))
+            recipe = self._recipe(cell.method.order, seed, step_factor)
+            trainable, trained = self._trained(cell, data, recipe, train_safely)
             values_K = trained.values_K
         tested = score(lambda batch: trainable.token_losses(values_K, batch), data.test)
         written = None
@@ -97,7 +98,9 @@ class Bench:
 
     def validation_loss(self, cell: Cell, order: Order, seed: int, step_factor: float) -> float:
         """What tuning compares: a run that is never scored on test items."""
-        return self._trained(cell, self.data(cell, seed), self._recipe(order, seed, step_factor))[1].loss
+        return self._trained(cell, self.data(cell, seed), self._recipe(order, seed, step_factor), train)[
+            1
+        ].loss
 
     def read(self) -> None:
         """Read all task files.
@@ -169,7 +172,13 @@ class Bench:
         texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
         return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
 
-    def _trained(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
+    def _trained(
+        self, cell: Cell, data: CellData, recipe: Recipe, training: Callable[..., Trained]
+    ) -> tuple[Trainable, Trained]:
+        """
+        Args:
+            training: `train` or `train_safely`; a mask that moves goes back to each segment's best anyway.
+        """
         if cell.method.trained in DYNAMIC:
             return self._trained_dynamic(cell, data, recipe)
         mask = self._mask(cell, data, 0, lambda: models.stored(cell.model, Base.BF16))
@@ -177,7 +186,7 @@ class Bench:
         trainable = (
             models.adapted(model, cell.method, recipe.seed) if mask is None else masked_weights(model, mask)
         )
-        return trainable, train(trainable, data.batch, _validation(trainable, data.validation), recipe)
+        return trainable, training(trainable, data.batch, _validation(trainable, data.validation), recipe)
 
     def _trained_dynamic(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
         """Segments of `refresh_steps`, each with a new mask; what was learned stays in the weights.
@@ -276,6 +285,7 @@ class Outcome:
             "validation_loss": None if self.trained is None else self.trained.loss,
             "best_step": None if self.trained is None else self.trained.step,
             "curve": None if self.trained is None else _finite_curve(self.trained),
+            "attempts": None if self.trained is None else self.trained.attempts,
             "seconds": round(self.seconds, 2),
         }
 

@@ -8,7 +8,7 @@ validation loss".
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.evaluate.methods import Order
 from permille.evaluate.trainables import Trainable
+from permille.evaluate.tuning import GRID_FACTOR
 from permille.zo.directions import Distribution
 from permille.zo.estimators import Batch, apply_record, forward_mode, take_step
 from permille.zo.lattice import step_unit_exponent_for, values
@@ -32,6 +33,7 @@ STEP_NORM = 0.4
 """Where a step size search begins: `learning_rate * g_rms * sqrt(k / q)` (docs/adr/0071)."""
 
 EPSILON_NORM = 0.5
+MAX_ATTEMPTS = 3
 _NO_PACKAGE = "sha256:" + "0" * 64
 _PROBE_STEPS = 4
 
@@ -77,12 +79,20 @@ class Trained:
 
     Attributes:
         curve: (step, validation loss), step 0 is the base; not finite where training diverged.
+        attempts: runs from the base that it took.
     """
 
     values_K: NDArray[np.float32]
     step: int
     loss: float
     curve: tuple[tuple[int, float], ...]
+    attempts: int = 1
+
+    @property
+    def rose(self) -> bool:
+        """Whether some evaluation was not finite or above the base's: the steps were too long."""
+        base = self.curve[0][1]
+        return any(not loss <= base for _, loss in self.curve[1:])
 
 
 def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
@@ -102,6 +112,21 @@ def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Re
         if loss < best_loss:
             best_K, best_step, best_loss = values_K.copy(), step, loss
     return Trained(values_K=best_K, step=best_step, loss=best_loss, curve=tuple(curve))
+
+
+def train_safely(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
+    """Train; where the loss rose above the base's, train again from the base with the next smaller step size.
+
+    The best attempt on validation counts. Agents do likewise with half steps (docs/adr/0077): a step size
+    that suited the seed that chose it is too long for others now and then, and what a comparison says would
+    else be decided by whether a seed diverged.
+    """
+    attempts = [train(trainable, batches, validate, recipe)]
+    while attempts[-1].rose and len(attempts) < MAX_ATTEMPTS:
+        recipe = replace(recipe, step_factor=recipe.step_factor / GRID_FACTOR)
+        attempts.append(train(trainable, batches, validate, recipe))
+    best = min(attempts, key=lambda trained: trained.loss)
+    return replace(best, attempts=len(attempts))
 
 
 def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:

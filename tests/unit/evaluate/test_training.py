@@ -1,15 +1,17 @@
 """Training, tuning and the names of methods."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate import trainables
+from permille.evaluate import trainables, training
 from permille.evaluate.methods import Order, TrainedSet, method
-from permille.evaluate.training import Recipe, train
+from permille.evaluate.training import MAX_ATTEMPTS, Recipe, Trained, train, train_safely
 from permille.evaluate.tuning import GRID_FACTOR, TUNING_SEED_OFFSET, tune, tuning_seed
 from tests.unit.engines.tiny import tiny_batch, tiny_model
 
@@ -42,6 +44,56 @@ def test_a_run_that_diverges_keeps_what_was_best() -> None:
         recipe,
     )
     assert trained.step == 0
+    np.testing.assert_array_equal(trained.values_K, trainable.base_K)
+
+
+def _attempts(
+    losses: Mapping[float, tuple[float, ...]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Trained, list[float]]:
+    """What is chosen where a step factor's evaluations have these losses, and the factors that were tried."""
+    tried: list[float] = []
+
+    def curve_of(*given: Any) -> Trained:
+        factor = round(given[-1].step_factor, 6)
+        tried.append(factor)
+        curve = tuple(enumerate(losses[factor]))
+        step, loss = min(curve, key=lambda point: point[1] if math.isfinite(point[1]) else math.inf)
+        return Trained(values_K=np.full(1, factor, np.float32), step=step, loss=loss, curve=curve)
+
+    monkeypatch.setattr(training, "train", curve_of)
+    recipe = Recipe(order=Order.ZEROTH, steps=2, step_factor=10.0, seed=0)
+    trainable = trainables.lora(tiny_model("llama"), 4, frozen_a=False, seed=0)
+    return train_safely(trainable, lambda _: tiny_batch(), lambda _: 0.0, recipe), tried
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor", "attempts"),
+    [
+        ({10.0: (3.0, 3.0, 1.0)}, 10.0, 1),
+        ({10.0: (3.0, 3.1, 2.5), 3.162278: (3.0, 2.8, 2.0)}, 3.162278, 2),
+        ({10.0: (3.0, 1.5, 9.0), 3.162278: (3.0, 2.8, 2.0)}, 10.0, 2),
+        ({10.0: (3.0, math.nan), 3.162278: (3.0, 5.0, 4.0), 1.0: (3.0, 2.9, 2.8)}, 1.0, 3),
+        ({10.0: (3.0, 4.0, 5.0), 3.162278: (3.0, 5.0, 4.0), 1.0: (3.0, 3.2, 3.1)}, 10.0, 3),
+    ],
+)
+def test_a_run_that_rose_above_the_base_begins_anew_with_smaller_steps(
+    losses: Mapping[float, tuple[float, ...]], factor: float, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, tried = _attempts(losses, monkeypatch)
+    assert (trained.values_K[0], trained.attempts) == (np.float32(factor), attempts)
+    assert tried == list(losses)
+    assert trained.loss == min(loss for curve in losses.values() for loss in curve if math.isfinite(loss))
+
+
+def test_steps_that_are_too_long_at_every_attempt_leave_the_base() -> None:
+    trainable = trainables.lora(tiny_model("llama"), 4, frozen_a=False, seed=0)
+
+    def validate(values_K: NDArray[np.float32]) -> float:
+        return float(trainable.losses(values_K[None], tiny_batch())[0])
+
+    recipe = Recipe(order=Order.FIRST, steps=6, step_factor=1e30, seed=0, evaluations=3)
+    trained = train_safely(trainable, lambda _: tiny_batch(), validate, recipe)
+    assert (trained.attempts, trained.step) == (MAX_ATTEMPTS, 0)
     np.testing.assert_array_equal(trained.values_K, trainable.base_K)
 
 
