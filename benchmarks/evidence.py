@@ -11,18 +11,17 @@ common to both.
 Files: PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks (`tasks/BoolQ/val.jsonl`, ...) and
 text; or `--materials FILE`, a TOML file with `models`, `corpus` and `[tasks.<name>]` like a sweep's.
 
-Expected hours of one core at rest, from paces measured on a processor with AVX-512 (a run of 200 steps on
-SST-2: 18 s with stories260K, of 100 steps 24 s with reference-7M; `steps` and `memory` not counted):
+Hours of one core, from cells measured on a shared Zen 3 core with AVX2 (a run and its test on SST-2: 20 s
+with stories260K, 25 s with reference-7M for a mask, 45 s for an adapter; a search is 4 to 7 shorter runs);
+`steps` and `memory` are not counted, and a task with passages was not timed:
 
     stage                   stories260K    reference-7M
-    coverage, transfer              0.1             0.3
-    table                           2.0             3.7
-    fractions (first task)          1.1             1.6
-    flat                            1.0             2.0
-    queries (first task)            0.6             0.9
-    schemes (first task)            0.3             0.4
-
-So table and flat of both are some 4.4 hours on two cores, one call a model.
+    coverage, transfer              0.1             0.1
+    table (a task)                  0.8             1.4
+    fractions (first task)          0.8             1.4
+    flat (a task)                   0.4             0.6
+    queries (first task)            0.5             1.0
+    schemes (first task)            0.4             0.6
 """
 
 import argparse

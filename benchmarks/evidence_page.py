@@ -29,7 +29,8 @@ Made by `make evidence` (`{command}`) from the models and the task files that it
 written from the finished cells alone, in whatever state the run is; the data behind every number: `{data}`.
 
 How it is compared: every trained method starts with the same number of step sizes on one logarithmic grid,
-extended while the best is on its edge; tuning seeds are no reporting seeds; test items are the same for every
+extended while the best is on its edge; the best of one tuning seed and its neighbours are tried with two
+more, and the median chooses ({tuned}). Tuning seeds are no reporting seeds; test items are the same for every
 seed and chose nothing. A run whose validation loss rose above the base's begins anew with the next smaller
 step size, at most twice, and its best attempt counts, as on a device. Zeroth-order steps take exact
 directional derivatives ({queries} a step unless a table says otherwise). Sizes, seeds and steps of every cell
@@ -79,7 +80,7 @@ def write_page(
         f"figure `{key}`": f"{what}: no data yet" for key, what in FIGURES.items() if key not in drawn
     }
     lines = [
-        _HEAD.format(command=_COMMAND, data=DATA, queries=queries),
+        _HEAD.format(command=_COMMAND, data=DATA, queries=queries, tuned=_tuned(records)),
         _VERDICTS,
         *verdict_table(verdicts(records)),
         "",
@@ -99,6 +100,13 @@ def write_page(
     }
     (output / DATA).write_text(_json(data), encoding="utf-8")
     (output / PAGE).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def _tuned(records: Sequence[Json]) -> str:
+    """How many cells that holds for: those of before there were several tuning seeds are kept."""
+    trained = [record for record in records if record["step_factor"] is not None]
+    several = sum(record["tuning_seeds"] > 1 for record in trained)
+    return f"{several} of {len(trained)} trained cells; the others have the first seed's choice"
 
 
 def _tables(records: Sequence[Json]) -> Iterable[str]:

@@ -75,6 +75,7 @@ class Size:
     batch_size: int = 8
     max_tokens: int = 128
     trials: int = 3
+    tuning_seeds: int = 3
     evaluations: int = 5
     corpus_sequences: int = 64
     corpus_tokens: int = 128
@@ -103,6 +104,7 @@ QUICK = Size(
     batch_size=2,
     max_tokens=48,
     trials=1,
+    tuning_seeds=1,
     evaluations=1,
     corpus_sequences=2,
     corpus_tokens=16,
@@ -234,8 +236,8 @@ def _unit(
     **changed: Any,
 ) -> Unit:
     names = (
-        *("zo_steps", "fo_steps", "queries", "batch_size", "trials", "evaluations", "sizes", "max_tokens"),
-        *("corpus_sequences", "corpus_tokens", "seeds"),
+        *("zo_steps", "fo_steps", "queries", "batch_size", "trials", "tuning_seeds", "evaluations", "sizes"),
+        *("max_tokens", "corpus_sequences", "corpus_tokens", "seeds"),
     )
     choices = {name: changed.get(name, getattr(size, name)) for name in names}
     choices |= {

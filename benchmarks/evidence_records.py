@@ -15,7 +15,7 @@ from permille.evaluate.cells import Json
 SUMMARY = (
     *("stage", "model", "base", "method", "task", "seed", "density", "queries", "batch_size", "zo_steps"),
     *("fo_steps", "accuracy", "loss", "majority", "validation_loss", "best_step", "step_factor", "on_edge"),
-    *("examples", "shots", "cut_examples", "seconds", "attempts"),
+    *("examples", "shots", "cut_examples", "seconds", "attempts", "tuning_seeds"),
 )
 """What the committed data keep of a record; outcomes item by item stay in the results files."""
 
@@ -113,5 +113,6 @@ def _of_sweep(path: Path) -> list[Json]:
     labels: dict[str, Any] = {"stage": path.name.partition("-")[0]}
     labels |= {key: chosen[key] for key in ("density", "queries", "batch_size", "zo_steps", "fo_steps")}
     whole = path.read_bytes().rpartition(b"\n")[0]
+    labels["tuning_seeds"] = chosen.get("tuning_seeds", 1)
     lines = [json.loads(line) for line in whole.splitlines()]
     return [line | labels for line in lines if line["kind"] == "cell"]

@@ -170,7 +170,7 @@ def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
     ]
     for name, reasons in bad_rows.items():
         if reasons:
-            lines.append(f"Lines of {name} that are no person and are left out: {'; '.join(reasons)}.")
+            lines += [f"Lines of {name} that are no person and are left out: {'; '.join(reasons)}.", ""]
     return "\n".join(lines) + "\n" + markdown(groups_of(cells))
 
 
@@ -199,6 +199,7 @@ def main() -> None:
         sys.stdout.write(page(cells, bad))
         return
     rows = [{"settings": settings, "result": result} for settings, result in cells.of(FIGURE)]
+    arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "users.json").write_text(json.dumps(rows, indent=1) + "\n")
     (arguments.output / "users.md").write_text(page(cells, bad))
 

@@ -54,6 +54,7 @@ class Sweep:
 
     Attributes:
         trials: step factors that every trained method tries first (odd).
+        tuning_seeds: seeds that choose among the best step factor of the first one and its neighbours (odd).
         sizes: examples of train, validation and test.
         max_tokens: longest example; the prompt's front is cut.
         estimator: `forward` takes exact directional derivatives, all queries from one gradient: on models of
@@ -74,6 +75,7 @@ class Sweep:
     estimator: EstimatorKind = EstimatorKind.SPSA
     batch_size: int = 16
     trials: int = 3
+    tuning_seeds: int = 1
     evaluations: int = 10
     sizes: tuple[int, int, int] = PAPER_SIZES
     max_tokens: int = 256
@@ -133,8 +135,9 @@ def sweep_of(found: dict[str, Any], folder: Path) -> Sweep:
 
 
 def _checked(sweep: Sweep) -> Sweep:
-    if sweep.trials % 2 == 0:
-        raise InputError(f"expected an odd number of trials, got {sweep.trials}")
+    for name in ("trials", "tuning_seeds"):
+        if getattr(sweep, name) % 2 == 0:
+            raise InputError(f"expected an odd number of {name}, got {getattr(sweep, name)}")
     if sweep.estimator is EstimatorKind.SPLIT:
         raise InputError("expected an estimator without blocks, got split")
     if len({model.name for model in sweep.models}) < len(sweep.models):

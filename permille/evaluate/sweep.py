@@ -8,9 +8,10 @@ another sweep is refused, never mixed; seeds may be added after those that a fil
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,11 @@ def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
         seed = tuning_seed(cell.seed)
         with done.bad_rows_of(bench):
             tuned = tune(
-                lambda factor: bench.validation_loss(cell, order, seed, factor), trials=bench.sweep.trials
+                *(
+                    partial(bench.validation_loss, cell, order, seed + number)
+                    for number in range(bench.sweep.tuning_seeds)
+                ),
+                trials=bench.sweep.trials,
             )
         done.append(
             {
@@ -88,7 +93,8 @@ def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
                 "key": cell.tuning_key,
                 "seed": seed,
                 "step_factor": tuned.step_factor,
-                "losses": {str(power): _finite(loss) for power, loss in sorted(tuned.losses.items())},
+                "losses": _by_power(tuned.losses),
+                "medians": _by_power(tuned.medians),
                 "on_edge": tuned.on_edge,
             }
         )
@@ -240,8 +246,8 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _finite(loss: float) -> float | None:
-    return loss if loss < float("inf") else None
+def _by_power(losses: Mapping[int, float]) -> dict[str, float | None]:
+    return {str(power): loss if loss < float("inf") else None for power, loss in sorted(losses.items())}
 
 
 __all__ = ["Progress", "Results", "cells_of", "open_results", "run_sweep", "sweep_digest"]

@@ -4,9 +4,13 @@ Random masks want a step some hundred times larger than sensitive ones; one fixe
 claim that sensitive ones are better. So each method gets `trials` step factors around its natural one, and
 while the best lies on an edge the grid grows there, at most `extensions` times; what a method took is
 reported. Tuning seeds and reporting seeds never meet.
+
+A step size at the edge of what is stable is good or bad by the seed. With several tuning seeds the first one
+finds the best and its neighbours, and among these the lowest median over all seeds wins.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,19 +26,28 @@ class Tuned:
     """The step factor that won, and every trial's validation loss by power of `GRID_FACTOR`.
 
     Attributes:
+        losses: of the first tuning seed.
+        medians: over all tuning seeds, of the powers that others tried too.
         on_edge: the best is still at an end of the grid: the number of extensions was not enough.
     """
 
     step_factor: float
     losses: Mapping[int, float]
+    medians: Mapping[int, float]
     on_edge: bool
 
 
-def tune(loss_at: Callable[[float], float], *, trials: int = 3, extensions: int = 4) -> Tuned:
+def tune(
+    loss_at: Callable[[float], float],
+    *others: Callable[[float], float],
+    trials: int = 3,
+    extensions: int = 4,
+) -> Tuned:
     """Find the step factor of the lowest validation loss.
 
     Args:
-        loss_at: trains with a step factor and a tuning seed; NaN where it diverged.
+        loss_at: trains with a step factor and the first tuning seed; NaN where it diverged.
+        others: the same with further tuning seeds, which try the best and its neighbours.
         trials: odd; powers from `-(trials // 2)` to `trials // 2`. One trial is no search: its factor is 1.
 
     Raises:
@@ -54,7 +67,18 @@ def tune(loss_at: Callable[[float], float], *, trials: int = 3, extensions: int 
         wanted = [edge]
     if not math.isfinite(losses[best]):
         raise InputError(f"expected a finite loss at some step factor, got none of {sorted(losses)}")
-    return Tuned(step_factor=GRID_FACTOR**best, losses=losses, on_edge=edge is not None and trials > 1)
+    near = [power for power in (best - 1, best, best + 1) if power in losses] if others and trials > 1 else []
+    medians = {
+        power: statistics.median([losses[power], *(_finite(other(GRID_FACTOR**power)) for other in others)])
+        for power in near
+    }
+    chosen = min(near, key=lambda power: (medians[power], power)) if near else best
+    return Tuned(
+        step_factor=GRID_FACTOR**chosen,
+        losses=losses,
+        medians=medians,
+        on_edge=edge is not None and trials > 1 and chosen == best,
+    )
 
 
 def tuning_seed(seed: int) -> int:

@@ -1,7 +1,7 @@
 """Training, tuning and the names of methods."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,34 @@ def test_the_grid_grows_at_its_edge_until_the_best_is_inside() -> None:
     assert sorted(tuned.losses) == [-1, 0, 1, 2, 3, 4]
     assert not tuned.on_edge
     assert len(tried) == len(set(tried))
+
+
+def test_other_seeds_choose_among_the_best_and_its_neighbours_by_the_median() -> None:
+    """The first seed diverges at the step that suits the others; one that diverges for all is no choice."""
+    first = {-1: 3.0, 0: 1.0, 1: 2.0, 2: 9.0}
+    others = ({-1: 3.1, 0: 1.1, 1: 0.5}, {-1: 2.9, 0: 1.2, 1: 0.6})
+    tried: list[list[int]] = [[], [], []]
+
+    def trial(number: int, losses: Mapping[int, float]) -> Callable[[float], float]:
+        def loss_at(factor: float) -> float:
+            power = round(math.log(factor, GRID_FACTOR))
+            tried[number].append(power)
+            return losses.get(power, math.nan)
+
+        return loss_at
+
+    trials = [trial(number, losses) for number, losses in enumerate((first, *others))]
+    tuned = tune(*trials, trials=3)
+    assert tuned.step_factor == pytest.approx(GRID_FACTOR)
+    assert tried == [[-1, 0, 1], [-1, 0, 1], [-1, 0, 1]]
+    assert tuned.medians == {-1: 3.0, 0: 1.1, 1: 0.6}
+    assert not tuned.on_edge
+    assert tune(trials[0], trials=3).step_factor == 1.0
+    assert tune(trials[0], trials=3).medians == {}
+    diverging = [trial(0, {-1: 2.0, 0: 1.0, 1: 0.5, 2: 0.9}), *(trial(n, {0: 1.0, 1: 2.0}) for n in (1, 2))]
+    tuned = tune(*diverging, trials=3)
+    assert tuned.step_factor == pytest.approx(1.0)
+    assert tuned.medians[2] == math.inf
 
 
 def test_a_grid_that_ends_on_its_edge_says_so_and_divergence_never_wins() -> None:
