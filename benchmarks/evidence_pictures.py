@@ -171,10 +171,11 @@ def memory_pictures(cells: GradientCells) -> list[Picture]:
             ]
             lines.append(Line(name=name, x=[x for x, _ in points], y=[y for _, y in points]))
         panels.append(Panel(title=f"{sequences} sequences", lines=lines))
-    shape = cells[0][0]["shape"]
+    shape, layers = cells[0][0]["shape"], cells[0][0]["layers"]
+    whole = f"shape {shape}" + ("" if layers is None else f" with {layers} layers")
     png = lines_picture(panels, x_label="tokens a sequence", y_label="MiB above the package")
     caption = (
-        f"Peak resident memory of a training step less the package's bytes, shape {shape}, imports included."
+        f"Peak resident memory of a training step less the package's bytes, {whole}, imports included."
     )
     return [Picture(key="memory", name="memory", caption=caption, stage="memory", png=png)]
 
