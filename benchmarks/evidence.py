@@ -138,9 +138,8 @@ class Runner:
         own = [r for r in by_density(records) if (r["model"], r["task"]) == (model.name, task)]
         of_table = {r["seed"] for r in own if (r["stage"], r["method"]) == ("table", STATIC[0])}
         cells = sum(len(unit.choices["methods"]) * len(unit.choices["seeds"]) for unit in planned)
-        if sum(record["stage"] == "fractions" for record in own) < cells or of_table < set(
-            self._size(model).seeds
-        ):
+        done = sum(record["stage"] == "fractions" for record in own)
+        if done < cells or not of_table.issuperset(self._size(model).seeds):
             return None
         return flat_density(records, model.name, task)
 

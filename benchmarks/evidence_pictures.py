@@ -174,9 +174,7 @@ def memory_pictures(cells: GradientCells) -> list[Picture]:
     shape, layers = cells[0][0]["shape"], cells[0][0]["layers"]
     whole = f"shape {shape}" + ("" if layers is None else f" with {layers} layers")
     png = lines_picture(panels, x_label="tokens a sequence", y_label="MiB above the package")
-    caption = (
-        f"Peak resident memory of a training step less the package's bytes, {whole}, imports included."
-    )
+    caption = f"Peak resident memory of a training step less the package's bytes, {whole}, imports included."
     return [Picture(key="memory", name="memory", caption=caption, stage="memory", png=png)]
 
 

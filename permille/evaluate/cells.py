@@ -98,9 +98,8 @@ class Bench:
 
     def validation_loss(self, cell: Cell, order: Order, seed: int, step_factor: float) -> float:
         """What tuning compares: a run that is never scored on test items."""
-        return self._trained(cell, self.data(cell, seed), self._recipe(order, seed, step_factor), train)[
-            1
-        ].loss
+        recipe = self._recipe(order, seed, step_factor)
+        return self._trained(cell, self.data(cell, seed), recipe, train)[1].loss
 
     def read(self) -> None:
         """Read all task files.
