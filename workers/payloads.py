@@ -72,6 +72,7 @@ class EvaluationPayload(_Closed):
     estimator: str | None = None
     batch_size: int | None = None
     trials: int | None = None
+    tuning_seeds: int | None = None
     evaluations: int | None = None
     sizes: list[int] | None = None
     max_tokens: int | None = None

@@ -59,6 +59,19 @@ Trials = Annotated[
     AfterValidator(_odd),
     WholeNumber,
 ]
+TuningSeeds = Annotated[
+    int,
+    Field(
+        strict=True,
+        ge=1,
+        le=9,
+        examples=[1],
+        description="seeds that choose among the first one's best step size and its neighbours; odd",
+        json_schema_extra={"enum": [1, 3, 5, 7, 9]},
+    ),
+    AfterValidator(_odd),
+    WholeNumber,
+]
 
 
 class TaskSource(Closed):
@@ -97,6 +110,7 @@ class EvaluationOptions(Closed):
     estimator: Literal[EstimatorKind.SPSA, EstimatorKind.FORWARD] = EstimatorKind.SPSA
     batch_size: BatchSize = 16
     trials: Trials = 3
+    tuning_seeds: TuningSeeds = 1
     evaluations: Evaluations = 10
     sizes: list[Examples] = Field(
         default=[1000, 500, 1000],

@@ -101,7 +101,9 @@ def _seconds(sizes: Sizes, options: EvaluationOptions, tasks: list[TaskFacts], f
     for task in tasks:
         row = min(options.max_tokens, task.tokens)
         for one in methods:
-            number = len(options.seeds) + (options.trials if one.order else 0)
+            # Further tuning seeds try the best step size and its two neighbours.
+            tuning = options.trials + (3 * (options.tuning_seeds - 1) if options.trials > 1 else 0)
+            number = len(options.seeds) + (tuning if one.order else 0)
             runs += number
             tokens += number * _forward_tokens(one, options, row)
     tokens *= len(options.bases)
