@@ -73,7 +73,7 @@ class Trainable:
         Args:
             model: called with `input_ids`, `attention_mask` or `position_ids`, and `logits_to_keep`
                 (columns); gives their `.logits`, each a function of what its `get_output_embeddings()` is
-                called with there.
+                called with there. Has a `config.model_type`.
             parts: what is trained; no parameter twice.
             max_tokens: sequences times longest of one forward pass of padded rows.
             packs: whether rows may be packed where the model's family can (`packed_rows.PACKABLE`).

@@ -46,31 +46,21 @@ Evaluations = Annotated[int, Field(strict=True, ge=1, le=1000, examples=[10]), W
 Examples = Annotated[int, Field(strict=True, ge=1, le=100_000, examples=[1000]), WholeNumber]
 Tokens = Annotated[int, Field(strict=True, ge=8, le=32_768, examples=[256]), WholeNumber]
 Sequences = Annotated[int, Field(strict=True, ge=1, le=8192, examples=[64]), WholeNumber]
-Trials = Annotated[
+OddNumber = Annotated[
     int,
-    Field(
-        strict=True,
-        ge=1,
-        le=9,
-        examples=[3],
-        description="step sizes that every trained method tries first; odd",
-        json_schema_extra={"enum": [1, 3, 5, 7, 9]},
-    ),
+    Field(strict=True, ge=1, le=9, json_schema_extra={"enum": [1, 3, 5, 7, 9]}),
     AfterValidator(_odd),
     WholeNumber,
 ]
+Trials = Annotated[
+    OddNumber, Field(examples=[3], description="step sizes that every trained method tries first; odd")
+]
 TuningSeeds = Annotated[
-    int,
+    OddNumber,
     Field(
-        strict=True,
-        ge=1,
-        le=9,
         examples=[1],
         description="seeds that choose among the first one's best step size and its neighbours; odd",
-        json_schema_extra={"enum": [1, 3, 5, 7, 9]},
     ),
-    AfterValidator(_odd),
-    WholeNumber,
 ]
 
 
