@@ -15,7 +15,7 @@ from benchmarks.evidence_pictures import (
     transfer_pictures,
 )
 from benchmarks.evidence_plan import Unit
-from benchmarks.evidence_records import by_density, progress, read_records, summary
+from benchmarks.evidence_records import by_density, by_scheme, progress, read_records, summary
 from benchmarks.evidence_tables import method_table, progress_list, setting_table, turn_table, verdict_table
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
@@ -29,12 +29,12 @@ Made by `make evidence` (`{command}`) from the models and the task files that it
 written from the finished cells alone, in whatever state the run is; the data behind every number: `{data}`.
 
 How it is compared: every trained method starts with the same number of step sizes on one logarithmic grid,
-extended while the best is on its edge; the best of one tuning seed and its neighbours are tried with two
-more, and the median chooses ({tuned}). Tuning seeds are no reporting seeds; test items are the same for every
-seed and chose nothing. A run whose validation loss rose above the base's begins anew with the next smaller
-step size, at most twice, and its best attempt counts, as on a device. Zeroth-order steps take exact
-directional derivatives ({queries} a step unless a table says otherwise). Sizes, seeds and steps of every cell
-are in the data.
+extended while the best is on its edge. Of the methods that a claim compares on SST-2 at density 0.001 the
+best of one tuning seed and its neighbours are tried with two more, and the median chooses ({tuned}).
+Tuning seeds are no reporting seeds; test items are the same for every seed and chose nothing. A run whose
+validation loss rose above the base's begins anew with the next smaller step size, at most twice, and its best
+attempt counts, as on a device. Zeroth-order steps take exact directional derivatives ({queries} a step unless
+a table says otherwise). Sizes, seeds and steps of every cell are in the data.
 """
 
 _VERDICTS = """## Verdicts
@@ -103,10 +103,10 @@ def write_page(
 
 
 def _tuned(records: Sequence[Json]) -> str:
-    """How many cells that holds for: those of before there were several tuning seeds are kept."""
+    """How many cells that holds for."""
     trained = [record for record in records if record["step_factor"] is not None]
     several = sum(record["tuning_seeds"] > 1 for record in trained)
-    return f"{several} of {len(trained)} trained cells; the others have the first seed's choice"
+    return f"{several} of {len(trained)} trained cells; the others have the one seed's choice"
 
 
 def _tables(records: Sequence[Json]) -> Iterable[str]:
@@ -130,8 +130,11 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
         ("fractions", "density", "density", "First-order ceiling and every mask by density"),
         ("schemes", "base", "", "Sensitive weights over every 4-bit scheme"),
     )
+    with_table = {"fractions": by_density, "schemes": by_scheme}
     for stage, setting, heading, title in settings:
-        own = by_density(records) if stage == "fractions" else [r for r in records if r["stage"] == stage]
+        own = (
+            with_table[stage](records) if stage in with_table else [r for r in records if r["stage"] == stage]
+        )
         if own:
             yield from (f"## {title}", "", *setting_table(own, setting, heading), "")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SEEDS, Unit
+from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SCHEME_METHODS, SEEDS, Unit
 from permille.evaluate.cells import Json
 
 SUMMARY = (
@@ -67,14 +67,28 @@ def by_density(records: Sequence[Json]) -> list[Json]:
     """Records of the stage `fractions`, and the table's of the same models, tasks, methods and seeds, which
     are the cells of one more density."""
     own = [r for r in records if r["stage"] == "fractions" and r["density"] != DENSITY]
+    return own + [r for r in _of_table(records, own) if r["base"] == "bf16" and r["method"] in BY_DENSITY]
+
+
+def by_scheme(records: Sequence[Json]) -> list[Json]:
+    """Records of the stage `schemes`, after the table's of the same models, tasks and methods.
+
+    These are of 16 bits, then of NF4.
+    """
+    own = [record for record in records if record["stage"] == "schemes"]
+    of_table = [record for record in _of_table(records, own) if record["method"] in SCHEME_METHODS]
+    return sorted(of_table, key=lambda record: str(record["base"])) + own
+
+
+def _of_table(records: Sequence[Json], own: Sequence[Json]) -> list[Json]:
+    """The table's records of the models and tasks of others, of the seeds that other stages have."""
     having = {(record["model"], record["task"]) for record in own}
-    return own + [
+    return [
         record
         for record in records
         if record["stage"] == "table"
         and (record["model"], record["task"]) in having
-        and (record["base"], record["density"]) == ("bf16", DENSITY)
-        and record["method"] in BY_DENSITY
+        and record["density"] == DENSITY
         and record["seed"] in SEEDS
     ]
 

@@ -21,7 +21,7 @@ from benchmarks.evidence_plan import (
     size_for,
     units,
 )
-from benchmarks.evidence_records import by_density, flat_density, progress, read_records
+from benchmarks.evidence_records import by_density, by_scheme, flat_density, progress, read_records
 from permille.errors import InputError
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import DECIDING, EQUIVALENCE_SEEDS
@@ -86,7 +86,7 @@ def test_the_page_concludes_nothing_from_one_seed_and_names_what_is_missing(evid
     assert "**holds**" not in page
     assert "**fails**" not in page
     assert "`flat` of tiny: waits for" in page
-    assert "| model, task, method | nf4 | squeezellm |" in page
+    assert "| model, task, method | bf16 | nf4 | squeezellm |" in page
     assert str(evidence) not in page
     for name in page.split("](figures/")[1:]:
         assert (evidence / "page/figures" / name.partition(")")[0]).read_bytes()[:4] == b"\x89PNG"
@@ -298,6 +298,33 @@ def test_the_tables_cells_are_those_of_its_density() -> None:
     assert by_density([*own, of_table, of_table | {"stage": "fractions"}]) == [*own, of_table]
     table = [of_table, of_table | {"seed": 1}]
     assert flat_density([*own, *table], "m", "sst2") == 1e-3
+
+
+def test_the_tables_cells_are_those_of_sixteen_bits_and_nf4() -> None:
+    (of_table,) = fraction_records({1e-3: (0.5,)})
+    nf4 = of_table | {"base": "nf4"}
+    own = [of_table | {"stage": "schemes", "base": "squeezellm"}]
+    others = [nf4 | {"seed": 3}, nf4 | {"method": "fo:lora-8"}, nf4 | {"task": "rte"}, nf4 | {"density": 0.1}]
+    assert by_scheme([*own, of_table, nf4, *others]) == [of_table, nf4, *own]
+    assert by_scheme([of_table, nf4]) == []
+
+
+def test_methods_that_a_claim_compares_have_equal_searches(materials_file: Path) -> None:
+    model = materials_file.parent / "tiny"
+    for task, expected in (("sst2", 3), ("rte", 1)):
+        searches = {
+            (unit.choices["bases"][0], method): unit.choices["tuning_seeds"]
+            for unit in units("table", model, task, size_for(model), fractions=())
+            for method in unit.choices["methods"]
+        }
+        compared = {
+            ("nf4" if side.four_bit else "bf16", side.method)
+            for claim in CLAIMS
+            if claim.stage is None
+            for side in (claim.first, claim.second)
+        }
+        assert {searches[key] for key in compared} == {expected}
+        assert {found for key, found in searches.items() if key not in compared} == {1}
 
 
 def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> None:
