@@ -15,7 +15,7 @@ from benchmarks.evidence_pictures import (
     transfer_pictures,
 )
 from benchmarks.evidence_plan import Unit
-from benchmarks.evidence_records import by_density, by_scheme, progress, read_records, summary
+from benchmarks.evidence_records import by_density, by_scheme, progress, read_records, read_tunings, summary
 from benchmarks.evidence_tables import method_table, progress_list, setting_table, turn_table, verdict_table
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
@@ -29,21 +29,24 @@ Made by `make evidence` (`{command}`) from the models and the task files that it
 written from the finished cells alone, in whatever state the run is; the data behind every number: `{data}`.
 
 How it is compared: every trained method starts with the same number of step sizes on one logarithmic grid,
-extended while the best is on its edge. Of the methods that a claim compares on SST-2 at density 0.001 the
-best of one tuning seed and its neighbours are tried with two more, and the median chooses ({tuned}).
-Tuning seeds are no reporting seeds; test items are the same for every seed and chose nothing. A run whose
-validation loss rose above the base's begins anew with the next smaller step size, at most twice, and its best
-attempt counts, as on a device. Zeroth-order steps take exact directional derivatives ({queries} a step unless
-a table says otherwise). Sizes, seeds and steps of every cell are in the data.
+extended while the best is on its edge. On tasks without passages, at density 0.001 and where the curve is
+flat, the best of one tuning seed and its neighbours are tried with two more, and the median chooses
+({tuned}). Tuning seeds are no reporting seeds; test items are the same for every seed and chose nothing. A
+run whose validation loss rose above the base's begins anew with the next smaller step size, at most twice,
+and its best attempt counts, as on a device; the search compares what is left after that. Sets that are
+selected again go back to the best of each segment instead. Zeroth-order steps take exact directional
+derivatives ({queries} a step unless a table says otherwise). Sizes, seeds, steps and searches of every cell
+are in the data.
 """
 
 _VERDICTS = """## Verdicts
 
 Effects are differences in accuracy on tasks that tuned first-order training can do at this size (5 points
 above majority and zero-shot, p < 0.01), else in the loss of the right answer (positive: the first method's is
-lower). Intervals and p-values take items and seeds as drawn; p is adjusted (Holm) for all rows of a claim.
-Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never concluded from methods that
-learned nothing.
+lower). Intervals and p-values take items and seeds as drawn and the step size as it was chosen; how much the
+one beside it would move an effect, the searches in the data tell. p is adjusted (Holm) for all rows of a
+claim. Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never concluded from methods
+that learned nothing.
 """
 
 
@@ -96,6 +99,7 @@ def write_page(
         (output / FOLDER / f"{picture.name}.png").write_bytes(picture.png)
     data = {
         "records": summary(records),
+        "searches": read_tunings(folder),
         "cells": [{"figure": figure, "settings": at, "result": found} for figure, at, found in cells],
     }
     (output / DATA).write_text(_json(data), encoding="utf-8")
@@ -110,7 +114,12 @@ def _tuned(records: Sequence[Json]) -> str:
 
 
 def _tables(records: Sequence[Json]) -> Iterable[str]:
-    yield from ("## Where claims turn", "", "The same comparisons at other densities, three seeds.", "")
+    yield from (
+        "## Where claims turn",
+        "",
+        "The same comparisons at other densities: three seeds, one tuning seed.",
+        "",
+    )
     yield from (*turn_table(verdicts(records, stages=("fractions",))), "")
     yield from (
         "## Methods and tasks (table 1)",
@@ -127,7 +136,12 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
         yield from (*method_table(own, [r for r in records if r["model"] == model]), "")
     settings = (
         ("queries", "queries", "q =", "Queries against batch at constant work (P-RGE, table 2)"),
-        ("fractions", "density", "density", "First-order ceiling and every mask by density"),
+        (
+            "fractions",
+            "density",
+            "density",
+            "First-order ceiling and every mask by density (one tuning seed; 0.001 as in table 1)",
+        ),
         ("schemes", "base", "", "Sensitive weights over every 4-bit scheme"),
     )
     with_table = {"fractions": by_density, "schemes": by_scheme}

@@ -71,7 +71,7 @@ class Size:
     """How much a cell computes.
 
     Attributes:
-        tuning_seeds: of the methods that claims compare at `DENSITY`; the others have one (ADR 120).
+        tuning_seeds: but for `fractions`, whose one seed shows how curves run (ADR 120).
     """
 
     zo_steps: int
@@ -180,17 +180,16 @@ def units(
     if task in LONG_TASKS:
         size = size.halved()
     many = size.equivalence_seeds
-    judged: dict[str, Any] = {"seeds": many, "tuning_seeds": size.tuning_seeds}
     match stage:
         case "table":
             pairs = (*STATIC, DYNAMIC[0])
             # The references first: without them nothing is decided.
             return [
                 _unit(stage, model, task, size, "references", REFERENCES),
-                _unit(stage, model, task, size, "pairs", pairs, **judged),
-                _unit(stage, model, task, size, "full", WITHOUT_MASK[:1], **judged),
+                _unit(stage, model, task, size, "pairs", pairs, seeds=many),
+                _unit(stage, model, task, size, "full", WITHOUT_MASK[:1], seeds=many),
                 _unit(stage, model, task, size, "others", (*WITHOUT_MASK[1:], DYNAMIC[1])),
-                _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", **judged),
+                _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
                 _unit(stage, model, task, size, "nf4-references", NF4_REFERENCES, "nf4"),
                 _unit(stage, model, task, size, "rank-16", RANK_16),
             ]
@@ -207,7 +206,7 @@ def units(
             # Static ones first: where claims turn. The table's density has these cells in the table.
             parts = {"static-": BY_DENSITY[: -len(DYNAMIC)], "dynamic-": DYNAMIC}
             return [
-                _unit(stage, model, task, size, f"{part}{at:g}", methods, density=at)
+                _unit(stage, model, task, size, f"{part}{at:g}", methods, density=at, tuning_seeds=1)
                 for part, methods in parts.items()
                 for at in fractions
             ]
@@ -246,7 +245,7 @@ def _unit(
         *("zo_steps", "fo_steps", "queries", "batch_size", "trials", "tuning_seeds", "evaluations", "sizes"),
         *("max_tokens", "corpus_sequences", "corpus_tokens", "seeds"),
     )
-    choices = {name: getattr(size, name) for name in names} | {"tuning_seeds": 1} | changed
+    choices = {name: getattr(size, name) for name in names} | changed
     choices |= {
         "methods": list(methods),
         "bases": [base],

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SCHEME_METHODS, SEEDS, Unit
+from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SCHEME_METHODS, SCHEMES, SEEDS, Unit
 from permille.evaluate.cells import Json
 
 SUMMARY = (
     *("stage", "model", "base", "method", "task", "seed", "density", "queries", "batch_size", "zo_steps"),
     *("fo_steps", "accuracy", "loss", "majority", "validation_loss", "best_step", "step_factor", "on_edge"),
-    *("examples", "shots", "cut_examples", "seconds", "attempts", "tuning_seeds"),
+    *("examples", "shots", "cut_examples", "seconds", "attempts", "tuned_step_factor", "tuning_seeds"),
 )
 """What the committed data keep of a record; outcomes item by item stay in the results files."""
 
@@ -34,11 +34,14 @@ class Progress:
 
 def read_records(folder: Path) -> list[Json]:
     """Every finished cell below `folder/sweeps`, with what its sweep chose; torn last lines are ignored."""
+    return _lines(folder, "cell")
+
+
+def read_tunings(folder: Path) -> list[Json]:
+    """Every finished search: losses by power of the grid's factor, and what its sweep chose."""
     return [
-        record
-        for path in sorted((folder / "sweeps").glob("*.jsonl"))
-        if path.with_suffix(".toml").exists()
-        for record in _of_sweep(path)
+        {key: value for key, value in line.items() if key not in ("kind", "unit")}
+        for line in _lines(folder, "tuning")
     ]
 
 
@@ -49,7 +52,8 @@ def progress(planned: Iterable[Unit], records: Sequence[Json]) -> list[Progress]
         found.setdefault((unit.stage, unit.model.name, unit.task), []).append(unit)
     rows = []
     for (stage, model, task), units in found.items():
-        own = [r for r in records if (r["stage"], r["model"], r["task"]) == (stage, model, task)]
+        names = {unit.name for unit in units}
+        own = [record for record in records if record["unit"] in names]
         rows.append(
             Progress(
                 stage=stage,
@@ -75,7 +79,7 @@ def by_scheme(records: Sequence[Json]) -> list[Json]:
 
     These are of 16 bits, then of NF4.
     """
-    own = [record for record in records if record["stage"] == "schemes"]
+    own = [record for record in records if record["stage"] == "schemes" and record["base"] in SCHEMES]
     of_table = [record for record in _of_table(records, own) if record["method"] in SCHEME_METHODS]
     return sorted(of_table, key=lambda record: str(record["base"])) + own
 
@@ -118,15 +122,21 @@ def flat_density(records: Sequence[Json], model: str, task: str) -> float | None
 
 
 def summary(records: Iterable[Json]) -> list[Json]:
-    """Records without their items; those of before there were attempts had one."""
-    return [{key: ({"attempts": 1} | record)[key] for key in SUMMARY} for record in records]
+    """Records without their items."""
+    return [{key: record[key] for key in SUMMARY} for record in records]
 
 
-def _of_sweep(path: Path) -> list[Json]:
-    chosen = tomllib.loads(path.with_suffix(".toml").read_text(encoding="utf-8"))
-    labels: dict[str, Any] = {"stage": path.name.partition("-")[0]}
-    labels |= {key: chosen[key] for key in ("density", "queries", "batch_size", "zo_steps", "fo_steps")}
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    labels["tuning_seeds"] = chosen.get("tuning_seeds", 1)
-    lines = [json.loads(line) for line in whole.splitlines()]
-    return [line | labels for line in lines if line["kind"] == "cell"]
+def _lines(folder: Path, kind: str) -> list[Json]:
+    found = []
+    for path in sorted((folder / "sweeps").glob("*.jsonl")):
+        if path.with_suffix(".toml").exists():
+            chosen = tomllib.loads(path.with_suffix(".toml").read_text(encoding="utf-8"))
+            labels: dict[str, Any] = {"stage": path.name.partition("-")[0], "unit": path.stem}
+            labels |= {
+                key: chosen[key] for key in ("density", "queries", "batch_size", "zo_steps", "fo_steps")
+            }
+            labels["tuning_seeds"] = chosen["tuning_seeds"]
+            whole = path.read_bytes().rpartition(b"\n")[0]
+            lines = [json.loads(line) for line in whole.splitlines()]
+            found += [line | labels for line in lines if line["kind"] == kind]
+    return found

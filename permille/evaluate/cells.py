@@ -35,6 +35,7 @@ from permille.evaluate.specification import Base, Sweep
 from permille.evaluate.splits import split
 from permille.evaluate.trainables import Trainable, masked_weights
 from permille.evaluate.training import Recipe, Trained, train, train_safely
+from permille.evaluate.tuning import Trial
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask, MaskMethod
 
@@ -96,10 +97,11 @@ class Bench:
             tested = replace(tested, correct_N=written.exact_N)
         return Outcome(cell, data, trained, tested, time.perf_counter() - begin, written)
 
-    def validation_loss(self, cell: Cell, order: Order, seed: int, step_factor: float) -> float:
-        """What tuning compares: a run that is never scored on test items."""
+    def trial(self, cell: Cell, order: Order, seed: int, step_factor: float) -> Trial:
+        """What tuning compares: one run, never scored on test items."""
         recipe = self._recipe(order, seed, step_factor)
-        return self._trained(cell, self.data(cell, seed), recipe, train)[1].loss
+        trained = self._trained(cell, self.data(cell, seed), recipe, train)[1]
+        return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in DYNAMIC)
 
     def read(self) -> None:
         """Read all task files.
@@ -285,6 +287,7 @@ class Outcome:
             "best_step": None if self.trained is None else self.trained.step,
             "curve": None if self.trained is None else _finite_curve(self.trained),
             "attempts": None if self.trained is None else self.trained.attempts,
+            "step_factor": None if self.trained is None else self.trained.step_factor,
             "seconds": round(self.seconds, 2),
         }
 

@@ -2,9 +2,10 @@
 
 - BETTER: holds where the advantage is above 0 at 5%, two-sided; fails where an advantage of the margin is
   excluded, and the 95% interval does not lie wholly above 0.
-- AT LEAST: holds where more than the margin behind is excluded at 5%; fails where it is behind, two-sided.
-- WITHIN: two one-sided tests: holds where the 90% interval lies within the margin; fails where it lies
-  beyond it.
+- AT LEAST: holds where more than the margin behind is excluded at 5%; fails where less than that is,
+  two-sided.
+- WITHIN: two one-sided tests: holds where the 90% interval lies within the margin; fails where it is beyond
+  it on either side, two-sided.
 
 What holds and what fails are each judged at 5% after Holm over all rows of the claim.
 
@@ -252,9 +253,9 @@ def _p_failing(row: Row) -> float:
         case Relation.BETTER:
             return min(1.0, 2 * found.p_below(row.margin))
         case Relation.AT_LEAST:
-            return min(1.0, 2 * found.p_below(0.0))
+            return min(1.0, 2 * found.p_below(-row.margin))
         case Relation.WITHIN:
-            return min(found.p_above(row.margin), found.p_below(-row.margin))
+            return min(1.0, 2 * min(found.p_above(row.margin), found.p_below(-row.margin)))
 
 
 def _judged(row: Row, p_failing: float) -> Row:
@@ -268,7 +269,7 @@ def _judged(row: Row, p_failing: float) -> Row:
             fails = fails and low <= 0
             note = "worse" if high < 0 else "an advantage of the margin is excluded"
         case Relation.AT_LEAST:
-            note = "behind"
+            note = "behind by more than the margin"
         case Relation.WITHIN:
             note = "better by more than the margin" if low > 0 else "worse by more than the margin"
     if fails:

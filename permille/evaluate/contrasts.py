@@ -5,7 +5,8 @@ seeds too. So an item counts with every seed, `d[i, s] = mu + a_i + b_s + e_is`,
 is estimated by what item means and seed means spread, each over its own number (the error is counted twice:
 on the safe side). Items of one passage or text are a cluster: their sums are what varies
 (`permille.evaluate.statistics.clustered_variance`). Degrees of freedom after Satterthwaite. Tasks are pooled
-with equal weights; tasks that share items do not exist.
+with equal weights; tasks that share items do not exist. They do share seeds: a random mask and the directions
+of a seed are the same for every task, so it is the seed means over all tasks that vary.
 
 # Legend: I items, S seeds.
 """
@@ -34,7 +35,7 @@ class Contrast:
         error: its standard error; 0 where no cluster and no seed differs from another.
         freedom: degrees of freedom; at least 1.
         clusters: of test items of all tasks together: those of one passage or text are one.
-        seeds: the fewest of a task.
+        seeds: that every task has.
     """
 
     effect: float
@@ -79,7 +80,8 @@ def contrast(
         fixed: `second` has nothing random (zero-shot): its one record stands beside every seed.
 
     Returns:
-        None where no task has both methods, or a task has one seed or one cluster.
+        None where no task has both methods, a task has one cluster, or fewer than two seeds are common to
+        the tasks.
 
     Raises:
         InputError: a record names an item twice, or a seed has two records.
@@ -98,29 +100,34 @@ def contrast(
         cluster_I = np.array([of_item[item] for item in items])
         if len(seeds) < 2 or len(np.unique(cluster_I)) < 2:
             return None
-        parts.append(_Part(task, np.array([[row[item] for row in rows] for item in items]), cluster_I))
+        difference_IS = np.array([[row[item] for row in rows] for item in items])
+        parts.append(_Part(task, difference_IS, cluster_I, tuple(seeds)))
     return _pooled(parts) if parts else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Differences of one task, and the cluster of each item."""
+    """Differences of one task, the cluster of each item, and the seeds."""
 
     task: str
     difference_IS: NDArray[np.float64]
     cluster_I: NDArray[np.str_]
+    seeds: tuple[int, ...]
+
+    def seed_means(self, seeds: Sequence[int]) -> NDArray[np.float64]:
+        """Means over items of some of the seeds."""
+        mean_S: NDArray[np.float64] = self.difference_IS.mean(axis=0)
+        return mean_S[[self.seeds.index(seed) for seed in seeds]]
 
 
-def _pooled(parts: Sequence[_Part]) -> Contrast:
-    of_parts = [
-        found
-        for part in parts
-        for found in (
-            clustered_variance(part.difference_IS.mean(axis=1), part.cluster_I),
-            clustered_variance(part.difference_IS.mean(axis=0), np.arange(part.difference_IS.shape[1])),
-        )
-    ]
-    variances = [(variance / len(parts) ** 2, freedom) for variance, freedom in of_parts]
+def _pooled(parts: Sequence[_Part]) -> Contrast | None:
+    seeds = sorted(set.intersection(*(set(part.seeds) for part in parts)))
+    if len(seeds) < 2:
+        return None
+    of_items = [clustered_variance(part.difference_IS.mean(axis=1), part.cluster_I) for part in parts]
+    of_seeds = np.mean([part.seed_means(seeds) for part in parts], axis=0)
+    variances = [(variance / len(parts) ** 2, freedom) for variance, freedom in of_items]
+    variances.append(clustered_variance(of_seeds, np.arange(len(seeds))))
     total = sum(variance for variance, _ in variances)
     if total < TINY_VARIANCE:
         total = 0.0
@@ -130,7 +137,7 @@ def _pooled(parts: Sequence[_Part]) -> Contrast:
         error=math.sqrt(total),
         freedom=max(1.0, total**2 / weight) if weight > 0 else 1.0,
         clusters=sum(len(np.unique(part.cluster_I)) for part in parts),
-        seeds=min(part.difference_IS.shape[1] for part in parts),
+        seeds=len(seeds),
         tasks=tuple(part.task for part in parts),
     )
 

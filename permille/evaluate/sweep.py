@@ -22,6 +22,9 @@ from permille.evaluate.methods import Method
 from permille.evaluate.specification import Sweep, TaskFiles
 from permille.evaluate.tuning import tune, tuning_seed
 
+PROCEDURE = 2
+"""How cells are tuned and trained: results of another procedure are another sweep's."""
+
 Progress = Callable[[int, int, str], None]
 """Called with cells done, cells in all, and what is next. What it raises stops the sweep between cells."""
 
@@ -76,13 +79,13 @@ def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
     order = cell.method.order
     if order is None:
         with done.bad_rows_of(bench):
-            return bench.run(cell, cell.seed, None).record() | {"step_factor": None, "on_edge": False}
+            return bench.run(cell, cell.seed, None).record() | {"tuned_step_factor": None, "on_edge": False}
     if cell.tuning_key not in done.tunings:
         seed = tuning_seed(cell.seed)
         with done.bad_rows_of(bench):
             tuned = tune(
                 *(
-                    partial(bench.validation_loss, cell, order, seed + number)
+                    partial(bench.trial, cell, order, seed + number)
                     for number in range(bench.sweep.tuning_seeds)
                 ),
                 trials=bench.sweep.trials,
@@ -99,7 +102,7 @@ def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
             }
         )
     tuning = done.tunings[cell.tuning_key]
-    chosen = {"step_factor": tuning["step_factor"], "on_edge": tuning["on_edge"]}
+    chosen = {"tuned_step_factor": tuning["step_factor"], "on_edge": tuning["on_edge"]}
     with done.bad_rows_of(bench):
         return bench.run(cell, cell.seed, tuning["step_factor"]).record() | chosen
 
@@ -204,7 +207,7 @@ _FIELDS: dict[str, set[str]] = {
 
 
 def sweep_digest(sweep: Sweep) -> str:
-    """Of the choices, the bytes of the files, wherever these are, and our version.
+    """Of the choices, the bytes of the files, wherever these are, our version and `PROCEDURE`.
 
     A choice at its default is left out: what a sweep can choose may grow, and results stay its own.
     """
@@ -225,7 +228,7 @@ def _digests(sweep: Sweep) -> list[str]:
         plain["seeds"] = list(seeds)
         if seeds == Sweep.__dataclass_fields__["seeds"].default:
             del plain["seeds"]
-        definition = json.dumps([__version__, plain], sort_keys=True)
+        definition = json.dumps([__version__, PROCEDURE, plain], sort_keys=True)
         found.append(f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}")
     return found
 

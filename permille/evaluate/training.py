@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.evaluate.methods import Order
 from permille.evaluate.trainables import Trainable
-from permille.evaluate.tuning import GRID_FACTOR
+from permille.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS
 from permille.zo.directions import Distribution
 from permille.zo.estimators import Batch, apply_record, forward_mode, take_step
 from permille.zo.lattice import step_unit_exponent_for, values
@@ -33,7 +33,6 @@ STEP_NORM = 0.4
 """Where a step size search begins: `learning_rate * g_rms * sqrt(k / q)` (docs/adr/0071)."""
 
 EPSILON_NORM = 0.5
-MAX_ATTEMPTS = 3
 _NO_PACKAGE = "sha256:" + "0" * 64
 _PROBE_STEPS = 4
 
@@ -79,6 +78,7 @@ class Trained:
 
     Attributes:
         curve: (step, validation loss), step 0 is the base; not finite where training diverged.
+        step_factor: that they were trained with.
         attempts: runs from the base that it took.
     """
 
@@ -86,6 +86,7 @@ class Trained:
     step: int
     loss: float
     curve: tuple[tuple[int, float], ...]
+    step_factor: float
     attempts: int = 1
 
     @property
@@ -111,7 +112,9 @@ def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Re
             break
         if loss < best_loss:
             best_K, best_step, best_loss = values_K.copy(), step, loss
-    return Trained(values_K=best_K, step=best_step, loss=best_loss, curve=tuple(curve))
+    return Trained(
+        values_K=best_K, step=best_step, loss=best_loss, curve=tuple(curve), step_factor=recipe.step_factor
+    )
 
 
 def train_safely(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
@@ -121,12 +124,14 @@ def train_safely(trainable: Trainable, batches: Batches, validate: Validate, rec
     that suited the seed that chose it is too long for others now and then, and what a comparison says would
     else be decided by whether a seed diverged.
     """
-    attempts = [train(trainable, batches, validate, recipe)]
-    while attempts[-1].rose and len(attempts) < MAX_ATTEMPTS:
+    best = trained = train(trainable, batches, validate, recipe)
+    attempts = 1
+    while trained.rose and attempts < MAX_ATTEMPTS:
         recipe = replace(recipe, step_factor=recipe.step_factor / GRID_FACTOR)
-        attempts.append(train(trainable, batches, validate, recipe))
-    best = min(attempts, key=lambda trained: trained.loss)
-    return replace(best, attempts=len(attempts))
+        trained = train(trainable, batches, validate, recipe)
+        attempts += 1
+        best = min(best, trained, key=lambda one: one.loss)
+    return replace(best, attempts=attempts)
 
 
 def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:

@@ -6,7 +6,10 @@ while the best lies on an edge the grid grows there, at most `extensions` times;
 reported. Tuning seeds and reporting seeds never meet.
 
 A step size at the edge of what is stable is good or bad by the seed. With several tuning seeds the first one
-finds the best and its neighbours, and among these the lowest median over all seeds wins.
+finds the best and its neighbours, and among these the lowest median over all seeds wins. What is compared
+then is what a reported run would keep: one that rose above the base begins anew with the next smaller step
+(`permille.evaluate.training.train_safely`). With one seed that makes no difference: the lowest loss of single
+runs is the lowest loss of those that begin anew.
 """
 
 import math
@@ -17,17 +20,34 @@ from dataclasses import dataclass
 from permille.errors import InputError
 
 GRID_FACTOR = math.sqrt(10)
+MAX_ATTEMPTS = 3
+"""How often a reported run is begun; each time with the next smaller step of the grid."""
+
 TUNING_SEED_OFFSET = 1_000_000
 """Reporting seeds are below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run from the base: its best validation loss (NaN: none), and whether a reported run would begin
+    anew after it."""
+
+    loss: float
+    rose: bool = False
+
+
+Run = Callable[[float], Trial]
+"""Trains with a step factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The step factor that won, and every trial's validation loss by power of `GRID_FACTOR`.
+    """The step factor that won, and the trials' validation losses by power of `GRID_FACTOR`.
 
     Attributes:
-        losses: of the first tuning seed.
-        medians: over all tuning seeds, of the powers that others tried too.
+        losses: of the first tuning seed's single runs.
+        medians: over all tuning seeds, of what reported runs would keep that begin with this power; of the
+            powers that the other seeds tried too.
         on_edge: the best is still at an end of the grid: the number of extensions was not enough.
     """
 
@@ -37,48 +57,83 @@ class Tuned:
     on_edge: bool
 
 
-def tune(
-    loss_at: Callable[[float], float],
-    *others: Callable[[float], float],
-    trials: int = 3,
-    extensions: int = 4,
-) -> Tuned:
+def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
     """Find the step factor of the lowest validation loss.
 
     Args:
-        loss_at: trains with a step factor and the first tuning seed; NaN where it diverged.
-        others: the same with further tuning seeds, which try the best and its neighbours.
+        run: of the first tuning seed.
+        others: of further tuning seeds, which try the best and its neighbours, and go on as long as a
+            neighbour is better.
         trials: odd; powers from `-(trials // 2)` to `trials // 2`. One trial is no search: its factor is 1.
+        extensions: how many powers may be added to them.
 
     Raises:
         InputError: an even number of trials, or none of them gave a finite loss.
     """
     if trials < 1 or trials % 2 == 0:
         raise InputError(f"expected an odd number of trials, got {trials}")
+    first = _Seed(run)
     losses: dict[int, float] = {}
     wanted = list(range(-(trials // 2), trials // 2 + 1))
     while True:
         for power in wanted:
-            losses[power] = _finite(loss_at(GRID_FACTOR**power))
-        best = min(losses, key=lambda power: (losses[power], power))
-        edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
+            losses[power] = first.loss(power)
+        chosen = min(losses, key=lambda power: (losses[power], power))
+        edge = chosen - 1 if chosen == min(losses) else chosen + 1 if chosen == max(losses) else None
+        on_edge = edge is not None and trials > 1
         if edge is None or trials == 1 or len(losses) >= trials + extensions:
             break
         wanted = [edge]
-    if not math.isfinite(losses[best]):
+    if not math.isfinite(losses[chosen]):
         raise InputError(f"expected a finite loss at some step factor, got none of {sorted(losses)}")
-    near = [power for power in (best - 1, best, best + 1) if power in losses] if others and trials > 1 else []
-    medians = {
-        power: statistics.median([losses[power], *(_finite(other(GRID_FACTOR**power)) for other in others)])
-        for power in near
-    }
-    chosen = min(near, key=lambda power: (medians[power], power)) if near else best
-    return Tuned(
-        step_factor=GRID_FACTOR**chosen,
-        losses=losses,
-        medians=medians,
-        on_edge=edge is not None and trials > 1 and chosen == best,
-    )
+    medians: dict[int, float] = {}
+    if others and trials > 1:
+        seeds = [first, *map(_Seed, others)]
+        chosen = _by_median(seeds, chosen, losses, medians, trials + extensions)
+        on_edge = not {chosen - 1, chosen + 1} <= medians.keys()
+    return Tuned(step_factor=GRID_FACTOR**chosen, losses=losses, medians=medians, on_edge=on_edge)
+
+
+class _Seed:
+    """The runs of one tuning seed, each once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._known: dict[int, Trial] = {}
+
+    def loss(self, power: int) -> float:
+        """Of one run."""
+        loss = self._at(power).loss
+        return loss if math.isfinite(loss) else math.inf
+
+    def kept(self, power: int) -> float:
+        """The loss that a reported run would keep: the best of its attempts."""
+        best = math.inf
+        for attempt in range(MAX_ATTEMPTS):
+            best = min(best, self.loss(power - attempt))
+            if not self._at(power - attempt).rose:
+                break
+        return best
+
+    def _at(self, power: int) -> Trial:
+        if power not in self._known:
+            self._known[power] = self._run(GRID_FACTOR**power)
+        return self._known[power]
+
+
+def _by_median(
+    seeds: list[_Seed], chosen: int, losses: dict[int, float], medians: dict[int, float], limit: int
+) -> int:
+    """The power whose median is below its neighbours'; adds to losses (at most `limit`) and medians."""
+    while True:
+        for power in (chosen - 1, chosen, chosen + 1):
+            if power not in medians and (power in losses or len(losses) < limit):
+                losses[power] = seeds[0].loss(power)
+                medians[power] = statistics.median(seed.kept(power) for seed in seeds)
+        best = min(medians, key=lambda power: (medians[power], power))
+        if best == chosen:
+            return chosen
+        chosen = best
 
 
 def tuning_seed(seed: int) -> int:
@@ -90,7 +145,3 @@ def tuning_seed(seed: int) -> int:
     if not 0 <= seed < TUNING_SEED_OFFSET:
         raise InputError(f"expected a reporting seed from 0 to {TUNING_SEED_OFFSET - 1}, got {seed}")
     return seed + TUNING_SEED_OFFSET
-
-
-def _finite(loss: float) -> float:
-    return loss if math.isfinite(loss) else math.inf

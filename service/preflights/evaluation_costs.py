@@ -1,8 +1,8 @@
 """What an evaluation will need, from its options, the models' configs and how long a task's rows are.
 
 Upper estimates of what `permille.evaluate` does: every run loads a model, stores its weights as the base
-says, takes its steps, looks at validation, and tests. Tuning runs come once for all seeds; a grid that is
-extended takes more of them than is counted here.
+says, takes its steps, looks at validation, and tests. Tuning runs come once for all seeds. Not counted: a
+grid that is extended takes more runs, and one whose loss rose above the base is begun anew, at most twice.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,9 @@ HELD_ITEM_BYTES = 216  # the same where the worker holds it, at its peak
 ROW_COPIES = 6  # a row as text, prompt, answers, group
 # Copies of a model's weights, in float32, measured: as it is stored and as its mask is chosen; where the
 # task's gradients choose it; where all weights are trained, besides one for each perturbed variant; for each
-# masked weight of a set that is chosen again (who was ever in it is remembered one by one).
-COPIES, COPIES_OF_TASK_MASK, COPIES_OF_ALL, COPIES_OF_DYNAMIC = 4, 11, 21, 40
+# masked weight of a set that is chosen again (who was ever in it is remembered one by one). One of those of
+# all weights is the best of earlier attempts, which a run that begins anew holds besides.
+COPIES, COPIES_OF_TASK_MASK, COPIES_OF_ALL, COPIES_OF_DYNAMIC = 4, 11, 22, 40
 # Activations of a layer, in hidden vectors a token, that a gradient keeps.
 LAYER_VECTORS = 20
 CALIBRATED = {Base.SQUEEZELLM, Base.AUTO_ROUND}  # bases that need the corpus

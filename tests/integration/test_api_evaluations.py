@@ -252,6 +252,7 @@ def test_what_an_evaluation_was_made_of_is_not_deleted(stocked: Api) -> None:
         ({"bases": ["nf3"]}, 422),
         ({"seeds": [1_000_000]}, 422),
         ({"trials": 2}, 422),
+        ({"tuning_seeds": 2}, 422),
         ({"zo_steps": 0}, 422),
         ({"zo_steps": 10**12}, 422),
         ({"sizes": [1000, 500]}, 422),

@@ -304,27 +304,20 @@ def test_the_tables_cells_are_those_of_sixteen_bits_and_nf4() -> None:
     (of_table,) = fraction_records({1e-3: (0.5,)})
     nf4 = of_table | {"base": "nf4"}
     own = [of_table | {"stage": "schemes", "base": "squeezellm"}]
+    older = [nf4 | {"stage": "schemes"}]  # of a plan that had them in the stage
     others = [nf4 | {"seed": 3}, nf4 | {"method": "fo:lora-8"}, nf4 | {"task": "rte"}, nf4 | {"density": 0.1}]
-    assert by_scheme([*own, of_table, nf4, *others]) == [of_table, nf4, *own]
+    assert by_scheme([*older, *own, of_table, nf4, *others]) == [of_table, nf4, *own]
     assert by_scheme([of_table, nf4]) == []
 
 
-def test_methods_that_a_claim_compares_have_equal_searches(materials_file: Path) -> None:
+def test_methods_that_are_compared_have_equal_searches(materials_file: Path) -> None:
     model = materials_file.parent / "tiny"
+    assert set(DECIDING) | {claim.stage for claim in CLAIMS} - {None} < set(SWEEP_STAGES)
     for task, expected in (("sst2", 3), ("rte", 1)):
-        searches = {
-            (unit.choices["bases"][0], method): unit.choices["tuning_seeds"]
-            for unit in units("table", model, task, size_for(model), fractions=())
-            for method in unit.choices["methods"]
-        }
-        compared = {
-            ("nf4" if side.four_bit else "bf16", side.method)
-            for claim in CLAIMS
-            if claim.stage is None
-            for side in (claim.first, claim.second)
-        }
-        assert {searches[key] for key in compared} == {expected}
-        assert {found for key, found in searches.items() if key not in compared} == {1}
+        for stage in SWEEP_STAGES:
+            of_stage = units(stage, model, task, size_for(model), density=0.1, fractions=FRACTIONS)
+            found = {unit.choices["tuning_seeds"] for unit in of_stage}
+            assert found == {1 if stage == "fractions" else expected}, stage
 
 
 def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> None:
@@ -343,3 +336,6 @@ def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> 
     planned = runner.planned("table", folder / "tiny", "sst2")
     (row,) = progress(planned, [])
     assert (row.done, row.planned) == (0, 20)
+    left = [{"unit": "table-tiny-sst2-older", "seconds": 1.0}, {"unit": planned[0].name, "seconds": 2.0}]
+    (row,) = progress(planned, left)
+    assert (row.done, row.hours) == (1, 2.0 / 3600)

@@ -1,16 +1,21 @@
 """A whole sweep on the example model: resumable, honest about its files, the same twice."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from permille.errors import InputError
+from permille.evaluate import cells
 from permille.evaluate.__main__ import main
 from permille.evaluate.report import countable, markdown, paired
 from permille.evaluate.specification import read_sweep
 from permille.evaluate.sweep import cells_of, run_sweep
+from permille.evaluate.training import Trained
+from permille.evaluate.tuning import GRID_FACTOR, tuning_seed
 
 ROOT = Path(__file__).parents[3]
 WORDS = ("fine", "warm", "kind", "clear", "dull", "cold", "rude", "dim")
@@ -198,6 +203,52 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
     table = markdown(records)
     assert table.count("\n| zo:") == 3
     assert "| sst2? (" in table  # six items are too few to know
+
+
+def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
+    sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is trained, by whom and with which seed: every trial once, then the reported run."""
+    text = sweep_file.read_text().replace("trials = 1", "trials = 3\ntuning_seeds = 3")
+    methods = 'methods = ["zo:sensitive-c4", "zo:random-dynamic"]\n#'
+    sweep_file.write_text(text.replace("methods = [", methods))
+    runs: list[tuple[str, int, float]] = []
+
+    def spied(name: str) -> Callable[..., Trained]:
+        trained = getattr(cells, name)
+
+        def run(*given: Any) -> Trained:
+            runs.append((name, given[-1].seed, given[-1].step_factor))
+            found: Trained = trained(*given)
+            return found
+
+        return run
+
+    for name in ("train", "train_safely"):
+        monkeypatch.setattr(cells, name, spied(name))
+    record, moving = run_sweep(read_sweep(sweep_file), tmp_path / "results.jsonl", lambda *_: None)
+    segments = 2  # of the set that is selected again; its seeds are further apart
+    searched = runs[: runs.index(("train_safely", 0, record["tuned_step_factor"]))]
+    assert {name for name, _, _ in searched} == {"train"}
+    assert {seed for _, seed, _ in searched} == {tuning_seed(0) + n for n in range(3)}
+    assert len(set(searched)) == len(searched)
+    by_seed = [sum(seed == tuning_seed(0) + n for _, seed, _ in searched) for n in range(3)]
+    assert min(by_seed) >= 2
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    search, other = (line for line in lines if line["kind"] == "tuning")
+    assert len(search["losses"]) <= by_seed[0]
+    assert search["medians"].keys() <= search["losses"].keys()
+    factor = round(math.log(search["step_factor"], GRID_FACTOR))
+    assert search["medians"][str(factor)] == min(search["medians"].values())
+    shorter = [record["tuned_step_factor"] / GRID_FACTOR**n for n in range(record["attempts"])]
+    assert record["step_factor"] in [pytest.approx(factor) for factor in shorter]
+    after = runs[len(searched) + 1 :]
+    assert {name for name, _, _ in after} == {"train"}
+    assert [(seed, step) for _, seed, step in after[-segments:]] == [
+        (0, moving["step_factor"]),
+        (2 * 1_000_003, moving["step_factor"]),
+    ]
+    assert (moving["attempts"], moving["tuned_step_factor"]) == (1, other["step_factor"])
 
 
 def test_seeds_that_are_added_leave_what_is_finished_as_it_is(sweep_file: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.evaluate import trainables, training
 from permille.evaluate.methods import Order, TrainedSet, method
-from permille.evaluate.training import MAX_ATTEMPTS, Recipe, Trained, train, train_safely
-from permille.evaluate.tuning import GRID_FACTOR, TUNING_SEED_OFFSET, tune, tuning_seed
+from permille.evaluate.training import Recipe, Trained, train, train_safely
+from permille.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS, TUNING_SEED_OFFSET, Trial, tune, tuning_seed
 from tests.unit.engines.tiny import tiny_batch, tiny_model
 
 
@@ -58,7 +58,9 @@ def _attempts(
         tried.append(factor)
         curve = tuple(enumerate(losses[factor]))
         step, loss = min(curve, key=lambda point: point[1] if math.isfinite(point[1]) else math.inf)
-        return Trained(values_K=np.full(1, factor, np.float32), step=step, loss=loss, curve=curve)
+        return Trained(
+            values_K=np.full(1, factor, np.float32), step=step, loss=loss, curve=curve, step_factor=factor
+        )
 
     monkeypatch.setattr(training, "train", curve_of)
     recipe = Recipe(order=Order.ZEROTH, steps=2, step_factor=10.0, seed=0)
@@ -81,6 +83,7 @@ def test_a_run_that_rose_above_the_base_begins_anew_with_smaller_steps(
 ) -> None:
     trained, tried = _attempts(losses, monkeypatch)
     assert (trained.values_K[0], trained.attempts) == (np.float32(factor), attempts)
+    assert trained.step_factor == factor
     assert tried == list(losses)
     assert trained.loss == min(loss for curve in losses.values() for loss in curve if math.isfinite(loss))
 
@@ -97,57 +100,95 @@ def test_steps_that_are_too_long_at_every_attempt_leave_the_base() -> None:
     np.testing.assert_array_equal(trained.values_K, trainable.base_K)
 
 
+def search(losses: Mapping[int, float | Trial], tried: list[int] | None = None) -> Callable[[float], Trial]:
+    """Runs of one seed by power; other powers diverge."""
+
+    def run(factor: float) -> Trial:
+        power = round(math.log(factor, GRID_FACTOR))
+        if tried is not None:
+            tried.append(power)
+        found = losses.get(power, math.nan)
+        return found if isinstance(found, Trial) else Trial(loss=found)
+
+    return run
+
+
 def test_the_grid_grows_at_its_edge_until_the_best_is_inside() -> None:
-    tried: list[float] = []
-
-    def loss_at(factor: float) -> float:
-        tried.append(factor)
-        return abs(math.log(factor / GRID_FACTOR**3))
-
-    tuned = tune(loss_at, trials=3, extensions=4)
+    tried: list[int] = []
+    tuned = tune(search({power: abs(power - 3) for power in range(-9, 9)}, tried), trials=3, extensions=4)
     assert tuned.step_factor == pytest.approx(GRID_FACTOR**3)
-    assert sorted(tuned.losses) == [-1, 0, 1, 2, 3, 4]
+    assert sorted(tuned.losses) == sorted(tried) == [-1, 0, 1, 2, 3, 4]
     assert not tuned.on_edge
-    assert len(tried) == len(set(tried))
+    assert tuned.medians == {}
 
 
 def test_other_seeds_choose_among_the_best_and_its_neighbours_by_the_median() -> None:
     """The first seed diverges at the step that suits the others; one that diverges for all is no choice."""
     first = {-1: 3.0, 0: 1.0, 1: 2.0, 2: 9.0}
-    others = ({-1: 3.1, 0: 1.1, 1: 0.5}, {-1: 2.9, 0: 1.2, 1: 0.6})
+    others = ({-1: 3.1, 0: 1.1, 1: 0.5, 2: 0.8}, {-1: 2.9, 0: 1.2, 1: 0.6, 2: 0.7})
     tried: list[list[int]] = [[], [], []]
-
-    def trial(number: int, losses: Mapping[int, float]) -> Callable[[float], float]:
-        def loss_at(factor: float) -> float:
-            power = round(math.log(factor, GRID_FACTOR))
-            tried[number].append(power)
-            return losses.get(power, math.nan)
-
-        return loss_at
-
-    trials = [trial(number, losses) for number, losses in enumerate((first, *others))]
-    tuned = tune(*trials, trials=3)
+    tuned = tune(*(search(losses, tried[n]) for n, losses in enumerate((first, *others))), trials=3)
     assert tuned.step_factor == pytest.approx(GRID_FACTOR)
-    assert tried == [[-1, 0, 1], [-1, 0, 1], [-1, 0, 1]]
-    assert tuned.medians == {-1: 3.0, 0: 1.1, 1: 0.6}
+    assert tried == [[-1, 0, 1, 2]] * 3
+    assert tuned.medians == {-1: 3.0, 0: 1.1, 1: 0.6, 2: 0.8}
     assert not tuned.on_edge
-    assert tune(trials[0], trials=3).step_factor == 1.0
-    assert tune(trials[0], trials=3).medians == {}
-    diverging = [trial(0, {-1: 2.0, 0: 1.0, 1: 0.5, 2: 0.9}), *(trial(n, {0: 1.0, 1: 2.0}) for n in (1, 2))]
+    assert tune(search(first), trials=3).step_factor == 1.0
+    diverging = [search({-1: 2.0, 0: 1.0, 1: 0.5, 2: 0.9}), *[search({0: 1.0, -1: 2.0})] * 2]
     tuned = tune(*diverging, trials=3)
     assert tuned.step_factor == pytest.approx(1.0)
     assert tuned.medians[2] == math.inf
 
 
+def test_the_median_goes_on_to_a_better_neighbour_while_the_grid_may_grow() -> None:
+    first = {-1: 3.0, 0: 1.0, 1: 1.1, 2: 1.2, 3: 1.3}
+    other = {-1: 3.0, 0: 1.5, 1: 0.9, 2: 0.5, 3: 0.7}
+    tuned = tune(search(first), search(other), search(other), trials=3, extensions=4)
+    assert tuned.step_factor == pytest.approx(GRID_FACTOR**2)
+    assert sorted(tuned.medians) == [-1, 0, 1, 2, 3]
+    assert not tuned.on_edge
+    short = tune(search(first), search(other), search(other), trials=3, extensions=1)
+    assert short.step_factor == pytest.approx(GRID_FACTOR**2)
+    assert short.on_edge
+    assert 3 not in short.losses
+
+
+def test_the_search_compares_what_runs_that_begin_anew_would_keep() -> None:
+    """Two seeds are better with a long step, and the third one falls back to the short one."""
+    first: dict[int, float | Trial] = {-1: 2.0, 0: 1.0, 1: Trial(loss=1.9, rose=True)}
+    other = {-1: 2.0, 0: 1.4, 1: 0.6, 2: 0.8}
+    tried: list[int] = []
+    tuned = tune(search(first, tried), search(other), search(other | {1: 0.7}), trials=3)
+    assert tuned.medians[1] == 0.7
+    assert tuned.step_factor == pytest.approx(GRID_FACTOR)
+    risen = [search(first), *[search({-1: 2.0, 0: 1.4, 1: Trial(loss=1.8, rose=True)})] * 2]
+    tuned = tune(*risen, trials=3)
+    assert tuned.medians == {-1: 2.0, 0: 1.4, 1: 1.4}  # a tie: the shorter one
+    assert tuned.step_factor == 1.0
+    assert len(tried) == len(set(tried))
+    always = {power: Trial(loss=3.0 - power, rose=True) for power in range(-9, 9)}
+    below = tune(search(always), search(always), search(always), trials=3, extensions=2)
+    assert below.medians[2] == 1.0
+    assert below.on_edge
+
+
+def test_no_more_attempts_are_compared_than_are_made() -> None:
+    losses = {power: Trial(loss=5.0, rose=True) for power in range(-9, 9)} | {
+        1 - MAX_ATTEMPTS: Trial(loss=1.0)
+    }
+    tuned = tune(search({**losses, 0: Trial(loss=0.5)}), *[search(losses)] * 2, trials=3)
+    assert tuned.medians[0] == 1.0
+    assert tuned.medians[1] == 5.0
+
+
 def test_a_grid_that_ends_on_its_edge_says_so_and_divergence_never_wins() -> None:
-    tuned = tune(lambda factor: 1 / factor if factor < 5 else math.nan, trials=3, extensions=4)
+    tuned = tune(search({-1: 3.0, 0: 2.0, 1: 1.0}), trials=3, extensions=4)
     assert tuned.step_factor == pytest.approx(GRID_FACTOR)
     assert not tuned.on_edge  # beyond it training diverged
-    assert tune(lambda factor: 1 / factor, trials=3, extensions=2).on_edge
+    assert tune(search({power: -power for power in range(9)}), trials=3, extensions=2).on_edge
     with pytest.raises(InputError, match="expected a finite loss"):
-        tune(lambda _: math.nan)
+        tune(search({}))
     with pytest.raises(InputError, match="odd"):
-        tune(lambda _: 1.0, trials=2)
+        tune(search({0: 1.0}), trials=2)
 
 
 def test_tuning_seeds_are_no_reporting_seeds() -> None:
