@@ -43,10 +43,9 @@ _VERDICTS = """## Verdicts
 
 Effects are differences in accuracy on tasks that tuned first-order training can do at this size (5 points
 above majority and zero-shot, p < 0.01), else in the loss of the right answer (positive: the first method's is
-lower). Intervals and p-values take items and seeds as drawn and the step size as it was chosen; how much the
-one beside it would move an effect, the searches in the data tell. p is adjusted (Holm) for all rows of a
-claim. Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never concluded from methods
-that learned nothing.
+lower). Intervals and p-values take items and seeds as drawn, and the step size as the search chose it. p is
+adjusted (Holm) for all rows of a claim. Margins: 1 point, 0.01 nats. *Undecided* says what is needed;
+equality is never concluded from methods that learned nothing.
 """
 
 

@@ -144,8 +144,8 @@ def step_pictures(cells: GradientCells, records: Sequence[Json]) -> list[Picture
         png = lines_picture(timed, x_label="minutes", y_label="validation loss (nats a token)", share_y=False)
         caption = (
             f"Validation loss of the sweeps' runs (mean over seeds) over steps x {QUERIES} queries x the "
-            "median seconds of a query, of the attempt that counts, search not counted: sensitive weights on the "
-            "product's engine, all weights with MeZO."
+            "median seconds of a query, of the attempt that counts, search not counted: sensitive weights on "
+            "the product's engine, all weights with MeZO."
         )
         pictures.append(Picture(key="time", name="loss-over-time", caption=caption, stage="steps", png=png))
     return pictures

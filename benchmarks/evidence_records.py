@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SCHEME_METHODS, SCHEMES, SEEDS, Unit
 from permille.evaluate.cells import Json
+from permille.evaluate.sweep import PROCEDURE
 
 SUMMARY = (
     *("stage", "model", "base", "method", "task", "seed", "density", "queries", "batch_size", "zo_steps"),
@@ -127,16 +128,15 @@ def summary(records: Iterable[Json]) -> list[Json]:
 
 
 def _lines(folder: Path, kind: str) -> list[Json]:
+    """Lines of results of the present procedure; those of another one are as good as none."""
     found = []
     for path in sorted((folder / "sweeps").glob("*.jsonl")):
-        if path.with_suffix(".toml").exists():
-            chosen = tomllib.loads(path.with_suffix(".toml").read_text(encoding="utf-8"))
-            labels: dict[str, Any] = {"stage": path.name.partition("-")[0], "unit": path.stem}
-            labels |= {
-                key: chosen[key] for key in ("density", "queries", "batch_size", "zo_steps", "fo_steps")
-            }
-            labels["tuning_seeds"] = chosen["tuning_seeds"]
-            whole = path.read_bytes().rpartition(b"\n")[0]
-            lines = [json.loads(line) for line in whole.splitlines()]
-            found += [line | labels for line in lines if line["kind"] == kind]
+        lines = [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+        if not lines or lines[0].get("procedure") != PROCEDURE or not path.with_suffix(".toml").exists():
+            continue
+        chosen = tomllib.loads(path.with_suffix(".toml").read_text(encoding="utf-8"))
+        labels: dict[str, Any] = {"stage": path.name.partition("-")[0], "unit": path.stem}
+        settings = ("density", "queries", "batch_size", "zo_steps", "fo_steps", "tuning_seeds")
+        labels |= {key: chosen[key] for key in settings}
+        found += [line | labels for line in lines if line["kind"] == kind]
     return found

@@ -213,10 +213,8 @@ def _row(
     found = contrast(first, second, by_loss=by_loss)
     blank = _undecided(claim, model, density, by_loss=by_loss, found=found, reason="")
     if found is None or found.seeds < wanted:
-        seeds = len({record["seed"] for record in first} & {record["seed"] for record in second})
-        return replace(
-            blank, reason=f"needs {wanted} seeds of each task, has {found.seeds if found else seeds}"
-        )
+        common = set.intersection(*_common_seeds(first, second).values())
+        return replace(blank, reason=f"needs {wanted} seeds that all its tasks have, has {len(common)}")
     if found.clusters < MIN_CLUSTERS:
         return replace(blank, reason=f"needs {MIN_CLUSTERS} passages or texts, has {found.clusters}")
     ahead = claim.relation is Relation.AT_LEAST and found.interval(0.95)[0] > 0

@@ -6,14 +6,15 @@ is estimated by what item means and seed means spread, each over its own number 
 on the safe side). Items of one passage or text are a cluster: their sums are what varies
 (`permille.evaluate.statistics.clustered_variance`). Degrees of freedom after Satterthwaite. Tasks are pooled
 with equal weights; tasks that share items do not exist. They do share seeds: a random mask and the directions
-of a seed are the same for every task, so it is the seed means over all tasks that vary.
+of a seed are the same for every task, so it is the seed means over all tasks that vary, and the seeds that
+all tasks have that count.
 
 # Legend: I items, S seeds.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -114,20 +115,21 @@ class _Part:
     cluster_I: NDArray[np.str_]
     seeds: tuple[int, ...]
 
-    def seed_means(self, seeds: Sequence[int]) -> NDArray[np.float64]:
-        """Means over items of some of the seeds."""
-        mean_S: NDArray[np.float64] = self.difference_IS.mean(axis=0)
-        return mean_S[[self.seeds.index(seed) for seed in seeds]]
+    def of_seeds(self, seeds: Sequence[int]) -> "_Part":
+        """With some of its seeds."""
+        places = [self.seeds.index(seed) for seed in seeds]
+        return replace(self, difference_IS=self.difference_IS[:, places], seeds=tuple(seeds))
 
 
 def _pooled(parts: Sequence[_Part]) -> Contrast | None:
     seeds = sorted(set.intersection(*(set(part.seeds) for part in parts)))
     if len(seeds) < 2:
         return None
+    parts = [part.of_seeds(seeds) for part in parts]
     of_items = [clustered_variance(part.difference_IS.mean(axis=1), part.cluster_I) for part in parts]
-    of_seeds = np.mean([part.seed_means(seeds) for part in parts], axis=0)
+    mean_S = np.mean([part.difference_IS.mean(axis=0) for part in parts], axis=0)
     variances = [(variance / len(parts) ** 2, freedom) for variance, freedom in of_items]
-    variances.append(clustered_variance(of_seeds, np.arange(len(seeds))))
+    variances.append(clustered_variance(mean_S, np.arange(len(seeds))))
     total = sum(variance for variance, _ in variances)
     if total < TINY_VARIANCE:
         total = 0.0

@@ -54,7 +54,8 @@ class Sweep:
 
     Attributes:
         trials: step factors that every trained method tries first (odd).
-        tuning_seeds: seeds that choose among the best step factor of the first one and its neighbours (odd).
+        tuning_seeds: seeds that choose among the best step factor of the first one and its neighbours, going
+            on while a neighbour is better (odd).
         sizes: examples of train, validation and test.
         max_tokens: longest example; the prompt's front is cut.
         estimator: `forward` takes exact directional derivatives, all queries from one gradient: on models of

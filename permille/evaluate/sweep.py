@@ -1,12 +1,14 @@
 """Running a sweep: cell by cell, each result durable before the next begins.
 
-The results file holds JSON lines: a `sweep` line with the digest of what is compared, then `tuning` and
-`cell` lines. A sweep that is killed goes on after the last whole line; a torn last line is cut off. A file of
-another sweep is refused, never mixed; seeds may be added after those that a file was begun with.
+The results file holds JSON lines: a `sweep` line with the digest of what is compared and the procedure, then
+`tuning` and `cell` lines. A sweep that is killed goes on after the last whole line; a torn last line is cut
+off. A file of another sweep or procedure is refused, never mixed; seeds may be added after those that a file
+was begun with.
 """
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from permille.evaluate.specification import Sweep, TaskFiles
 from permille.evaluate.tuning import tune, tuning_seed
 
 PROCEDURE = 2
-"""How cells are tuned and trained: results of another procedure are another sweep's."""
+"""How cells are tuned and trained; results of another procedure are refused."""
 
 Progress = Callable[[int, int, str], None]
 """Called with cells done, cells in all, and what is next. What it raises stops the sweep between cells."""
@@ -98,6 +100,13 @@ def _run(bench: Bench, cell: Cell, done: "Results") -> Json:
                 "step_factor": tuned.step_factor,
                 "losses": _by_power(tuned.losses),
                 "medians": _by_power(tuned.medians),
+                "runs": [
+                    {
+                        str(power): [_finite(trial.loss), trial.rose]
+                        for power, trial in sorted(of_seed.items())
+                    }
+                    for of_seed in tuned.runs
+                ],
                 "on_edge": tuned.on_edge,
             }
         )
@@ -127,9 +136,9 @@ class Results:
             older: digests of results that are as good.
 
         Raises:
-            InputError: the file is of another sweep, or damaged before its last line.
+            InputError: the file is of another sweep or procedure, or damaged before its last line.
         """
-        headers = [{"kind": "sweep", "key": known} for known in (digest, *older)]
+        headers = [{"kind": "sweep", "key": known, "procedure": PROCEDURE} for known in (digest, *older)]
         found = path.read_bytes() if path.exists() else b""
         whole, newline, torn = found.rpartition(b"\n")
         if not newline:
@@ -141,6 +150,11 @@ class Results:
             results.append(headers[0])
             return results
         lines = [_parsed(line, number, path) for number, line in enumerate(whole.split(b"\n"), start=1)]
+        if lines[0].get("procedure") != PROCEDURE:
+            raise InputError(
+                f"expected results of procedure {PROCEDURE} in {path}, got those of another version of "
+                "permille: choose another file"
+            )
         if lines[0] not in headers:
             raise InputError(
                 f"expected results of the sweep {digest[:19]} in {path}, got those of another one: "
@@ -207,7 +221,7 @@ _FIELDS: dict[str, set[str]] = {
 
 
 def sweep_digest(sweep: Sweep) -> str:
-    """Of the choices, the bytes of the files, wherever these are, our version and `PROCEDURE`.
+    """Of the choices, the bytes of the files, wherever these are, and our version.
 
     A choice at its default is left out: what a sweep can choose may grow, and results stay its own.
     """
@@ -228,7 +242,7 @@ def _digests(sweep: Sweep) -> list[str]:
         plain["seeds"] = list(seeds)
         if seeds == Sweep.__dataclass_fields__["seeds"].default:
             del plain["seeds"]
-        definition = json.dumps([__version__, PROCEDURE, plain], sort_keys=True)
+        definition = json.dumps([__version__, plain], sort_keys=True)
         found.append(f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}")
     return found
 
@@ -250,7 +264,11 @@ def _file_digest(path: Path) -> str:
 
 
 def _by_power(losses: Mapping[int, float]) -> dict[str, float | None]:
-    return {str(power): loss if loss < float("inf") else None for power, loss in sorted(losses.items())}
+    return {str(power): _finite(loss) for power, loss in sorted(losses.items())}
 
 
-__all__ = ["Progress", "Results", "cells_of", "open_results", "run_sweep", "sweep_digest"]
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
+
+
+__all__ = ["PROCEDURE", "Progress", "Results", "cells_of", "open_results", "run_sweep", "sweep_digest"]

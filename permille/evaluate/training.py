@@ -124,13 +124,14 @@ def train_safely(trainable: Trainable, batches: Batches, validate: Validate, rec
     that suited the seed that chose it is too long for others now and then, and what a comparison says would
     else be decided by whether a seed diverged.
     """
-    best = trained = train(trainable, batches, validate, recipe)
-    attempts = 1
-    while trained.rose and attempts < MAX_ATTEMPTS:
+    best = train(trainable, batches, validate, recipe)
+    attempts, rose = 1, best.rose
+    while rose and attempts < MAX_ATTEMPTS:
         recipe = replace(recipe, step_factor=recipe.step_factor / GRID_FACTOR)
         trained = train(trainable, batches, validate, recipe)
-        attempts += 1
+        attempts, rose = attempts + 1, trained.rose
         best = min(best, trained, key=lambda one: one.loss)
+        del trained  # its values are as large as all weights where these are trained
     return replace(best, attempts=attempts)
 
 

@@ -8,18 +8,22 @@ reported. Tuning seeds and reporting seeds never meet.
 A step size at the edge of what is stable is good or bad by the seed. With several tuning seeds the first one
 finds the best and its neighbours, and among these the lowest median over all seeds wins. What is compared
 then is what a reported run would keep: one that rose above the base begins anew with the next smaller step
-(`permille.evaluate.training.train_safely`). With one seed that makes no difference: the lowest loss of single
-runs is the lowest loss of those that begin anew.
+(`permille.evaluate.training.train_safely`). With one seed that makes no difference inside the grid: there the
+lowest loss of single runs is the lowest one of those that begin anew.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from permille.errors import InputError
 
 GRID_FACTOR = math.sqrt(10)
+TIE = 1e-5
+"""Relative difference of losses below which the shorter step is taken: a run that fell back to it has its
+loss, but for rounding."""
+
 MAX_ATTEMPTS = 3
 """How often a reported run is begun; each time with the next smaller step of the grid."""
 
@@ -48,12 +52,14 @@ class Tuned:
         losses: of the first tuning seed's single runs.
         medians: over all tuning seeds, of what reported runs would keep that begin with this power; of the
             powers that the other seeds tried too.
+        runs: every trial, by tuning seed and power: also those below the grid that runs would fall back to.
         on_edge: the best is still at an end of the grid: the number of extensions was not enough.
     """
 
     step_factor: float
     losses: Mapping[int, float]
     medians: Mapping[int, float]
+    runs: Sequence[Mapping[int, Trial]]
     on_edge: bool
 
 
@@ -72,7 +78,8 @@ def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
     """
     if trials < 1 or trials % 2 == 0:
         raise InputError(f"expected an odd number of trials, got {trials}")
-    first = _Seed(run)
+    seeds = [_Seed(one) for one in (run, *others)]
+    first = seeds[0]
     losses: dict[int, float] = {}
     wanted = list(range(-(trials // 2), trials // 2 + 1))
     while True:
@@ -88,10 +95,15 @@ def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
         raise InputError(f"expected a finite loss at some step factor, got none of {sorted(losses)}")
     medians: dict[int, float] = {}
     if others and trials > 1:
-        seeds = [first, *map(_Seed, others)]
         chosen = _by_median(seeds, chosen, losses, medians, trials + extensions)
         on_edge = not {chosen - 1, chosen + 1} <= medians.keys()
-    return Tuned(step_factor=GRID_FACTOR**chosen, losses=losses, medians=medians, on_edge=on_edge)
+    return Tuned(
+        step_factor=GRID_FACTOR**chosen,
+        losses=losses,
+        medians=medians,
+        runs=[seed.known for seed in seeds],
+        on_edge=on_edge,
+    )
 
 
 class _Seed:
@@ -99,7 +111,7 @@ class _Seed:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._known: dict[int, Trial] = {}
+        self.known: dict[int, Trial] = {}
 
     def loss(self, power: int) -> float:
         """Of one run."""
@@ -116,9 +128,9 @@ class _Seed:
         return best
 
     def _at(self, power: int) -> Trial:
-        if power not in self._known:
-            self._known[power] = self._run(GRID_FACTOR**power)
-        return self._known[power]
+        if power not in self.known:
+            self.known[power] = self._run(GRID_FACTOR**power)
+        return self.known[power]
 
 
 def _by_median(
@@ -130,7 +142,8 @@ def _by_median(
             if power not in medians and (power in losses or len(losses) < limit):
                 losses[power] = seeds[0].loss(power)
                 medians[power] = statistics.median(seed.kept(power) for seed in seeds)
-        best = min(medians, key=lambda power: (medians[power], power))
+        lowest = min(medians.values())
+        best = min(power for power, median in medians.items() if median <= lowest * (1 + TIE))
         if best == chosen:
             return chosen
         chosen = best

@@ -59,7 +59,8 @@ TuningSeeds = Annotated[
     OddNumber,
     Field(
         examples=[1],
-        description="seeds that choose among the first one's best step size and its neighbours; odd",
+        description="seeds that choose among the first one's best step size and its neighbours, going on "
+        "while a neighbour is better; odd",
     ),
 ]
 

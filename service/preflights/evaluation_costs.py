@@ -1,8 +1,9 @@
 """What an evaluation will need, from its options, the models' configs and how long a task's rows are.
 
-Upper estimates of what `permille.evaluate` does: every run loads a model, stores its weights as the base
-says, takes its steps, looks at validation, and tests. Tuning runs come once for all seeds. Not counted: a
-grid that is extended takes more runs, and one whose loss rose above the base is begun anew, at most twice.
+Estimates of what `permille.evaluate` does, of memory upper ones: every run loads a model, stores its weights
+as the base says, takes its steps, looks at validation, and tests. Tuning runs come once for all seeds. Not
+counted: a search that goes on beyond its first grid, and runs that begin anew because their loss rose above
+the base, at most twice each.
 """
 
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def _seconds(sizes: Sizes, options: EvaluationOptions, tasks: list[TaskFacts], f
     for task in tasks:
         row = min(options.max_tokens, task.tokens)
         for one in methods:
-            # Further tuning seeds try the best step size and its two neighbours.
+            # Further tuning seeds try the best step size and its two neighbours, if none of these is better.
             tuning = options.trials + (3 * (options.tuning_seeds - 1) if options.trials > 1 else 0)
             number = len(options.seeds) + (tuning if one.order else 0)
             runs += number

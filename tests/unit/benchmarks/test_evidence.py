@@ -130,6 +130,22 @@ def test_a_sweep_that_is_refused_relabels_nothing(
     assert "another one" in capsys.readouterr().err
 
 
+def test_results_of_another_procedure_are_not_on_the_page(
+    evidence: Path, materials_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "evidence"
+    shutil.copytree(evidence, folder)
+    results = folder / "sweeps/queries-tiny-sst2-q4.jsonl"
+    header, *rest = results.read_text().splitlines(keepends=True)
+    older = {key: value for key, value in json.loads(header).items() if key != "procedure"}
+    results.write_text("".join([json.dumps(older) + "\n", *rest]))
+    assert main(arguments(materials_file, folder, "--page")) == 0
+    assert "- `queries` of tiny, sst2: 2 of 4 cells." in (folder / "page/evidence.md").read_text()
+    searches = json.loads((evidence / "page/evidence.json").read_text())["searches"]
+    assert {search["stage"] for search in searches} == {"table", "fractions", "queries", "schemes"}
+    assert all(search["runs"] for search in searches)
+
+
 def test_a_quick_run_has_a_folder_of_its_own(
     materials_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

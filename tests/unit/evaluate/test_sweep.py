@@ -13,7 +13,7 @@ from permille.evaluate import cells
 from permille.evaluate.__main__ import main
 from permille.evaluate.report import countable, markdown, paired
 from permille.evaluate.specification import read_sweep
-from permille.evaluate.sweep import cells_of, run_sweep
+from permille.evaluate.sweep import PROCEDURE, cells_of, run_sweep
 from permille.evaluate.training import Trained
 from permille.evaluate.tuning import GRID_FACTOR, tuning_seed
 
@@ -236,7 +236,8 @@ def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     assert min(by_seed) >= 2
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     search, other = (line for line in lines if line["kind"] == "tuning")
-    assert len(search["losses"]) <= by_seed[0]
+    assert [len(of_seed) for of_seed in search["runs"]] == by_seed
+    assert search["losses"].items() <= {power: run[0] for power, run in search["runs"][0].items()}.items()
     assert search["medians"].keys() <= search["losses"].keys()
     factor = round(math.log(search["step_factor"], GRID_FACTOR))
     assert search["medians"][str(factor)] == min(search["medians"].values())
@@ -278,6 +279,12 @@ def test_results_of_another_sweep_are_refused(sweep_file: Path, tmp_path: Path) 
     (tmp_path / "train.tsv").write_text((tmp_path / "train.tsv").read_text().replace("film", "play"))
     with pytest.raises(InputError, match="another one"):
         run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+    header, *rest = results.read_text().splitlines(keepends=True)
+    for procedure in ({}, {"procedure": PROCEDURE + 1}):
+        other = {key: value for key, value in json.loads(header).items() if key != "procedure"} | procedure
+        results.write_text("".join([json.dumps(other, separators=(",", ":")) + "\n", *rest]))
+        with pytest.raises(InputError, match=f"expected results of procedure {PROCEDURE}"):
+            run_sweep(read_sweep(sweep_file), results, lambda *_: None)
     results.write_text('{"kind":"sweep"}\nnonsense\n')
     with pytest.raises(InputError, match="line 1"):
         run_sweep(read_sweep(sweep_file), results, lambda *_: None)

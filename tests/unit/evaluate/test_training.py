@@ -164,6 +164,8 @@ def test_the_search_compares_what_runs_that_begin_anew_would_keep() -> None:
     tuned = tune(*risen, trials=3)
     assert tuned.medians == {-1: 2.0, 0: 1.4, 1: 1.4}  # a tie: the shorter one
     assert tuned.step_factor == 1.0
+    rounded = search({-1: 2.0, 0: 1.4, 1: 1.399999, 2: 1.41})
+    assert tune(rounded, rounded, rounded, trials=3).step_factor == 1.0
     assert len(tried) == len(set(tried))
     always = {power: Trial(loss=3.0 - power, rose=True) for power in range(-9, 9)}
     below = tune(search(always), search(always), search(always), trials=3, extensions=2)
