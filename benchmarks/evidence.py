@@ -12,16 +12,17 @@ Files: PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks (`ta
 text; or `--materials FILE`, a TOML file with `models`, `corpus` and `[tasks.<name>]` like a sweep's.
 
 Hours of one core, reckoned from cells measured on a shared Zen 3 core with AVX2 (a run and its test on SST-2:
-20 s with stories260K, 25 s with reference-7M for a mask, 45 s for an adapter; a search is 10 to 13 shorter
-runs); `steps` and `memory` are minutes, and a task with passages was not timed:
+20 s with stories260K, 25 s with reference-7M for a mask, 45 s for an adapter, 100 s for all weights; a search
+is 11 to 15 shorter runs, of `fractions` 4 to 7); `steps` and `memory` are minutes, and a task with passages
+was not timed:
 
     stage                   stories260K    reference-7M
     coverage, transfer              0.1             0.1
-    table (a task)                  1.1             1.9
-    fractions (first task)          1.3             2.2
-    flat (a task)                   0.5             0.8
-    queries (first task)            0.8             1.7
-    schemes (first task)            0.5             0.8
+    table (first task)              1.3             2.2
+    fractions (first task)          1.0             1.3
+    flat (first task)               0.4             0.6
+    queries (first task)            0.6             1.2
+    schemes (first task)            0.3             0.4
 """
 
 import argparse
