@@ -135,7 +135,8 @@ class Runner:
         """Where the model's curve is flat, once the fractions and the table's part of them are finished."""
         task = next(iter(self.materials.tasks))
         planned = self.planned("fractions", model, task)
-        records = read_records(self.folder)
+        names = {unit.name for unit in planned}
+        records = [r for r in read_records(self.folder) if r["stage"] == "table" or r["unit"] in names]
         own = [r for r in by_density(records) if (r["model"], r["task"]) == (model.name, task)]
         of_table = {r["seed"] for r in own if (r["stage"], r["method"]) == ("table", STATIC[0])}
         cells = sum(len(unit.choices["methods"]) * len(unit.choices["seeds"]) for unit in planned)

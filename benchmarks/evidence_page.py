@@ -69,7 +69,8 @@ def write_page(
         waiting: stages that cannot be planned yet, with the reason.
         queries: directions a step.
     """
-    records = read_records(folder)
+    names = {unit.name for unit in planned}
+    records = [record for record in read_records(folder) if record["unit"] in names]
     pictures = [
         *fraction_pictures(records, models),
         *coverage_pictures(_of(cells, "coverage")),
@@ -98,7 +99,7 @@ def write_page(
         (output / FOLDER / f"{picture.name}.png").write_bytes(picture.png)
     data = {
         "records": summary(records),
-        "searches": read_tunings(folder),
+        "searches": [search for search in read_tunings(folder) if search["unit"] in names],
         "cells": [{"figure": figure, "settings": at, "result": found} for figure, at, found in cells],
     }
     (output / DATA).write_text(_json(data), encoding="utf-8")

@@ -208,7 +208,7 @@ def units(
             return [
                 _unit(stage, model, task, size, f"{part}{at:g}", methods, density=at, tuning_seeds=1)
                 for part, methods in parts.items()
-                for at in fractions
+                for at in _distinct(model, fractions)
             ]
         case "queries":
             return [
@@ -221,6 +221,18 @@ def units(
         case "schemes":
             return [_unit(stage, model, task, size, base, SCHEME_METHODS, base) for base in size.schemes]
     raise InputError(f"expected a stage of {', '.join(SWEEP_STAGES)}; got {stage!r}")
+
+
+def _distinct(model: Path, fractions: Sequence[float]) -> list[float]:
+    """Densities with masks of their own, the first one of each size: of a small model 0.01 % and 0.001 % both
+    are one weight of each tensor. One that has the table's masks has its cells there."""
+    shares = {masked_share(model, DENSITY)}
+    found = []
+    for density in fractions:
+        if (share := masked_share(model, density)) not in shares:
+            shares.add(share)
+            found.append(density)
+    return found
 
 
 def masked_share(model: Path, density: float) -> float:

@@ -40,10 +40,7 @@ def read_records(folder: Path) -> list[Json]:
 
 def read_tunings(folder: Path) -> list[Json]:
     """Every finished search: losses by power of the grid's factor, and what its sweep chose."""
-    return [
-        {key: value for key, value in line.items() if key not in ("kind", "unit")}
-        for line in _lines(folder, "tuning")
-    ]
+    return [{key: value for key, value in line.items() if key != "kind"} for line in _lines(folder, "tuning")]
 
 
 def progress(planned: Iterable[Unit], records: Sequence[Json]) -> list[Progress]:

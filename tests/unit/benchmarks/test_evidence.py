@@ -255,7 +255,18 @@ def test_dynamic_masks_are_evaluated_as_often_as_static_ones(
                 )
                 assert steps % every == 0
                 dynamic += 1
-    assert dynamic == 2 + len(FRACTIONS)
+    assert dynamic == 2 + len(FRACTIONS) - 1  # the two smallest densities of this model are one
+
+
+def test_densities_of_equal_masks_are_measured_once(materials_file: Path) -> None:
+    """The tiny model's tensors have 512 to 2,048 weights: of 0.1 % and less each has one or two masked."""
+    model = materials_file.parent / "tiny"
+    planned = units("fractions", model, "sst2", QUICK, fractions=(1e-5, 1e-2, 1e-4, DENSITY, 1e-1))
+    static = [
+        unit.choices["density"] for unit in planned if unit.name.startswith("fractions-tiny-sst2-static")
+    ]
+    assert static == [1e-5, 1e-2, 1e-1]
+    assert masked_share(model, 1e-4) == masked_share(model, 1e-5) < masked_share(model, DENSITY)
 
 
 def test_tasks_with_passages_take_half_the_steps_and_fewer_items() -> None:
