@@ -128,12 +128,14 @@ def _lines(folder: Path, kind: str) -> list[Json]:
     """Lines of results of the present procedure; those of another one are as good as none."""
     found = []
     for path in sorted((folder / "sweeps").glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
-        if not lines or lines[0].get("procedure") != PROCEDURE or not path.with_suffix(".toml").exists():
+        whole = path.read_bytes().rpartition(b"\n")[0].splitlines()
+        if not whole or json.loads(whole[0]).get("procedure") != PROCEDURE:
+            continue
+        if not path.with_suffix(".toml").exists():
             continue
         chosen = tomllib.loads(path.with_suffix(".toml").read_text(encoding="utf-8"))
         labels: dict[str, Any] = {"stage": path.name.partition("-")[0], "unit": path.stem}
         settings = ("density", "queries", "batch_size", "zo_steps", "fo_steps", "tuning_seeds")
         labels |= {key: chosen[key] for key in settings}
-        found += [line | labels for line in lines if line["kind"] == kind]
+        found += [line | labels for line in map(json.loads, whole) if line["kind"] == kind]
     return found

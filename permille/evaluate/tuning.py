@@ -25,7 +25,7 @@ TIE = 1e-5
 loss, but for rounding."""
 
 MAX_ATTEMPTS = 3
-"""How often a reported run is begun; each time with the next smaller step of the grid."""
+"""How often a reported run is begun at most; each time with the next smaller step of the grid."""
 
 TUNING_SEED_OFFSET = 1_000_000
 """Reporting seeds are below it."""

@@ -8,6 +8,7 @@ offset, or in pieces of `PIECE` characters spread over fields or requests.
 import base64
 import json
 import random
+import re
 import socket
 import string
 from collections.abc import Iterator
@@ -167,8 +168,17 @@ def test_nothing_is_sent_in_a_form_that_the_search_cannot_read(walk: Walk) -> No
     assert b"\ntransfer-encoding" not in walk.traffic.lower()
 
 
+def has_word(traffic: bytes, word: str) -> bool:
+    """Whether a word stands in a line of text: a short one is in random bytes and tokens by chance."""
+    lines = [line for line in traffic.splitlines() if line.isascii()]
+    return word.encode() in re.findall(rb"[A-Za-z0-9_.+=-]+", b"\n".join(lines))
+
+
 def test_the_machine_is_not_named(walk: Walk) -> None:
-    assert socket.gethostname().encode() not in walk.traffic
+    name = socket.gethostname()
+    assert not has_word(walk.traffic, name)
+    for told in (f'{{"host": "{name}"}}', f"user-agent: permille-agent ({name})", f"/v1/devices/{name}"):
+        assert has_word(walk.traffic + f"\n{told}\n".encode(), name)
     assert b"cookie" not in walk.traffic.lower()
 
 
