@@ -215,6 +215,7 @@ def units(
                 _unit(
                     stage, model, task, size, f"q{queries}", ("zo:sensitive-c4", "zo:lora-fa-8"),
                     queries=queries, batch_size=EFFECTIVE_BATCH // queries, zo_steps=2 * size.zo_steps,
+                    seeds=many,
                 )
                 for queries in size.query_numbers
             ]  # fmt: skip
