@@ -160,12 +160,24 @@ class Runner:
             for model in self.materials.models
             if self.flat(model) is None
         }
+        waiting |= self._missing_gradients()
         cells = [
             cell
             for path in (*sorted(self.folder.glob("cells-*.jsonl")), self.folder / "memory.jsonl")
             for cell in Cells(path)
         ]
         write_page(self.folder, output, planned, models, cells=cells, waiting=waiting, queries=QUERIES)
+
+    def _missing_gradients(self) -> dict[str, str]:
+        """Cells of figures that no sweep makes, by name."""
+        missing = {}
+        for model in self.materials.models:
+            done = {(stage, at["model"], at["task"]) for stage, at, _ in self._cells(model)}
+            for number, task in enumerate(self.materials.tasks):
+                for stage in ("coverage", "transfer", *(("steps",) if number == 0 else ())):
+                    if (stage, model.name, task) not in done:
+                        missing[f"`{stage}` of {model.name}, {task}"] = "not measured"
+        return missing
 
     def check_time(self) -> None:
         """

@@ -16,7 +16,14 @@ from benchmarks.evidence_pictures import (
 )
 from benchmarks.evidence_plan import Unit
 from benchmarks.evidence_records import by_density, by_scheme, progress, read_records, read_tunings, summary
-from benchmarks.evidence_tables import method_table, progress_list, setting_table, turn_table, verdict_table
+from benchmarks.evidence_tables import (
+    begun_anew,
+    method_table,
+    progress_list,
+    setting_table,
+    turn_table,
+    verdict_table,
+)
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
 
@@ -29,14 +36,14 @@ Made by `make evidence` (`{command}`) from the models and the task files that it
 written from the finished cells alone, in whatever state the run is; the data behind every number: `{data}`.
 
 How it is compared: every trained method starts with the same number of step sizes on one logarithmic grid,
-extended while the best is on its edge. On tasks without passages, at density 0.001 and where the curve is
-flat, the best of one tuning seed and its neighbours are tried with two more, and the median chooses
-({tuned}). Tuning seeds are no reporting seeds; test items are the same for every seed and chose nothing. A
-run whose validation loss rose above the base's begins anew with the next smaller step size, at most twice,
-and its best attempt counts, as on a device; the search compares what is left after that. Sets that are
-selected again go back to the best of each segment instead. Zeroth-order steps take exact directional
-derivatives ({queries} a step unless a table says otherwise). Sizes, seeds, steps and searches of every cell
-are in the data.
+extended while the best is on its edge, by four at most (*edge*: the best stayed there). On tasks without
+passages, at density 0.001 and where the curve is flat, the best of one tuning seed and its neighbours are
+tried with two more, and the median chooses ({tuned}). Tuning seeds are no reporting seeds; test items are the
+same for every seed and chose nothing. A run whose validation loss rose above the base's begins anew with the
+next smaller step size, at most twice, and its best attempt counts, much as on a device (which halves its
+steps); the search compares what is left after that. Sets that are selected again go back to the best of each
+segment instead. Zeroth-order steps take exact directional derivatives ({queries} a step unless a table says
+otherwise). Sizes, seeds, steps and searches of every cell are in the data.
 """
 
 _VERDICTS = """## Verdicts
@@ -44,8 +51,11 @@ _VERDICTS = """## Verdicts
 Effects are differences in accuracy on tasks that tuned first-order training can do at this size (5 points
 above majority and zero-shot, p < 0.01), else in the loss of the right answer (positive: the first method's is
 lower). Intervals and p-values take items and seeds as drawn, and the step size as the search chose it. p is
-adjusted (Holm) for all rows of a claim. Margins: 1 point, 0.01 nats. *Undecided* says what is needed;
-equality is never concluded from methods that learned nothing.
+of what would make the claim hold, adjusted (Holm) for all rows of the claim; that it fails is tested apart
+and adjusted alike, its p not shown; intervals are not adjusted. A claim holds where every row does and fails
+where one does: read the rows. Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never
+concluded from methods that learned nothing. The work of queries is that of one attempt; their rows were given
+five seeds after a look at three (ADR 120).
 """
 
 
@@ -117,16 +127,19 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
     yield from (
         "## Where claims turn",
         "",
-        "The same comparisons at other densities: three seeds, one tuning seed.",
+        "The same comparisons by density: three seeds, one tuning seed, p adjusted within this table. Where "
+        "a curve is flat, the verdicts above have five and three.",
         "",
     )
     yield from (*turn_table(verdicts(records, stages=("fractions",))), "")
     yield from (
         "## Methods and tasks (table 1)",
         "",
-        "Accuracy in percent, mean and deviation over three seeds; in brackets the loss of the right answer, "
-        "nats a token. Tasks in *italics* do not count for accuracy; of those with a question mark it is not "
-        "known yet. Ranks are over the seeds that all methods have, and wait for three of them.",
+        "Accuracy in percent, mean and deviation over three seeds where a cell does not say more; in "
+        "brackets the loss of the right answer, nats a token. Tasks in *italics* do not count for accuracy; "
+        "of those with a question mark it is not known yet. Ranks are over the tasks of which all methods "
+        "have three seeds, and over the seeds that all have, so they may differ from the means shown. A "
+        "method without a mask stands at 0.001.",
         "",
     )
     tables = [record for record in records if record["stage"] in ("table", "flat")]
@@ -140,7 +153,8 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
             "fractions",
             "density",
             "density",
-            "First-order ceiling and every mask by density (one tuning seed; 0.001 as in table 1)",
+            "First-order ceiling and every mask by density (one tuning seed; 0.001: the first three seeds of "
+            "table 1, three tuning seeds)",
         ),
         ("schemes", "base", "", "Sensitive weights over every 4-bit scheme"),
     )
@@ -151,6 +165,8 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
         )
         if own:
             yield from (f"## {title}", "", *setting_table(own, setting, heading), "")
+            if stage == "queries":
+                yield from (f"Began anew: {begun_anew(own, setting, heading)}.", "")
 
 
 def _figures(pictures: Sequence[Picture]) -> Iterable[str]:

@@ -45,8 +45,8 @@ def turn_table(rows: Sequence[Row]) -> list[str]:
 def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[str]:
     """Table 1: methods by tasks. A task counts for accuracy, does not (italics), or it is not known yet (?).
 
-    Ranks are over the seeds that every method has of every task, and are left out while these are fewer than
-    `MIN_SEEDS`: a method that is half finished would be ranked by luck.
+    Ranks are over the tasks of which every method has `MIN_SEEDS` seeds, and over the seeds that all have of
+    these: a method that is half finished would be ranked by luck.
 
     Args:
         everything: of the model, to say which tasks count.
@@ -56,9 +56,10 @@ def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[st
         rows.setdefault((record["base"], record["method"]), {}).setdefault(record["task"], []).append(record)
     tasks = list(dict.fromkeys(record["task"] for record in records))
     counted = counted_tasks(everything, records[0]["model"])
-    common = _common(rows, tasks)
-    accuracy_rank = _ranks(common, [task for task in tasks if counted.get(task)], "accuracy", 1)
-    loss_rank = _ranks(common, tasks, "loss", -1)
+    whole = [task for task in tasks if _common(rows, [task])]
+    common = _common(rows, whole)
+    accuracy_rank = _ranks(common, [task for task in whole if counted.get(task)], "accuracy", 1)
+    loss_rank = _ranks(common, whole, "loss", -1)
     heads = [_task_head(records, task, counted.get(task)) for task in tasks]
     lines = [
         "| base | method | " + " | ".join(heads) + " | rank | rank by loss |",
@@ -89,9 +90,19 @@ def setting_table(records: Sequence[Json], setting: str, heading: str) -> list[s
     ]
     for key in dict.fromkeys((r["model"], r["task"], r["method"]) for r in records):
         of_key = [record for record in records if (record["model"], record["task"], record["method"]) == key]
-        cells = [_cell([record for record in of_key if record[setting] == at]) for at in settings]
+        cells = [_cell([record for record in of_key if record[setting] == at], edge=True) for at in settings]
         lines.append(f"| {', '.join(key)} | {' | '.join(cells)} |")
     return lines
+
+
+def begun_anew(records: Sequence[Json], setting: str, heading: str) -> str:
+    """How many runs of each setting began anew with a smaller step: they took more work than the others."""
+    parts = []
+    for at in sorted({record[setting] for record in records}):
+        attempts = [record["attempts"] for record in records if record[setting] == at]
+        trained = [count for count in attempts if count is not None]
+        parts.append(f"{heading} {at:g}, {sum(count > 1 for count in trained)} of {len(trained)} runs")
+    return "; ".join(parts)
 
 
 def progress_list(rows: Sequence[Progress], missing: Mapping[str, str]) -> list[str]:
@@ -146,13 +157,14 @@ def _task_head(records: Sequence[Json], task: str, counts: bool | None) -> str:
     return f"{name} (majority {100 * majority:.1f})"
 
 
-def _cell(records: Sequence[Json]) -> str:
+def _cell(records: Sequence[Json], *, edge: bool = False) -> str:
     if not records:
         return ""
     accuracy = [100 * record["accuracy"] for record in records]
     spread = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
     seeds = f", {len(accuracy)} seeds" if len(accuracy) != 3 else ""
-    return f"{np.mean(accuracy):.1f}{spread} ({_mean(records, 'loss'):.3f}{seeds})"
+    mark = ", edge" if edge and any(record["on_edge"] for record in records) else ""
+    return f"{np.mean(accuracy):.1f}{spread} ({_mean(records, 'loss'):.3f}{seeds}{mark})"
 
 
 def _mean(records: Sequence[Json], key: str) -> float:

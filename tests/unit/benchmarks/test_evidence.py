@@ -130,7 +130,7 @@ def test_a_sweep_that_is_refused_relabels_nothing(
     assert "another one" in capsys.readouterr().err
 
 
-def test_results_of_another_procedure_are_not_on_the_page(
+def test_results_of_another_procedure_and_missing_cells_are_not_on_the_page(
     evidence: Path, materials_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "evidence"
@@ -139,8 +139,14 @@ def test_results_of_another_procedure_are_not_on_the_page(
     header, *rest = results.read_text().splitlines(keepends=True)
     older = {key: value for key, value in json.loads(header).items() if key != "procedure"}
     results.write_text("".join([json.dumps(older) + "\n", *rest]))
+    cells = (folder / "cells-tiny.jsonl").read_text().splitlines(keepends=True)
+    (folder / "cells-tiny.jsonl").write_text("".join(line for line in cells if '"transfer"' not in line))
     assert main(arguments(materials_file, folder, "--page")) == 0
-    assert "- `queries` of tiny, sst2: 2 of 4 cells." in (folder / "page/evidence.md").read_text()
+    page = (folder / "page/evidence.md").read_text()
+    assert "- `queries` of tiny, sst2: 2 of 4 cells." in page
+    assert "- `transfer` of tiny, sst2: not measured." in page
+    assert "`coverage` of tiny" not in page
+    assert "Began anew: q = 1, " in page
     searches = json.loads((evidence / "page/evidence.json").read_text())["searches"]
     assert {search["stage"] for search in searches} == {"table", "fractions", "queries", "schemes"}
     assert all(search["runs"] for search in searches)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.evidence_tables import method_table, turn_table
+from benchmarks.evidence_tables import begun_anew, method_table, setting_table, turn_table
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
 
@@ -59,9 +59,26 @@ def test_ranks_are_over_the_seeds_that_all_have_and_wait_for_three() -> None:
     found = [*references, *more]
     expected = {"fo:lora-8": ["1.0", "1.0"], "zo:full": ["2.0", "2.0"], "zero-shot": ["3.0", "3.0"]}
     assert ranks(method_table(found, found)) == expected
-    for unfinished in (cells("zo:random", 0.7, seeds=2), cells("zo:full", 0.6, task="rte")):
-        lines = method_table([*found, *unfinished], found)
-        assert {tuple(rank) for rank in ranks(lines).values()} == {("", "")}
+    lines = method_table([*found, *cells("zo:random", 0.7, seeds=2)], found)
+    assert {tuple(rank) for rank in ranks(lines).values()} == {("", "")}
+
+
+def test_a_task_that_some_methods_lack_ranks_none() -> None:
+    found = [*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.9), *cells("zo:full", 0.6)]
+    of_one = ranks(method_table(found, found))
+    assert ranks(method_table([*found, *cells("zo:full", 1.0, task="rte")], found)) == of_one
+    of_both = [*found, *cells("zero-shot", 0.5, task="rte"), *cells("fo:lora-8", 0.5, task="rte")]
+    of_both += cells("zo:full", 1.0, task="rte")
+    assert ranks(method_table(of_both, found))["zo:full"][-1] == "1.5"
+
+
+def test_cells_name_a_step_on_the_edge_and_runs_that_began_anew() -> None:
+    found = cells("zo:full", 0.6)
+    assert "(0.400)" in setting_table(found, "queries", "q =")[2]
+    found[1]["on_edge"] = True
+    assert "(0.400, edge)" in setting_table(found, "queries", "q =")[2]
+    attempts = [record | {"attempts": count} for record, count in zip(found, (1, 3, None), strict=True)]
+    assert begun_anew(attempts, "queries", "q =") == "q = 16, 1 of 2 runs"
 
 
 def test_a_claim_of_one_stage_turns_at_no_density() -> None:
