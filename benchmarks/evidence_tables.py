@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.evidence_records import Progress
 from permille.evaluate.cells import Json
-from permille.evaluate.claims import MIN_SEEDS, Row, Verdict, counted_tasks, overall
+from permille.evaluate.claims import MIN_SEEDS, Row, counted_tasks, overall
 from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.statistics import average_ranks
 
@@ -125,7 +125,7 @@ def _row(row: Row) -> str:
     kind = f"{'loss' if row.by_loss else 'accuracy'} of {', '.join(row.found.tasks)}"
     digits = 4 if row.by_loss else 1
     p_value = "" if row.p_value is None else f"{row.p_value:.2g}"
-    verdict = row.verdict.value + ("" if row.verdict is Verdict.UNDECIDED else f" ({kind})")
+    verdict = f"{row.verdict.value} ({kind})"
     effect = f"{unit * row.found.effect:+.{digits}f} {'nats' if row.by_loss else 'points'}"
     interval = f"{unit * low:+.{digits}f} to {unit * high:+.{digits}f} ({level}%)"
     counts = f"{row.found.clusters}, {row.found.seeds}"

@@ -13,9 +13,10 @@ A row is one model at one density. Accuracies count only on tasks that tuned fir
 (`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
 of their own. Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN)
 or `MIN_CLUSTERS` clusters of items (one of each passage or text): a task with fewer seeds is left out of a
-row that has others, and the row names its tasks. And two methods that learned nothing are no equals: AT LEAST
-and WITHIN are decided only where the second method is better than the base it began from, at 5% (or the first
-one better than it).
+row that has others, and the row names its tasks. Tasks with `EQUIVALENCE_SEEDS` seeds are not pooled with
+tasks that have fewer, whose seeds would be all that count: for BETTER these have a row of their own. And two
+methods that learned nothing are no equals: AT LEAST and WITHIN are decided only where the second method is
+better than the base it began from, at 5% (or the first one better than it).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -141,7 +142,11 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> l
                 (model, density, by_loss, first, second, of_kind)
                 for density, first, second in _matched(claim, of_kind, stages)
             ]
-    rows = [_row(claim, *pair) for pair in pairs]
+    rows = [
+        _row(claim, model, density, by_loss, *sides, of_kind)
+        for model, density, by_loss, first, second, of_kind in pairs
+        for sides in _by_seeds(claim, first, second)
+    ]
     if not rows:
         nothing = "needs both methods at one density, and the task's zero-shot and first-order references"
         return [_undecided(claim, "", 0.0, by_loss=False, found=None, reason=nothing)]
@@ -222,6 +227,22 @@ def _row(
         return replace(blank, reason=f"needs a {claim.second.method} that learned something: equals at "
                        "nothing are no evidence")  # fmt: skip
     return replace(blank, p_value=_p_value(claim, found, blank.margin))
+
+
+def _by_seeds(
+    claim: Claim, first: list[Record], second: list[Record]
+) -> list[tuple[list[Record], list[Record]]]:
+    """Both sides, of the tasks with many common seeds and of those with few; one pair where all are alike."""
+    common = {task: len(seeds) for task, seeds in _common_seeds(first, second).items()}
+    many = {task for task, count in common.items() if count >= EQUIVALENCE_SEEDS}
+    few = {task for task, count in common.items() if MIN_SEEDS <= count < EQUIVALENCE_SEEDS}
+    if not many:
+        return [(first, second)]
+    groups = [many, few] if few and claim.relation is Relation.BETTER else [many]
+    return [
+        ([r for r in first if r["task"] in group], [r for r in second if r["task"] in group])
+        for group in groups
+    ]
 
 
 def _common_seeds(first: Sequence[Record], second: Sequence[Record]) -> dict[str, set[int]]:
