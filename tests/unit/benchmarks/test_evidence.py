@@ -130,7 +130,7 @@ def test_a_sweep_that_is_refused_relabels_nothing(
     assert "another one" in capsys.readouterr().err
 
 
-def test_results_of_another_procedure_and_missing_cells_are_not_on_the_page(
+def test_what_is_of_another_procedure_or_missing_is_listed_as_not_measured(
     evidence: Path, materials_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "evidence"

@@ -76,7 +76,8 @@ def test_cells_name_a_step_on_the_edge_and_runs_that_began_anew() -> None:
     found = cells("zo:full", 0.6)
     assert "(0.400)" in setting_table(found, "queries", "q =")[2]
     found[1]["on_edge"] = True
-    assert "(0.400, edge)" in setting_table(found, "queries", "q =")[2]
+    for table in (setting_table(found, "queries", "q ="), method_table(found, found)):
+        assert "(0.400, edge)" in table[2]
     attempts = [record | {"attempts": count} for record, count in zip(found, (1, 3, None), strict=True)]
     assert begun_anew(attempts, "queries", "q =") == "q = 16, 1 of 2 runs"
 
