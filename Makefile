@@ -102,7 +102,7 @@ bench-quantizers: $(VENV)/.native  ## Perplexity, bits per byte and bytes of eve
 	$(BIN)/python -m benchmarks.quantizers --output docs/results
 
 evidence: $(VENV)/.native  ## The papers' comparisons and verdicts: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m benchmarks.evidence --output docs/results
+	$(BIN)/python -m benchmarks.evidence --restore docs/results --output docs/results
 
 example-model: $(VENV)/.installed  ## Train the example model again from its sources (Debian with apt-get)
 	$(BIN)/python -m examples.make_example_model --out examples/model --work build/example-model

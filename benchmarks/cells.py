@@ -51,11 +51,14 @@ class Cells:
         key = _key(figure, settings)
         if key not in self._results:
             sys.stderr.write(f"{figure} {json.dumps(settings)}\n")
-            result = measure()
-            self._append({"figure": figure, "settings": settings, "result": result})
-            # As it will be read again: what JSON cannot hold must not live only until the next start.
-            self._results[key] = json.loads(json.dumps(result))
+            self.keep(figure, settings, measure())
         return self._results[key]
+
+    def keep(self, figure: str, settings: Settings, result: Result) -> None:
+        """Write a cell that was measured, here or elsewhere."""
+        self._append({"figure": figure, "settings": settings, "result": result})
+        # As it will be read again: what JSON cannot hold must not live only until the next start.
+        self._results[_key(figure, settings)] = json.loads(json.dumps(result))
 
     def _read(self) -> None:
         data = self._path.read_bytes()

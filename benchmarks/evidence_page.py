@@ -24,6 +24,7 @@ from benchmarks.evidence_tables import (
     turn_table,
     verdict_table,
 )
+from permille.errors import InputError
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
 
@@ -115,6 +116,22 @@ def write_page(
     (output / PAGE).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
+def kept_cells(output: Path) -> list[tuple[str, Settings, Result]]:
+    """The cells behind the page there; none where there is no page.
+
+    Raises:
+        InputError: its data are damaged.
+    """
+    path = output / DATA
+    if not path.exists():
+        return []
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        return [(cell["figure"], dict(cell["settings"]), dict(cell["result"])) for cell in cells]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise InputError(f"expected the data of a page in {path}, got {exc!r}") from exc
+
+
 def _tuned(records: Sequence[Json]) -> str:
     """How many cells that holds for."""
     trained = [record for record in records if record["step_factor"] is not None]
@@ -183,7 +200,7 @@ def _of(cells: Sequence[tuple[str, Settings, Result]], figure: str) -> list[tupl
 def _json(data: Mapping[str, Sequence[object]]) -> str:
     """One record a line: a change of one is a change of a line."""
     parts = [
-        f"{json.dumps(key)}: [\n" + ",\n".join(json.dumps(row, sort_keys=True) for row in rows) + "\n]"
+        f"{json.dumps(key)}: [\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
         for key, rows in data.items()
     ]
     return "{" + ",\n".join(parts) + "}\n"

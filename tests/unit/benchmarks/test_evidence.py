@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence import STAGES, Runner, TimeIsUpError, main
+from benchmarks.evidence import STAGES, main
 from benchmarks.evidence_materials import find_materials
 from benchmarks.evidence_plan import (
     DENSITY,
@@ -22,6 +22,7 @@ from benchmarks.evidence_plan import (
     units,
 )
 from benchmarks.evidence_records import by_density, by_scheme, flat_density, progress, read_records
+from benchmarks.evidence_runner import Runner, TimeIsUpError
 from permille.errors import InputError
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import DECIDING, EQUIVALENCE_SEEDS
@@ -94,6 +95,75 @@ def test_the_page_concludes_nothing_from_one_seed_and_names_what_is_missing(evid
     assert len(data["records"]) == len(read_records(evidence))
     assert "items" not in data["records"][0]
     assert {cell["figure"] for cell in data["cells"]} == {"coverage", "transfer", "steps", "memory"}
+
+
+def test_another_clone_goes_on_from_what_is_kept_beside_the_page(
+    evidence: Path, materials_file: Path, tmp_path: Path
+) -> None:
+    """The same page and results, byte for byte; only the sweeps' own files name this clone's paths."""
+    output, folder = tmp_path / "output", tmp_path / "evidence"
+    shutil.copytree(evidence / "page", output)
+    assert not any(str(materials_file.parent).encode() in found for found in files_of(output).values())
+    options = arguments(materials_file, folder, "--restore", str(output), "--output", str(output), "--page")
+    assert main(options) == 0
+    assert files_of(output) == files_of(evidence / "page")
+    assert files_of(folder / "sweeps") == files_of(evidence / "sweeps")
+    restored = files_of(folder)
+    assert main([option for option in options if option != "--page"]) == 0
+    assert files_of(folder) == restored  # nothing was measured again
+    results = folder / "sweeps/queries-tiny-sst2-q4.jsonl"
+    results.write_bytes(results.read_bytes() + b"torn")
+    assert main(options) == 0
+    assert results.read_bytes().endswith(b"torn")  # what is here already is kept
+
+
+def test_a_page_is_not_replaced_by_one_of_fewer_results(
+    evidence: Path, materials_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "output"
+    shutil.copytree(evidence / "page", output)
+    before = files_of(output)
+    for lost in ("sweeps/table-tiny-sst2-pairs.jsonl", "memory.jsonl"):
+        folder = tmp_path / Path(lost).stem
+        shutil.copytree(evidence, folder)
+        (folder / lost).unlink()
+        assert main(arguments(materials_file, folder, "--output", str(output))) == 1
+        assert f"--restore {output}" in capsys.readouterr().err
+        assert files_of(output) == before
+        assert not (folder / lost).exists()  # refused before anything was measured
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "named"),
+    [
+        ("evidence/queries-tiny-sst2-q4.jsonl", b"{}\n", "line 1"),
+        (
+            "evidence/queries-tiny-sst2-q4.jsonl",
+            b'{"kind":"sweep","key":"sha256:0","procedure":2}\n',
+            "another",
+        ),
+        ("evidence/queries-tiny-sst2-q4.jsonl", b'{"kind":"cell","key":"x","items":0}\n', "line 1"),
+        ("evidence/queries-tiny-sst2-q4.jsonl", b'{"kind":"list","key":"0"}\n', "line 1"),
+        ("evidence.json", b"[]", "data of a page"),
+    ],
+)
+def test_damaged_archives_are_refused(
+    evidence: Path,
+    materials_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    damage: bytes,
+    named: str,
+) -> None:
+    output, folder = tmp_path / "output", tmp_path / "evidence"
+    shutil.copytree(evidence / "page", output)
+    (output / name).write_bytes(damage)
+    assert main(arguments(materials_file, folder, "--restore", str(output), "--page")) == 1
+    told = capsys.readouterr().err
+    assert named in told
+    assert Path(name).stem in told
+    assert not (folder / f"sweeps/{Path(name).name}").exists()
 
 
 def test_what_a_kill_tore_is_measured_again_and_nothing_else(
