@@ -41,8 +41,10 @@ def fetch(source: Source, folder: Path, mirror: str | None) -> None:
     _git(folder, "fetch", "-q", "--depth", "1", "--filter=blob:none", "origin", source.commit)
     patterns = [f":(glob){pattern}" for pattern in source.files]
     patterns += [f":(exclude,glob){pattern}" for pattern in source.exclude]
-    with TemporaryDirectory(dir=folder / ".git") as aside:  # brings the texts, for good
+    with TemporaryDirectory(dir=(folder / ".git").absolute()) as aside:  # brings the texts, for good
         index = {"GIT_INDEX_FILE": str(Path(aside) / ".index")}
+        _git(folder, "read-tree", source.commit, **index)
+        _fetch_blobs(folder, _git(folder, "ls-files", "-s", "-z", "--", *patterns, **index))
         _git(folder, f"--work-tree={aside}", "checkout", "-q", source.commit, "--", *patterns, **index)
     stamp.unlink(missing_ok=True)
     _git(folder, "rm", "-r", "-q", "-f", "--ignore-unmatch", ".")  # of what is here, only what git brought
@@ -50,13 +52,37 @@ def fetch(source: Source, folder: Path, mirror: str | None) -> None:
     stamp.write_text(asked)
 
 
+def _fetch_blobs(folder: Path, listed: str) -> None:
+    """Bring what `git ls-files -s -z` names in one go: a checkout would ask for its files one by one."""
+    names = {line.split()[1] for line in listed.split("\0") if line}
+    options = (
+        "--no-tags",
+        "--no-write-fetch-head",
+        "--recurse-submodules=no",
+        "--filter=blob:none",
+        "--stdin",
+    )
+    _git(
+        folder,
+        *("-c", "fetch.negotiationAlgorithm=noop", "fetch", "-q", "origin", *options),
+        lines="".join(f"{name}\n" for name in sorted(names)),
+    )
+
+
 def _asked(source: Source) -> str:
     """All that decides which files lie there, and with what in them."""
     return json.dumps({"commit": source.commit, "files": source.files, "exclude": source.exclude})
 
 
-def _git(folder: Path, *arguments: str, **settings: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *arguments], check=True, env={**os.environ, **settings})
+def _git(folder: Path, *arguments: str, lines: str = "", **settings: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments],
+        check=True,
+        env={**os.environ, **settings},
+        input=lines,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    ).stdout
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): the momentum of a matrix is brought
 near the closest orthogonal matrix by five steps of a quintic iteration. `torch.optim.Muon` computes them in
-bfloat16, which processors without it emulate slowly; here they are float32, all of one shape at once.
+bfloat16, which processors without it emulate slowly; here the type is chosen, and all matrices of one shape
+go at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Optimizer:
     Args:
         matrix_rate: step size of Muon, scaled by max(1, m/n)^0.5 for an (m, n) matrix.
         rate: step size of AdamW for the head and the norms; embeddings take `embed_rate`.
+        iteration: type in which Muon's quintic steps are computed; momenta and weights are float32.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Optimizer:
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         decay: float = 0.05,
+        iteration: torch.dtype = torch.float32,
     ) -> None:
+        self.iteration = iteration
         self.parameters = parameters
         self.matrix_rate, self.rate, self.embed_rate = matrix_rate, rate, embed_rate
         self.momentum, self.betas, self.decay = momentum, betas, decay
@@ -84,7 +88,7 @@ class Optimizer:
             updates.append(gradient.lerp(first, self.momentum))  # Nesterov
         rows, columns = updates[0].shape
         rate = scale * self.matrix_rate * max(1.0, rows / columns) ** 0.5
-        for name, update in zip(names, orthogonal(torch.stack(updates)), strict=True):
+        for name, update in zip(names, orthogonal(torch.stack(updates).to(self.iteration)), strict=True):
             self.parameters[name].mul_(1 - rate * self.decay).sub_(rate * update)
 
     def _adam(self, name: str, scale: float) -> None:

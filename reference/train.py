@@ -7,6 +7,9 @@ a resumed run has the same bits as one that never stopped.
 
     python -m reference.train --corpus build/reference/corpus --run build/reference/run --minutes 80
     python -m reference.train --corpus build/reference/corpus --run build/reference/run --decay 400
+
+`--begin-from MODEL` begins a new run with the weights of an exported model, after the windows that it read;
+the optimizer starts anew, with a warm-up. So a released model can be trained on where its run is lost.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from permille.errors import InputError
@@ -45,6 +49,12 @@ class Recipe:
     rate: float = 3e-3
     embed_rate: float = 2e-2
     weight_decay: float = 0.05
+    compute: str = "float32"
+    """Of products and of Muon's iteration; weights, momenta and validation are float32. A GPU's products are
+    bfloat16."""
+
+
+COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Run:
@@ -63,10 +73,43 @@ class Run:
             rate=self.recipe.rate,
             embed_rate=self.recipe.embed_rate,
             decay=self.recipe.weight_decay,
+            iteration=COMPUTE[self.recipe.compute],
         )
         self.turn = rotation(self.recipe.context, self.shape.head, device)
-        self.steps = 0
+        self.steps = self.first = 0
         self.seconds = 0.0
+        self.begun_from: dict[str, Any] | None = None
+
+    def begin_from(self, model: Path) -> None:
+        """Take the weights of an exported model, and go on after what it read. The optimizer begins anew.
+
+        Raises:
+            InputError: the model is of another shape, text, seed, context or batch.
+        """
+        facts = json.loads((model / "recipe.json").read_text(encoding="utf-8"))
+        told = {key: facts["recipe"][key] for key in ("seed", "context", "batch")} | {"shape": facts["shape"]}
+        own = {key: getattr(self.recipe, key) for key in ("seed", "context", "batch")}
+        own["shape"] = asdict(self.shape)
+        if told != own:
+            raise InputError(f"expected a model of {own}, got {told} in {model}")
+        if (model / "manifest.json").read_bytes() != (self.corpus / "manifest.json").read_bytes():
+            raise InputError(
+                f"expected a model of the texts in {self.corpus}, got another manifest in {model}"
+            )
+        weights = model / "model.safetensors"
+        found = load_file(weights)
+        with torch.no_grad():
+            for name, value in self.parameters.items():
+                value.copy_(found[name])
+        for step in range(facts["steps"]):
+            self.windows.skip(step, self.recipe.batch)
+        self.steps = self.first = facts["steps"]
+        self.seconds = float(facts["training_seconds"])
+        with weights.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.begun_from = {"model_sha256": digest, "steps": facts["steps"]}
+        if "begun_from" in facts:
+            self.begun_from["begun_from"] = facts["begun_from"]
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint."""
@@ -76,7 +119,9 @@ class Run:
                 self.parameters[name].copy_(value)
             for name, value in state["optimizer"].items():
                 self.optimizer.state[name].copy_(value)
-        self.steps = self.optimizer.steps = state["steps"]
+        self.steps, self.first = state["steps"], state.get("first", 0)
+        self.optimizer.steps = self.steps - self.first
+        self.begun_from = state.get("begun_from")
         self.seconds = state["seconds"]
         self.windows.drawn = dict(state["drawn"])
 
@@ -86,6 +131,8 @@ class Run:
             "parameters": {name: value.detach() for name, value in self.parameters.items()},
             "optimizer": self.optimizer.state,
             "steps": self.steps,
+            "first": self.first,
+            "begun_from": self.begun_from,
             "seconds": self.seconds,
             "drawn": self.windows.drawn,
         }
@@ -114,8 +161,9 @@ class Run:
         self.seconds += time.perf_counter() - begun
         return total
 
-    def _loss(self, tokens: Tensor) -> Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device == "cuda"):
+    def _loss(self, tokens: Tensor, *, exact: bool = False) -> Tensor:
+        low = self.device == "cuda" or self.recipe.compute == "bfloat16"
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=low and not exact):
             return loss(self.parameters, self.shape, tokens, self.turn)
 
     @torch.no_grad()
@@ -123,7 +171,7 @@ class Run:
         """Mean loss over windows spread over the corpus's own validation text (never trained on)."""
         rows = grid(np.load(self.corpus / "validation.npy", mmap_mode="r"), self.recipe.context, count)
         parts = torch.split(torch.from_numpy(rows).to(self.device), self.recipe.micro)
-        return sum(float(self._loss(part)) * len(part) for part in parts) / len(rows)
+        return sum(float(self._loss(part, exact=True)) * len(part) for part in parts) / len(rows)
 
     def note(self, phase: str, training: float | None, validation: float | None) -> None:
         """A line in `log.jsonl` and on the terminal; without a loss that was not computed (None)."""
@@ -141,15 +189,20 @@ class Run:
         print(line, flush=True)
 
 
-def train_stable(run: Run, *, steps: int | None, minutes: float | None, save_every: int) -> None:
-    """Constant step size until `steps` in all or `minutes` from now; goes on from the last checkpoint."""
+def train_stable(
+    run: Run, *, steps: int | None, minutes: float | None, save_every: int, begin_from: Path | None = None
+) -> None:
+    """Constant step size until `steps` in all or `minutes` from now; goes on from the last checkpoint, and
+    where there is none from an exported model."""
     path = run.folder / "stable.pt"
     if path.exists():
         run.load(path)
+    elif begin_from is not None:
+        run.begin_from(begin_from)
     end = None if minutes is None else time.monotonic() + 60 * minutes
     training: float | None = None
     while (steps is None or run.steps < steps) and (end is None or time.monotonic() < end):
-        training = run.step(min(1.0, (run.steps + 1) / run.recipe.warmup))
+        training = run.step(min(1.0, (run.steps - run.first + 1) / run.recipe.warmup))
         if run.steps % save_every == 0:
             run.save(path)
             run.note("stable", training, run.validation())
@@ -191,6 +244,8 @@ def train_decay(run: Run, *, steps: int, save_every: int, out: Path | None) -> P
         "threads": torch.get_num_threads(),
         "validation_loss_nats_per_token": round(validation, 4),
     }
+    if run.begun_from is not None:
+        facts["begun_from"] = run.begun_from
     export(run.parameters, run.shape, run.corpus, folder, facts)
     return folder
 
@@ -225,13 +280,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="stop after this many stable steps in all")
     parser.add_argument("--minutes", type=float, help="stop after this time (checkpoint written)")
     parser.add_argument("--decay", type=int, metavar="N", help="branch: N steps down to zero, then export")
+    parser.add_argument("--begin-from", type=Path, metavar="MODEL", help="a new run only: an exported model")
     parser.add_argument("--out", type=Path, help="where the decayed model goes (else in the run)")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     for kind in (Shape, Recipe):
         for item in fields(kind):
-            if item.name != "tied":
+            if item.name == "compute":
+                parser.add_argument("--compute", choices=tuple(COMPUTE), default=item.default)
+            elif item.name != "tied":
                 flag = f"--{item.name.replace('_', '-')}"
                 parser.add_argument(flag, type=type(item.default), default=item.default)
     return parser
@@ -247,7 +305,13 @@ def main() -> None:
     if args.decay:
         print(train_decay(run, steps=args.decay, save_every=args.save_every, out=args.out))
     else:
-        train_stable(run, steps=args.steps, minutes=args.minutes, save_every=args.save_every)
+        train_stable(
+            run,
+            steps=args.steps,
+            minutes=args.minutes,
+            save_every=args.save_every,
+            begin_from=args.begin_from,
+        )
 
 
 if __name__ == "__main__":

@@ -32,10 +32,17 @@ class Windows:
 
     def batch(self, step: int, count: int) -> NDArray[np.int64]:
         """The windows (count, length + 1) of one step; advances `drawn`."""
+        return np.stack([self._next(name) for name in self._drawn_from(step, count)])
+
+    def skip(self, step: int, count: int) -> None:
+        """Advance `drawn` as `batch` does, and read nothing."""
+        for name in self._drawn_from(step, count):
+            self.drawn[name] += 1
+
+    def _drawn_from(self, step: int, count: int) -> list[str]:
         rng = np.random.default_rng([self.seed, step])
         names = list(self.streams)
-        choice = rng.choice(len(names), size=count, p=self.shares)
-        return np.stack([self._next(names[index]) for index in choice])
+        return [names[index] for index in rng.choice(len(names), size=count, p=self.shares)]
 
     def _next(self, name: str) -> NDArray[np.int64]:
         stream, number = self.streams[name], self.drawn[name]

@@ -131,14 +131,44 @@ def test_when_what_is_there_goes_the_place_is_not_asked_any_more(
     assert texts_in(tmp_path / "texts") == {"a.md": "first", "b.md": "not this"}
 
 
+def test_a_relative_folder_is_as_good(
+    tmp_path: Path, source: Source, mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fetch(source, Path("texts/books"), mirror)
+    assert texts_in(tmp_path / "texts/books") == {"a.md": "first"}
+
+
+def test_all_texts_are_asked_for_at_once(
+    tmp_path: Path, source: Source, mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A promisor's checkout asks for each file that it lacks: a round trip a file."""
+    run, lacking = reference.fetch._git, []
+
+    def git_watched(folder: Path, *arguments: str, **settings: str) -> str:
+        if "checkout" in arguments:
+            listed = git(folder, "rev-list", "--objects", "--missing=print", "FETCH_HEAD")
+            lacking.append({line[1:] for line in listed.splitlines() if line.startswith("?")})
+        return run(folder, *arguments, **settings)
+
+    monkeypatch.setattr(reference.fetch, "_git", git_watched)
+    fetch(source, tmp_path / "texts", mirror)
+    unwanted = {
+        git(tmp_path / "owner/books", "rev-parse", f"{source.commit}:{name}")
+        for name in ("b.md", "picture.png")
+    }
+    assert lacking == [unwanted, unwanted]
+
+
 def at_removal(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
     """Have `then` happen when `fetch` removes what is there."""
     run = reference.fetch._git
 
-    def git_and_then(folder: Path, *arguments: str, **settings: str) -> None:
-        run(folder, *arguments, **settings)
+    def git_and_then(folder: Path, *arguments: str, **settings: str) -> str:
+        found = run(folder, *arguments, **settings)
         if arguments[0] == "rm":
             then()
+        return found
 
     monkeypatch.setattr(reference.fetch, "_git", git_and_then)
 

@@ -1,5 +1,6 @@
 """Training of the reference model: resumes bit for bit, learns, exports what transformers computes alike."""
 
+import hashlib
 import json
 import os
 import signal
@@ -64,6 +65,64 @@ def test_decay_branches_off_and_leaves_the_stable_run_as_it_was(tmp_path: Path) 
     again = train_decay(run(tmp_path, "run"), steps=20, save_every=6, out=tmp_path / "again")
     same = (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
     assert same
+
+
+def test_an_exported_model_is_trained_on_with_windows_it_has_not_read(tmp_path: Path) -> None:
+    """What its run would read next; the loss goes on falling from where it was."""
+    first = run(tmp_path, "run")
+    train_stable(first, steps=30, minutes=None, save_every=30)
+    model = train_decay(run(tmp_path, "run"), steps=10, save_every=10, out=tmp_path / "model")
+    decayed = Run(tmp_path / "corpus", tmp_path / "run", SHAPE, RECIPE, "cpu")
+    decayed.load(tmp_path / "run/decay-30-10.pt")
+    going_on = run(tmp_path, "further")
+    going_on.begin_from(model)
+    assert going_on.validation() == pytest.approx(decayed.validation(), abs=0.01)  # bfloat16 weights
+    assert np.array_equal(going_on.windows.batch(40, 4), decayed.windows.batch(40, 4))
+
+    first_part = run(tmp_path, "two parts")
+    train_stable(first_part, steps=60, minutes=None, save_every=7, begin_from=model)
+    for name in ("two parts", "one"):
+        train_stable(run(tmp_path, name), steps=75, minutes=None, save_every=7, begin_from=model)
+    whole, resumed = weights(tmp_path / "one"), weights(tmp_path / "two parts")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    out = train_decay(run(tmp_path, "one"), steps=5, save_every=5, out=tmp_path / "longer")
+    facts = json.loads((out / "recipe.json").read_text())
+    digest = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+    assert facts["begun_from"] == {"model_sha256": digest, "steps": 40}
+    assert facts["tokens_seen"] == 80 * 4 * 12
+    assert facts["validation_loss_nats_per_token"] < decayed.validation(10**9)
+
+
+@pytest.mark.parametrize(("changed", "named"), [({"seed": 7}, "'seed': 7"), ({"batch": 8}, "'batch': 8")])
+def test_a_model_of_another_run_is_not_trained_on(
+    tmp_path: Path, changed: dict[str, int], named: str
+) -> None:
+    train_stable(run(tmp_path, "run"), steps=2, minutes=None, save_every=2)
+    model = train_decay(run(tmp_path, "run"), steps=1, save_every=1, out=tmp_path / "model")
+    other = Run(tmp_path / "corpus", tmp_path / "other", SHAPE, replace(RECIPE, **changed), "cpu")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=named):
+        other.begin_from(model)
+    manifest = tmp_path / "model/manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    with pytest.raises(InputError, match="manifest"):
+        run(tmp_path, "same").begin_from(model)
+
+
+def test_bfloat16_learns_as_float32_does(tmp_path: Path) -> None:
+    """Its weights and momenta are float32, and it is told by its losses, which are not the same ones."""
+    found = {}
+    for compute in ("float32", "bfloat16"):
+        corpus = tmp_path / "corpus"
+        recipe = replace(RECIPE, compute=compute)
+        learning = Run(
+            corpus if corpus.exists() else write_corpus(corpus), tmp_path / compute, SHAPE, recipe, "cpu"
+        )
+        train_stable(learning, steps=100, minutes=None, save_every=1000)
+        found[compute] = learning.validation()
+        state = torch.load(tmp_path / compute / "stable.pt", weights_only=True)
+        assert {value.dtype for value in state["parameters"].values()} == {torch.float32}
+    assert found["bfloat16"] == pytest.approx(found["float32"], abs=0.05)
+    assert found["bfloat16"] != found["float32"]
 
 
 def test_training_learns_the_chain(tmp_path: Path) -> None:
