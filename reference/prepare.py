@@ -7,6 +7,9 @@ each piece; attention across pieces is allowed in training.
 
     python -m reference.prepare --data "$PERMILLE_DATA" --texts build/reference/texts \\
         --out build/reference/corpus
+
+`--tokenizer MODEL` takes a trained model's tokenizer: its streams are those that the model was trained on, as
+their manifest, the same one, says (`reference.train --begin-from MODEL`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from tokenizers import Tokenizer
 from reference.grams import LONG, Forbidden, Seen, word_ids
 from reference.sources import DEFAULT_SOURCES, Source, SourceList, read_sources
 from reference.texts import documents, source_files
-from reference.tokenizer import save_tokenizer, token_stream, train_tokenizer
+from reference.tokenizer import read_tokenizer, save_tokenizer, token_stream, train_tokenizer
 from reference.unseen import unseen_texts
 
 PIECE_CHARACTERS = 6000
@@ -98,8 +101,14 @@ def _sort(piece: str, kept: Kept, forbidden: dict[str, Forbidden], seen: Seen) -
     kept.counts["kept"] += 1
 
 
-def prepare(listed: SourceList, texts: Path, data: Path, out: Path, vocabulary: int) -> dict[str, Any]:
-    """Write tokenizer, `<group>.npy`, `validation.npy`, `files/*.sha256`, `manifest.json`; return that."""
+def prepare(
+    listed: SourceList, texts: Path, data: Path, out: Path, vocabulary: int, known: Tokenizer | None = None
+) -> dict[str, Any]:
+    """Write tokenizer, `<group>.npy`, `validation.npy`, `files/*.sha256`, `manifest.json`; return that.
+
+    Args:
+        vocabulary: of the tokenizer that is trained, where none is `known`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     forbidden = {kind: Forbidden(unseen_texts(data, globs)) for kind, globs in listed.forbidden.items()}
     seen = Seen()
@@ -108,7 +117,7 @@ def prepare(listed: SourceList, texts: Path, data: Path, out: Path, vocabulary: 
         root = data if source.origin is None else texts / source.name
         results[source.name] = clean(source, root, forbidden, seen)
         print(source.name, dict(results[source.name].counts), flush=True)
-    tokenizer = train_tokenizer(_sample(listed, results), vocabulary)
+    tokenizer = known or train_tokenizer(_sample(listed, results), vocabulary)
     save_tokenizer(tokenizer, out / "tokenizer")
     streams = _write_streams(listed, results, tokenizer, out)
     manifest = {
@@ -177,8 +186,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder that PERMILLE_DATA names")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="of this model, instead of a new one")
     args = parser.parse_args()
-    manifest = prepare(read_sources(args.sources), args.texts, args.data, args.out, args.vocabulary)
+    known = None if args.tokenizer is None else read_tokenizer(args.tokenizer)
+    manifest = prepare(read_sources(args.sources), args.texts, args.data, args.out, args.vocabulary, known)
     print(json.dumps(manifest["tokens"]))
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from permille.errors import InputError
+
 SPECIAL = ("<s>", "</s>", "<pad>")
 BOS = 0
 # Words with their leading space, digits one by one, runs of marks: as GPT-4 divides, but for its numbers.
@@ -43,6 +45,18 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[1], pad_token=SPECIAL[2]
     )
     fast.save_pretrained(str(folder))
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder.
+
+    Raises:
+        InputError: there is none.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(f"expected a model with {path.name} in {folder}, found none")
+    return Tokenizer.from_file(str(path))
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> NDArray[np.uint16]:

@@ -13,6 +13,7 @@ from reference.grams import Forbidden, Seen, word_ids
 from reference.prepare import pieces, prepare
 from reference.sources import Source, SourceList, read_sources
 from reference.texts import documents
+from reference.tokenizer import read_tokenizer
 from reference.unseen import unseen_texts
 
 WORDS = [
@@ -78,6 +79,21 @@ def test_the_manifest_names_each_file_and_its_licence(tmp_path: Path) -> None:
     ]
     assert described["sha256_of_file_list"] == hashlib.sha256(listing.encode()).hexdigest()
     assert (described["licence"], described["files"], described["origin"]) == ("CC0", 2, "data folder")
+
+
+def test_a_models_tokenizer_gives_the_streams_that_it_was_trained_on(tmp_path: Path) -> None:
+    listed, data = corpus(tmp_path, {"one": prose(1, 200), "two": "A fog of " + prose(2, 200)})
+    of_more_text = prepare(listed, tmp_path, data, tmp_path / "first", 300)
+    first = read_tokenizer(tmp_path / "first/tokenizer")
+    (data / "two.txt").unlink()
+    for name, known in (("own", None), ("known", first)):
+        prepare(listed, tmp_path, data, tmp_path / name, 290, known)
+    files = [tmp_path / name / "tokenizer/tokenizer.json" for name in ("first", "known", "own")]
+    assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
+    (data / "two.txt").write_text("A fog of " + prose(2, 200))
+    assert prepare(listed, tmp_path, data, tmp_path / "known", 290, first) == of_more_text
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        read_tokenizer(tmp_path)
 
 
 def test_streams_decode_to_the_pieces_behind_a_start(tmp_path: Path) -> None:
