@@ -3,7 +3,7 @@
 A cell is a measurement whose contenders ran interleaved in one process (or in child processes, one after the
 other): its ratios hold within it. It is written once, whole, when all of it is done; half a line that a kill
 left behind is cut off. A cell is known by its figure and its settings, not by the machine: one file is one
-machine's.
+machine's, but for what it took up with `keep`.
 """
 
 import json

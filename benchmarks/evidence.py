@@ -6,8 +6,9 @@
 
 Stop it whenever you like: what is finished is durable, and the same command goes on. The page is written at
 the end of each call (`--page` alone writes it from what there is), and beside it every result that it was
-made from: `--restore` takes them up in another clone, where its folder has none of a sweep. Two calls may run
-at once if no model is common to both.
+made from: `--restore` takes them up in another clone, where its folder has none of a sweep or a part of them.
+A page in --output that shows what is not here stays; the new one is then in FOLDER/page. Two calls may run at
+once if neither restores and no model is common to both.
 
 Files: PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks (`tasks/BoolQ/val.jsonl`, ...) and
 text; or `--materials FILE`, a TOML file with `models`, `corpus` and `[tasks.<name>]` like a sweep's.
@@ -33,6 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.evidence_materials import find_materials
+from benchmarks.evidence_page import kept
 from benchmarks.evidence_runner import Runner, TimeIsUpError
 from permille.errors import PermilleError
 
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output = options.output or folder / "page"
         if options.restore:
             runner.restore(options.restore)
-        runner.check_kept(output)
+        kept(output)  # refused now rather than hours later
         try:
             _run(runner, options)
         except TimeIsUpError:

@@ -6,53 +6,63 @@ first cell that has it, and cells say its number. Expanded, it is the results fi
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from permille.errors import InputError
 from permille.evaluate.cells import Json
+from permille.files import write_atomic
 
 FOLDER = "evidence"
 _SHARED = ("items", "groups")
 
 
-def archived(output: Path) -> list[Path]:
-    """The archives beside a page."""
-    return sorted((output / FOLDER).glob("*.jsonl"))
-
-
-def check_kept(sweeps: Path, output: Path) -> None:
-    """That a page of these results would say no less than the one that is there.
-
-    Raises:
-        InputError: an archive has cells that the results lack, or cannot be read.
-    """
-    for path in archived(output):
-        lacking = {line["key"] for line in _cells(path)} - {
-            line["key"] for line in _cells(sweeps / path.name)
-        }
-        if lacking:
-            raise InputError(
-                f"expected every cell of {path} in {sweeps}, {len(lacking)} are not there, such as "
-                f"{min(lacking)}: take them up with --restore {output}, or choose another --output"
-            )
+def archives(output: Path) -> dict[str, Path]:
+    """The archives beside a page, by the name of their sweep."""
+    return {path.stem: path for path in sorted((output / FOLDER).glob("*.jsonl"))}
 
 
 def write_archives(sweeps: Path, output: Path, names: Iterable[str]) -> None:
-    """Keep the results of sweeps; those that have none yet are left out."""
+    """Keep the results of sweeps."""
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     for name in names:
-        if lines := _lines(sweeps / f"{name}.jsonl"):
-            _write(output / FOLDER / f"{name}.jsonl", _shortened(lines))
+        whole = (sweeps / f"{name}.jsonl").read_bytes().rpartition(b"\n")[0]
+        lines = _parsed(whole, sweeps / f"{name}.jsonl")
+        write_atomic(output / FOLDER / f"{name}.jsonl", _text(_shortened(lines)))
 
 
-def expand(archive: Path, results: Path) -> None:
-    """Write the results file that an archive was made from.
+def take_up(archive: Path, results: Path, check: Callable[[Path], object]) -> int:
+    """Put what an archive was made from where there are no results, or a part of its own cells.
+
+    Args:
+        check: given the restored file before it counts; raises InputError where it is not as expected.
+
+    Returns:
+        The cells that were not there; 0 where the results stay, being others or more.
 
     Raises:
-        InputError: it is no archive.
+        InputError: it is no archive, or was refused.
     """
-    _write(results, _lengthened(archive))
+    lines = _lengthened(archive)
+    cells = _cells(lines)
+    if results.exists():
+        own = _parsed(results.read_bytes().rpartition(b"\n")[0], results)
+        if (own and own[0] != lines[0]) or not _cells(own) < cells:
+            return 0
+        cells -= _cells(own)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    restored = results.with_suffix(".restored")
+    write_atomic(restored, _text(lines))
+    try:
+        check(restored)
+    except InputError as exc:
+        restored.unlink()
+        raise InputError(
+            f"expected results of these files, choices and version in {archive}, got others: leave --restore "
+            f"out to measure again ({exc})"
+        ) from exc
+    restored.replace(results)
+    return len(cells)
 
 
 def _shortened(lines: Iterable[Json]) -> Iterator[Json]:
@@ -69,45 +79,41 @@ def _shortened(lines: Iterable[Json]) -> Iterator[Json]:
         yield short
 
 
-def _lengthened(archive: Path) -> Iterator[Json]:
+def _lengthened(archive: Path) -> list[Json]:
+    data = archive.read_bytes()
+    if not data.endswith(b"\n"):
+        raise InputError(f"expected whole lines in {archive}, got an end in {data[-60:]!r}")
     lists: list[list[str]] = []
-    for number, line in enumerate(_lines(archive), start=1):
+    found = []
+    for number, line in enumerate(_parsed(data[:-1], archive), start=1):
         try:
             if line["kind"] == "list":
                 lists.append(line["values"])
-                continue
-            shared = {key: lists[line[key]] for key in _SHARED if key in line}
+            else:
+                found.append(line | {key: lists[line[key]] for key in _SHARED if key in line})
         except (KeyError, IndexError, TypeError) as exc:
             raise InputError(f"expected a line of an archive in line {number} of {archive}") from exc
-        yield line | shared
+    if found[0]["kind"] != "sweep":
+        raise InputError(f"expected a sweep in the first line of {archive}, got {found[0]['kind']!r}")
+    return found
 
 
-def _cells(path: Path) -> Iterator[Json]:
-    return (line for line in _lines(path) if line.get("kind") == "cell")
+def _cells(lines: Iterable[Json]) -> set[str]:
+    return {line["key"] for line in lines if line["kind"] == "cell"}
 
 
-def _lines(path: Path) -> list[Json]:
-    """Whole lines; none where there is no file.
-
-    Raises:
-        InputError: one is no JSON object with a key, as those of results and archives are.
-    """
-    if not path.exists():
-        return []
+def _parsed(whole: bytes, path: Path) -> list[Json]:
+    """Lines that have a kind and a key, as those of results and archives have."""
     found = []
-    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), start=1):
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
             record = json.loads(line)
-            record["key"]
+            record["kind"], record["key"]
         except (ValueError, KeyError, TypeError) as exc:
             raise InputError(f"expected a result in line {number} of {path}, got {line[:60]!r}") from exc
         found.append(record)
     return found
 
 
-def _write(path: Path, lines: Iterable[Json]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        file.writelines(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
-    part.replace(path)
+def _text(lines: Iterable[Json]) -> bytes:
+    return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)

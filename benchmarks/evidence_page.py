@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cells import Result, Settings
@@ -15,7 +16,15 @@ from benchmarks.evidence_pictures import (
     transfer_pictures,
 )
 from benchmarks.evidence_plan import Unit
-from benchmarks.evidence_records import by_density, by_scheme, progress, read_records, read_tunings, summary
+from benchmarks.evidence_records import (
+    by_density,
+    by_scheme,
+    identity,
+    progress,
+    read_records,
+    read_tunings,
+    summary,
+)
 from benchmarks.evidence_tables import (
     begun_anew,
     method_table,
@@ -27,6 +36,7 @@ from benchmarks.evidence_tables import (
 from permille.errors import InputError
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
+from permille.files import write_atomic
 
 DATA, PAGE, FOLDER = "evidence.json", "evidence.md", "figures"
 _COMMAND = "python -m benchmarks.evidence"
@@ -106,30 +116,44 @@ def write_page(
     ]
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     for picture in pictures:
-        (output / FOLDER / f"{picture.name}.png").write_bytes(picture.png)
+        write_atomic(output / FOLDER / f"{picture.name}.png", picture.png)
     data = {
         "records": summary(records),
         "searches": [search for search in read_tunings(folder) if search["unit"] in names],
         "cells": [{"figure": figure, "settings": at, "result": found} for figure, at, found in cells],
     }
-    (output / DATA).write_text(_json(data), encoding="utf-8")
-    (output / PAGE).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    write_atomic(output / DATA, _json(data).encode())
+    write_atomic(output / PAGE, ("\n".join(lines).rstrip() + "\n").encode())
 
 
-def kept_cells(output: Path) -> list[tuple[str, Settings, Result]]:
-    """The cells behind the page there; none where there is no page.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a page shows: records, and figures' cells."""
+
+    records: list[Json]
+    cells: list[tuple[str, Settings, Result]]
+
+
+def kept(output: Path) -> Kept:
+    """What the page there shows; nothing where there is none.
 
     Raises:
         InputError: its data are damaged.
     """
     path = output / DATA
     if not path.exists():
-        return []
+        return Kept([], [])
     try:
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        return [(cell["figure"], dict(cell["settings"]), dict(cell["result"])) for cell in cells]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        records = [record | {} for record in found["records"]]
+        for record in records:
+            identity(record)
+        cells = [(cell["figure"], dict(cell["settings"]), dict(cell["result"])) for cell in found["cells"]]
     except (ValueError, KeyError, TypeError) as exc:
-        raise InputError(f"expected the data of a page in {path}, got {exc!r}") from exc
+        raise InputError(
+            f"expected the data of a page in {path}, got {exc!r}: remove it, or choose another --output"
+        ) from exc
+    return Kept(records, cells)
 
 
 def _tuned(records: Sequence[Json]) -> str:

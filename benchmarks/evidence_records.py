@@ -18,7 +18,9 @@ SUMMARY = (
     *("fo_steps", "accuracy", "loss", "majority", "validation_loss", "best_step", "step_factor", "on_edge"),
     *("examples", "shots", "cut_examples", "seconds", "attempts", "tuned_step_factor", "tuning_seeds"),
 )
-"""What the committed data keep of a record; outcomes item by item stay in the results files."""
+"""What a page's data say of a record; outcomes item by item are in the results files and their archives."""
+
+_IDENTITY = ("stage", "model", "task", "base", "method", "density", "queries", "batch_size", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,11 @@ def flat_density(records: Sequence[Json], model: str, task: str) -> float | None
 def summary(records: Iterable[Json]) -> list[Json]:
     """Records without their items."""
     return [{key: record[key] for key in SUMMARY} for record in records]
+
+
+def identity(record: Json) -> tuple[object, ...]:
+    """What a record is of: no two of a page have the same."""
+    return tuple(record[key] for key in _IDENTITY)
 
 
 def _lines(folder: Path, kind: str) -> list[Json]:

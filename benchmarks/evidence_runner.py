@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.cells import Cells, Result, Settings
+from benchmarks.cells import Cells, Settings
 from benchmarks.evidence_archive import FOLDER as ARCHIVES
-from benchmarks.evidence_archive import check_kept, expand, write_archives
+from benchmarks.evidence_archive import archives, take_up, write_archives
 from benchmarks.evidence_gradients import Gradients
-from benchmarks.evidence_page import DATA, kept_cells, write_page
+from benchmarks.evidence_page import DATA, kept, write_page
 from benchmarks.evidence_plan import (
     DENSITY,
     FRACTIONS,
@@ -25,7 +25,7 @@ from benchmarks.evidence_plan import (
     size_for,
     units,
 )
-from benchmarks.evidence_records import by_density, flat_density, read_records
+from benchmarks.evidence_records import by_density, flat_density, identity, read_records, read_tunings
 from benchmarks.evidence_steps import measure_memory, measure_steps
 from permille.errors import InputError
 from permille.evaluate.specification import Sweep, sweep_of
@@ -120,66 +120,79 @@ class Runner:
         return flat_density(records, model.name, task)
 
     def restore(self, output: Path) -> None:
-        """Take up the results that a page was made from; a sweep that has results here keeps those.
+        """Take up the results that a page was made from, where there are none here or a part of them.
+
+        Figures' data are known by the names of model and task alone.
 
         Raises:
-            InputError: they are damaged, or of other files, choices or procedure than these models
-                and tasks have.
+            InputError: there are none; or they are damaged, or of other files, choices or version than these
+                models and tasks have.
         """
+        found, figures = archives(output), kept(output).cells
+        if not found and not (output / DATA).exists():
+            raise InputError(f"expected results of a page in {output}, found neither {ARCHIVES} nor {DATA}")
+        taken = 0
         for stage in SWEEP_STAGES:  # in this order: `fractions` says what `flat` is
             for model in self.materials.models:
                 for task in self.materials.tasks:
-                    for unit in self.planned(stage, model, task):
-                        self._restore(unit, output / ARCHIVES / f"{unit.name}.jsonl")
-        for figure, settings, result in self._lacking(output):
-            self._cells_of(settings).keep(figure, settings, result)
+                    planned = [unit for unit in self.planned(stage, model, task) if unit.name in found]
+                    taken += sum(self._take_up(unit, found.pop(unit.name)) for unit in planned)
+        models = {None, *(model.name for model in self.materials.models)}
+        for figure, settings, result in figures:
+            own = self._cells_of(settings)
+            if settings.get("model") in models and not own.has(figure, settings):
+                own.keep(figure, settings, result)
+        others = f"; of no sweep here: {', '.join(found)}" if found else ""
+        print(f"took up {taken} cells of {output}{others}", file=sys.stderr)
 
-    def _restore(self, unit: Unit, archive: Path) -> None:
-        results = self._results(unit)
-        if results.exists() or not archive.exists():
-            return
-        sweep, restored = self._specified(unit), results.with_suffix(".restored")
-        expand(archive, restored)
-        open_results(sweep, restored)
-        self._describe(unit)
-        restored.replace(results)
+    def _take_up(self, unit: Unit, archive: Path) -> int:
+        sweep, results = self._specified(unit), self._results(unit)
+        taken = take_up(archive, results, lambda restored: open_results(sweep, restored))
+        if taken:
+            self._describe(unit)
+        return taken
 
-    def check_kept(self, output: Path) -> None:
-        """That a page would say no less than the one that is there; in the own folder it always may.
+    def page(self, output: Path) -> Path:
+        """Write page, data and figures of what there is, and the results themselves; returns their folder.
+
+        A page elsewhere that shows what is not here stays as it is: the new one is written to the own folder.
 
         Raises:
-            InputError: the page there was made from results that are not here.
+            InputError: the data of the page there are damaged.
         """
-        if output.absolute().is_relative_to(self.folder.absolute()):
-            return
-        check_kept(self.folder / "sweeps", output)
-        if lacking := self._lacking(output):
-            figure, settings, _ = lacking[0]
-            raise InputError(
-                f"expected every figure's data of {output / DATA} in {self.folder}, {len(lacking)} are not "
-                f"there, such as {figure} {settings}: take them up with --restore {output}, or choose "
-                "another --output"
+        own = self.folder / "page"
+        elsewhere = not output.absolute().is_relative_to(self.folder.absolute())
+        if elsewhere and (lacking := self._lacking(output)):
+            print(
+                f"{output} shows {len(lacking)} results that {self.folder} lacks, such as {lacking[0]}: "
+                f"it stays, the new page is in {own}",
+                file=sys.stderr,
             )
+            output = own
+        self._write(output)
+        return output
 
-    def _lacking(self, output: Path) -> list[tuple[str, Settings, Result]]:
-        """Figures' data of the page there that are not here."""
-        return [cell for cell in kept_cells(output) if not self._cells_of(cell[1]).has(*cell[:2])]
+    def _lacking(self, output: Path) -> list[str]:
+        """What the page there shows and one of what is here would not."""
+        before = kept(output)
+        names = {unit.name for unit in self._all_planned()}
+        here = {identity(record) for record in read_records(self.folder) if record["unit"] in names}
+        lacking = [" ".join(map(str, at)) for at in map(identity, before.records) if at not in here]
+        figures = [(figure, at) for figure, at, _ in before.cells if not self._cells_of(at).has(figure, at)]
+        return lacking + [f"{figure} {at}" for figure, at in figures]
 
-    def page(self, output: Path) -> None:
-        """Write page, data and figures of what there is, and the results themselves.
-
-        Raises:
-            InputError: as `check_kept`; nothing was written.
-        """
-        self.check_kept(output)
-        models = {model.name: model for model in self.materials.models}
-        planned = [
+    def _all_planned(self) -> list[Unit]:
+        return [
             unit
             for stage in SWEEP_STAGES
             for model in self.materials.models
             for task in self.materials.tasks
             for unit in self.planned(stage, model, task)
         ]
+
+    def _write(self, output: Path) -> None:
+        models = {model.name: model for model in self.materials.models}
+        planned = self._all_planned()
         waiting = {
             f"`flat` of {model.name}": "waits for `fractions` and `table`, which say where the curve is flat"
             for model in self.materials.models
@@ -191,7 +204,9 @@ class Runner:
             for path in (*sorted(self.folder.glob("cells-*.jsonl")), self.folder / "memory.jsonl")
             for cell in Cells(path)
         ]
-        write_archives(self.folder / "sweeps", output, [unit.name for unit in planned])
+        measured = {line["unit"] for line in (*read_records(self.folder), *read_tunings(self.folder))}
+        names = [unit.name for unit in planned if unit.name in measured]
+        write_archives(self.folder / "sweeps", output, names)
         write_page(self.folder, output, planned, models, cells=cells, waiting=waiting, queries=QUERIES)
 
     def _takes(self, stage: str, task: str) -> bool:
