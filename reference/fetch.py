@@ -17,8 +17,10 @@ import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from permille.errors import InputError
 from reference.sources import DEFAULT_SOURCES, Source, read_sources
 
+_SUBMODULE = "160000 "
 # For local clones: lets them leave out what is not asked for (pictures, above all), as public servers do.
 _UPLOAD_PACK = "git -c uploadpack.allowFilter=true -c uploadpack.allowAnySHA1InWant=true upload-pack"
 
@@ -44,7 +46,10 @@ def fetch(source: Source, folder: Path, mirror: str | None) -> None:
     with TemporaryDirectory(dir=(folder / ".git").absolute()) as aside:  # brings the texts, for good
         index = {"GIT_INDEX_FILE": str(Path(aside) / ".index")}
         _git(folder, "read-tree", source.commit, **index)
-        _fetch_blobs(folder, _git(folder, "ls-files", "-s", "-z", "--", *patterns, **index))
+        listed = _git(folder, "ls-files", "-s", "-z", "--", *patterns, **index)
+        if not listed:
+            raise InputError(f"expected files of {source.files} in {place} at {source.commit}, found none")
+        _fetch_blobs(folder, listed)
         _git(folder, f"--work-tree={aside}", "checkout", "-q", source.commit, "--", *patterns, **index)
     stamp.unlink(missing_ok=True)
     _git(folder, "rm", "-r", "-q", "-f", "--ignore-unmatch", ".")  # of what is here, only what git brought
@@ -54,7 +59,7 @@ def fetch(source: Source, folder: Path, mirror: str | None) -> None:
 
 def _fetch_blobs(folder: Path, listed: str) -> None:
     """Bring what `git ls-files -s -z` names in one go: a checkout would ask for its files one by one."""
-    names = {line.split()[1] for line in listed.split("\0") if line}
+    names = {line.split()[1] for line in listed.split("\0") if line and not line.startswith(_SUBMODULE)}
     options = (
         "--no-tags",
         "--no-write-fetch-head",
@@ -82,6 +87,7 @@ def _git(folder: Path, *arguments: str, lines: str = "", **settings: str) -> str
         input=lines,
         stdout=subprocess.PIPE,
         encoding="utf-8",
+        errors="surrogateescape",
     ).stdout
 
 

@@ -51,12 +51,19 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model's folder.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or one that was not trained here.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InputError(f"expected a model with {path.name} in {folder}, found none")
-    return Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_file(str(path))
+    special = tuple(tokenizer.id_to_token(number) for number in range(len(SPECIAL)))
+    if special != SPECIAL or tokenizer.get_vocab_size() > 2**16:
+        raise InputError(
+            f"expected {SPECIAL} first of at most {2**16} tokens in {path}, got {special} of "
+            f"{tokenizer.get_vocab_size()}"
+        )
+    return tokenizer
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> NDArray[np.uint16]:

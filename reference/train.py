@@ -26,10 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from permille.errors import InputError
+from permille.files import write_atomic
 from reference.export import export
 from reference.model import Shape, initial, loss, rotation
 from reference.muon import Optimizer
@@ -63,7 +65,8 @@ class Run:
     def __init__(self, corpus: Path, folder: Path, shape: Shape, recipe: Recipe, device: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.corpus, self.folder, self.device = corpus, folder, device
-        self.shape, self.recipe = _pinned(folder / "recipe.json", shape, recipe, corpus)
+        self._kept = _kept(folder / "recipe.json", shape, recipe, corpus)
+        self.shape, self.recipe = Shape(**self._kept["shape"]), Recipe(**self._kept["recipe"])
         mixture = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))["mixture"]
         self.windows = Windows(corpus, mixture, self.recipe.context, self.recipe.seed)
         self.parameters = initial(self.shape, self.recipe.seed, device)
@@ -80,36 +83,59 @@ class Run:
         self.seconds = 0.0
         self.begun_from: dict[str, Any] | None = None
 
+    def pin(self) -> None:
+        """Write `recipe.json`: from here on the run has begun, with this shape and recipe."""
+        write_atomic(self.folder / "recipe.json", (json.dumps(self._kept, indent=1) + "\n").encode())
+
     def begin_from(self, model: Path) -> None:
         """Take the weights of an exported model, and go on after what it read. The optimizer begins anew.
 
         Raises:
-            InputError: the model is of another shape, text, seed, context or batch.
+            InputError: it was not exported here, or is of another shape, text, seed, context or batch.
         """
-        facts = json.loads((model / "recipe.json").read_text(encoding="utf-8"))
-        told = {key: facts["recipe"][key] for key in ("seed", "context", "batch")} | {"shape": facts["shape"]}
+        try:
+            facts = json.loads((model / "recipe.json").read_text(encoding="utf-8"))
+            told = {key: facts["recipe"][key] for key in ("seed", "context", "batch")}
+            told["shape"] = facts["shape"]
+            steps, seconds = int(facts["steps"]), float(facts["training_seconds"])
+            manifest = (model / "manifest.json").read_bytes()
+            weights = (model / "model.safetensors").read_bytes()
+            found = {name: value.float() for name, value in load(weights).items()}
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as exc:
+            raise InputError(f"expected a model that was exported here in {model}, got {exc!r}") from exc
         own = {key: getattr(self.recipe, key) for key in ("seed", "context", "batch")}
         own["shape"] = asdict(self.shape)
         if told != own:
             raise InputError(f"expected a model of {own}, got {told} in {model}")
-        if (model / "manifest.json").read_bytes() != (self.corpus / "manifest.json").read_bytes():
+        if manifest != (self.corpus / "manifest.json").read_bytes():
             raise InputError(
                 f"expected a model of the texts in {self.corpus}, got another manifest in {model}"
             )
-        weights = model / "model.safetensors"
-        found = load_file(weights)
+        if missing := [name for name in self.parameters if name not in found]:
+            raise InputError(f"expected {missing[0]} in {model}, found {len(found)} other tensors")
         with torch.no_grad():
             for name, value in self.parameters.items():
                 value.copy_(found[name])
-        for step in range(facts["steps"]):
+        for step in range(steps):
             self.windows.skip(step, self.recipe.batch)
-        self.steps = self.first = facts["steps"]
-        self.seconds = float(facts["training_seconds"])
-        with weights.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self.begun_from = {"model_sha256": digest, "steps": facts["steps"]}
+        self.steps = self.first = steps
+        self.seconds = seconds
+        self.begun_from = {"model_sha256": hashlib.sha256(weights).hexdigest(), "steps": steps}
         if "begun_from" in facts:
             self.begun_from["begun_from"] = facts["begun_from"]
+
+    def check_begun_from(self, model: Path) -> None:
+        """
+        Raises:
+            InputError: the run began otherwise.
+        """
+        begun = (self.begun_from or {}).get("model_sha256", "fresh weights")
+        asked = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+        if begun != asked:
+            raise InputError(
+                f"expected the run in {self.folder} to have begun from {model} ({asked[:12]}), it began from "
+                f"{begun[:13]}: begin another run"
+            )
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint."""
@@ -197,8 +223,11 @@ def train_stable(
     path = run.folder / "stable.pt"
     if path.exists():
         run.load(path)
+        if begin_from is not None:
+            run.check_begun_from(begin_from)
     elif begin_from is not None:
         run.begin_from(begin_from)
+    run.pin()
     end = None if minutes is None else time.monotonic() + 60 * minutes
     training: float | None = None
     while (steps is None or run.steps < steps) and (end is None or time.monotonic() < end):
@@ -218,6 +247,7 @@ def train_decay(run: Run, *, steps: int, save_every: int, out: Path | None) -> P
     if not stable.exists():
         raise InputError(f"expected a stable checkpoint {stable}, found none: train without --decay first")
     run.load(stable)
+    run.pin()
     first = run.steps
     path = run.folder / f"decay-{first}-{steps}.pt"
     if path.exists():
@@ -250,7 +280,7 @@ def train_decay(run: Run, *, steps: int, save_every: int, out: Path | None) -> P
     return folder
 
 
-def _pinned(path: Path, shape: Shape, recipe: Recipe, corpus: Path) -> tuple[Shape, Recipe]:
+def _kept(path: Path, shape: Shape, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     """The run's shape and recipe: those it began with, whatever a later command says.
 
     Raises:
@@ -265,10 +295,7 @@ def _pinned(path: Path, shape: Shape, recipe: Recipe, corpus: Path) -> tuple[Sha
             f"expected the corpus that the run began with, manifest {kept['corpus_manifest_sha256'][:12]}, "
             f"got {manifest[:12]} in {corpus}: begin another run"
         )
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
-    return Shape(**kept["shape"]), Recipe(**kept["recipe"])
+    return kept
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -296,7 +323,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
+    if args.decay and args.begin_from:
+        parser.error("--begin-from begins a stable run, --decay ends one: give one of them")
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(args.device == "cpu")
     shape = Shape(**{item.name: getattr(args, item.name) for item in fields(Shape) if item.name != "tied"})

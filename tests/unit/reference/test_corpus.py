@@ -94,6 +94,14 @@ def test_a_models_tokenizer_gives_the_streams_that_it_was_trained_on(tmp_path: P
     assert prepare(listed, tmp_path, data, tmp_path / "known", 290, first) == of_more_text
     with pytest.raises(InputError, match=r"tokenizer\.json"):
         read_tokenizer(tmp_path)
+    known = json.loads((tmp_path / "first/tokenizer/tokenizer.json").read_text())
+    known["added_tokens"], known["model"] = (
+        [],
+        {"type": "BPE", "vocab": {"a": 0, "b": 1, "<s>": 2}, "merges": []},
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(known))
+    with pytest.raises(InputError, match=r"got \('a', 'b', '<s>'\) of 3"):
+        read_tokenizer(tmp_path)
 
 
 def test_streams_decode_to_the_pieces_behind_a_start(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Sources from git: the files asked for, at their commit, and no others."""
 
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import reference.fetch
+from permille.errors import InputError
 from reference.fetch import fetch
 from reference.sources import Source
 
@@ -158,6 +160,25 @@ def test_all_texts_are_asked_for_at_once(
         for name in ("b.md", "picture.png")
     }
     assert lacking == [unwanted, unwanted]
+
+
+def test_names_that_are_no_utf8_and_submodules_beside_texts_are_no_hindrance(
+    tmp_path: Path, source: Source, mirror: str
+) -> None:
+    origin = tmp_path / "owner/books"
+    (origin / os.fsdecode(b"caf\xe9.md")).write_text("odd")
+    git(origin, "add", ".")
+    git(origin, "update-index", "--add", "--cacheinfo", f"160000,{source.commit},module.md")
+    git(origin, "commit", "-q", "-m", "odd names")
+    later = replace(source, commit=git(origin, "rev-parse", "HEAD"))
+    fetch(later, tmp_path / "texts", mirror)
+    found = {path.name for path in (tmp_path / "texts").iterdir() if path.is_file()}
+    assert found == {"a.md", os.fsdecode(b"caf\xe9.md"), ".fetched"}
+
+
+def test_patterns_of_no_file_are_named(tmp_path: Path, source: Source, mirror: str) -> None:
+    with pytest.raises(InputError, match=r"\('\*\.txt',\).*owner/books"):
+        fetch(replace(source, files=("*.txt",)), tmp_path / "texts", mirror)
 
 
 def at_removal(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:

@@ -3,18 +3,22 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import reference.muon
 from permille.errors import InputError
 from reference.model import initial, loss, rotation
 from reference.muon import Optimizer, orthogonal
@@ -40,7 +44,7 @@ def test_a_run_killed_at_any_time_ends_with_the_same_bits(tmp_path: Path) -> Non
     train_stable(whole, steps=60, minutes=None, save_every=7)
     command = [sys.executable, "-m", "reference.train", "--corpus", str(tmp_path / "corpus")]
     command += ["--run", str(tmp_path / "killed"), "--steps", "60", "--save-every", "7"]
-    run(tmp_path, "killed")  # pins shape and recipe
+    run(tmp_path, "killed").pin()  # shape and recipe
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     checkpoint = tmp_path / "killed/stable.pt"
     while not checkpoint.exists() and child.poll() is None:
@@ -93,36 +97,94 @@ def test_an_exported_model_is_trained_on_with_windows_it_has_not_read(tmp_path: 
     assert facts["validation_loss_nats_per_token"] < decayed.validation(10**9)
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Of three steps."""
+    train_stable(run(tmp_path, "of the model"), steps=2, minutes=None, save_every=2)
+    return train_decay(run(tmp_path, "of the model"), steps=1, save_every=1, out=tmp_path / "model")
+
+
 @pytest.mark.parametrize(("changed", "named"), [({"seed": 7}, "'seed': 7"), ({"batch": 8}, "'batch': 8")])
-def test_a_model_of_another_run_is_not_trained_on(
-    tmp_path: Path, changed: dict[str, int], named: str
+def test_a_model_of_another_run_is_not_trained_on_and_pins_nothing(
+    tmp_path: Path, model: Path, changed: dict[str, int], named: str
 ) -> None:
-    train_stable(run(tmp_path, "run"), steps=2, minutes=None, save_every=2)
-    model = train_decay(run(tmp_path, "run"), steps=1, save_every=1, out=tmp_path / "model")
-    other = Run(tmp_path / "corpus", tmp_path / "other", SHAPE, replace(RECIPE, **changed), "cpu")  # type: ignore[arg-type]
+    recipe = replace(RECIPE, **changed)  # type: ignore[arg-type]
+    other = Run(tmp_path / "corpus", tmp_path / "other", SHAPE, recipe, "cpu")
     with pytest.raises(InputError, match=named):
-        other.begin_from(model)
-    manifest = tmp_path / "model/manifest.json"
-    manifest.write_text(manifest.read_text() + " ")
-    with pytest.raises(InputError, match="manifest"):
-        run(tmp_path, "same").begin_from(model)
+        train_stable(other, steps=5, minutes=None, save_every=2, begin_from=model)
+    train_stable(run(tmp_path, "other"), steps=5, minutes=None, save_every=2, begin_from=model)
+    assert run(tmp_path, "other").recipe == RECIPE
 
 
-def test_bfloat16_learns_as_float32_does(tmp_path: Path) -> None:
-    """Its weights and momenta are float32, and it is told by its losses, which are not the same ones."""
-    found = {}
-    for compute in ("float32", "bfloat16"):
-        corpus = tmp_path / "corpus"
+def test_what_a_run_began_from_is_what_it_goes_on_from(tmp_path: Path, model: Path) -> None:
+    for name, begin_from in (("fresh", None), ("further", model)):
+        train_stable(run(tmp_path, name), steps=5, minutes=None, save_every=2, begin_from=begin_from)
+    train_stable(run(tmp_path, "further"), steps=6, minutes=None, save_every=2, begin_from=model)
+    second = train_decay(run(tmp_path, "further"), steps=1, save_every=1, out=tmp_path / "second")
+    facts = json.loads((second / "recipe.json").read_text())
+    train_stable(run(tmp_path, "third"), steps=8, minutes=None, save_every=2, begin_from=second)
+    third = train_decay(run(tmp_path, "third"), steps=1, save_every=1, out=tmp_path / "third-model")
+    assert json.loads((third / "recipe.json").read_text())["begun_from"]["begun_from"] == facts["begun_from"]
+    for name, wrong in (("fresh", model), ("further", second)):
+        with pytest.raises(InputError, match="to have begun from"):
+            train_stable(run(tmp_path, name), steps=9, minutes=None, save_every=2, begin_from=wrong)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda model: (model / "recipe.json").unlink(),
+        lambda model: (model / "recipe.json").write_text("{}"),
+        lambda model: (model / "recipe.json").write_text("no JSON"),
+        lambda model: (model / "manifest.json").write_text("{}"),
+        lambda model: (model / "model.safetensors").unlink(),
+        lambda model: (model / "model.safetensors").write_bytes(b"torn"),
+        lambda model: save_file({"other": torch.zeros(2)}, model / "model.safetensors"),
+    ],
+)
+def test_a_damaged_model_is_refused_and_the_folder_named(
+    tmp_path: Path, model: Path, damage: Callable[[Path], object]
+) -> None:
+    damage(model)
+    begun = run(tmp_path, "further")
+    before = {name: value.detach().clone() for name, value in begun.parameters.items()}
+    with pytest.raises(InputError, match=re.escape(str(model))):
+        begun.begin_from(model)
+    assert all(torch.equal(value, begun.parameters[name]) for name, value in before.items())
+
+
+def test_bfloat16_computes_products_and_muon_in_it_and_validates_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path / "corpus")
+    products: set[torch.dtype] = set()
+    iterations: set[torch.dtype] = set()
+    linear = torch.nn.functional.linear
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found = linear(x, weight)
+        products.add(found.dtype)
+        return found
+
+    def iterated(g: torch.Tensor) -> torch.Tensor:
+        iterations.add(g.dtype)
+        return orthogonal(g)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", product)
+    monkeypatch.setattr(reference.muon, "orthogonal", iterated)
+    for compute, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         recipe = replace(RECIPE, compute=compute)
-        learning = Run(
-            corpus if corpus.exists() else write_corpus(corpus), tmp_path / compute, SHAPE, recipe, "cpu"
-        )
-        train_stable(learning, steps=100, minutes=None, save_every=1000)
-        found[compute] = learning.validation()
-        state = torch.load(tmp_path / compute / "stable.pt", weights_only=True)
-        assert {value.dtype for value in state["parameters"].values()} == {torch.float32}
-    assert found["bfloat16"] == pytest.approx(found["float32"], abs=0.05)
-    assert found["bfloat16"] != found["float32"]
+        learning = Run(tmp_path / "corpus", tmp_path / compute, SHAPE, recipe, "cpu")
+        products.clear()
+        iterations.clear()
+        for _ in range(60):
+            learning.step(1.0)
+        assert (products, iterations) == ({expected}, {expected})
+        products.clear()
+        assert learning.validation() < 3.2  # from log 64 = 4.2
+        assert products == {torch.float32}
+        held = [*learning.parameters.values(), *learning.optimizer.state.values()]
+        assert {value.dtype for value in held} == {torch.float32}
 
 
 def test_training_learns_the_chain(tmp_path: Path) -> None:
@@ -155,12 +217,12 @@ def test_another_corpus_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_begun_before_corpora_were_pinned_pins_its_own(tmp_path: Path) -> None:
-    run(tmp_path, "run")
+    run(tmp_path, "run").pin()
     path = tmp_path / "run/recipe.json"
     kept = json.loads(path.read_text())
     pinned = kept.pop("corpus_manifest_sha256")
     path.write_text(json.dumps(kept))
-    run(tmp_path, "run")
+    run(tmp_path, "run").pin()
     assert json.loads(path.read_text())["corpus_manifest_sha256"] == pinned
 
 
