@@ -146,11 +146,11 @@ class Runner:
         print(f"took up {taken} cells of {output}{others}", file=sys.stderr)
 
     def _take_up(self, unit: Unit, archive: Path) -> int:
-        sweep, results = self._specified(unit), self._results(unit)
-        taken = take_up(archive, results, lambda restored: open_results(sweep, restored))
-        if taken:
-            self._describe(unit)
-        return taken
+        def check(restored: Path) -> None:
+            open_results(self._specified(unit), restored)
+            self._describe(unit)  # before it counts: results that nothing describes are none
+
+        return take_up(archive, self._results(unit), check)
 
     def page(self, output: Path) -> Path:
         """Write page, data and figures of what there is, and the results themselves; returns their folder.

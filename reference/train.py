@@ -127,10 +127,13 @@ class Run:
     def check_begun_from(self, model: Path) -> None:
         """
         Raises:
-            InputError: the run began otherwise.
+            InputError: the run began otherwise, or there is no model.
         """
         begun = (self.begun_from or {}).get("model_sha256", "fresh weights")
-        asked = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+        try:
+            asked = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+        except OSError as exc:
+            raise InputError(f"expected the model that the run began from in {model}, got {exc!r}") from exc
         if begun != asked:
             raise InputError(
                 f"expected the run in {self.folder} to have begun from {model} ({asked[:12]}), it began from "

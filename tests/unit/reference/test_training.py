@@ -125,8 +125,8 @@ def test_what_a_run_began_from_is_what_it_goes_on_from(tmp_path: Path, model: Pa
     train_stable(run(tmp_path, "third"), steps=8, minutes=None, save_every=2, begin_from=second)
     third = train_decay(run(tmp_path, "third"), steps=1, save_every=1, out=tmp_path / "third-model")
     assert json.loads((third / "recipe.json").read_text())["begun_from"]["begun_from"] == facts["begun_from"]
-    for name, wrong in (("fresh", model), ("further", second)):
-        with pytest.raises(InputError, match="to have begun from"):
+    for name, wrong in (("fresh", model), ("further", second), ("further", tmp_path / "no model")):
+        with pytest.raises(InputError, match=r"to have begun from|that the run began from"):
             train_stable(run(tmp_path, name), steps=9, minutes=None, save_every=2, begin_from=wrong)
 
 
