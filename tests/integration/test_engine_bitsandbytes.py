@@ -15,6 +15,7 @@ from permille.engines.torch_engine import TorchEngine
 from permille.package.reader import Package
 from permille.package.writer import link_transformers_folder
 from permille.quantization import Scheme
+from tests.bitsandbytes_decoding import decoded
 from tests.unit.engines.tiny import CONFIGS, reference_token_losses, tiny_batch, tiny_package, variants
 
 
@@ -26,7 +27,7 @@ def with_overlay(package: Package, folder: Path, values_K: NDArray[np.float32]) 
         path = info.name.removesuffix(".weight")
         layer = model.get_submodule(path)
         assert isinstance(layer, bnb.nn.Linear4bit)
-        weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+        weight = decoded(layer).float()
         weight.view(-1)[torch.from_numpy(package.mask(info.name).astype(np.int64))] = torch.from_numpy(
             values_K[start : start + info.count]
         )

@@ -15,6 +15,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.package.writer import link_transformers_folder
 from permille.quantization import Scheme, dequantize
+from tests.bitsandbytes_decoding import decoded
 from tests.unit.package.tiny import LLAMA, write_tiny
 
 OPT: dict[str, Any] = {
@@ -56,7 +57,7 @@ def test_transformers_opens_it_and_decodes_the_same_weights(
     for tensor in package.manifest.tensors:
         linear = modules[tensor.name.removesuffix(".weight")]
         assert isinstance(linear, bitsandbytes.nn.Linear4bit)
-        theirs = bitsandbytes.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)
+        theirs = decoded(linear)
         assert theirs.dtype == torch.float32
         assert np.array_equal(theirs.numpy(), dequantize(package.quantized(tensor.name)))
     for name in package.plain_names:
