@@ -30,6 +30,7 @@ from benchmarks.evidence_steps import measure_memory, measure_steps
 from permille.errors import InputError
 from permille.evaluate.specification import Sweep, sweep_of
 from permille.evaluate.sweep import open_results, run_sweep
+from permille.files import write_atomic
 
 _CELL_STAGES = ("coverage", "transfer", "steps")
 """Of a model and a task, and no sweeps."""
@@ -282,10 +283,7 @@ class Runner:
 
     def _describe(self, unit: Unit) -> None:
         """Write the file that says what a unit's results are of."""
-        path = self._results(unit).with_suffix(".toml")
-        part = path.with_suffix(".part")
-        part.write_text(unit.toml(self.materials), encoding="utf-8")
-        part.replace(path)
+        write_atomic(self._results(unit).with_suffix(".toml"), unit.toml(self.materials).encode())
 
     def _results(self, unit: Unit) -> Path:
         return self.folder / "sweeps" / f"{unit.name}.jsonl"

@@ -1,4 +1,4 @@
-"""What bitsandbytes decodes a 4-bit layer to, on every processor."""
+"""What bitsandbytes decodes a 4-bit layer to, with AVX-512 and without."""
 
 import copy
 
@@ -10,7 +10,7 @@ def decoded(layer: bitsandbytes.nn.Linear4bit) -> torch.Tensor:
     """Weights of a layer, decoded as one row.
 
     bitsandbytes 0.50.2 with AVX-512 takes another block's scale where a row's length is no multiple of the
-    block size, of tensors that it has quantized itself too; as one row they are decoded rightly everywhere.
+    block size, of tensors that it has quantized itself too; as one row they come out right (ADR 23).
     """
     state = copy.copy(layer.weight.quant_state)
     shape, state.shape = state.shape, torch.Size([1, state.shape.numel()])
