@@ -1,0 +1,183 @@
+"""Results kept beside the page: another clone goes on from them, and no page shows less than before."""
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.evidence import main
+from benchmarks.evidence_materials import find_materials
+from benchmarks.evidence_plan import (
+    FRACTIONS,
+    Unit,
+    size_for,
+    units,
+)
+from benchmarks.evidence_records import SUMMARY, read_records
+from benchmarks.evidence_runner import Runner
+from permille.evaluate.specification import sweep_of
+from permille.evaluate.sweep import cells_of, open_results
+from tests.evidence_files import arguments, files_of
+
+
+def test_another_clone_goes_on_from_what_is_kept_beside_the_page(
+    evidence: Path, materials_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same page and results, byte for byte; only the sweeps' own files name this clone's paths."""
+    output, folder = tmp_path / "output", tmp_path / "evidence"
+    shutil.copytree(evidence / "page", output)
+    assert not any(str(materials_file.parent).encode() in found for found in files_of(output).values())
+    options = arguments(materials_file, folder, "--restore", str(output), "--output", str(output), "--page")
+    assert main(options) == 0
+    assert files_of(output) == files_of(evidence / "page")
+    assert files_of(folder / "sweeps") == files_of(evidence / "sweeps")
+    assert f"took up {len(read_records(evidence))} cells" in capsys.readouterr().err
+    restored = files_of(folder)
+    assert main([option for option in options if option != "--page"]) == 0
+    assert files_of(folder) == restored  # nothing was measured again
+    assert "took up 0 cells" in capsys.readouterr().err
+
+
+def test_an_archive_takes_the_place_of_a_part_of_its_own_cells_and_of_nothing_else(
+    evidence: Path, materials_file: Path, tmp_path: Path
+) -> None:
+    output, name = evidence / "page", "queries-tiny-sst2-q4.jsonl"
+    whole = (evidence / "sweeps" / name).read_bytes()
+    header, *rest = whole.splitlines(keepends=True)
+    other = json.loads(rest[-1]) | {"key": "of longer training"}
+    later = whole + json.dumps(other).encode() + b"\n"
+    for number, (here, expected) in enumerate(
+        [
+            (b"", whole),
+            (header, whole),  # a start that measured nothing
+            (header + b"".join(rest[:-1]) + rest[-1][:20], whole),
+            (whole + b"torn", whole + b"torn"),
+            (later, later),
+            (header.replace(b"sha256:", b"sha256:0"), header.replace(b"sha256:", b"sha256:0")),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        (folder / "sweeps").mkdir(parents=True)
+        (folder / "sweeps" / name).write_bytes(here)
+        Runner(find_materials(materials_file, None), folder, quick=True).restore(output)
+        assert (folder / "sweeps" / name).read_bytes() == expected, number
+        assert not list((folder / "sweeps").glob("*.restored"))
+
+
+def test_a_density_that_the_restored_curve_finds_flat_is_restored_too(
+    materials_file: Path, tmp_path: Path
+) -> None:
+    materials = find_materials(materials_file, None)
+    (model,), (task,) = materials.models, materials.tasks
+    size = size_for(model)
+    first, second = (Runner(materials, tmp_path / name) for name in ("first", "second"))
+    for stage in ("table", "fractions", "flat"):
+        for unit in units(stage, model, task, size, density=1e-2, fractions=FRACTIONS):
+            measured_elsewhere(first, unit, loss={1e-2: 0.3}.get(unit.choices["density"], 0.9))
+    assert first.flat(model) == 1e-2
+    assert first.page(tmp_path / "output") == tmp_path / "output"
+    second.restore(tmp_path / "output")
+    assert files_of(second.folder / "sweeps") == files_of(first.folder / "sweeps")
+    assert any(record["stage"] == "flat" for record in read_records(second.folder))
+
+
+def measured_elsewhere(runner: Runner, unit: Unit, *, loss: float) -> None:
+    """Results of a sweep, made up: an untrained loss of 1, and of trained methods one that a seed moves."""
+    path = runner.folder / f"sweeps/{unit.name}.jsonl"
+    sweep = sweep_of(tomllib.loads(unit.toml(runner.materials)), runner.folder)
+    results = open_results(sweep, path)
+    path.with_suffix(".toml").write_text(unit.toml(runner.materials))
+    for cell in cells_of(sweep):
+        trained = cell.method.order is not None
+        of_seed = (loss if trained else 1.0) + 0.001 * cell.seed
+        made_up = {
+            "items": [f"item {number}" for number in range(40)],
+            "groups": [f"text {number}" for number in range(40)],
+            "item_losses": [of_seed] * 40,
+            "correct": "01" * 20,
+            "accuracy": 0.5,
+            "majority": 0.5,
+            "loss": of_seed,
+            "validation_loss": of_seed,
+            "curve": [[0, of_seed]],
+            "examples": {"test": 40},
+            "step_factor": 1.0 if trained else None,
+        }
+        plain = {"seconds": 1.0, "shots": 0.0, "cut_examples": 0, "on_edge": False}
+        names = {"model": cell.model.name, "base": cell.base.value, "method": cell.method.name}
+        of_cell = {"kind": "cell", "key": cell.key, "task": cell.task.value, "seed": cell.seed, **names}
+        results.append({**dict.fromkeys(SUMMARY), **made_up, **plain, **of_cell})
+
+
+@pytest.mark.parametrize("lost", ["a sweep", "a figure", "its sweep's file", "the procedure", "everything"])
+def test_a_page_is_not_replaced_by_one_that_shows_less(
+    evidence: Path, materials_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    output, folder = tmp_path / "output", tmp_path / "evidence"
+    shutil.copytree(evidence / "page", output)
+    shutil.copytree(evidence, folder)
+    sweep = folder / "sweeps/table-tiny-sst2-pairs.jsonl"
+    match lost:
+        case "a sweep":
+            sweep.unlink()
+        case "a figure":
+            (folder / "memory.jsonl").unlink()
+        case "its sweep's file":
+            sweep.with_suffix(".toml").unlink()
+        case "the procedure":
+            sweep.write_bytes(sweep.read_bytes().replace(b'"procedure":2', b'"procedure":1', 1))
+        case _:
+            shutil.rmtree(folder)
+    before = files_of(output)
+    assert main(arguments(materials_file, folder, "--page", "--output", str(output))) == 0
+    assert files_of(output) == before
+    told = capsys.readouterr().err
+    assert f"it stays, the new page is in {folder / 'page'}" in told
+    assert ("memory" if lost == "a figure" else "tiny sst2 bf16") in told
+    assert (folder / "page/evidence.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "named"),
+    [
+        ("evidence/queries-tiny-sst2-q4.jsonl", b"", "whole lines"),
+        ("evidence/queries-tiny-sst2-q4.jsonl", b'{"kind":"sweep","key":"sha256:0"', "whole lines"),
+        ("evidence/queries-tiny-sst2-q4.jsonl", b"{}\n", "line 1"),
+        (
+            "evidence/queries-tiny-sst2-q4.jsonl",
+            b'{"kind":"sweep","key":"sha256:0","procedure":2}\n',
+            "another",
+        ),
+        ("evidence/queries-tiny-sst2-q4.jsonl", b'{"kind":"cell","key":"x","items":0}\n', "line 1"),
+        ("evidence/queries-tiny-sst2-q4.jsonl", b'{"kind":"cell","key":"x"}\n', "first line"),
+        ("evidence/queries-tiny-sst2-q4.jsonl", b'{"kind":"list","key":"0"}\n', "line 1"),
+        ("evidence.json", b"[]", "data of a page"),
+        ("evidence.json", b'{"records": [{}], "cells": []}', "data of a page"),
+    ],
+)
+def test_damaged_archives_are_refused(
+    evidence: Path,
+    materials_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    damage: bytes,
+    named: str,
+) -> None:
+    output, folder = tmp_path / "output", tmp_path / "evidence"
+    shutil.copytree(evidence / "page", output)
+    (output / name).write_bytes(damage)
+    assert main(arguments(materials_file, folder, "--restore", str(output), "--page")) == 1
+    told = capsys.readouterr().err
+    assert named in told
+    assert str(output / name) in told
+    assert not list((folder / "sweeps").glob("queries-tiny-sst2-q4.*"))
+
+
+def test_a_folder_without_results_is_not_restored(
+    materials_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(materials_file, tmp_path / "evidence", "--restore", str(tmp_path / "no"))) == 1
+    assert "found neither evidence nor evidence.json" in capsys.readouterr().err
