@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the page. Exit status: 0 done or out of minutes, 1 refused."""
     options = _parser().parse_args(arguments)
     try:
-        materials = find_materials(options.materials, options.models)
         folder = options.folder or (QUICK_FOLDER if options.quick else FOLDER)
+        materials = find_materials(options.materials, options.models, folder)
         runner = Runner(
             materials,
             folder,

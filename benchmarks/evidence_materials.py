@@ -1,5 +1,6 @@
 """What the evidence is made from: what a TOML file names, or our own model and the environment's folders."""
 
+import json
 import os
 import tomllib
 from collections.abc import Sequence
@@ -7,27 +8,32 @@ from pathlib import Path
 
 from benchmarks.evidence_plan import Materials
 from permille.errors import InputError
+from permille.evaluate.user_texts import Collection, own_words, read_users
+from permille.files import write_atomic
 
 OWN_MODEL = Path(__file__).parents[1] / "reference/reference-6M"
 _MODELS = ("stories260K-hf", "reference-7M")
 _TASK_FILES = {
-    "sst2": {"train": "SST-2_glue/train.tsv", "test": "SST-2_glue/dev.tsv"},
+    "sst2": {"train": "SST-2_glue/train.tsv", "test": "SST-2_glue/dev.tsv"},  # stages of one task take it
     "boolq": {"train": "BoolQ/val.jsonl"},
     "rte": {"train": "RTE/train.jsonl", "test": "RTE/val.jsonl"},
 }
+_TWEETS = 4
+"""Of a person: so a test part of 400 is of a hundred people."""
 
 
-def find_materials(path: Path | None, models: Sequence[Path] | None) -> Materials:
+def find_materials(path: Path | None, models: Sequence[Path] | None, folder: Path) -> Materials:
     """The materials of a file, or of PERMILLE_MODELS and PERMILLE_DATA.
 
     Args:
         path: TOML with `models`, `corpus` and `[tasks.<name>]`; paths are relative to it.
         models: take the place of those that the file or the environment names.
+        folder: of the evidence, where the environment's people are written as rows of the task `text`.
 
     Raises:
         InputError: no file and no environment, or not what is expected there.
     """
-    materials = _of_environment(models) if path is None else _of_file(path, models)
+    materials = _of_environment(models, folder) if path is None else _of_file(path, models)
     materials.check()
     return materials
 
@@ -50,16 +56,31 @@ def _of_file(path: Path, models: Sequence[Path] | None) -> Materials:
         ) from exc
 
 
-def _of_environment(models: Sequence[Path] | None) -> Materials:
+def _of_environment(models: Sequence[Path] | None, folder: Path) -> Materials:
     data = Path(_environment("PERMILLE_DATA"))
+    found = tuple(models or _models())
+    tasks = {
+        name: {key: data / "tasks" / value for key, value in files.items()}
+        for name, files in _TASK_FILES.items()
+    }
     return Materials(
-        models=tuple(models or _models()),
-        tasks={
-            name: {key: data / "tasks" / value for key, value in files.items()}
-            for name, files in _TASK_FILES.items()
-        },
+        models=found,
+        tasks=tasks | {"text": {"train": _tweets(data, folder / "tweets.jsonl")}},
         corpus=data / "text/c4_en/c4_sample.jsonl",
     )
+
+
+def _tweets(data: Path, path: Path) -> Path:
+    """The first tweets of everybody of LaMP-7, as rows of the task `text`; whole people on one side."""
+    people = read_users(data, Collection.LAMP7).users
+    rows = [
+        {"group": person.name, "text": own_words(document)}
+        for person in people
+        for document in person.documents[:_TWEETS]
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return path
 
 
 def _models() -> list[Path]:

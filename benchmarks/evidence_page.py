@@ -61,11 +61,12 @@ _VERDICTS = """## Verdicts
 
 Effects are differences in accuracy on tasks that tuned first-order training can do at this size (5 points
 above majority and zero-shot, p < 0.01), else in the loss of the right answer (positive: the first method's is
-lower). Intervals and p-values take items and seeds as drawn, and the step size as the search chose it. p is
-of what would make the claim hold, adjusted (Holm) for all rows of the claim; that it fails is tested apart
-and adjusted alike, its p not shown; intervals are not adjusted. A claim holds where every row does and fails
-where one does: read the rows. Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never
-concluded from methods that learned nothing. The work of queries is that of one attempt.
+lower); language modelling (`text`) is judged by its loss, in rows of its own. Intervals and p-values take
+items and seeds as drawn, and the step size as the search chose it. p is of what would make the claim hold,
+adjusted (Holm) for all rows of the claim; that it fails is tested apart and adjusted alike, its p not shown;
+intervals are not adjusted. A claim holds where every row does and fails where one does: read the rows.
+Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never concluded from methods that
+learned nothing. The work of queries is that of one attempt.
 """
 
 

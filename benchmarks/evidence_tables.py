@@ -8,6 +8,8 @@ from benchmarks.evidence_records import Progress
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import MIN_SEEDS, Row, counted_tasks, overall
 from permille.evaluate.paper_claims import CLAIMS, Relation
+from permille.evaluate.prompts import Task
+from permille.evaluate.report import text_cell
 from permille.evaluate.statistics import average_ranks
 
 _Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]
@@ -149,6 +151,8 @@ def _ranks(rows: _Rows, tasks: Sequence[str], key: str, sign: int) -> dict[tuple
 
 
 def _task_head(records: Sequence[Json], task: str, counts: bool | None) -> str:
+    if task == Task.TEXT:
+        return f"{task} (loss alone)"
     majority = np.mean([record["majority"] for record in records if record["task"] == task])
     name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]
     return f"{name} (majority {100 * majority:.1f})"
@@ -157,10 +161,12 @@ def _task_head(records: Sequence[Json], task: str, counts: bool | None) -> str:
 def _cell(records: Sequence[Json]) -> str:
     if not records:
         return ""
+    seeds = f", {len(records)} seeds" if len(records) != 3 else ""
+    mark = ", edge" if any(record["on_edge"] for record in records) else ""
+    if records[0]["task"] == Task.TEXT:
+        return text_cell(records).removesuffix(")") + f"{seeds}{mark})"
     accuracy = [100 * record["accuracy"] for record in records]
     spread = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
-    seeds = f", {len(accuracy)} seeds" if len(accuracy) != 3 else ""
-    mark = ", edge" if any(record["on_edge"] for record in records) else ""
     return f"{np.mean(accuracy):.1f}{spread} ({_mean(records, 'loss'):.3f}{seeds}{mark})"
 
 

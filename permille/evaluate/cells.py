@@ -249,7 +249,8 @@ class Outcome:
     written: free_text.Written | None = None
 
     def record(self) -> Json:
-        """The line of the results file; in free text what is right is an exact match, and F1 is beside it."""
+        """The line of the results file; in free text what is right is an exact match, and F1 is beside it.
+        Language modelling has nothing to be right about: no accuracy, no majority."""
         return self._plain() | (
             {}
             if self.written is None
@@ -260,6 +261,11 @@ class Outcome:
             }
         )
 
+    def _majority(self) -> float | None:
+        if self.cell.task is Task.TEXT:
+            return None
+        return majority_share(self.data.tested) if self.written is None else 0.0
+
     def _plain(self) -> Json:
         return {
             "model": self.cell.model.name,
@@ -267,9 +273,9 @@ class Outcome:
             "method": self.cell.method.name,
             "task": self.cell.task.value,
             "seed": self.cell.seed,
-            "accuracy": self.tested.accuracy,
+            "accuracy": None if self.cell.task is Task.TEXT else self.tested.accuracy,
             "loss": self.tested.loss,
-            "majority": majority_share(self.data.tested) if self.written is None else 0.0,
+            "majority": self._majority(),
             "examples": dict(
                 zip(
                     _SPLIT_NAMES,

@@ -11,12 +11,13 @@ What holds and what fails are each judged at 5% after Holm over all rows of the 
 
 A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
 (`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
-of their own. Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN)
-or `MIN_CLUSTERS` clusters of items (one of each passage or text): a task with fewer seeds is left out of a
-row that has others, and the row names its tasks. Tasks with `EQUIVALENCE_SEEDS` seeds are not pooled with
-tasks that have fewer, whose seeds would be all that count: for BETTER these have a row of their own. And two
-methods that learned nothing are no equals: AT LEAST and WITHIN are decided only where the second method is
-better than the base it began from, at 5% (or the first one better than it).
+of their own, and those of language modelling in another. Nothing is decided on fewer than `MIN_SEEDS` seeds
+(`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN) or `MIN_CLUSTERS` clusters of items (one of each passage or
+text): a task with fewer seeds is left out of a row that has others, and the row names its tasks. Tasks with
+`EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer, whose seeds would be all that count: for
+BETTER these have a row of their own. And two methods that learned nothing are no equals: AT LEAST and WITHIN
+are decided only where the second method is better than the base it began from, at 5% (or the first one better
+than it).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from enum import StrEnum
 
 from permille.evaluate.contrasts import Contrast, Record, contrast
 from permille.evaluate.paper_claims import CLAIMS, FLOATING, Claim, Relation
+from permille.evaluate.prompts import Task
 from permille.evaluate.report import MIN_CLUSTERS, countable
 from permille.evaluate.statistics import EQUIVALENCE_MARGIN, holm_adjusted
 
@@ -110,11 +112,14 @@ def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
     32-bit one if there is one.
 
     A task without references (zero-shot and first-order training) is left out: nothing is known of it. So is
-    one that only first-order training of a few weights failed at.
+    one that only first-order training of a few weights failed at. Language modelling has no accuracies.
     """
     own = [record for record in records if record["model"] == model]
     found: dict[str, bool] = {}
     for task in dict.fromkeys(record["task"] for record in own):
+        if task == Task.TEXT:
+            found[task] = False
+            continue
         for base in sorted({record["base"] for record in own}, key=lambda base: (base not in FLOATING, base)):
             rows: dict[tuple[str, str], list[Record]] = {}
             for record in own:
@@ -135,9 +140,9 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> l
     for model in dict.fromkeys(record["model"] for record in records):
         counted = counted_tasks(records, model)
         own = [record for record in records if record["model"] == model]
-        for by_loss in (False, True):
-            of_kind = [record for record in own if counted.get(record["task"]) is not by_loss]
-            of_kind = [record for record in of_kind if record["task"] in counted]
+        for by_loss, text in ((False, False), (True, False), (True, True)):
+            tasks = {task for task, counts in counted.items() if counts is not by_loss}
+            of_kind = [r for r in own if r["task"] in tasks and (r["task"] == Task.TEXT) is text]
             pairs += [
                 (model, density, by_loss, first, second, of_kind)
                 for density, first, second in _matched(claim, of_kind, stages)

@@ -20,7 +20,7 @@ YES_NO = (" Yes", " No")
 
 
 class Task(StrEnum):
-    """The tasks of both papers that we can read."""
+    """The tasks of both papers that we can read, and documents to be continued."""
 
     SST2 = "sst2"
     RTE = "rte"
@@ -32,6 +32,8 @@ class Task(StrEnum):
     COPA = "copa"
     WINOGRANDE = "winogrande"
     SQUAD = "squad"
+    TEXT = "text"
+    """Language modelling: no paper's task, but what a device does."""
 
 
 class Wording(StrEnum):
@@ -160,6 +162,11 @@ def _squad(row: Row) -> Worded:
     )
 
 
+def _text(row: Row) -> Worded:
+    """A document as the agent reads it: all of it is learned, or what follows its prompt."""
+    return Worded(row["prompt"], (row["completion"],)) if "completion" in row else Worded("", (row["text"],))
+
+
 def _continued(sentence: str) -> str:
     first = sentence.split(maxsplit=1)[0]
     return sentence if first == "I" or first.startswith("I'") else sentence[:1].lower() + sentence[1:]
@@ -185,4 +192,5 @@ _PROMPTS: dict[tuple[Task, Wording], Callable[[Row], Worded]] = {
     (Task.COPA, Wording.SENSITIVE): _copa,
     (Task.WINOGRANDE, Wording.SENSITIVE): _winogrande,
     (Task.SQUAD, Wording.SENSITIVE): _squad,
+    (Task.TEXT, Wording.SENSITIVE): _text,
 }

@@ -2,7 +2,7 @@
 
 A task counts for accuracy only where tuned first-order training beats the majority and zero-shot by five
 points with p below 0.01; elsewhere the model cannot do the task at this size, and the loss of the right
-answers says more than the accuracy.
+answers says more than the accuracy. Language modelling (`text`) has no accuracy at all.
 """
 
 from collections import defaultdict
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.evaluate.cells import Json
 from permille.evaluate.contrasts import clusters
+from permille.evaluate.prompts import Task
 from permille.evaluate.statistics import average_ranks, beats_by
 
 REQUIRED_GAIN = 0.05
@@ -38,10 +39,12 @@ def _table(model: str, base: str, rows: Rows) -> str:
     tasks = list(dict.fromkeys(task for _, task in rows))
     counted = {task: countable(rows, task) for task in tasks}
     loss_MT = np.array([[_mean(rows[method, task], "loss") for task in tasks] for method in methods])
-    accuracy_MT = np.array([[_mean(rows[method, task], "accuracy") for task in tasks] for method in methods])
-    counting = [index for index, task in enumerate(tasks) if counted[task]]
+    counting = [task for task in tasks if counted[task]]
+    accuracy_MT = np.array(
+        [[_mean(rows[method, task], "accuracy") for task in counting] for method in methods]
+    )
     loss_ranks = average_ranks(-loss_MT)
-    accuracy_ranks = average_ranks(accuracy_MT[:, counting]) if counting else None
+    accuracy_ranks = average_ranks(accuracy_MT) if counting else None
     lines = [
         f"## {model}, {base}",
         "",
@@ -49,7 +52,7 @@ def _table(model: str, base: str, rows: Rows) -> str:
         "nats a token. A task in *italics* does not count for accuracy (no first-order gain of 5 points over "
         "majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
         f"references, or fewer than {MIN_CLUSTERS} passages). In free text (squad) accuracy is exact match, "
-        "with F1.",
+        "with F1; language modelling (text) has its loss alone.",
         "",
         "| method | "
         + " | ".join(_heading(rows, task, counted[task]) for task in tasks)
@@ -69,6 +72,8 @@ def _table(model: str, base: str, rows: Rows) -> str:
 
 def countable(rows: Rows, task: str) -> bool | None:
     """Whether accuracies on the task say anything at this size (see the module); None: it is not known."""
+    if task == Task.TEXT:
+        return False
     first_order = [method for method, name in rows if name == task and method.startswith("fo:")]
     zero_shot = rows.get(("zero-shot", task), [])
     if not first_order or not zero_shot:
@@ -125,7 +130,7 @@ def _notes(rows: Rows, method: str) -> str:
     if method.startswith("icl:"):
         notes.append(f"{_mean(records, 'shots'):.1f} shots fitted")
     if cut := sum(record["cut_examples"] for record in records):
-        notes.append(f"{cut} prompts cut")
+        notes.append(f"{cut} examples cut")
     if any(record["on_edge"] for record in records):
         notes.append("step size on the grid's edge")
     return f" ({', '.join(notes)})" if notes else ""
@@ -135,7 +140,16 @@ def _mean(records: Sequence[Json], key: str) -> float:
     return float(np.mean([record[key] for record in records]))
 
 
+def text_cell(records: Sequence[Json]) -> str:
+    """Loss of language modelling in nats a token, mean and deviation over seeds, in brackets as elsewhere."""
+    losses = [record["loss"] for record in records]
+    deviation = f" ± {np.std(losses, ddof=1):.3f}" if len(losses) > 1 else ""
+    return f"({np.mean(losses):.3f}{deviation})"
+
+
 def _heading(rows: Rows, task: str, counts: bool | None) -> str:
+    if task == Task.TEXT:
+        return task
     majority = np.mean(
         [record["majority"] for (_, name), found in rows.items() if name == task for record in found]
     )
@@ -144,6 +158,8 @@ def _heading(rows: Rows, task: str, counts: bool | None) -> str:
 
 
 def _cell(records: Sequence[Json]) -> str:
+    if records[0]["task"] == Task.TEXT:
+        return text_cell(records)
     accuracy = [100 * record["accuracy"] for record in records]
     deviation = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
     overlap = f", F1 {100 * _mean(records, 'f1'):.1f}" if "f1" in records[0] else ""

@@ -4,6 +4,9 @@ A file is read line by line. What is not a labelled row of the task becomes a `B
 reason; unlabelled rows (SuperGLUE's own test files) make the whole file unlabelled, which `read_file` says by
 an InputError, because a test set without labels is a mistake in the choice of files.
 
+Documents of the task `text` are rows with `text`, or with `prompt` and `completion`; those of one `group` (a
+person, say) stand together.
+
 Labels as the releases write them: `true`/`false` (BoolQ, WSC, WiC), 0/1 (SST-2, COPA, MultiRC), words (RTE,
 CB), "1"/"2" (WinoGrande).
 """
@@ -43,6 +46,7 @@ _TEXTS: Mapping[Task, tuple[str, ...]] = {
     Task.COPA: ("premise", "choice1", "choice2", "question"),
     Task.WINOGRANDE: ("sentence", "option1", "option2"),
     Task.SQUAD: ("title", "context", "question"),
+    Task.TEXT: (),
 }
 _GROUP: Mapping[Task, Callable[[Row], str]] = {
     Task.SST2: lambda row: row["sentence"],
@@ -56,6 +60,7 @@ _GROUP: Mapping[Task, Callable[[Row], str]] = {
     # Twin sentences differ in a word or two; their ids differ in the last part alone.
     Task.WINOGRANDE: lambda row: str(row.get("qID", row["sentence"])).rsplit("-", 1)[0],
     Task.SQUAD: lambda row: row["context"],
+    Task.TEXT: lambda row: row["group"] if "group" in row else row.get("prompt", "") + _document(row),
 }
 
 
@@ -205,7 +210,7 @@ def _example(task: Task, row: Row, wording: Wording, name: str) -> Example:
     return Example(
         prompt=words.prompt,
         candidates=words.candidates,
-        label=_label(task, row),
+        label=0 if task is Task.TEXT else _label(task, row),
         group=_group(task, row),
         name=name,
     )
@@ -230,10 +235,26 @@ def _check_task(task: Task, row: Row) -> None:
         )
         if not spans:
             raise _BadRowError(f"expected target with span1_text and span2_text, got {target!r:.60}")
+    if task is Task.TEXT:
+        _check_document(row)
     if task is Task.COPA and row["question"] not in ("cause", "effect"):
         raise _BadRowError(f"expected question 'cause' or 'effect', got {row['question']!r:.60}")
     if task is Task.WINOGRANDE and row["sentence"].count("_") != 1:
         raise _BadRowError(f"expected one blank '_' in the sentence, got {row['sentence'].count('_')}")
+
+
+def _check_document(row: Row) -> None:
+    if ("text" in row) == ("completion" in row):
+        raise _BadRowError(f"expected either 'text' or 'prompt' and 'completion', got {sorted(row)!r:.60}")
+    own = "text" if "text" in row else "completion"
+    for key in (own, *(("prompt",) if own == "completion" else ()), *(("group",) if "group" in row else ())):
+        value = row.get(key)
+        if not isinstance(value, str) or not (value.strip() or key == "prompt"):
+            raise _BadRowError(f"expected text in {key!r}, got {value!r:.60}")
+
+
+def _document(row: Row) -> str:
+    return str(row["text"] if "text" in row else row["completion"])
 
 
 def _group(task: Task, row: Row) -> str:

@@ -43,7 +43,7 @@ class Choices:
     Attributes:
         label: index of the right candidate.
         shots: solved examples that stand before the question: those that fitted.
-        cut: tokens of the prompt's front that did not fit.
+        cut: tokens that did not fit: of the prompt's front, or of the end of a text without one.
     """
 
     answers: tuple[Answer, ...]
@@ -88,7 +88,8 @@ def encode_example(
 
     Prompt and candidate are encoded as one text, and the boundary is where the prompt's own tokens end as
     long as they agree, so that a candidate is spelled as the model would meet it. All candidates stand after
-    the same tokens: the longest one says how much fits.
+    the same tokens: the longest one says how much fits. A text without a prompt is all candidate: what does
+    not fit is its end, and where nothing begins it, nothing predicts its first token.
 
     Args:
         begin: id of the token that begins a text, or None for a model without one.
@@ -110,6 +111,9 @@ def encode_example(
             break
     prompt_ids = tuple(encode(prompt))
     cut = max(0, max(map(len, wholes)) - room)
+    if not prompt:
+        answers = [_whole_text(start, whole[:room], example.name) for whole in wholes]
+        return Choices(answers=tuple(answers), label=example.label, shots=0, cut=cut)
     answers = []
     for candidate, whole in zip(example.candidates, wholes, strict=True):
         targets = len(whole) - _common(prompt_ids, whole)
@@ -120,6 +124,13 @@ def encode_example(
             )
         answers.append(Answer(ids=(*start, *whole[cut:]), targets=targets))
     return Choices(answers=tuple(answers), label=example.label, shots=len(shown), cut=cut)
+
+
+def _whole_text(start: tuple[int, ...], ids: tuple[int, ...], name: str) -> Answer:
+    targets = len(ids) if start else len(ids) - 1
+    if targets < 1:
+        raise InputError(f"expected a token to predict in {name}, got {len(ids)} tokens")
+    return Answer(ids=(*start, *ids), targets=targets)
 
 
 def training_batch(choices: Sequence[Choices]) -> Batch:

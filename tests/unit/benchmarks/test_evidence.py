@@ -153,10 +153,17 @@ def test_without_folders_the_environment_is_asked(
 def test_the_environment_adds_models_to_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERMILLE_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("PERMILLE_MODELS", str(tmp_path / "models"))
-    models = find_materials(None, None).models
+    people = tmp_path / "data/users/lamp7_dev/lamp7_dev.jsonl"
+    people.parent.mkdir(parents=True)
+    people.write_text(json.dumps({"user": "7", "profile": ["one", "two", "one", "three", "four", "five"]}))
+    found = find_materials(None, None, tmp_path / "evidence")
+    assert list(found.tasks) == ["sst2", "boolq", "rte", "text"]
+    rows = [json.loads(line) for line in found.tasks["text"]["train"].read_text().splitlines()]
+    assert rows == [{"group": "7", "text": text} for text in ("one", "two", "three", "four")]
+    models = found.models
     assert [model.name for model in models] == ["reference-6M", "stories260K-hf", "reference-7M"]
     assert (models[0] / "config.json").is_file()
-    assert find_materials(None, [tmp_path / "mine"]).models == (tmp_path / "mine",)
+    assert find_materials(None, [tmp_path / "mine"], tmp_path / "evidence").models == (tmp_path / "mine",)
 
 
 def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> None:

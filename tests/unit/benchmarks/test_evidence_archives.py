@@ -61,7 +61,7 @@ def test_an_archive_takes_the_place_of_a_part_of_its_own_cells_and_of_nothing_el
         folder = tmp_path / str(number)
         (folder / "sweeps").mkdir(parents=True)
         (folder / "sweeps" / name).write_bytes(here)
-        Runner(find_materials(materials_file, None), folder, quick=True).restore(output)
+        Runner(find_materials(materials_file, None, folder), folder, quick=True).restore(output)
         assert (folder / "sweeps" / name).read_bytes() == expected, number
         assert not list((folder / "sweeps").glob("*.restored"))
 
@@ -69,7 +69,7 @@ def test_an_archive_takes_the_place_of_a_part_of_its_own_cells_and_of_nothing_el
 def test_a_density_that_the_restored_curve_finds_flat_is_restored_too(
     materials_file: Path, tmp_path: Path
 ) -> None:
-    materials = find_materials(materials_file, None)
+    materials = find_materials(materials_file, None, tmp_path)
     (model,), (task,) = materials.models, materials.tasks
     size = size_for(model)
     first, second = (Runner(materials, tmp_path / name) for name in ("first", "second"))

@@ -191,6 +191,16 @@ def test_where_the_task_cannot_be_done_losses_are_compared() -> None:
     assert counted_tasks(REFERENCES, "m") == {"sst2": True}
 
 
+def test_language_modelling_has_rows_of_its_own_and_needs_no_first_order_reference() -> None:
+    blank: dict[str, Any] = {"task": "text", "accuracy": None, "majority": None}
+    found = [*PAIRS["sensitive-random"](0.7, 0.6), *REFERENCES]
+    own = [dict(record) | blank for record in PAIRS["sensitive-random"](0.5, 0.7)]
+    assert counted_tasks(own, "m") == {"text": False}
+    rows = [row for row in verdicts([*found, *own]) if row.claim.key == "sensitive-random"]
+    assert [(row.by_loss, row.verdict) for row in rows] == [(False, Verdict.HOLDS), (True, Verdict.FAILS)]
+    assert [row.found.tasks for row in rows if row.found is not None] == [("sst2",), ("text",)]
+
+
 def test_tasks_are_judged_on_16_bits_where_these_are_there() -> None:
     """Over 4 bits nothing is learned, over 16 bits much; the records of 4 bits come first."""
     four_bit = [*records("zero-shot", 0.5, (0,), **FOUR_BIT), *records("fo:lora-8", 0.5, **FOUR_BIT)]

@@ -133,6 +133,43 @@ def test_twin_sentences_of_winogrande_are_one_group(tmp_path: Path) -> None:
     assert len({e.group for e in examples}) == 1
 
 
+def test_documents_are_read_as_an_agent_reads_them(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        {"group": "Ann", "text": "Good morning."},
+        {"group": "Ann", "prompt": "Hello.\n", "completion": "Hi!"},
+        {"prompt": "", "completion": "Alone. "},
+        {"text": "alone."},
+    )
+    examples = read_file(Task.TEXT, path).examples
+    assert [(e.prompt, e.candidates) for e in examples] == [
+        ("", ("Good morning.",)),
+        ("Hello.\n", ("Hi!",)),
+        ("", ("Alone. ",)),
+        ("", ("alone.",)),
+    ]
+    assert [e.group for e in examples] == ["ann", "ann", "alone.", "alone."]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "a", "prompt": "b", "completion": "c"}, "expected either 'text' or"),
+        ({"sentence": "a"}, "expected either 'text' or"),
+        ({"completion": "a"}, "expected text in 'prompt'"),
+        ({"prompt": "a", "completion": " "}, "expected text in 'completion'"),
+        ({"text": 3}, "expected text in 'text'"),
+        ({"text": "a", "group": 7}, "expected text in 'group'"),
+    ],
+)
+def test_a_row_that_is_no_document_is_reported(row: object, reason: str, tmp_path: Path) -> None:
+    good = [{"text": f"number {number}"} for number in range(20)]
+    pool = read_file(Task.TEXT, written(tmp_path, *good, row))
+    assert len(pool.examples) == 20
+    assert [bad.name for bad in pool.bad] == ["rows.jsonl:21"]
+    assert reason in pool.bad[0].reason
+
+
 @pytest.mark.parametrize(
     ("task", "change", "reason"),
     [

@@ -64,6 +64,21 @@ def test_demonstrations_that_do_not_fit_are_left_out_whole() -> None:
         assert (choices.shots, choices.cut) == (len(shown) // 2, 0)
 
 
+def test_a_text_without_a_prompt_is_learned_whole_and_loses_its_end() -> None:
+    text = made(prompt="", candidates=("abcd",))
+    begun = encode_example(text, encode, begin=1, max_tokens=16)
+    assert (begun.answers[0].ids, begun.answers[0].targets) == ((1, 97, 98, 99, 100), 4)
+    bare = encode_example(text, encode, begin=None, max_tokens=16)
+    assert (bare.answers[0].ids, bare.answers[0].targets) == ((97, 98, 99, 100), 3)
+    assert training_batch([bare]).target_BT.tolist() == [[False, True, True, True]]
+    short = encode_example(text, encode, begin=1, max_tokens=4)
+    assert (short.answers[0].ids, short.answers[0].targets, short.cut) == ((1, 97, 98, 99), 3, 1)
+    shown = encode_example(text, encode, begin=1, max_tokens=16, demonstrations=("D\n",))
+    assert (shown.answers[0].ids[:3], shown.answers[0].targets) == ((1, 68, 10), 4)
+    with pytest.raises(InputError, match="expected a token to predict in f:1, got 1 tokens"):
+        encode_example(made(prompt="", candidates=("a",)), encode, begin=None, max_tokens=16)
+
+
 def test_losses_of_examples_are_means_over_their_own_tokens() -> None:
     items = [
         encode_example(item, encode, begin=1, max_tokens=64) for item in (made(), made(candidates=("x",)))

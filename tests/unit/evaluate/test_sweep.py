@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from permille.errors import InputError
 from permille.evaluate import cells
@@ -94,6 +96,33 @@ def test_free_text_is_written_and_scored_in_a_sweep(sweep_file: Path) -> None:
         assert record["loss"] > 0
     assert any(any(record["written"]) for record in records)
     assert ", F1 " in markdown(records)
+
+
+def test_language_modelling_has_the_losses_of_transformers_and_no_accuracy(sweep_file: Path) -> None:
+    folder, model = sweep_file.parent, ROOT / "examples" / "model"
+    texts = [f"The {word} house stands in town {n}." for n in range(3) for word in WORDS]
+    rows = [json.dumps({"text": text, "group": f"person {n % 12}"}) + "\n" for n, text in enumerate(texts)]
+    (folder / "text.json").write_text("".join(rows))
+    sweep_file.write_text(SQUAD_SWEEP.format(model=model).replace("squad", "text"))
+    sweep_file.write_text(sweep_file.read_text().replace("squeezellm", "bf16"))
+    records = run_sweep(read_sweep(sweep_file), folder / "results.jsonl", lambda *_: None)
+    zero_shot, shown, trained = records
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    own = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).float()
+    expected = []
+    for item in zero_shot["items"]:
+        ids = torch.tensor([tokenizer(texts[int(item.partition(":")[2]) - 1])["input_ids"]])
+        with torch.no_grad():
+            expected.append(float(own(ids, labels=ids).loss))
+    assert zero_shot["item_losses"] == pytest.approx(expected, rel=1e-3)
+    assert shown["shots"] == 1
+    assert shown["item_losses"] != zero_shot["item_losses"]
+    assert trained["loss"] != zero_shot["loss"]
+    for record in records:
+        assert (record["accuracy"], record["majority"]) == (None, None)
+    lines = markdown(records).splitlines()
+    assert any(line.startswith("| method | text | rank |") for line in lines)
+    assert f"| zero-shot | ({zero_shot['loss']:.3f}) |" in markdown(records)
 
 
 COPA_SWEEP = """
