@@ -10,8 +10,9 @@ made from: `--restore` takes them up in another clone, where its folder has none
 A page in --output that shows what is not here stays; the new one is then in FOLDER/page. Two calls may run at
 once if neither restores and no model is common to both.
 
-Files: PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks (`tasks/BoolQ/val.jsonl`, ...) and
-text; or `--materials FILE`, a TOML file with `models`, `corpus` and `[tasks.<name>]` like a sweep's.
+Files: PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks (`tasks/BoolQ/val.jsonl`, ...),
+text and people (`users/lamp7_dev`); or `--materials FILE`, a TOML file with `models`, `corpus` and
+`[tasks.<name>]` like a sweep's.
 
 Hours of one core, reckoned from cells measured on a shared Zen 3 core with AVX2 (a run and its test on SST-2:
 20 s with stories260K, 25 s with reference-7M for a mask, 45 s for an adapter, 100 s for all weights; a search

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,23 +64,31 @@ def _of_environment(models: Sequence[Path] | None, folder: Path) -> Materials:
         name: {key: data / "tasks" / value for key, value in files.items()}
         for name, files in _TASK_FILES.items()
     }
+    try:
+        tasks["text"] = {"train": _tweets(data, folder / "tweets.jsonl")}
+    except InputError as exc:
+        print(f"without the task text: {exc}", file=sys.stderr)
     return Materials(
         models=found,
-        tasks=tasks | {"text": {"train": _tweets(data, folder / "tweets.jsonl")}},
+        tasks=tasks,
         corpus=data / "text/c4_en/c4_sample.jsonl",
     )
 
 
 def _tweets(data: Path, path: Path) -> Path:
     """The first tweets of everybody of LaMP-7, as rows of the task `text`; whole people on one side."""
-    people = read_users(data, Collection.LAMP7).users
+    found = read_users(data, Collection.LAMP7)
+    if found.bad:
+        print(f"{len(found.bad)} lines of LaMP-7 are nobody, such as {found.bad[0]}", file=sys.stderr)
     rows = [
         {"group": person.name, "text": own_words(document)}
-        for person in people
+        for person in found.users
         for document in person.documents[:_TWEETS]
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if not path.exists() or path.read_bytes() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
     return path
 
 

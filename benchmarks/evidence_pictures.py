@@ -14,6 +14,7 @@ from benchmarks.evidence_plan import DYNAMIC, QUERIES, STATIC, masked_share
 from benchmarks.evidence_records import by_density
 from permille.evaluate.cells import Json
 from permille.evaluate.figures import Line, Panel, lines_picture, split_picture
+from permille.evaluate.prompts import Task
 
 GradientCells = Sequence[tuple[Settings, Result]]
 
@@ -59,8 +60,10 @@ def fraction_pictures(records: Sequence[Json], models: Mapping[str, Path]) -> li
                     level=_level(records, model, task, outcome),
                 )
                 for model, task in dict.fromkeys((record["model"], record["task"]) for record in own)
-                if model in models
+                if model in models and not (outcome == "accuracy" and task == Task.TEXT)
             ]
+            if not panels:
+                continue
             png = lines_picture(
                 panels, x_label="fraction of the linear weights", y_label=label, log_x=True, share_y=False
             )

@@ -25,6 +25,7 @@ class Encoder:
         self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a text that names one does not hold it
         plain, special = self("a"), tuple(self._tokenizer.encode("a").ids)
         begins = len(special) > len(plain) and special[1 : 1 + len(plain)] == plain
         self.begin: int | None = special[0] if begins else None

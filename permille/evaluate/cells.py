@@ -250,7 +250,7 @@ class Outcome:
 
     def record(self) -> Json:
         """The line of the results file; in free text what is right is an exact match, and F1 is beside it.
-        Language modelling has nothing to be right about: no accuracy, no majority."""
+        Language modelling has nothing to be right about: no accuracy, no majority, no outcome but losses."""
         return self._plain() | (
             {}
             if self.written is None
@@ -285,7 +285,9 @@ class Outcome:
             ),
             "items": [example.name for example in self.data.tested],
             "groups": [_digest(example.group) for example in self.data.tested],
-            "correct": "".join("01"[int(right)] for right in self.tested.correct_N),
+            "correct": None
+            if self.cell.task is Task.TEXT
+            else "".join("01"[int(right)] for right in self.tested.correct_N),
             "item_losses": [round(loss, 5) for loss in self.tested.loss_N.tolist()],
             "shots": float(np.mean([item.shots for item in self.data.test])),
             "cut_examples": sum(item.cut > 0 for item in self.data.test),

@@ -22,6 +22,8 @@ class Example:
         references: right answers in free text (SQuAD); empty for tasks with candidates.
         group: examples of one group (a passage, a sentence pair's text) never stand in two splits.
         name: where it comes from, for reports: "val.jsonl:17".
+        document: language modelling: the one candidate follows the prompt, if there is one, and may lose its
+            end.
     """
 
     prompt: str
@@ -30,6 +32,7 @@ class Example:
     group: str
     name: str
     references: tuple[str, ...] = ()
+    document: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ def _table(model: str, base: str, rows: Rows) -> str:
         "nats a token. A task in *italics* does not count for accuracy (no first-order gain of 5 points over "
         "majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
         f"references, or fewer than {MIN_CLUSTERS} passages). In free text (squad) accuracy is exact match, "
-        "with F1; language modelling (text) has its loss alone.",
+        "with F1; language modelling (text) has its loss alone, mean over documents.",
         "",
         "| method | "
         + " | ".join(_heading(rows, task, counted[task]) for task in tasks)

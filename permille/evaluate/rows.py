@@ -60,7 +60,7 @@ _GROUP: Mapping[Task, Callable[[Row], str]] = {
     # Twin sentences differ in a word or two; their ids differ in the last part alone.
     Task.WINOGRANDE: lambda row: str(row.get("qID", row["sentence"])).rsplit("-", 1)[0],
     Task.SQUAD: lambda row: row["context"],
-    Task.TEXT: lambda row: row["group"] if "group" in row else row.get("prompt", "") + _document(row),
+    Task.TEXT: lambda row: row.get("prompt", "") + row.get("completion", row.get("text", "")),
 }
 
 
@@ -194,8 +194,11 @@ def _example(task: Task, row: Row, wording: Wording, name: str) -> Example:
     for key in _TEXTS[task]:
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise _BadRowError(f"expected text in {key!r}, got {row.get(key)!r:.60}")
+    if task is Task.TEXT:
+        row = {key: value for key, value in row.items() if value is not None}
     _check_task(task, row)
     words = worded(task, row, wording)
+    _check_unicode(words.prompt, *words.candidates, *row.get("references", ()), _group(task, row))
     if task is Task.SQUAD:
         if not row["references"]:
             raise _BadRowError("expected at least one answer, got none")
@@ -213,6 +216,7 @@ def _example(task: Task, row: Row, wording: Wording, name: str) -> Example:
         label=0 if task is Task.TEXT else _label(task, row),
         group=_group(task, row),
         name=name,
+        document=task is Task.TEXT,
     )
 
 
@@ -244,19 +248,24 @@ def _check_task(task: Task, row: Row) -> None:
 
 
 def _check_document(row: Row) -> None:
-    if ("text" in row) == ("completion" in row):
-        raise _BadRowError(f"expected either 'text' or 'prompt' and 'completion', got {sorted(row)!r:.60}")
-    own = "text" if "text" in row else "completion"
-    for key in (own, *(("prompt",) if own == "completion" else ()), *(("group",) if "group" in row else ())):
-        value = row.get(key)
-        if not isinstance(value, str) or not (value.strip() or key == "prompt"):
-            raise _BadRowError(f"expected text in {key!r}, got {value!r:.60}")
+    found = sorted(row.keys() & {"text", "prompt", "completion"})
+    if found not in (["text"], ["completion", "prompt"]):
+        raise _BadRowError(f"expected either 'text' or 'prompt' and 'completion', got {found}")
+    for key in (*found, *(row.keys() & {"group"})):
+        if not isinstance(row[key], str) or not (row[key].strip() or key == "prompt"):
+            raise _BadRowError(f"expected text in {key!r}, got {row[key]!r:.60}")
 
 
-def _document(row: Row) -> str:
-    return str(row["text"] if "text" in row else row["completion"])
+def _check_unicode(*texts: str) -> None:
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as exc:
+        raise _BadRowError(f"expected Unicode, got a lone surrogate: {exc.reason}") from exc
 
 
 def _group(task: Task, row: Row) -> str:
-    """The text that examples share, without case and spacing, in which repeated passages differ."""
+    """The text that examples share, without case and spacing, in which repeated passages differ; or what a
+    document names."""
+    if task is Task.TEXT and "group" in row:
+        return str(row["group"])
     return " ".join(_GROUP[task](row).casefold().split())

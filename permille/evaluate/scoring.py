@@ -28,6 +28,9 @@ TokenLosses = Callable[[Batch], NDArray[np.float32]]
 """Loss of each target of a batch, row-major: `Engine.token_losses` at some values, or any model's."""
 
 
+_CHARACTERS_A_TOKEN = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Tokens of a prompt with one candidate; the last `targets` of them are the candidate's."""
@@ -43,7 +46,7 @@ class Choices:
     Attributes:
         label: index of the right candidate.
         shots: solved examples that stand before the question: those that fitted.
-        cut: tokens that did not fit: of the prompt's front, or of the end of a text without one.
+        cut: tokens that did not fit: of the prompt's front, of a document's end.
     """
 
     answers: tuple[Answer, ...]
@@ -88,8 +91,7 @@ def encode_example(
 
     Prompt and candidate are encoded as one text, and the boundary is where the prompt's own tokens end as
     long as they agree, so that a candidate is spelled as the model would meet it. All candidates stand after
-    the same tokens: the longest one says how much fits. A text without a prompt is all candidate: what does
-    not fit is its end, and where nothing begins it, nothing predicts its first token.
+    the same tokens: the longest one says how much fits.
 
     Args:
         begin: id of the token that begins a text, or None for a model without one.
@@ -101,6 +103,8 @@ def encode_example(
     """
     if not example.candidates:
         raise InputError(f"expected candidates in {example.name}, got free text")
+    if example.document:
+        return _encode_document(example, encode, begin, max_tokens, demonstrations)
     start = () if begin is None else (begin,)
     room = max_tokens - len(start)
     for dropped in range(len(demonstrations) + 1):
@@ -111,9 +115,6 @@ def encode_example(
             break
     prompt_ids = tuple(encode(prompt))
     cut = max(0, max(map(len, wholes)) - room)
-    if not prompt:
-        answers = [_whole_text(start, whole[:room], example.name) for whole in wholes]
-        return Choices(answers=tuple(answers), label=example.label, shots=0, cut=cut)
     answers = []
     for candidate, whole in zip(example.candidates, wholes, strict=True):
         targets = len(whole) - _common(prompt_ids, whole)
@@ -126,11 +127,34 @@ def encode_example(
     return Choices(answers=tuple(answers), label=example.label, shots=len(shown), cut=cut)
 
 
-def _whole_text(start: tuple[int, ...], ids: tuple[int, ...], name: str) -> Answer:
-    targets = len(ids) if start else len(ids) - 1
+def _encode_document(
+    example: Example, encode: Encode, begin: int | None, max_tokens: int, demonstrations: Sequence[str]
+) -> Choices:
+    """A document in tokens: its own, whatever stands before it, so that every method scores the same ones.
+
+    Where nothing begins a text, nothing predicts its first token. What does not fit is the prompt's front, as
+    long as a quarter of the row is left of it, then the document's end.
+    """
+    start = () if begin is None else (begin,)
+    room = max_tokens - len(start)
+    prompt, text = example.prompt, example.candidates[0]
+    # Longer ones are not read through for the few tokens that are kept.
+    most = _CHARACTERS_A_TOKEN * max_tokens
+    prompt, text = prompt[-most:], text[:most]
+    whole = tuple(encode(prompt + text))
+    first = _common(tuple(encode(prompt)), whole) if prompt else 0
+    front = max(0, first - max(room // 4, room - (len(whole) - first)))
+    kept = whole[front : front + room]
+    targets = len(kept) - (first - front) - (1 if first == front and not start else 0)
     if targets < 1:
-        raise InputError(f"expected a token to predict in {name}, got {len(ids)} tokens")
-    return Answer(ids=(*start, *ids), targets=targets)
+        raise InputError(f"expected a token to predict in {example.name}, got {len(whole)} tokens")
+    for dropped in range(len(demonstrations) + 1):
+        shown = demonstrations[dropped:]
+        before = tuple(encode("".join(shown))) if shown else ()
+        if len(before) + len(kept) <= room:
+            break
+    answer = Answer(ids=(*start, *before, *kept), targets=targets)
+    return Choices(answers=(answer,), label=0, shots=len(shown), cut=len(whole) - len(kept))
 
 
 def training_batch(choices: Sequence[Choices]) -> Batch:

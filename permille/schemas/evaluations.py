@@ -67,7 +67,8 @@ TuningSeeds = Annotated[
 
 class TaskSource(Closed):
     """A task's files below the service's corpus root: JSON lines as SuperGLUE writes them, SST-2 also as
-    GLUE's `.tsv`, SQuAD its `.json`. Without `test` the train file is divided into all three parts."""
+    GLUE's `.tsv`, SQuAD its `.json`, documents (`text`) as an agent's rows. Without `test` the train file is
+    divided into all three parts."""
 
     train: RelativePath = Field(examples=["SST-2/train.tsv"])
     test: RelativePath | None = Field(default=None, examples=["SST-2/dev.tsv"])

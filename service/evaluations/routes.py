@@ -83,7 +83,7 @@ def get_evaluation_results(
 ) -> Response:
     """All that was measured, as JSON lines: `kind` is `sweep` (the first), `bad-row`, `tuning` or `cell`. A
     cell has accuracy, losses and the outcome of each test item, so that any two methods can be compared in
-    pairs."""
+    pairs. Language modelling (`text`) has losses alone: `accuracy` and `majority` are null."""
     with service.database.read() as session:
         row = evaluations.get(session, tenant_id=operator.tenant_id, evaluation_id=evaluation_id)
     return report_response(request, service, row.results_digest, LINES_MEDIA_TYPE)

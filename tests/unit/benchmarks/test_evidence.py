@@ -160,6 +160,8 @@ def test_the_environment_adds_models_to_our_own(tmp_path: Path, monkeypatch: pyt
     assert list(found.tasks) == ["sst2", "boolq", "rte", "text"]
     rows = [json.loads(line) for line in found.tasks["text"]["train"].read_text().splitlines()]
     assert rows == [{"group": "7", "text": text} for text in ("one", "two", "three", "four")]
+    people.unlink()
+    assert list(find_materials(None, None, tmp_path / "evidence").tasks) == ["sst2", "boolq", "rte"]
     models = found.models
     assert [model.name for model in models] == ["reference-6M", "stories260K-hf", "reference-7M"]
     assert (models[0] / "config.json").is_file()

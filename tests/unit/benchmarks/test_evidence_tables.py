@@ -1,10 +1,14 @@
 """What the tables of the evidence say while a run is unfinished."""
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.evidence_pictures import fraction_pictures
 from benchmarks.evidence_tables import begun_anew, method_table, setting_table, turn_table
 from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
+from tests.tiny_model import write_model
 
 ITEMS = 100
 
@@ -80,6 +84,29 @@ def test_cells_name_a_step_on_the_edge_and_runs_that_began_anew() -> None:
         assert "(0.400, edge)" in table[2]
     attempts = [record | {"attempts": count} for record, count in zip(found, (1, 3, None), strict=True)]
     assert begun_anew(attempts, "queries", "q =") == "q = 16, 1 of 2 runs"
+
+
+def test_language_modelling_has_its_loss_alone() -> None:
+    found = [*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.9)]
+    own = [
+        record | {"task": "text", "accuracy": None, "majority": None, "loss": 3 + record["seed"] / 10}
+        for record in cells("fo:lora-8", 0.9)
+    ]
+    lines = method_table([*found, *own], [*found, *own])
+    assert " | text (loss alone) | " in lines[0]
+    assert "| (3.100 ± 0.100) |" in lines[3]
+    assert "| m, text, fo:lora-8 | (3.100 ± 0.100) |" in setting_table(own, "queries", "q =")
+
+
+def test_figures_of_language_modelling_show_its_loss(tmp_path: Path) -> None:
+    write_model(tmp_path / "m")
+    own = [
+        record | {"stage": "fractions", "density": density, "task": "text", "accuracy": None}
+        for record in cells("zo:sensitive-c4", 0.5)
+        for density in (0.01, 0.1)
+    ]
+    pictures = fraction_pictures(own, {"m": tmp_path / "m"})
+    assert [picture.name for picture in pictures] == ["fractions-loss", "dynamic-loss"]
 
 
 def test_a_claim_of_one_stage_turns_at_no_density() -> None:

@@ -137,18 +137,21 @@ def test_documents_are_read_as_an_agent_reads_them(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         {"group": "Ann", "text": "Good morning."},
-        {"group": "Ann", "prompt": "Hello.\n", "completion": "Hi!"},
-        {"prompt": "", "completion": "Alone. "},
+        {"group": "Ann", "prompt": "Hello.\n", "completion": "Hi!", "text": None},
+        {"group": "ann", "text": "Another."},
+        {"group": None, "prompt": "", "completion": "Alone. "},
         {"text": "alone."},
     )
     examples = read_file(Task.TEXT, path).examples
     assert [(e.prompt, e.candidates) for e in examples] == [
         ("", ("Good morning.",)),
         ("Hello.\n", ("Hi!",)),
+        ("", ("Another.",)),
         ("", ("Alone. ",)),
         ("", ("alone.",)),
     ]
-    assert [e.group for e in examples] == ["ann", "ann", "alone.", "alone."]
+    assert [e.group for e in examples] == ["Ann", "Ann", "ann", "alone.", "alone."]
+    assert all(example.document for example in examples)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,12 @@ def test_documents_are_read_as_an_agent_reads_them(tmp_path: Path) -> None:
     [
         ({"text": "a", "prompt": "b", "completion": "c"}, "expected either 'text' or"),
         ({"sentence": "a"}, "expected either 'text' or"),
-        ({"completion": "a"}, "expected text in 'prompt'"),
+        ({"completion": "a"}, r"got ['completion']"),
+        ({"text": "a", "prompt": "b"}, r"got ['prompt', 'text']"),
+        ({"text": "a", "prompt": 3}, r"got ['prompt', 'text']"),
+        ({"prompt": 3, "completion": "b"}, "expected text in 'prompt'"),
+        ({"text": "hi \ud83d"}, "lone surrogate"),
+        ({"text": "hi", "group": "\ud83d"}, "lone surrogate"),
         ({"prompt": "a", "completion": " "}, "expected text in 'completion'"),
         ({"text": 3}, "expected text in 'text'"),
         ({"text": "a", "group": 7}, "expected text in 'group'"),
@@ -182,6 +190,7 @@ def test_a_row_that_is_no_document_is_reported(row: object, reason: str, tmp_pat
         (Task.RTE, {"premise": 3}, "expected text in 'premise'"),
         (Task.WSC, {"target": {"span1_text": "Ann"}}, "span2_text"),
         (Task.WINOGRANDE, {"sentence": "no blank"}, "one blank"),
+        (Task.RTE, {"premise": "hi \ud83d"}, "lone surrogate"),
     ],
 )
 def test_a_bad_row_is_reported_and_the_others_kept(

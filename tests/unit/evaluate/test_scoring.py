@@ -64,19 +64,57 @@ def test_demonstrations_that_do_not_fit_are_left_out_whole() -> None:
         assert (choices.shots, choices.cut) == (len(shown) // 2, 0)
 
 
-def test_a_text_without_a_prompt_is_learned_whole_and_loses_its_end() -> None:
-    text = made(prompt="", candidates=("abcd",))
-    begun = encode_example(text, encode, begin=1, max_tokens=16)
+def document(text: str, prompt: str = "") -> Example:
+    return Example(prompt=prompt, candidates=(text,), label=0, group="g", name="f:1", document=True)
+
+
+def test_a_document_is_learned_whole_and_loses_its_end() -> None:
+    begun = encode_example(document("abcd"), encode, begin=1, max_tokens=16)
     assert (begun.answers[0].ids, begun.answers[0].targets) == ((1, 97, 98, 99, 100), 4)
-    bare = encode_example(text, encode, begin=None, max_tokens=16)
+    bare = encode_example(document("abcd"), encode, begin=None, max_tokens=16)
     assert (bare.answers[0].ids, bare.answers[0].targets) == ((97, 98, 99, 100), 3)
     assert training_batch([bare]).target_BT.tolist() == [[False, True, True, True]]
-    short = encode_example(text, encode, begin=1, max_tokens=4)
+    short = encode_example(document("abcd"), encode, begin=1, max_tokens=4)
     assert (short.answers[0].ids, short.answers[0].targets, short.cut) == ((1, 97, 98, 99), 3, 1)
-    shown = encode_example(text, encode, begin=1, max_tokens=16, demonstrations=("D\n",))
-    assert (shown.answers[0].ids[:3], shown.answers[0].targets) == ((1, 68, 10), 4)
     with pytest.raises(InputError, match="expected a token to predict in f:1, got 1 tokens"):
-        encode_example(made(prompt="", candidates=("a",)), encode, begin=None, max_tokens=16)
+        encode_example(document("a"), encode, begin=None, max_tokens=16)
+
+
+def test_what_follows_a_prompt_keeps_a_quarter_of_the_row_of_it() -> None:
+    """A prompt of ten tokens and twenty that are learned, in rows of eight to thirty-two."""
+    text = document("b" * 20, "0123456789")
+    for room, prompt, targets in (
+        (32, "0123456789", 20),
+        (24, "456789", 18),
+        (20, "56789", 15),
+        (8, "89", 6),
+    ):
+        (answer,) = encode_example(text, encode, begin=None, max_tokens=room).answers
+        assert (answer.ids, answer.targets) == (tuple(map(ord, prompt + "b" * targets)), targets)
+
+
+@pytest.mark.parametrize("begin", [1, None])
+def test_the_same_tokens_of_a_document_are_scored_whatever_stands_before_it(begin: int | None) -> None:
+    (plain,) = encode_example(document("Yes"), encode, begin=begin, max_tokens=16).answers
+    for demonstrations, shots in ((("D\n",), 1), (("D\n", "Y"), 2), (("D" * 20, "D\n"), 1)):
+        found = encode_example(
+            document("Yes"), encode, begin=begin, max_tokens=16, demonstrations=demonstrations
+        )
+        (answer,) = found.answers
+        assert found.shots == shots
+        assert answer.targets == plain.targets
+        assert answer.ids[-2:] == plain.ids[-2:] == (500, ord("s"))
+
+
+def test_a_long_document_is_not_read_through() -> None:
+    read: list[int] = []
+
+    def counted(text: str) -> list[int]:
+        read.append(len(text))
+        return encode(text)
+
+    encode_example(document("b" * 100_000, "a" * 100_000), counted, begin=None, max_tokens=8)
+    assert max(read) <= 2 * 64 * 8
 
 
 def test_losses_of_examples_are_means_over_their_own_tokens() -> None:
