@@ -79,7 +79,8 @@ def _tweets(data: Path, path: Path) -> Path:
     """The first tweets of everybody of LaMP-7, as rows of the task `text`; whole people on one side."""
     found = read_users(data, Collection.LAMP7)
     if found.bad:
-        print(f"{len(found.bad)} lines of LaMP-7 are nobody, such as {found.bad[0]}", file=sys.stderr)
+        first = f"{found.bad[0].name}: {found.bad[0].reason}"
+        print(f"left out {len(found.bad)} lines of LaMP-7, such as {first}", file=sys.stderr)
     rows = [
         {"group": person.name, "text": own_words(document)}
         for person in found.users
