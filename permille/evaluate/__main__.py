@@ -1,6 +1,7 @@
 """`python -m permille.evaluate sweep.toml --results results.jsonl`: run a sweep, then print its tables."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -40,5 +41,10 @@ def _tell(done: int, total: int, following: str) -> None:
     print(f"[{done}/{total}] {following}", file=sys.stderr, flush=True)
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

@@ -6,6 +6,7 @@ off. A file of another sweep or procedure is refused, never mixed; seeds may be 
 was begun with.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from permille import __version__
-from permille.errors import InputError
+from permille.errors import InputError, RetryableError
 from permille.evaluate.cells import Bench, Cell, Json
 from permille.evaluate.methods import Method
 from permille.evaluate.specification import Sweep, TaskFiles
@@ -49,7 +50,13 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     Raises:
         InputError: the file is of another sweep or damaged before its last line; or a cell's input is wrong
             (what is done is kept).
+        RetryableError: another process is at it.
     """
+    with _alone(results):
+        return _run_missing(sweep, results, progress)
+
+
+def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     done = open_results(sweep, results)
     bench = Bench(sweep)
     with done.bad_rows_of(bench):
@@ -62,6 +69,18 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
             done.append({"kind": "cell", "key": cell.key, **record})
     progress(len(cells), len(cells), "")
     return [done.cells[cell.key] for cell in cells]
+
+
+@contextmanager
+def _alone(results: Path) -> Iterator[None]:
+    """Two processes would measure each cell twice and write both."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise RetryableError(f"expected to be the only sweep on {results}, got another one") from exc
+        yield
 
 
 def open_results(sweep: Sweep, results: Path) -> "Results":

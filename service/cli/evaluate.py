@@ -1,6 +1,7 @@
 """`permille evaluate`: a sweep over methods and tasks, in a process of its own, since it needs torch."""
 
 import importlib.util
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +36,20 @@ def evaluate(
         )
     options = {"--results": results, "--table": table}
     chosen = [text for name, path in options.items() if path is not None for text in (name, str(path))]
+    status = _run([sys.executable, "-m", "permille.evaluate", str(sweep), *chosen])
+    if status:
+        raise typer.Exit(int(Exit.REFUSED) if status == 1 else status)
+
+
+def _run(command: list[str]) -> int:
+    """Exit status of a process that ends with this one: a terminal interrupts both, others only this one."""
+    process = subprocess.Popen(command)
+    former = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
-        done = subprocess.run([sys.executable, "-m", "permille.evaluate", str(sweep), *chosen], check=False)
-    except KeyboardInterrupt:  # the process had it too, and has said what it keeps
-        raise typer.Exit(130) from None
-    if done.returncode:
-        raise typer.Exit(int(Exit.REFUSED) if done.returncode == 1 else done.returncode)
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # the process had it too, and says what it keeps
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, former)

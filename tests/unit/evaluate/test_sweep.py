@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from permille.errors import InputError
+from permille.errors import InputError, RetryableError
 from permille.evaluate import cells
 from permille.evaluate.__main__ import main
 from permille.evaluate.report import countable, markdown, paired
@@ -235,6 +238,19 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
     assert "| sst2? (" in table  # six items are too few to know
 
 
+def test_one_process_at_a_time_writes_results(sweep_file: Path, tmp_path: Path) -> None:
+    sweep, results = read_sweep(sweep_file), tmp_path / "results.jsonl"
+
+    def another(done: int, total: int, _: str) -> None:
+        with pytest.raises(RetryableError, match=r"the only sweep on .*results\.jsonl, got another one"):
+            run_sweep(sweep, results, lambda *_: None)
+        raise Stopped
+
+    for _ in range(2):  # whoever stops lets the next one in
+        with pytest.raises(Stopped):
+            run_sweep(sweep, results, another)
+
+
 def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,3 +467,19 @@ def test_the_operators_command_runs_a_sweep_and_tells_refusals(
     assert permille(["evaluate", str(sweep_file)]) == 3
     assert "expected corpus, methods, tasks" in capfd.readouterr().err
     assert permille(["evaluate", str(tmp_path / "absent.toml")]) == 2
+
+
+def test_the_operators_command_takes_its_process_with_it(sweep_file: Path) -> None:
+    """To the end of its standard error, which the process that measures holds as well."""
+    code = "import sys; from service.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "evaluate", str(sweep_file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("[1/"):
+                break
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; " in told
+    assert len(sweep_file.with_suffix(".results.jsonl").read_text().splitlines()) < 12
