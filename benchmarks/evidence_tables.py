@@ -9,7 +9,7 @@ from permille.evaluate.cells import Json
 from permille.evaluate.claims import MIN_SEEDS, Row, counted_tasks, overall
 from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.prompts import Task
-from permille.evaluate.report import text_cell
+from permille.evaluate.report import loss_with_deviation
 from permille.evaluate.statistics import average_ranks
 
 _Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]
@@ -164,7 +164,7 @@ def _cell(records: Sequence[Json]) -> str:
     seeds = f", {len(records)} seeds" if len(records) != 3 else ""
     mark = ", edge" if any(record["on_edge"] for record in records) else ""
     if records[0]["task"] == Task.TEXT:
-        return text_cell(records).removesuffix(")") + f"{seeds}{mark})"
+        return f"({loss_with_deviation(records)}{seeds}{mark})"
     accuracy = [100 * record["accuracy"] for record in records]
     spread = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
     return f"{np.mean(accuracy):.1f}{spread} ({_mean(records, 'loss'):.3f}{seeds}{mark})"

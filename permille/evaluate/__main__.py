@@ -42,9 +42,13 @@ def _tell(done: int, total: int, following: str) -> None:
 
 
 def _interrupt(*_: object) -> None:
+    """Once: a second signal must not end the first one's farewell."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

@@ -42,14 +42,14 @@ def evaluate(
 
 
 def _run(command: list[str]) -> int:
-    """Exit status of a process that ends with this one: a terminal interrupts both, others only this one."""
+    """Exit status of a process that is told to end when this one is; it keeps what is done, and says so."""
     process = subprocess.Popen(command)
     former = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         while True:
             try:
                 return process.wait()
-            except KeyboardInterrupt:  # the process had it too, and says what it keeps
-                continue
+            except KeyboardInterrupt:  # from a terminal the process had it too, and takes it once
+                process.terminate()
     finally:
         signal.signal(signal.SIGTERM, former)

@@ -8,9 +8,6 @@ import pytest
 
 from benchmarks.evidence import main
 from benchmarks.evidence_materials import find_materials
-from benchmarks.evidence_plan import (
-    Materials,
-)
 from benchmarks.evidence_records import progress, read_records
 from benchmarks.evidence_runner import Runner, TimeIsUpError
 from tests.evidence_files import arguments, files_of
@@ -170,11 +167,7 @@ def test_the_environment_adds_models_to_our_own(tmp_path: Path, monkeypatch: pyt
 
 def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> None:
     folder = materials_file.parent
-    materials = Materials(
-        models=(folder / "tiny",),
-        tasks={"sst2": {"train": folder / "train.tsv"}},
-        corpus=folder / "corpus.jsonl",
-    )
+    materials = find_materials(materials_file, None, tmp_path)
     runner = Runner(materials, tmp_path, quick=True, minutes=0)
     for stage in ("coverage", "table", "steps"):
         with pytest.raises(TimeIsUpError):

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence import STAGES
+from benchmarks.evidence_materials import find_materials
 from benchmarks.evidence_plan import (
     DENSITY,
     DYNAMIC,
     FRACTIONS,
     QUICK,
     SWEEP_STAGES,
-    Materials,
     Size,
     masked_share,
     size_for,
@@ -28,11 +28,7 @@ from permille.evaluate.specification import read_sweep
 
 def test_every_sweep_is_one_that_the_product_reads(materials_file: Path, tmp_path: Path) -> None:
     folder = materials_file.parent
-    materials = Materials(
-        models=(folder / "tiny",),
-        tasks={"sst2": {"train": folder / "train.tsv"}},
-        corpus=folder / "corpus.jsonl",
-    )
+    materials = find_materials(materials_file, None, tmp_path)
     size = size_for(folder / "tiny")
     for stage in SWEEP_STAGES:
         for unit in units(stage, folder / "tiny", "sst2", size, density=0.01, fractions=FRACTIONS):
