@@ -8,7 +8,8 @@ a second state learns equally much text of other people; and people are paired, 
 also read under a stranger's state. Tests and tables: permille/evaluate/personal.py.
 
 A pair is a cell, written once it is whole; within it every run goes on where a kill left it. `--minutes`
-begins no pair after that time. Writes users.json and users.md of all that is finished.
+begins no pair after that time. Writes users.json and users.md of all that is finished; `--restore users.json`
+takes up what was finished before, here or elsewhere.
 """
 
 import argparse
@@ -148,6 +149,27 @@ def settings_of(bench: Bench, model: str, collection: Collection, pair: tuple[Pe
     }
 
 
+def restore(file: Path, cells: Cells) -> None:
+    """Take up the pairs of a users.json that `cells` lacks.
+
+    Raises:
+        InputError: the file cannot be read, or is none of this benchmark; nothing is taken up then.
+    """
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        if not isinstance(found, list):
+            raise TypeError(f"no list, but {type(found).__name__}")
+        rows = [(row["settings"], row["result"]) for row in found]
+        for _, result in rows:
+            for record in result["people"]:
+                PersonalOutcome.of(record)
+    except (OSError, ValueError, KeyError, TypeError, InputError) as exc:
+        raise InputError(f"expected a users.json of this benchmark at {file}, got {exc!r:.200}") from exc
+    for settings, result in rows:
+        if not cells.has(FIGURE, settings):
+            cells.keep(FIGURE, settings, result)
+
+
 def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
     """All that is finished."""
     chosen = [settings["options"] for settings, _ in cells.of(FIGURE)]
@@ -182,11 +204,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of each run; default: by model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no pair after so long")
+    parser.add_argument("--restore", type=Path, help="a users.json: its pairs are not measured again")
     parser.add_argument("--output", type=Path, help="folder for users.md and users.json; default: printed")
     parser.set_defaults(cells=Path("build/bench/users.jsonl"))
     arguments = parser.parse_args()
     sources = sources_from_environment()
     cells = Cells(arguments.cells)
+    if arguments.restore is not None:
+        restore(arguments.restore, cells)
     read = cache(partial(read_users, sources.data))
     end = time.monotonic() + 60 * arguments.minutes
     for model in arguments.models:

@@ -8,7 +8,7 @@ from scipy; this module says which test answers which question.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ class UserTest:
 
     Attributes:
         gain: mean over users of second less first (losses: positive where the first is better).
+        interval: of the gain, 95 %, by Student's t over users; for this comparison alone.
         worsened: share of users for whom the first is worse.
         p_value: two-sided; of `holm`, adjusted for all comparisons together.
     """
@@ -55,6 +56,7 @@ class UserTest:
     name: str
     users: int
     gain: float
+    interval: tuple[float, float]
     worsened: float
     p_value: float
 
@@ -69,10 +71,13 @@ def user_test(name: str, first_N: NDArray[np.floating], second_N: NDArray[np.flo
 
     gain_N = -_differences(first_N, second_N)
     p_value = 1.0 if not gain_N.any() else float(stats.wilcoxon(gain_N).pvalue)
+    gain = float(gain_N.mean())
+    reach = float(stats.t.ppf(0.975, len(gain_N) - 1) * stats.sem(gain_N))
     return UserTest(
         name=name,
         users=len(gain_N),
-        gain=float(gain_N.mean()),
+        gain=gain,
+        interval=(gain - reach, gain + reach),
         worsened=float((gain_N < 0).mean()),
         p_value=p_value,
     )
@@ -91,16 +96,7 @@ def holm_adjusted(p_values: Sequence[float]) -> list[float]:
 def holm(tests: Sequence[UserTest]) -> list[UserTest]:
     """The same tests with p-values adjusted by Holm's step-down method, in the order given."""
     adjusted = holm_adjusted([test.p_value for test in tests])
-    return [
-        UserTest(
-            name=test.name,
-            users=test.users,
-            gain=test.gain,
-            worsened=test.worsened,
-            p_value=adjusted[index],
-        )
-        for index, test in enumerate(tests)
-    ]
+    return [replace(test, p_value=adjusted[index]) for index, test in enumerate(tests)]
 
 
 def beats_by(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks.cells import Cells
 from benchmarks.user_runs import Bench, targets
-from benchmarks.users import FIGURE, groups_of, measured, page, pairs, settings_of
+from benchmarks.users import FIGURE, groups_of, measured, page, pairs, restore, settings_of
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import package_tokenizer
 from permille.errors import InputError
@@ -112,6 +112,36 @@ def test_a_pair_is_measured_under_four_states_and_the_same_twice(bench: Bench, t
     assert [len(outcomes) for outcomes in groups_of(cells).values()] == [2, 2]
     assert settings["package"] == bench.package.digest
     json.dumps(result, allow_nan=False)
+
+
+def test_pairs_of_a_committed_page_are_not_measured_again(tmp_path: Path) -> None:
+    states = {state.value: 10.0 for state in State}
+    sizes = {"tokens": 5, "bytes": 20, "train_tokens": 9, "pooled_tokens": 9}
+    rows = [
+        {"settings": {"pair": pair}, "result": {"people": [{"user": f"p{pair}", "nats": states, **sizes}]}}
+        for pair in range(2)
+    ]
+    file = tmp_path / "users.json"
+    cells = Cells(tmp_path / "cells.jsonl")
+    own = {"people": [], "own": True}
+    cells.keep(FIGURE, {"pair": 0}, own)
+    # A file that is half good loses nothing and brings nothing.
+    for broken in (
+        "[{",
+        "{}",
+        json.dumps([rows[1], {"settings": {}, "result": {"people": [{"user": "p"}]}}]),
+    ):
+        file.write_text(broken)
+        with pytest.raises(InputError, match=r"expected a users.json of this benchmark"):
+            restore(file, cells)
+        assert len(cells.of(FIGURE)) == 1
+    file.write_text(json.dumps(rows))
+    restore(file, cells)
+    # What was measured here is kept.
+    assert Cells(tmp_path / "cells.jsonl").of(FIGURE) == [
+        ({"pair": 0}, own),
+        ({"pair": 1}, rows[1]["result"]),
+    ]
 
 
 def test_a_run_that_was_killed_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
