@@ -15,8 +15,9 @@ from permille.evaluate.sweep import PROCEDURE
 
 SUMMARY = (
     *("stage", "model", "base", "method", "task", "seed", "density", "queries", "batch_size", "zo_steps"),
-    *("fo_steps", "accuracy", "loss", "majority", "validation_loss", "best_step", "step_factor", "on_edge"),
-    *("examples", "shots", "cut_examples", "seconds", "attempts", "tuned_step_factor", "tuning_seeds"),
+    *("fo_steps", "accuracy", "loss", "bits_per_byte", "majority", "validation_loss", "best_step"),
+    *("step_factor", "on_edge", "examples", "shots", "cut_examples", "seconds", "attempts"),
+    *("tuned_step_factor", "tuning_seeds"),
 )
 """What a page's data say of a record; outcomes item by item are in the results files and their archives."""
 
@@ -37,7 +38,8 @@ class Progress:
 
 def read_records(folder: Path) -> list[Json]:
     """Every finished cell below `folder/sweeps`, with what its sweep chose; torn last lines are ignored."""
-    return _lines(folder, "cell")
+    # Those of before bits per byte were measured lack them.
+    return [{"bits_per_byte": None} | record for record in _lines(folder, "cell")]
 
 
 def read_tunings(folder: Path) -> list[Json]:

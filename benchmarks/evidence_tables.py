@@ -152,7 +152,7 @@ def _ranks(rows: _Rows, tasks: Sequence[str], key: str, sign: int) -> dict[tuple
 
 def _task_head(records: Sequence[Json], task: str, counts: bool | None) -> str:
     if task == Task.TEXT:
-        return f"{task} (loss alone)"
+        return f"{task} (loss)"
     majority = np.mean([record["majority"] for record in records if record["task"] == task])
     name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]
     return f"{name} (majority {100 * majority:.1f})"

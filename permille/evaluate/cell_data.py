@@ -87,6 +87,19 @@ class CellData:
         return [example for example, _ in self._test]
 
     @cached_property
+    def test_bytes(self) -> int:
+        """Bytes of UTF-8 that the scored tokens of `test` stand for.
+
+        A character that `max_tokens` cuts in two counts as the replacement character's three.
+        """
+        total = 0
+        for item in self.test:
+            answer = item.answers[item.label]
+            whole, before = self.decode(answer.ids), self.decode(answer.ids[: -answer.targets])
+            total += len(whole.encode()) - len(before.encode())
+        return total
+
+    @cached_property
     def _test(self) -> list[tuple[Example, Choices]]:
         return self._fitting(self._splits.test)
 

@@ -6,6 +6,7 @@ any two methods can be compared in pairs later.
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -261,6 +262,13 @@ class Outcome:
             }
         )
 
+    def _bits_per_byte(self) -> float | None:
+        """Of language modelling, over all documents' bytes alike: comparable between tokenizers."""
+        if self.cell.task is not Task.TEXT:
+            return None
+        targets_N = np.array([item.answers[item.label].targets for item in self.data.test])
+        return float(self.tested.loss_N @ targets_N) / math.log(2) / self.data.test_bytes
+
     def _majority(self) -> float | None:
         if self.cell.task is Task.TEXT:
             return None
@@ -275,6 +283,7 @@ class Outcome:
             "seed": self.cell.seed,
             "accuracy": None if self.cell.task is Task.TEXT else self.tested.accuracy,
             "loss": self.tested.loss,
+            "bits_per_byte": self._bits_per_byte(),
             "majority": self._majority(),
             "examples": dict(
                 zip(

@@ -52,7 +52,8 @@ def _table(model: str, base: str, rows: Rows) -> str:
         "nats a token. A task in *italics* does not count for accuracy (no first-order gain of 5 points over "
         "majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
         f"references, or fewer than {MIN_CLUSTERS} passages). In free text (squad) accuracy is exact match, "
-        "with F1; language modelling (text) has its loss alone, mean over documents.",
+        "with F1; language modelling (text) has its loss alone, mean over documents, "
+        "and bits per byte over all of them.",
         "",
         "| method | "
         + " | ".join(_heading(rows, task, counted[task]) for task in tasks)
@@ -141,10 +142,13 @@ def _mean(records: Sequence[Json], key: str) -> float:
 
 
 def loss_with_deviation(records: Sequence[Json]) -> str:
-    """What a table says of language modelling: nats a token, mean and deviation over seeds."""
+    """What a table says of language modelling: nats a token, mean and deviation over seeds; bits per byte."""
     losses = [record["loss"] for record in records]
     deviation = f" ± {np.std(losses, ddof=1):.3f}" if len(losses) > 1 else ""
-    return f"{np.mean(losses):.3f}{deviation}"
+    bits = [record.get("bits_per_byte") for record in records]
+    # Results of before it was measured have none.
+    told = "" if None in bits else f"; {np.mean(bits):.3f} bits per byte"
+    return f"{np.mean(losses):.3f}{deviation}{told}"
 
 
 def _heading(rows: Rows, task: str, counts: bool | None) -> str:

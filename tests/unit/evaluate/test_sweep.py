@@ -113,19 +113,29 @@ def test_language_modelling_has_the_losses_of_transformers_and_no_accuracy(sweep
     zero_shot, shown, first_order, trained = records
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     own = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).float()
-    expected = []
+    expected, targets, size = [], [], 0
     for item in zero_shot["items"]:
-        ids = torch.tensor([tokenizer(texts[int(item.partition(":")[2]) - 1])["input_ids"]])
+        text = texts[int(item.partition(":")[2]) - 1]
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.no_grad():
             expected.append(float(own(ids, labels=ids).loss))
+        targets.append(ids.shape[1] - 1)
+        size += len(text.encode()) - len(tokenizer.decode(ids[0, :1], skip_special_tokens=True).encode())
     assert zero_shot["item_losses"] == pytest.approx(expected, rel=1e-3)
     assert shown["shots"] == 1
     assert shown["item_losses"] != zero_shot["item_losses"]
+    for record in records:  # the same tokens and bytes, whatever stands before them
+        nats = sum(loss * count for loss, count in zip(record["item_losses"], targets, strict=True))
+        assert record["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
     assert len({first_order["loss"], trained["loss"], zero_shot["loss"]}) == 3
     for record in records:
         assert (record["accuracy"], record["majority"], record["correct"]) == (None, None, None)
     lines = markdown(records).splitlines()
     assert any(line.startswith("| method | text | rank |") for line in lines)
+    told = f"{zero_shot['loss']:.3f}; {zero_shot['bits_per_byte']:.3f} bits per byte"
+    assert f"| zero-shot | ({told}) |" in markdown(records)
+    # What was measured before bits were has none to tell.
+    del zero_shot["bits_per_byte"]
     assert f"| zero-shot | ({zero_shot['loss']:.3f}) |" in markdown(records)
 
 
