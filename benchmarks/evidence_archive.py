@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from permille.errors import InputError
-from permille.evaluate.cells import Json
+from permille.evaluate.outcomes import Json
 from permille.files import write_atomic
 
 FOLDER = "evidence"

@@ -13,9 +13,10 @@ from benchmarks.cells import Result
 from benchmarks.evidence_plan import Unit
 from permille.evaluate import models
 from permille.evaluate.cell_data import CellData
-from permille.evaluate.cells import Bench, Cell
+from permille.evaluate.cells import Bench
 from permille.evaluate.coverage import LinearWeights, held_shares, layer_shares
 from permille.evaluate.methods import Order, method
+from permille.evaluate.outcomes import Cell
 from permille.evaluate.prompts import Task
 from permille.evaluate.scoring import Choices, training_batch
 from permille.evaluate.specification import Base, Sweep

@@ -34,8 +34,8 @@ from benchmarks.evidence_tables import (
     verdict_table,
 )
 from permille.errors import InputError
-from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
+from permille.evaluate.outcomes import Json
 from permille.files import write_atomic
 
 DATA, PAGE, FOLDER = "evidence.json", "evidence.md", "figures"

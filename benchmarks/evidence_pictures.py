@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.cells import Result, Settings
 from benchmarks.evidence_plan import DYNAMIC, QUERIES, STATIC, masked_share
 from benchmarks.evidence_records import by_density
-from permille.evaluate.cells import Json
 from permille.evaluate.figures import Line, Panel, lines_picture, split_picture
+from permille.evaluate.outcomes import Json
 from permille.evaluate.prompts import Task
 
 GradientCells = Sequence[tuple[Settings, Result]]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SCHEME_METHODS, SCHEMES, SEEDS, Unit
-from permille.evaluate.cells import Json
-from permille.evaluate.sweep import PROCEDURE
+from permille.evaluate.outcomes import Json
+from permille.evaluate.sweep_results import PROCEDURE
 
 SUMMARY = (
     *("stage", "model", "base", "method", "task", "seed", "density", "queries", "batch_size", "zo_steps"),

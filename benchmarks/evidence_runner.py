@@ -29,7 +29,8 @@ from benchmarks.evidence_records import by_density, flat_density, identity, read
 from benchmarks.evidence_steps import measure_memory, measure_steps
 from permille.errors import InputError
 from permille.evaluate.specification import Sweep, sweep_of
-from permille.evaluate.sweep import open_results, run_sweep
+from permille.evaluate.sweep import run_sweep
+from permille.evaluate.sweep_results import open_results
 from permille.files import write_atomic
 
 _CELL_STAGES = ("coverage", "transfer", "steps")

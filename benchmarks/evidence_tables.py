@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks.evidence_records import Progress
-from permille.evaluate.cells import Json
 from permille.evaluate.claims import MIN_SEEDS, Row, counted_tasks, overall
+from permille.evaluate.outcomes import Json
 from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.prompts import Task
 from permille.evaluate.report import loss_with_deviation

@@ -5,14 +5,15 @@ import signal
 import sys
 from pathlib import Path
 
-from permille.errors import PermilleError
+from permille.errors import PermilleError, RetryableError
 from permille.evaluate.report import markdown
 from permille.evaluate.specification import read_sweep
 from permille.evaluate.sweep import run_sweep
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 refused with a message, 130 interrupted (the same command goes on)."""
+    """Exit status, as of `permille`: 0 done, 1 failed (a full disk), 3 refused, 5 try again (another process
+    is at it), 130 interrupted. Whatever is done is kept, and the same command goes on."""
     parser = argparse.ArgumentParser(prog="python -m permille.evaluate", description=__doc__)
     parser.add_argument("sweep", type=Path, help="TOML; see permille/evaluate/specification.py")
     parser.add_argument(
@@ -22,18 +23,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results = options.results or options.sweep.with_suffix(".results.jsonl")
     try:
-        records = run_sweep(read_sweep(options.sweep), results, _tell)
+        table = markdown(run_sweep(read_sweep(options.sweep), results, _tell))
+        if options.table is None:
+            print(table)
+        else:
+            options.table.write_text(table, encoding="utf-8")
     except PermilleError as exc:
         print(f"error: {exc}", file=sys.stderr)
+        return 5 if isinstance(exc, RetryableError) else 3
+    except OSError as exc:
+        print(f"error: {exc}; {results} keeps what is done, the same command goes on", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"interrupted; {results} keeps what is done, the same command goes on", file=sys.stderr)
         return 130
-    table = markdown(records)
-    if options.table is None:
-        print(table)
-    else:
-        options.table.write_text(table, encoding="utf-8")
     return 0
 
 

@@ -1,15 +1,12 @@
-"""One cell of a sweep: a model, a base, a method, a task, a seed; and the tuning that its seeds share.
+"""Runs of a sweep's cells (a model, a base, a method, a task, a seed), and the trials of their tuning.
 
 Everything here is a function of (sweep, cell): batches of (seed, step), splits of the seed, masks of the
-model and the seed. What comes out is a record of plain numbers, with the outcome of each test item, so that
-any two methods can be compared in pairs later.
+model and the seed.
 """
 
-import hashlib
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,13 @@ from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import FileCorpus, ReadReport, read_texts
 from permille.evaluate import free_text, models, schemes
 from permille.evaluate.cell_data import CellData, Encoder
-from permille.evaluate.examples import Pool, majority_share
-from permille.evaluate.methods import DYNAMIC, Method, Order, TrainedSet
+from permille.evaluate.examples import Pool
+from permille.evaluate.methods import DYNAMIC, Order, TrainedSet
+from permille.evaluate.outcomes import Cell, Outcome
 from permille.evaluate.prompts import Task
 from permille.evaluate.rows import read_file
 from permille.evaluate.scoring import (
     Choices,
-    Scored,
     mean_losses,
     score,
     training_batch,
@@ -40,33 +37,9 @@ from permille.evaluate.tuning import Trial
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask, MaskMethod
 
-Json = dict[str, Any]
-
 _MASK_EXAMPLES = 64
 # Directions of one segment are no other segment's.
 _SEGMENT_SEEDS = 1_000_003
-_SPLIT_NAMES = ("train", "validation", "test")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """What is trained and tested once."""
-
-    model: Path
-    base: Base
-    method: Method
-    task: Task
-    seed: int
-
-    @property
-    def key(self) -> str:
-        """Names the cell in the results file."""
-        return "/".join((self.tuning_key, str(self.seed)))
-
-    @property
-    def tuning_key(self) -> str:
-        """Names what its seeds share."""
-        return "/".join((self.model.name, self.base.value, self.method.name, self.task.value))
 
 
 class Bench:
@@ -79,7 +52,7 @@ class Bench:
         self.mask_of_corpus = lru_cache(maxsize=4)(self._mask_of_corpus)
         self.decoded = lru_cache(maxsize=4)(self._decoded)
 
-    def run(self, cell: Cell, seed: int, step_factor: float | None) -> "Outcome":
+    def run(self, cell: Cell, seed: int, step_factor: float | None) -> Outcome:
         """Train (where the method does) and score one cell with a seed."""
         begin = time.perf_counter()
         data = self.data(cell, seed)
@@ -238,77 +211,6 @@ class Bench:
                 return None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a cell gave."""
-
-    cell: Cell
-    data: CellData
-    trained: Trained | None
-    tested: Scored
-    seconds: float
-    written: free_text.Written | None = None
-
-    def record(self) -> Json:
-        """The line of the results file; in free text what is right is an exact match, and F1 is beside it.
-        Language modelling has nothing to be right about: no accuracy, no majority, no outcome but losses."""
-        return self._plain() | (
-            {}
-            if self.written is None
-            else {
-                "f1": float(self.written.f1_N.mean()),
-                "item_f1": [round(f1, 5) for f1 in self.written.f1_N.tolist()],
-                "written": list(self.written.texts),
-            }
-        )
-
-    def _bits_per_byte(self) -> float | None:
-        """Of language modelling, over all documents' bytes alike: comparable between tokenizers."""
-        if self.cell.task is not Task.TEXT:
-            return None
-        targets_N = np.array([item.answers[item.label].targets for item in self.data.test])
-        return float(self.tested.loss_N @ targets_N) / math.log(2) / self.data.test_bytes
-
-    def _majority(self) -> float | None:
-        if self.cell.task is Task.TEXT:
-            return None
-        return majority_share(self.data.tested) if self.written is None else 0.0
-
-    def _plain(self) -> Json:
-        return {
-            "model": self.cell.model.name,
-            "base": self.cell.base.value,
-            "method": self.cell.method.name,
-            "task": self.cell.task.value,
-            "seed": self.cell.seed,
-            "accuracy": None if self.cell.task is Task.TEXT else self.tested.accuracy,
-            "loss": self.tested.loss,
-            "bits_per_byte": self._bits_per_byte(),
-            "majority": self._majority(),
-            "examples": dict(
-                zip(
-                    _SPLIT_NAMES,
-                    (len(self.data.train), len(self.data.validation), len(self.data.test)),
-                    strict=True,
-                )
-            ),
-            "items": [example.name for example in self.data.tested],
-            "groups": [_digest(example.group) for example in self.data.tested],
-            "correct": None
-            if self.cell.task is Task.TEXT
-            else "".join("01"[int(right)] for right in self.tested.correct_N),
-            "item_losses": [round(loss, 5) for loss in self.tested.loss_N.tolist()],
-            "shots": float(np.mean([item.shots for item in self.data.test])),
-            "cut_examples": sum(item.cut > 0 for item in self.data.test),
-            "validation_loss": None if self.trained is None else self.trained.loss,
-            "best_step": None if self.trained is None else self.trained.step,
-            "curve": None if self.trained is None else _finite_curve(self.trained),
-            "attempts": None if self.trained is None else self.trained.attempts,
-            "step_factor": None if self.trained is None else self.trained.step_factor,
-            "seconds": round(self.seconds, 2),
-        }
-
-
 def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDArray[np.float32]], float]:
     """Mean loss of the right answers: one pass, the wrong candidates are not needed."""
     parts = [items[first : first + 32] for first in range(0, len(items), 32)]
@@ -322,12 +224,3 @@ def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDA
         return float(np.concatenate(means).mean())
 
     return loss
-
-
-def _digest(text: str) -> str:
-    """A short name of a passage, the same in every record: 48 bits tell some thousand of them apart."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _finite_curve(trained: Trained) -> list[list[float | None]]:
-    return [[step, loss if np.isfinite(loss) else None] for step, loss in trained.curve]

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate.cells import Json
 from permille.evaluate.contrasts import clusters
+from permille.evaluate.outcomes import Json
 from permille.evaluate.prompts import Task
 from permille.evaluate.statistics import average_ranks, beats_by
 
@@ -145,9 +145,9 @@ def loss_with_deviation(records: Sequence[Json]) -> str:
     """What a table says of language modelling: nats a token, mean and deviation over seeds; bits per byte."""
     losses = [record["loss"] for record in records]
     deviation = f" ± {np.std(losses, ddof=1):.3f}" if len(losses) > 1 else ""
-    bits = [record.get("bits_per_byte") for record in records]
-    # Results of before it was measured have none.
-    told = "" if None in bits else f"; {np.mean(bits):.3f} bits per byte"
+    # Results of before bits were measured have none.
+    known = all(record.get("bits_per_byte") is not None for record in records)
+    told = f"; {_mean(records, 'bits_per_byte'):.3f} bits per byte" if known else ""
     return f"{np.mean(losses):.3f}{deviation}{told}"
 
 

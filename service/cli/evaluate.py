@@ -38,7 +38,7 @@ def evaluate(
     chosen = [text for name, path in options.items() if path is not None for text in (name, str(path))]
     status = _run([sys.executable, "-m", "permille.evaluate", str(sweep), *chosen])
     if status:
-        raise typer.Exit(int(Exit.REFUSED) if status == 1 else status)
+        raise typer.Exit(status if status > 0 else int(Exit.FAILED))  # below 0: killed
 
 
 def _run(command: list[str]) -> int:

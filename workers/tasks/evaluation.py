@@ -70,7 +70,8 @@ def run(context: TaskContext) -> Publish:
 def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
     """Run what the results lack, then keep them and their tables."""
     from permille.evaluate.report import markdown
-    from permille.evaluate.sweep import run_sweep, sweep_digest
+    from permille.evaluate.sweep import run_sweep
+    from permille.evaluate.sweep_results import sweep_digest
 
     # By what is compared: where a task file or our version has changed since, all cells are run anew.
     file = context.work_folder / f"results-{sweep_digest(sweep)[-16:]}.jsonl"

@@ -18,7 +18,8 @@ from benchmarks.evidence_plan import (
 from benchmarks.evidence_records import SUMMARY, read_records
 from benchmarks.evidence_runner import Runner
 from permille.evaluate.specification import sweep_of
-from permille.evaluate.sweep import cells_of, open_results
+from permille.evaluate.sweep import cells_of
+from permille.evaluate.sweep_results import open_results
 from tests.evidence_files import arguments, files_of
 
 

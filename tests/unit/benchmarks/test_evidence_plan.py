@@ -20,8 +20,8 @@ from benchmarks.evidence_plan import (
 )
 from benchmarks.evidence_records import by_density, by_scheme, flat_density
 from permille.errors import InputError
-from permille.evaluate.cells import Json
 from permille.evaluate.claims import DECIDING, EQUIVALENCE_SEEDS
+from permille.evaluate.outcomes import Json
 from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.specification import read_sweep
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.evidence_pictures import fraction_pictures
 from benchmarks.evidence_tables import begun_anew, method_table, setting_table, turn_table
-from permille.evaluate.cells import Json
 from permille.evaluate.claims import verdicts
+from permille.evaluate.outcomes import Json
 from tests.tiny_model import write_model
 
 ITEMS = 100
@@ -93,7 +93,7 @@ def test_language_modelling_has_its_loss_alone() -> None:
         for record in cells("fo:lora-8", 0.9)
     ]
     lines = method_table([*found, *own], [*found, *own])
-    assert " | text (loss alone) | " in lines[0]
+    assert " | text (loss) | " in lines[0]
     assert "| (3.100 ± 0.100) |" in lines[3]
     assert "| m, text, fo:lora-8 | (3.100 ± 0.100) |" in setting_table(own, "queries", "q =")
 

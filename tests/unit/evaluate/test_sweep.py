@@ -1,5 +1,6 @@
 """A whole sweep on the example model: resumable, honest about its files, the same twice."""
 
+import fcntl
 import json
 import math
 import signal
@@ -18,7 +19,8 @@ from permille.evaluate import cells
 from permille.evaluate.__main__ import main
 from permille.evaluate.report import countable, markdown, paired
 from permille.evaluate.specification import read_sweep
-from permille.evaluate.sweep import PROCEDURE, cells_of, run_sweep
+from permille.evaluate.sweep import cells_of, run_sweep
+from permille.evaluate.sweep_results import PROCEDURE
 from permille.evaluate.training import Trained
 from permille.evaluate.tuning import GRID_FACTOR, tuning_seed
 
@@ -353,8 +355,14 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
     assert main([str(sweep_file)]) == 0
     assert "| zero-shot |" in capsys.readouterr().out
     assert (tmp_path / "sweep.results.jsonl").exists()
-    assert main([str(tmp_path / "absent.toml")]) == 1
+    assert main([str(tmp_path / "absent.toml")]) == 3
     assert "expected a sweep as TOML" in capsys.readouterr().err
+    # A full disk loses nothing.
+    whole = (tmp_path / "sweep.results.jsonl").read_bytes()
+    assert main([str(sweep_file), "--table", "/dev/full"]) == 1
+    assert "No space left on device; " in (told := capsys.readouterr().err)
+    assert told.rstrip().endswith("sweep.results.jsonl keeps what is done, the same command goes on")
+    assert (tmp_path / "sweep.results.jsonl").read_bytes() == whole
 
 
 @pytest.mark.parametrize(
@@ -473,9 +481,15 @@ def test_the_operators_command_runs_a_sweep_and_tells_refusals(
     table = tmp_path / "table.md"
     assert permille(["evaluate", str(sweep_file), "--table", str(table)]) == 0
     assert "| zero-shot |" in table.read_text()
+    whole = sweep_file.read_text()
     sweep_file.write_text("models = 3")
     assert permille(["evaluate", str(sweep_file)]) == 3
     assert "expected corpus, methods, tasks" in capfd.readouterr().err
+    with (tmp_path / "sweep.results.jsonl").open("ab") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        sweep_file.write_text(whole)
+        assert permille(["evaluate", str(sweep_file)]) == 5
+    assert "to be the only sweep on" in capfd.readouterr().err
     assert permille(["evaluate", str(tmp_path / "absent.toml")]) == 2
 
 

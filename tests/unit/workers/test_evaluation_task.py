@@ -11,7 +11,7 @@ import pytest
 from permille.evaluate import sweep as sweeps
 from permille.evaluate.__main__ import main as evaluate
 from permille.evaluate.cells import Bench as SweepBench
-from permille.evaluate.cells import Cell, Outcome
+from permille.evaluate.outcomes import Cell, Outcome
 from permille.evaluate.specification import Sweep
 from permille.store import claims, corpora, evaluations, jobs, models
 from permille.store.database import Database
