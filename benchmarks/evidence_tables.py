@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from benchmarks.evidence_plan import DYNAMIC, RANK_16, REFERENCES, STATIC, WITHOUT_MASK
 from benchmarks.evidence_records import Progress
 from permille.evaluate.claims import MIN_SEEDS, Row, counted_tasks, overall
 from permille.evaluate.outcomes import Json
@@ -11,6 +12,10 @@ from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.prompts import Task
 from permille.evaluate.report import loss_with_deviation
 from permille.evaluate.statistics import average_ranks
+
+_UNTRAINED = tuple(name for name in REFERENCES if not name.startswith("fo:"))
+_ORDER = (*_UNTRAINED, *STATIC, *DYNAMIC, *WITHOUT_MASK, *RANK_16, *REFERENCES)
+"""Of a table's lines: untrained, sensitive and other masks, other sets, first order."""
 
 _Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]
 """Records by base and method, by task."""
@@ -54,7 +59,7 @@ def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[st
         everything: of the model, to say which tasks count.
     """
     rows: dict[tuple[str, str], dict[str, list[Json]]] = {}
-    for record in records:
+    for record in sorted(records, key=_place):
         rows.setdefault((record["base"], record["method"]), {}).setdefault(record["task"], []).append(record)
     tasks = list(dict.fromkeys(record["task"] for record in records))
     counted = counted_tasks(everything, records[0]["model"])
@@ -87,7 +92,8 @@ def setting_table(records: Sequence[Json], setting: str, heading: str) -> list[s
         f"| model, task, method | {' | '.join(heads)} |",
         "|---" * (len(settings) + 1) + "|",
     ]
-    for key in dict.fromkeys((r["model"], r["task"], r["method"]) for r in records):
+    in_order = sorted(records, key=lambda record: (record["model"], record["task"], _place(record)))
+    for key in dict.fromkeys((r["model"], r["task"], r["method"]) for r in in_order):
         of_key = [record for record in records if (record["model"], record["task"], record["method"]) == key]
         cells = [_cell([record for record in of_key if record[setting] == at]) for at in settings]
         lines.append(f"| {', '.join(key)} | {' | '.join(cells)} |")
@@ -112,6 +118,13 @@ def progress_list(rows: Sequence[Progress], missing: Mapping[str, str]) -> list[
         if row.done < row.planned
     ]
     return [*lines, *(f"- {name}: {reason}." for name, reason in missing.items())] or ["Nothing."]
+
+
+def _place(record: Json) -> tuple[bool, int, str]:
+    """Of a record's line: 16 bits before 4, then by the method."""
+    method: str = record["method"]
+    known = _ORDER.index(method) if method in _ORDER else len(_ORDER)
+    return record["base"] != "bf16", known, method
 
 
 def _row(row: Row) -> str:

@@ -86,6 +86,17 @@ def test_cells_name_a_step_on_the_edge_and_runs_that_began_anew() -> None:
     assert begun_anew(attempts, "queries", "q =") == "q = 16, 1 of 2 runs"
 
 
+def test_lines_stand_in_one_order_whenever_they_were_measured() -> None:
+    names = ["zero-shot", "zo:sensitive-c4", "zo:random", "zo:full", "fo:lora-8", "own"]
+    found = [record for name in reversed(names) for record in cells(name, 0.6)]
+    quantized = [record | {"base": "nf4"} for record in cells("zo:sensitive-c4", 0.6)]
+    lines = method_table([*quantized, *found], found)[2:]
+    own = [*(f"| bf16 | {name} |" for name in names), "| nf4 | zo:sensitive-c4 |"]
+    assert [line.startswith(head) for line, head in zip(lines, own, strict=True)] == [True] * 7
+    lines = setting_table(found, "queries", "q =")[2:]
+    assert [line.split(" | ")[0] for line in lines] == [f"| m, sst2, {name}" for name in names]
+
+
 def test_language_modelling_has_its_loss_alone() -> None:
     found = [*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.9)]
     own = [
@@ -96,6 +107,8 @@ def test_language_modelling_has_its_loss_alone() -> None:
     assert " | text (loss) | " in lines[0]
     assert "| (3.100 ± 0.100) |" in lines[3]
     assert "| m, text, fo:lora-8 | (3.100 ± 0.100) |" in setting_table(own, "queries", "q =")
+    told = [record | {"bits_per_byte": 2 + record["seed"]} for record in own]
+    assert "| (3.100 ± 0.100; 3.000 bits per byte) |" in method_table([*found, *told], [*found, *told])[3]
 
 
 def test_figures_of_language_modelling_show_its_loss(tmp_path: Path) -> None:
