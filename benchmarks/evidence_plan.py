@@ -28,6 +28,8 @@ SEEDS, EQUIVALENCE_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
 
 STATIC = ("zo:sensitive-c4", "zo:sensitive-task", "zo:random", "zo:outliers")
 DYNAMIC = ("zo:sensitive-task-dynamic", "zo:random-dynamic")
+SEGMENTS = "zo:sensitive-task-segments"
+"""One mask, trained as those that move: what re-selection is judged by."""
 BY_DENSITY = (*STATIC, "fo:sensitive-c4", *DYNAMIC)
 WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
 RANK_16 = ("zo:lora-16", "zo:lora-fa-16")
@@ -187,6 +189,7 @@ def units(
             return [
                 _unit(stage, model, task, size, "references", REFERENCES),
                 _unit(stage, model, task, size, "pairs", pairs, seeds=many),
+                _unit(stage, model, task, size, "segments", (SEGMENTS,), seeds=many),
                 _unit(stage, model, task, size, "full", WITHOUT_MASK[:1], seeds=many),
                 _unit(stage, model, task, size, "others", (*WITHOUT_MASK[1:], DYNAMIC[1])),
                 _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
@@ -199,6 +202,10 @@ def units(
                 _unit(stage, model, task, size, f"{density:g}", methods, seeds=many, density=density),
                 _unit(
                     stage, model, task, size, f"nf4-{density:g}", ("zo:sensitive-c4",), "nf4",
+                    seeds=many, density=density,
+                ),
+                _unit(
+                    stage, model, task, size, f"segments-{density:g}", (SEGMENTS, DYNAMIC[0]),
                     seeds=many, density=density,
                 ),
             ]  # fmt: skip
@@ -266,7 +273,7 @@ def _unit(
         "estimator": "forward",
         "refresh_steps": max(1, choices["zo_steps"] // 4),
     }
-    if set(methods) & set(DYNAMIC):
+    if set(methods) & {SEGMENTS, *DYNAMIC}:
         # A new mask at each evaluation: a state is chosen from as many as where the mask stays.
         choices["refresh_steps"] = max(1, choices["zo_steps"] // choices["evaluations"])
     return Unit(

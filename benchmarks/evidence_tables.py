@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.evidence_plan import DYNAMIC, RANK_16, REFERENCES, STATIC, WITHOUT_MASK
+from benchmarks.evidence_plan import DYNAMIC, RANK_16, REFERENCES, SEGMENTS, STATIC, WITHOUT_MASK
 from benchmarks.evidence_records import Progress
 from permille.evaluate.claims import MIN_SEEDS, Row, counted_tasks, overall
 from permille.evaluate.outcomes import Json
@@ -14,7 +14,7 @@ from permille.evaluate.report import loss_with_deviation
 from permille.evaluate.statistics import average_ranks
 
 _UNTRAINED = tuple(name for name in REFERENCES if not name.startswith("fo:"))
-_ORDER = (*_UNTRAINED, *STATIC, *DYNAMIC, *WITHOUT_MASK, *RANK_16, *REFERENCES)
+_ORDER = (*_UNTRAINED, *STATIC, SEGMENTS, *DYNAMIC, *WITHOUT_MASK, *RANK_16, *REFERENCES)
 """Of a table's lines: untrained, sensitive and other masks, other sets, first order."""
 
 _Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]

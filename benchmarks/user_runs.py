@@ -40,9 +40,6 @@ SELECT_SHARE, MOST_SELECT_TOKENS = 0.15, 1_000
 FEWEST_TOKENS = 30
 """Of each part; who has fewer is no part of the study."""
 
-FULL, MOST_PASSED = 0.98, 100
-"""A pool is full at this share of the wanted length, or after passing over so many longer documents."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Person:
@@ -184,27 +181,33 @@ class Bench:
     def _filled(
         self, documents: Mapping[str, object], order: Iterable[str], wanted: int
     ) -> dict[str, TokenizedDocument]:
-        """Documents in this order whose tokens come near `wanted` from below, by their words: those that
-        would pass it are passed over."""
+        """Documents in this order, by their words, the last one cut: as many targets as wanted."""
         found: dict[str, TokenizedDocument] = {}
-        have = passed = 0
+        have = 0
         for words in order:
-            if have >= FULL * wanted or passed > MOST_PASSED:
-                break
             tokens = self._tokens(documents[words])
-            if tokens is not None and have + tokens.targets <= wanted:
-                found[words] = tokens
-                have += tokens.targets
-            else:
-                passed += 1
-        if have < FEWEST_TOKENS:
-            raise InputError(f"expected other people's text of {wanted} tokens, got {have}")
-        return found
+            if tokens is None:
+                continue
+            found[words] = _cut(tokens, wanted - have)
+            have += found[words].targets
+            if have == wanted:
+                return found
+        raise InputError(f"expected other people's text of {wanted} tokens, got {have}")
 
 
 def targets(documents: Iterable[TokenizedDocument]) -> int:
     """Tokens that count."""
     return sum(document.targets for document in documents)
+
+
+def _cut(document: TokenizedDocument, most: int) -> TokenizedDocument:
+    """Its beginning, of at most so many targets."""
+    if document.targets <= most:
+        return document
+    end = int(np.flatnonzero(document.target_T)[most - 1]) + 1
+    return TokenizedDocument(
+        ids_T=document.ids_T[:end], target_T=document.target_T[:end], bytes_T=document.bytes_T[:end]
+    )
 
 
 def _front(

@@ -42,6 +42,9 @@ FIGURE = "users"
 LEAST_CHARACTERS = {Collection.SHAKESPEARE: 8_000, Collection.LAMP7: 4_000, Collection.PERSONACHAT: 500}
 """Who wrote less is not asked: below it a split of the text says nothing."""
 
+POOL = "equal targets"
+"""How a pool is filled: results of another way are others."""
+
 STEPS = {"stories260K-hf": 200, "reference-7M": 160}
 _OTHER_DENSITY, _OTHER_STEPS = 0.001, 200
 
@@ -130,8 +133,8 @@ def groups_of(cells: Cells) -> dict[str, list[PersonalOutcome]]:
 
 
 def _run_name(settings: Settings) -> str:
-    """Of the package and all options: short, and another one for every other choice."""
-    whole = json.dumps([settings["package"], settings["options"]], sort_keys=True)
+    """Of the package, all options and the pool: short, and another one for every other choice."""
+    whole = json.dumps([settings["package"], settings["options"], settings.get("pool")], sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()[:8]
 
 
@@ -145,6 +148,7 @@ def settings_of(bench: Bench, model: str, collection: Collection, pair: tuple[Pe
         "seed": bench.options.seed,
         "people": [person.name for person in pair],
         "options": bench.options.definition(),
+        "pool": POOL,
         "package": bench.package.digest,
     }
 
@@ -185,7 +189,7 @@ def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
         f"phases ({trained}; search for epsilon and step size, state",
         "chosen on a select part) on the NF4 package with the",
         "sensitive mask; losses on a test part of each person's text that nothing had looked at. *Pooled*:",
-        "the same training on equally much text of other people, step size and state selected on the same",
+        "the same training on as many tokens of other people, step size and state selected on the same",
         "select part. *Swapped*: the state of a stranger from the same collection. A gain is positive where",
         "the first is better; p of all comparisons on this page are corrected together.",
         "",

@@ -19,7 +19,7 @@ from permille.corpora.sources import FileCorpus, ReadReport, read_texts
 from permille.evaluate import free_text, models, schemes
 from permille.evaluate.cell_data import CellData, Encoder
 from permille.evaluate.examples import Pool
-from permille.evaluate.methods import DYNAMIC, Order, TrainedSet
+from permille.evaluate.methods import DYNAMIC, IN_SEGMENTS, TASK_MASKS, Order, TrainedSet
 from permille.evaluate.outcomes import Cell, Outcome
 from permille.evaluate.prompts import Task
 from permille.evaluate.rows import read_file
@@ -75,7 +75,7 @@ class Bench:
         """What tuning compares: one run, never scored on test items."""
         recipe = self._recipe(order, seed, step_factor)
         trained = self._trained(cell, self.data(cell, seed), recipe, train)[1]
-        return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in DYNAMIC)
+        return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in IN_SEGMENTS)
 
     def read(self) -> None:
         """Read all task files.
@@ -152,10 +152,10 @@ class Bench:
     ) -> tuple[Trainable, Trained]:
         """
         Args:
-            training: `train` or `train_safely`; a mask that moves goes back to each segment's best anyway.
+            training: `train` or `train_safely`; segments go back to each one's best anyway.
         """
-        if cell.method.trained in DYNAMIC:
-            return self._trained_dynamic(cell, data, recipe)
+        if cell.method.trained in IN_SEGMENTS:
+            return self._trained_in_segments(cell, data, recipe)
         mask = self._mask(cell, data, 0, lambda: models.stored(cell.model, Base.BF16))
         model = self._stored(cell, mask)
         trainable = (
@@ -163,19 +163,22 @@ class Bench:
         )
         return trainable, training(trainable, data.batch, _validation(trainable, data.validation), recipe)
 
-    def _trained_dynamic(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
-        """Segments of `refresh_steps`, each with a new mask; what was learned stays in the weights.
+    def _trained_in_segments(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
+        """Segments of `refresh_steps`, each with a new mask where it moves; what was learned stays.
 
         A segment ends with its best evaluation, and the next one begins there; the schedule runs over all.
+        The step size follows from the segment's first gradients: it grows as these shrink.
         """
         model = self._stored(cell)
         own = models.stored(cell.model, Base.BF16)
         every = self.sweep.refresh_steps
         curve: list[tuple[int, float]] = []
         step, learned = 0, set[tuple[str, int]]()
+        mask = self._mask(cell, data, 0, lambda: model)
         for first in range(0, recipe.steps, every):
-            mask = self._mask(cell, data, first // every, lambda: model)
-            assert mask is not None  # every dynamic set has one
+            if first and cell.method.trained in DYNAMIC:
+                mask = self._mask(cell, data, first // every, lambda: model)
+            assert mask is not None  # every set in segments has one
             models.give_own_values(model, own, mask, learned)
             trainable = masked_weights(model, mask)
             part = replace(
@@ -199,7 +202,7 @@ class Bench:
         match cell.method.trained:
             case TrainedSet.SENSITIVE_C4:
                 return self.mask_of_corpus(cell.model)
-            case TrainedSet.SENSITIVE_TASK | TrainedSet.SENSITIVE_TASK_DYNAMIC:
+            case trained if trained in TASK_MASKS:
                 singles = [training_batch([item]) for item in data.train[:_MASK_EXAMPLES]]
                 return models.task_mask(model(), singles, density)
             case TrainedSet.RANDOM | TrainedSet.RANDOM_DYNAMIC:

@@ -6,7 +6,9 @@
     zero-shot
 
 Dynamic masks (re-selected while training) are `sensitive-task-dynamic` and `random-dynamic`: training runs in
-segments, each with a mask of its own, and a weight that leaves the mask keeps what it has learned.
+segments, each with a mask of its own, and a weight that leaves the mask keeps what it has learned. A segment
+takes its step size from its own first gradients and ends with its best state, which trains better by itself:
+`sensitive-task-segments` trains so with one mask, and is what a dynamic one is to be compared with.
 """
 
 import re
@@ -28,6 +30,7 @@ class TrainedSet(StrEnum):
 
     SENSITIVE_C4 = "sensitive-c4"
     SENSITIVE_TASK = "sensitive-task"
+    SENSITIVE_TASK_SEGMENTS = "sensitive-task-segments"
     SENSITIVE_TASK_DYNAMIC = "sensitive-task-dynamic"
     RANDOM = "random"
     RANDOM_DYNAMIC = "random-dynamic"
@@ -42,6 +45,7 @@ SPARSE = frozenset(
     {
         TrainedSet.SENSITIVE_C4,
         TrainedSet.SENSITIVE_TASK,
+        TrainedSet.SENSITIVE_TASK_SEGMENTS,
         TrainedSet.SENSITIVE_TASK_DYNAMIC,
         TrainedSet.RANDOM,
         TrainedSet.RANDOM_DYNAMIC,
@@ -50,7 +54,16 @@ SPARSE = frozenset(
 )
 """Sets with a density."""
 
+TASK_MASKS = frozenset(
+    {TrainedSet.SENSITIVE_TASK, TrainedSet.SENSITIVE_TASK_SEGMENTS, TrainedSet.SENSITIVE_TASK_DYNAMIC}
+)
+"""Sets whose masks the task's gradients select."""
+
 DYNAMIC = frozenset({TrainedSet.SENSITIVE_TASK_DYNAMIC, TrainedSet.RANDOM_DYNAMIC})
+"""Sets whose mask moves."""
+
+IN_SEGMENTS = DYNAMIC | {TrainedSet.SENSITIVE_TASK_SEGMENTS}
+"""Sets that are trained in segments."""
 
 _SIZED = {TrainedSet.LORA: "rank", TrainedSet.LORA_FA: "rank", TrainedSet.PREFIX: "tokens"}
 _PATTERN = re.compile(r"(zo|fo):([a-z0-9-]*[a-z][a-z0-9]*?)(?:-(\d+))?")

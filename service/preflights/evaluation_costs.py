@@ -8,7 +8,15 @@ the base, at most twice each.
 
 from dataclasses import dataclass
 
-from permille.evaluate.methods import DYNAMIC, Method, Order, TrainedSet, method
+from permille.evaluate.methods import (
+    DYNAMIC,
+    IN_SEGMENTS,
+    TASK_MASKS,
+    Method,
+    Order,
+    TrainedSet,
+    method,
+)
 from permille.evaluate.specification import Base
 from permille.schemas.evaluations import EvaluationOptions
 from permille.zo.log import EstimatorKind
@@ -91,9 +99,9 @@ def _copies(one: Method, options: EvaluationOptions) -> float:
         variants = options.queries if forward else 2 * options.queries
         return COPIES_OF_ALL + (variants if one.order is Order.ZEROTH else 0)
     copies = float(COPIES)
-    if one.trained in (TrainedSet.SENSITIVE_TASK, TrainedSet.SENSITIVE_TASK_DYNAMIC):
+    if one.trained in TASK_MASKS:
         copies = COPIES_OF_TASK_MASK
-    return copies + (COPIES_OF_DYNAMIC * options.density if one.trained in DYNAMIC else 0)
+    return copies + (COPIES_OF_DYNAMIC * options.density if one.trained in IN_SEGMENTS else 0)
 
 
 def _seconds(sizes: Sizes, options: EvaluationOptions, tasks: list[TaskFacts], flops_per_s: float) -> float:
@@ -130,7 +138,7 @@ def _forward_tokens(one: Method, options: EvaluationOptions, row: int) -> float:
         passes = gradient if options.estimator is EstimatorKind.FORWARD else 2 * options.queries
     trained = steps * min(options.batch_size, train) * row * passes
     masks = 0.0
-    if one.trained in (TrainedSet.SENSITIVE_TASK, TrainedSet.SENSITIVE_TASK_DYNAMIC):
+    if one.trained in TASK_MASKS:
         times = -(-steps // options.refresh_steps) if one.trained in DYNAMIC else 1
         masks = times * MASK_EXAMPLES * row * gradient
     evaluated = min(options.evaluations, steps) * validation * row

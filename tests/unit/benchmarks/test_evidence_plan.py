@@ -12,6 +12,7 @@ from benchmarks.evidence_plan import (
     DYNAMIC,
     FRACTIONS,
     QUICK,
+    SEGMENTS,
     SWEEP_STAGES,
     Size,
     masked_share,
@@ -69,7 +70,7 @@ def test_dynamic_masks_are_evaluated_as_often_as_static_ones(
     dynamic = 0
     for stage in SWEEP_STAGES:
         for unit in units(stage, model, task, size, density=0.01, fractions=FRACTIONS):
-            if set(DYNAMIC) & set(unit.choices["methods"]):
+            if {SEGMENTS, *DYNAMIC} & set(unit.choices["methods"]):
                 steps, every = unit.choices["zo_steps"], unit.choices["refresh_steps"]
                 segments = len(range(0, steps, every))
                 assert (
@@ -78,7 +79,7 @@ def test_dynamic_masks_are_evaluated_as_often_as_static_ones(
                 )
                 assert steps % every == 0
                 dynamic += 1
-    assert dynamic == 2 + len(FRACTIONS) - 1  # the two smallest densities of this model are one
+    assert dynamic == 4 + len(FRACTIONS) - 1  # the two smallest densities of this model are one
 
 
 def test_densities_of_equal_masks_are_measured_once(materials_file: Path) -> None:

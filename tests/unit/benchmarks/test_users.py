@@ -71,11 +71,15 @@ def test_the_pool_is_as_long_and_holds_nothing_held_out(bench: Bench) -> None:
     thief = User(name="thief", documents=users[0].documents)
     person = bench.person(users[0])
     pool = bench.pooled(person, [*users, thief])
-    assert 0.9 * targets(person.train) < targets(pool.train) <= targets(person.train)
+    assert targets(pool.train) == targets(person.train)
     # What selects is the person's own, or the choice of a step size would pass for a gain.
     assert pool.select == person.select
     held_out = {tuple(document.ids_T.tolist()) for document in (*person.test, *person.select)}
+    whole, last = pool.train[:-1], pool.train[-1]
     assert not held_out & {tuple(document.ids_T.tolist()) for document in pool.train}
+    assert len(last.ids_T) == len(last.target_T) == len(last.bytes_T)
+    assert last.target_T[-1]  # nothing stands after what counts
+    assert len(whole) > 3
     with pytest.raises(InputError, match="other people's text"):
         bench.pooled(person, [users[0]])
 

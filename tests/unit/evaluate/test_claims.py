@@ -72,7 +72,7 @@ PAIRS: dict[str, Callable[[float, float], list[Record]]] = {
         records("zo:lora-fa-8", a, stage="queries", queries=4)
         + records("zo:lora-fa-8", b, stage="queries", queries=1)
     ),
-    "static": lambda a, b: records("zo:sensitive-task", a) + records("zo:sensitive-task-dynamic", b),
+    "static": lambda a, b: records("zo:sensitive-task-segments", a) + records("zo:sensitive-task-dynamic", b),
 }
 
 

@@ -263,6 +263,37 @@ def test_one_process_at_a_time_writes_results(sweep_file: Path, tmp_path: Path) 
             run_sweep(sweep, results, another)
 
 
+def test_segments_keep_their_mask_and_are_plain_training_where_there_is_one(
+    sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set that moves differs from its control by the mask alone."""
+    text = sweep_file.read_text().replace('"nf4"', '"bf16"').replace("zo_steps = 4", "zo_steps = 6")
+    text = text.replace("evaluations = 2", "evaluations = 3")
+    names = ["zo:sensitive-task", "zo:sensitive-task-segments", "zo:sensitive-task-dynamic"]
+    text = text.replace("methods = [", f"methods = {json.dumps(names)}\n#")
+    masks: dict[str, list[dict[str, list[int]]]] = {}
+    own = cells.Bench._mask
+
+    def spied(bench: Any, cell: Any, *given: Any) -> Any:
+        found = own(bench, cell, *given)
+        assert found is not None
+        masks.setdefault(cell.method.name, []).append({name: list(at) for name, at in found.items()})
+        return found
+
+    monkeypatch.setattr(cells.Bench, "_mask", spied)
+    sweep_file.write_text(text)
+    plain, fixed, moving = run_sweep(read_sweep(sweep_file), tmp_path / "three.jsonl", lambda *_: None)
+    # Of the one trial and the run: a mask each, or one of each of three segments.
+    assert [len(masks[name]) for name in names] == [2, 2, 6]
+    assert masks[names[0]][-1] == masks[names[1]][-1] == masks[names[2]][-3]
+    assert masks[names[2]][-3] != masks[names[2]][-1]
+    assert len({record["loss"] for record in (plain, fixed, moving)}) == 3
+    sweep_file.write_text(text.replace("refresh_steps = 2", "refresh_steps = 6"))
+    results = run_sweep(read_sweep(sweep_file), tmp_path / "one.jsonl", lambda *_: None)
+    assert len({json.dumps(record["curve"]) for record in results}) == 1
+    assert len({record["loss"] for record in results}) == 1
+
+
 def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
