@@ -28,7 +28,7 @@ from permille.zo.estimators import Batch
 CURVE = tuple(float(at) for at in np.geomspace(1e-5, 1, 26))
 TRANSFER_DENSITIES = (1e-4, 1e-3, 1e-2)
 _EXAMPLES = 64
-"""That select a mask, and as many others that judge it."""
+"""Of the train part that select a mask, and as many of the validation part that judge it."""
 _STAGES = 4
 
 
@@ -40,8 +40,9 @@ class Gradients:
         self._bench = Bench(sweep)
         cell = Cell(model=unit.model, base=Base.BF16, method=method("fo:full"), task=Task(unit.task), seed=0)
         self._data: CellData = self._bench.data(cell, 0)
-        items = self._data.train[: 2 * examples]
-        self._selecting, self._judging = _singles(items[::2]), _singles(items[1::2])
+        # Parts share no passage: what judges selected nothing and trains nothing.
+        self._selecting = _singles(self._data.train[:examples])
+        self._judging = _singles(self._data.validation[:examples])
         self._weights = LinearWeights(models.stored(unit.model, Base.BF16))
 
     def batch(self, step: int) -> Batch:

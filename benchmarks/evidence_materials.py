@@ -18,6 +18,8 @@ _TASK_FILES = {
     "sst2": {"train": "SST-2_glue/train.tsv", "test": "SST-2_glue/dev.tsv"},  # stages of one task take it
     "boolq": {"train": "BoolQ/val.jsonl"},
     "rte": {"train": "RTE/train.jsonl", "test": "RTE/val.jsonl"},
+    "copa": {"train": "COPA/train.jsonl", "test": "COPA/test_with_gold.jsonl"},
+    "wsc": {"train": "WSC/train.jsonl", "test": "WSC/val.jsonl"},
 }
 _TWEETS = 4
 """Of a person: so a test part of 400 is of a hundred people."""

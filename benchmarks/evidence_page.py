@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cells import Result, Settings
+from benchmarks.evidence_archive import FOLDER as ARCHIVES
 from benchmarks.evidence_pictures import (
     FIGURES,
     Picture,
@@ -24,6 +25,7 @@ from benchmarks.evidence_records import (
     read_records,
     read_tunings,
     summary,
+    unfinished_claims,
 )
 from benchmarks.evidence_tables import (
     begun_anew,
@@ -44,7 +46,9 @@ _COMMAND = "python -m benchmarks.evidence"
 _HEAD = """# Evidence: the papers' comparisons, repeated
 
 Made by `make evidence` (`{command}`) from the models and the task files that it is given. This page is
-written from the finished cells alone, in whatever state the run is; the data behind every number: `{data}`.
+written from the finished cells alone, in whatever state the run is; the data behind every number: `{data}`,
+and item by item, with the curves, `{archives}/`. `make bench-quantizers` measures perplexity and bytes of
+every 4-bit scheme (`quantizers.md`).
 
 How it is compared: every trained method starts with the same number of step sizes on one logarithmic grid,
 extended while the best is on its edge, by four at most (*edge*: the best stayed there). On tasks without
@@ -64,9 +68,11 @@ above majority and zero-shot, p < 0.01), else in the loss of the right answer (p
 lower); language modelling (`text`) is judged by its loss, in rows of its own. Intervals and p-values take
 items and seeds as drawn, and the step size as the search chose it. p is of what would make the claim hold,
 adjusted (Holm) for all rows of the claim; that it fails is tested apart and adjusted alike, its p not shown;
-intervals are not adjusted. A claim holds where every row does and fails where one does: read the rows.
-Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never concluded from methods that
-learned nothing. The work of queries is that of one attempt.
+intervals are not adjusted. A claim holds where every row does (*so far* while cells of it are missing: rows
+to come would count in the adjustment) and fails where one does: read the rows. A row of fewer seeds than an
+equality wants does not count where another has them. No p knows of looks: where seeds were added after some,
+it says too much. Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never concluded
+from methods that learned nothing. The work of queries is that of one attempt.
 """
 
 
@@ -104,9 +110,9 @@ def write_page(
         f"figure `{key}`": f"{what}: no data yet" for key, what in FIGURES.items() if key not in drawn
     }
     lines = [
-        _HEAD.format(command=_COMMAND, data=DATA, queries=queries, tuned=_tuned(records)),
+        _HEAD.format(command=_COMMAND, data=DATA, archives=ARCHIVES, queries=queries, tuned=_tuned(records)),
         _VERDICTS,
-        *verdict_table(verdicts(records)),
+        *verdict_table(verdicts(records), unfinished_claims(planned, records)),
         "",
         "## Not measured yet",
         "",
@@ -180,7 +186,8 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
         "brackets the loss of the right answer, nats a token. Tasks in *italics* do not count for accuracy; "
         "of those with a question mark it is not known yet. Ranks are over the tasks of which all methods "
         "have three seeds, and over the seeds that all have, so they may differ from the means shown. A "
-        "method without a mask stands at 0.001.",
+        "method without a mask stands at 0.001. *Cut*: test prompts longer than `max_tokens`, which lose "
+        "their front (a text its end). *Shots fitted*: solved examples that found room before a question.",
         "",
     )
     tables = [record for record in records if record["stage"] in ("table", "flat")]

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SCHEME_METHODS, SCHEMES, SEEDS, Unit
+from permille.evaluate.claims import DECIDING
 from permille.evaluate.outcomes import Json
+from permille.evaluate.paper_claims import CLAIMS
 from permille.evaluate.sweep_results import PROCEDURE
 
 SUMMARY = (
@@ -121,6 +124,24 @@ def flat_density(records: Sequence[Json], model: str, task: str) -> float | None
         if density == best or differences.mean() <= error:
             return density
     return best
+
+
+def unfinished_claims(planned: Iterable[Unit], records: Sequence[Json]) -> set[str]:
+    """Keys of the claims that cells are planned for, but not finished."""
+    done = Counter((record["unit"], record["method"]) for record in records)
+    missing = [
+        (unit.stage, method)
+        for unit in planned
+        for method in unit.choices["methods"]
+        if done[unit.name, method] < len(unit.choices["seeds"])
+    ]
+    return {
+        claim.key
+        for claim in CLAIMS
+        for stage, method in missing
+        if method in (claim.first.method, claim.second.method)
+        and stage in (DECIDING if claim.stage is None else (claim.stage,))
+    }
 
 
 def summary(records: Iterable[Json]) -> list[Json]:

@@ -240,6 +240,7 @@ class Runner:
         # The same examples whatever the table's sizes: what is finished stays comparable.
         unit = replace(unit, choices=dict(unit.choices) | {"sizes": size.sizes})
         settings = {"model": model.name, "task": task, "examples": 4 if self._quick else 64}
+        settings["judged"] = "validation"
         if stage == "transfer":
             settings["steps"] = size.fo_steps
 

@@ -1,12 +1,12 @@
 """Tables of the evidence's page, in Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from benchmarks.evidence_plan import DYNAMIC, RANK_16, REFERENCES, SEGMENTS, STATIC, WITHOUT_MASK
 from benchmarks.evidence_records import Progress
-from permille.evaluate.claims import MIN_SEEDS, Row, counted_tasks, overall
+from permille.evaluate.claims import MIN_SEEDS, Row, Verdict, counted_tasks, overall
 from permille.evaluate.outcomes import Json
 from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.prompts import Task
@@ -21,8 +21,12 @@ _Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]
 """Records by base and method, by task."""
 
 
-def verdict_table(rows: Sequence[Row]) -> list[str]:
-    """One line a comparison, the claim's verdict in its first one."""
+def verdict_table(rows: Sequence[Row], unfinished: Collection[str]) -> list[str]:
+    """One line a comparison, the claim's verdict in its first one.
+
+    Args:
+        unfinished: keys of claims that wait for planned cells: one that holds does so far.
+    """
     lines = [
         "| claim | verdict | model, density | comparison | effect | interval | texts, seeds | p | |",
         "|---" * 9 + "|",
@@ -30,7 +34,9 @@ def verdict_table(rows: Sequence[Row]) -> list[str]:
     for claim in CLAIMS:
         own = [row for row in rows if row.claim == claim]
         for number, row in enumerate(own):
-            head = f"{claim.sentence} | **{overall(own)}**" if number == 0 else " | "
+            verdict = overall(own)
+            so_far = " so far" if verdict is Verdict.HOLDS and claim.key in unfinished else ""
+            head = f"{claim.sentence} | **{verdict}**{so_far}" if number == 0 else " | "
             lines.append(f"| {head} | {_row(row)} |")
     return lines
 
@@ -165,10 +171,17 @@ def _ranks(rows: _Rows, tasks: Sequence[str], key: str, sign: int) -> dict[tuple
 
 def _task_head(records: Sequence[Json], task: str, counts: bool | None) -> str:
     if task == Task.TEXT:
-        return f"{task} (loss)"
-    majority = np.mean([record["majority"] for record in records if record["task"] == task])
+        return f"{task} (loss{_cut([record for record in records if record['task'] == task])})"
+    own = [record for record in records if record["task"] == task]
+    majority = np.mean([record["majority"] for record in own])
     name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]
-    return f"{name} (majority {100 * majority:.1f})"
+    return f"{name} (majority {100 * majority:.1f}{_cut(own)})"
+
+
+def _cut(records: Sequence[Json]) -> str:
+    """How many prompts lost their front, where untrained records say so."""
+    shares = [r["cut_examples"] / r["examples"]["test"] for r in records if r["method"] == "zero-shot"]
+    return f"; {100 * max(shares):.0f} % cut" if shares and max(shares) > 0 else ""
 
 
 def _cell(records: Sequence[Json]) -> str:
@@ -176,6 +189,8 @@ def _cell(records: Sequence[Json]) -> str:
         return ""
     seeds = f", {len(records)} seeds" if len(records) != 3 else ""
     mark = ", edge" if any(record["on_edge"] for record in records) else ""
+    if records[0]["method"].startswith("icl:"):
+        mark += f", {_mean(records, 'shots'):.1f} shots fitted"
     if records[0]["task"] == Task.TEXT:
         return f"({loss_with_deviation(records)}{seeds}{mark})"
     accuracy = [100 * record["accuracy"] for record in records]

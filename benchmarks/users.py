@@ -9,7 +9,8 @@ also read under a stranger's state. Tests and tables: permille/evaluate/personal
 
 A pair is a cell, written once it is whole; within it every run goes on where a kill left it. `--minutes`
 begins no pair after that time. Writes users.json and users.md of all that is finished; `--restore users.json`
-takes up what was finished before, here or elsewhere.
+takes up what was finished before, here or elsewhere. A page that shows pairs which are not here stays, and
+the new one is in `--folder`.
 """
 
 import argparse
@@ -35,10 +36,11 @@ from permille.engines.factory import open_engine
 from permille.errors import InputError, OperatorError
 from permille.evaluate.personal import PersonalOutcome, State, markdown
 from permille.evaluate.user_texts import Collection, User, cohort, read_users
+from permille.files import write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 
-FIGURE = "users"
+FIGURE, DATA = "users", "users.json"
 LEAST_CHARACTERS = {Collection.SHAKESPEARE: 8_000, Collection.LAMP7: 4_000, Collection.PERSONACHAT: 500}
 """Who wrote less is not asked: below it a split of the text says nothing."""
 
@@ -159,6 +161,12 @@ def restore(file: Path, cells: Cells) -> None:
     Raises:
         InputError: the file cannot be read, or is none of this benchmark; nothing is taken up then.
     """
+    for settings, result in _read(file):
+        if not cells.has(FIGURE, settings):
+            cells.keep(FIGURE, settings, result)
+
+
+def _read(file: Path) -> list[tuple[Settings, Result]]:
     try:
         found = json.loads(file.read_text("utf-8"))
         if not isinstance(found, list):
@@ -169,9 +177,7 @@ def restore(file: Path, cells: Cells) -> None:
                 PersonalOutcome.of(record)
     except (OSError, ValueError, KeyError, TypeError, InputError) as exc:
         raise InputError(f"expected a users.json of this benchmark at {file}, got {exc!r:.200}") from exc
-    for settings, result in rows:
-        if not cells.has(FIGURE, settings):
-            cells.keep(FIGURE, settings, result)
+    return rows
 
 
 def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
@@ -227,10 +233,28 @@ def main() -> None:
     if arguments.output is None:
         sys.stdout.write(page(cells, bad))
         return
+    write(arguments.output, cells, page(cells, bad), elsewhere=arguments.folder / "users")
+
+
+def write(output: Path, cells: Cells, text: str, *, elsewhere: Path) -> Path:
+    """Write page and data; returns their folder.
+
+    Args:
+        elsewhere: written to where the page in `output` shows pairs that `cells` lacks.
+
+    Raises:
+        InputError: the data in `output` are none of this benchmark.
+    """
+    if (output / DATA).exists() and any(not cells.has(FIGURE, at) for at, _ in _read(output / DATA)):
+        sys.stderr.write(
+            f"{output} shows pairs that are not here: it stays, the new page is in {elsewhere}\n"
+        )
+        output = elsewhere
     rows = [{"settings": settings, "result": result} for settings, result in cells.of(FIGURE)]
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "users.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (arguments.output / "users.md").write_text(page(cells, bad))
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomic(output / DATA, (json.dumps(rows, indent=1) + "\n").encode())
+    write_atomic(output / "users.md", text.encode())
+    return output
 
 
 def _run(

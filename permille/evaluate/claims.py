@@ -13,11 +13,11 @@ A row is one model at one density. Accuracies count only on tasks that tuned fir
 (`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
 of their own, and those of language modelling in another. Nothing is decided on fewer than `MIN_SEEDS` seeds
 (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN) or `MIN_CLUSTERS` clusters of items (one of each passage or
-text): a task with fewer seeds is left out of a row that has others, and the row names its tasks. Tasks with
-`EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer, whose seeds would be all that count: for
-BETTER these have a row of their own. And two methods that learned nothing are no equals: AT LEAST and WITHIN
-are decided only where the second method is better than the base it began from, at 5% (or the first one better
-than it).
+text). Tasks with `EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer, whose seeds would be
+all that count: these have a row of their own, and where it has too few for the claim's relation, beside a row
+that has enough, it is shown and does not count for the claim. And two methods that learned nothing are no
+equals: AT LEAST and WITHIN are decided only where the second method is better than the base it began from, at
+5% (or the first one better than it).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -61,6 +61,7 @@ class Row:
         found: None where nothing can be compared.
         p_value: of what would make the claim hold, after Holm; None where nothing was tested.
         reason: of `undecided`: what is needed; else what a reader should know, or nothing.
+        counts: whether the claim's verdict waits for it.
     """
 
     claim: Claim
@@ -71,6 +72,7 @@ class Row:
     p_value: float | None
     verdict: Verdict
     reason: str
+    counts: bool = True
 
     @property
     def margin(self) -> float:
@@ -100,8 +102,8 @@ def verdicts(
 
 
 def overall(rows: Sequence[Row]) -> Verdict:
-    """Of one claim: holds where every row does, fails where one does, else undecided."""
-    found = {row.verdict for row in rows}
+    """Of one claim: holds where every row that counts does, fails where one does, else undecided."""
+    found = {row.verdict for row in rows if row.counts}
     if Verdict.FAILS in found:
         return Verdict.FAILS
     return Verdict.HOLDS if found == {Verdict.HOLDS} else Verdict.UNDECIDED
@@ -148,9 +150,9 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> l
                 for density, first, second in _matched(claim, of_kind, stages)
             ]
     rows = [
-        _row(claim, model, density, by_loss, *sides, of_kind)
+        replace(_row(claim, model, density, by_loss, mine, theirs, of_kind), counts=counts)
         for model, density, by_loss, first, second, of_kind in pairs
-        for sides in _by_seeds(claim, first, second)
+        for mine, theirs, counts in _by_seeds(claim, first, second)
     ]
     if not rows:
         nothing = "needs both methods at one density, and the task's zero-shot and first-order references"
@@ -232,16 +234,19 @@ def _row(
 
 def _by_seeds(
     claim: Claim, first: list[Record], second: list[Record]
-) -> list[tuple[list[Record], list[Record]]]:
-    """Both sides of each row: of the tasks with many common seeds, and for BETTER of those with few; of all
-    tasks where none has enough."""
+) -> list[tuple[list[Record], list[Record], bool]]:
+    """Both sides of each row, and whether it counts: of the tasks with many common seeds, and of those with
+    few; of all tasks where none has enough."""
     common = {task: len(seeds) for task, seeds in _common_seeds(first, second).items()}
     many = {task for task, count in common.items() if count >= EQUIVALENCE_SEEDS}
     few = {task for task, count in common.items() if MIN_SEEDS <= count < EQUIVALENCE_SEEDS}
-    wanted = [many, few] if claim.relation is Relation.BETTER else [many]
-    groups = [group for group in wanted if group] or [set(common)]
+    groups = [group for group in (many, few) if group] or [set(common)]
     return [
-        ([r for r in first if r["task"] in group], [r for r in second if r["task"] in group])
+        (
+            [r for r in first if r["task"] in group],
+            [r for r in second if r["task"] in group],
+            group is not few or not many or claim.relation is Relation.BETTER,
+        )
         for group in groups
     ]
 
@@ -294,6 +299,9 @@ def _judged(row: Row, p_failing: float) -> Row:
             note = "better by more than the margin" if low > 0 else "worse by more than the margin"
     if fails:
         return replace(row, verdict=Verdict.FAILS, reason=note)
+    width = (high - low) / 2 / row.margin
+    if row.claim.relation is not Relation.BETTER and width > 1:
+        return replace(row, reason=f"needs an interval {width:.1f} times as narrow: more items or seeds")
     return replace(row, reason="needs a smaller interval: more items or seeds")
 
 

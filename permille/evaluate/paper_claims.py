@@ -71,7 +71,7 @@ CLAIMS = (
     ),
     Claim(
         key="c4-task",
-        sentence="The mask of C4 is within one point of the task's own",
+        sentence="The mask of C4 is within the margin of the task's own",
         relation=Relation.WITHIN,
         first=_SENSITIVE,
         second=Side(method="zo:sensitive-task"),

@@ -116,7 +116,7 @@ def test_no_cell_begins_when_the_minutes_are_over(materials_file: Path, tmp_path
     assert main(arguments(materials_file, tmp_path, "--minutes", "0")) == 0
     assert read_records(tmp_path) == []
     page = (tmp_path / "page/evidence.md").read_text()
-    assert "- `table` of tiny, sst2: 0 of 20 cells." in page
+    assert "- `table` of tiny, sst2: 0 of 21 cells." in page
     assert "figure `coverage`" in page
     assert page.count("**undecided**") == 7
 
@@ -154,11 +154,17 @@ def test_the_environment_adds_models_to_our_own(tmp_path: Path, monkeypatch: pyt
     people.parent.mkdir(parents=True)
     people.write_text(json.dumps({"user": "7", "profile": ["one", "two", "one", "three", "four", "five"]}))
     found = find_materials(None, None, tmp_path / "evidence")
-    assert list(found.tasks) == ["sst2", "boolq", "rte", "text"]
+    assert list(found.tasks) == ["sst2", "boolq", "rte", "copa", "wsc", "text"]
     rows = [json.loads(line) for line in found.tasks["text"]["train"].read_text().splitlines()]
     assert rows == [{"group": "7", "text": text} for text in ("one", "two", "three", "four")]
     people.unlink()
-    assert list(find_materials(None, None, tmp_path / "evidence").tasks) == ["sst2", "boolq", "rte"]
+    assert list(find_materials(None, None, tmp_path / "evidence").tasks) == [
+        "sst2",
+        "boolq",
+        "rte",
+        "copa",
+        "wsc",
+    ]
     models = found.models
     assert [model.name for model in models] == ["reference-6M", "stories260K-hf", "reference-7M"]
     assert (models[0] / "config.json").is_file()
@@ -176,7 +182,7 @@ def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> 
         runner.memory()
     planned = runner.planned("table", folder / "tiny", "sst2")
     (row,) = progress(planned, [])
-    assert (row.done, row.planned) == (0, 20)
+    assert (row.done, row.planned) == (0, 21)
     left = [{"unit": "table-tiny-sst2-older", "seconds": 1.0}, {"unit": planned[0].name, "seconds": 2.0}]
     (row,) = progress(planned, left)
     assert (row.done, row.hours) == (1, 2.0 / 3600)

@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence_pictures import fraction_pictures
-from benchmarks.evidence_tables import begun_anew, method_table, setting_table, turn_table
+from benchmarks.evidence_plan import QUICK, units
+from benchmarks.evidence_records import unfinished_claims
+from benchmarks.evidence_tables import begun_anew, method_table, setting_table, turn_table, verdict_table
 from permille.evaluate.claims import verdicts
 from permille.evaluate.outcomes import Json
+from permille.evaluate.paper_claims import CLAIMS
 from tests.tiny_model import write_model
 
 ITEMS = 100
@@ -30,6 +33,9 @@ def cells(method: str, share: float, *, task: str = "sst2", seeds: int = 3) -> l
             "validation_loss": 1 - share,
             "majority": 0.5,
             "on_edge": False,
+            "cut_examples": 0,
+            "shots": 0.0,
+            "examples": {"train": 8, "validation": 4, "test": ITEMS},
             "items": [str(number) for number in range(ITEMS)],
             "correct": "1" * right + "0" * (ITEMS - right),
         }
@@ -84,6 +90,40 @@ def test_cells_name_a_step_on_the_edge_and_runs_that_began_anew() -> None:
         assert "(0.400, edge)" in table[2]
     attempts = [record | {"attempts": count} for record, count in zip(found, (1, 3, None), strict=True)]
     assert begun_anew(attempts, "queries", "q =") == "q = 16, 1 of 2 runs"
+
+
+def test_a_table_tells_cut_prompts_and_shots_that_found_no_room() -> None:
+    found = [record | {"cut_examples": 88} for record in cells("zero-shot", 0.5)]
+    found += [record | {"shots": record["seed"] / 10} for record in cells("icl:8", 0.5)]
+    lines = method_table(found, found)
+    assert " sst2? (majority 50.0; 88 % cut) " in lines[0]
+    assert "| bf16 | icl:8 | 50.0 ± 0.0 (0.500, 0.1 shots fitted) |" in lines[3]
+    assert "cut" not in method_table(cells("zero-shot", 0.5), [])[0]
+
+
+def test_a_claim_that_holds_does_so_far_while_cells_are_missing(materials_file: Path) -> None:
+    model = materials_file.parent / "tiny"
+    planned = units("table", model, "sst2", QUICK, fractions=())
+    done = [
+        {"unit": unit.name, "method": name}
+        for unit in planned
+        for name in unit.choices["methods"]
+        for _ in unit.choices["seeds"]
+    ]
+    assert unfinished_claims(planned, done) == set()
+    assert unfinished_claims(planned, []) == {claim.key for claim in CLAIMS if claim.stage is None}
+    lacking = [line for line in done if line["method"] != "zo:outliers"]
+    assert unfinished_claims(planned, lacking) == {"sensitive-outliers"}
+    others = units("queries", model, "sst2", QUICK, fractions=())
+    assert unfinished_claims(others, []) == {claim.key for claim in CLAIMS if claim.stage == "queries"}
+    found = [*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.9)]
+    for method, share in (("zo:sensitive-c4", 0.9), ("zo:random", 0.5)):
+        found += [record | {"groups": record["items"]} for record in cells(method, share)]
+    rows = verdicts(found)
+    so_far = verdict_table(rows, {"sensitive-random"})
+    assert sum("**holds** so far |" in line for line in so_far) == 1
+    assert sum("**holds** |" in line for line in verdict_table(rows, set())) == 1
+    assert "**undecided** |" in "".join(verdict_table(rows, {"static"}))
 
 
 def test_lines_stand_in_one_order_whenever_they_were_measured() -> None:

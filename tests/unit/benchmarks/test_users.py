@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks.cells import Cells
 from benchmarks.user_runs import Bench, targets
-from benchmarks.users import FIGURE, groups_of, measured, page, pairs, restore, settings_of
+from benchmarks.users import FIGURE, groups_of, measured, page, pairs, restore, settings_of, write
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import package_tokenizer
 from permille.errors import InputError
@@ -146,6 +146,20 @@ def test_pairs_of_a_committed_page_are_not_measured_again(tmp_path: Path) -> Non
         ({"pair": 0}, own),
         ({"pair": 1}, rows[1]["result"]),
     ]
+
+
+def test_a_page_with_more_pairs_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, elsewhere = tmp_path / "output", tmp_path / "elsewhere"
+    more, fewer = Cells(tmp_path / "more.jsonl"), Cells(tmp_path / "fewer.jsonl")
+    for number in range(2):
+        more.keep(FIGURE, {"pair": number}, {"people": []})
+    fewer.keep(FIGURE, {"pair": 1}, {"people": []})
+    assert write(output, more, "whole\n", elsewhere=elsewhere) == output
+    assert write(output, fewer, "part\n", elsewhere=elsewhere) == elsewhere
+    assert "shows pairs that are not here: it stays" in capsys.readouterr().err
+    assert (output / "users.md").read_text() == "whole\n"
+    assert (elsewhere / "users.md").read_text() == "part\n"
+    assert write(output, more, "again\n", elsewhere=elsewhere) == output
 
 
 def test_a_run_that_was_killed_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
