@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from edge_agent.chat import ChatTemplate
 from edge_agent.documents import Completion, Content, Conversation, PlainText
 from permille.errors import InputError, PackageError
+from permille.token_bytes import token_bytes
 
 ReadFile = Callable[[str], bytes | None]
 
@@ -210,22 +211,7 @@ def _document(encoding: Any, text: str, spans: Sequence[tuple[int, int]]) -> Tok
     for start, end in spans:
         target_T |= (ends_T > start) & (starts_T < end) & (ends_T > starts_T)
     target_T[:1] = False
-    # Several tokens of one character have the same offsets: its bytes are counted once.
-    seen_T = np.concatenate([[0], np.maximum.accumulate(ends_T)[:-1]]) if len(ends_T) else ends_T
-    bytes_before = np.concatenate([[0], np.cumsum(_utf8_lengths(text))])
-    bytes_T = np.maximum(
-        bytes_before[ends_T] - bytes_before[np.maximum(starts_T, np.minimum(seen_T, ends_T))], 0
-    )
-    return TokenizedDocument(ids_T, target_T, bytes_T)
-
-
-def _utf8_lengths(text: str) -> NDArray[np.int64]:
-    """How many bytes each character of `text` has in UTF-8."""
-    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-    lengths = np.ones(len(points), dtype=np.int64)
-    for first in (0x80, 0x800, 0x10000):
-        lengths += points >= first
-    return lengths
+    return TokenizedDocument(ids_T, target_T, token_bytes(text, ends_T))
 
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

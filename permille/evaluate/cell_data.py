@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.evaluate import free_text
 from permille.evaluate.examples import BadRow, Example
 from permille.evaluate.rows import MAX_BAD_SHARE
-from permille.evaluate.scoring import Choices, encode_example, training_batch
+from permille.evaluate.scoring import Choices, document_text, encode_example, training_batch
 from permille.evaluate.splits import Splits
+from permille.token_bytes import token_bytes
 from permille.zo.estimators import Batch
 
 
@@ -32,6 +34,11 @@ class Encoder:
 
     def __call__(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def token_bytes(self, text: str) -> NDArray[np.int64]:
+        """How many bytes of the text each of its tokens stands for, int64 [T]."""
+        ends = [end for _, end in self._tokenizer.encode(text, add_special_tokens=False).offsets]
+        return token_bytes(text, np.array(ends, dtype=np.int64))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
@@ -88,15 +95,15 @@ class CellData:
 
     @cached_property
     def test_bytes(self) -> int:
-        """Bytes of UTF-8 that the scored tokens of `test` stand for.
+        """Bytes of UTF-8 that the scored tokens of `test` stand for, where it is documents.
 
-        A character that `max_tokens` cuts in two counts as the replacement character's three.
+        A character whose tokens `max_tokens` parts has its bytes where its first token is.
         """
         total = 0
-        for item in self.test:
-            answer = item.answers[item.label]
-            whole, before = self.decode(answer.ids), self.decode(answer.ids[: -answer.targets])
-            total += len(whole.encode()) - len(before.encode())
+        for example, item in self._test:
+            assert item.span is not None  # it is a document
+            bytes_T = self._encoder.token_bytes("".join(document_text(example, self._max_tokens)))
+            total += int(bytes_T[slice(*item.span)].sum())
         return total
 
     @cached_property

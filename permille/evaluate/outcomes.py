@@ -71,11 +71,13 @@ class Outcome:
         )
 
     def _bits_per_byte(self) -> float | None:
-        """Of language modelling, over all documents' bytes alike: comparable between tokenizers."""
+        """Of language modelling, over the scored bytes of all documents alike: comparable between tokenizers
+        where `max_tokens` cuts none."""
         if self.cell.task is not Task.TEXT:
             return None
         targets_N = np.array([item.answers[item.label].targets for item in self.data.test])
-        return float(self.tested.loss_N @ targets_N) / math.log(2) / self.data.test_bytes
+        size = self.data.test_bytes
+        return float(self.tested.loss_N @ targets_N) / math.log(2) / size if size else None
 
     def _majority(self) -> float | None:
         if self.cell.task is Task.TEXT:

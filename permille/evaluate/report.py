@@ -53,7 +53,7 @@ def _table(model: str, base: str, rows: Rows) -> str:
         "majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
         f"references, or fewer than {MIN_CLUSTERS} passages). In free text (squad) accuracy is exact match, "
         "with F1; language modelling (text) has its loss alone, mean over documents, "
-        "and bits per byte over all of them.",
+        "and bits per byte over what was scored of them (comparable between tokenizers where none is cut).",
         "",
         "| method | "
         + " | ".join(_heading(rows, task, counted[task]) for task in tasks)

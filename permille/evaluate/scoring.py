@@ -47,12 +47,14 @@ class Choices:
         label: index of the right candidate.
         shots: solved examples that stand before the question: those that fitted.
         cut: tokens that did not fit: of the prompt's front, of a document's end.
+        span: of a document, its first scored token and the end of the last, in tokens of `document_text`.
     """
 
     answers: tuple[Answer, ...]
     label: int
     shots: int
     cut: int
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +139,7 @@ def _encode_document(
     """
     start = () if begin is None else (begin,)
     room = max_tokens - len(start)
-    prompt, text = example.prompt, example.candidates[0]
-    # Longer ones are not read through for the few tokens that are kept.
-    most = _CHARACTERS_A_TOKEN * max_tokens
-    prompt, text = prompt[-most:], text[:most]
+    prompt, text = document_text(example, max_tokens)
     whole = tuple(encode(prompt + text))
     first = _common(tuple(encode(prompt)), whole) if prompt else 0
     front = max(0, first - max(room // 4, room - (len(whole) - first)))
@@ -153,8 +152,21 @@ def _encode_document(
         before = tuple(encode("".join(shown))) if shown else ()
         if len(before) + len(kept) <= room:
             break
-    answer = Answer(ids=(*start, *before, *kept), targets=targets)
-    return Choices(answers=(answer,), label=0, shots=len(shown), cut=len(whole) - len(kept))
+    end = front + len(kept)
+    return Choices(
+        answers=(Answer(ids=(*start, *before, *kept), targets=targets),),
+        label=0,
+        shots=len(shown),
+        cut=len(whole) - len(kept),
+        span=(end - targets, end),
+    )
+
+
+def document_text(example: Example, max_tokens: int) -> tuple[str, str]:
+    """Prompt and text of a document as far as they can matter: longer ones are not read through for the few
+    tokens that are kept."""
+    most = _CHARACTERS_A_TOKEN * max_tokens
+    return example.prompt[-most:], example.candidates[0][:most]
 
 
 def training_batch(choices: Sequence[Choices]) -> Batch:
