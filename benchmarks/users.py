@@ -18,7 +18,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -121,10 +121,10 @@ def measured(bench: Bench, pair: tuple[Person, Person], others: Sequence[User]) 
     }
 
 
-def groups_of(cells: Cells) -> dict[str, list[PersonalOutcome]]:
+def groups_of(pairs: Iterable[tuple[Settings, Result]]) -> dict[str, list[PersonalOutcome]]:
     """Finished people by model, collection, package and options: nothing else may stand in one group."""
     groups: dict[str, list[PersonalOutcome]] = {}
-    for settings, result in cells.of(FIGURE):
+    for settings, result in pairs:
         name = (
             f"{settings['model']}, {settings['collection']}, {settings['steps']} steps, "
             f"seed {settings['seed']}, {settings['options']['estimator']} with "
@@ -161,9 +161,21 @@ def restore(file: Path, cells: Cells) -> None:
     Raises:
         InputError: the file cannot be read, or is none of this benchmark; nothing is taken up then.
     """
-    for settings, result in _read(file):
-        if not cells.has(FIGURE, settings):
-            cells.keep(FIGURE, settings, result)
+    new = [(at, result) for at, result in _read(file) if not cells.has(FIGURE, at)]
+    try:
+        # As it will be shown: what makes no page is not taken up.
+        page([*cells.of(FIGURE), *new], {}).encode()
+    except _UNFIT as exc:
+        raise _unfit(file, exc) from exc
+    for settings, result in new:
+        cells.keep(FIGURE, settings, result)
+
+
+_UNFIT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InputError)
+
+
+def _unfit(file: Path, exc: Exception) -> InputError:
+    return InputError(f"expected a users.json of this benchmark at {file}, got {exc!r:.200}")
 
 
 def _read(file: Path) -> list[tuple[Settings, Result]]:
@@ -172,17 +184,18 @@ def _read(file: Path) -> list[tuple[Settings, Result]]:
         if not isinstance(found, list):
             raise TypeError(f"no list, but {type(found).__name__}")
         rows = [(row["settings"], row["result"]) for row in found]
-        for _, result in rows:
-            for record in result["people"]:
-                PersonalOutcome.of(record)
-    except (OSError, ValueError, KeyError, TypeError, InputError) as exc:
-        raise InputError(f"expected a users.json of this benchmark at {file}, got {exc!r:.200}") from exc
+        for settings, result in rows:
+            people = [PersonalOutcome.of(record).user for record in result["people"]]
+            if not people or people != settings["people"]:
+                raise ValueError(f"people {people}, not {settings['people']}")
+    except (OSError, *_UNFIT) as exc:
+        raise _unfit(file, exc) from exc
     return rows
 
 
-def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
+def page(pairs: Sequence[tuple[Settings, Result]], bad_rows: dict[str, list[str]]) -> str:
     """All that is finished."""
-    chosen = [settings["options"] for settings, _ in cells.of(FIGURE)]
+    chosen = [settings["options"] for settings, _ in pairs]
     told = dict.fromkeys(
         f"{options['estimator']} with {options['queries']} queries, {options['schedule']} schedule"
         for options in chosen
@@ -203,7 +216,7 @@ def page(cells: Cells, bad_rows: dict[str, list[str]]) -> str:
     for name, reasons in bad_rows.items():
         if reasons:
             lines += [f"Lines of {name} that are no person and are left out: {'; '.join(reasons)}.", ""]
-    return "\n".join(lines) + "\n" + markdown(groups_of(cells))
+    return "\n".join(lines) + "\n" + markdown(groups_of(pairs))
 
 
 def main() -> None:
@@ -231,9 +244,9 @@ def main() -> None:
         for collection in arguments.collections
     }
     if arguments.output is None:
-        sys.stdout.write(page(cells, bad))
+        sys.stdout.write(page(cells.of(FIGURE), bad))
         return
-    write(arguments.output, cells, page(cells, bad), elsewhere=arguments.folder / "users")
+    write(arguments.output, cells, page(cells.of(FIGURE), bad), elsewhere=arguments.folder / "users")
 
 
 def write(output: Path, cells: Cells, text: str, *, elsewhere: Path) -> Path:

@@ -5,10 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
-from permille.errors import PermilleError, RetryableError
-from permille.evaluate.report import markdown
-from permille.evaluate.specification import read_sweep
-from permille.evaluate.sweep import run_sweep
+from permille.errors import InputError, PermilleError, RetryableError
+from permille.files import write_atomic
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,21 +21,66 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results = options.results or options.sweep.with_suffix(".results.jsonl")
     try:
-        table = markdown(run_sweep(read_sweep(options.sweep), results, _tell))
-        if options.table is None:
-            print(table)
-        else:
-            options.table.write_text(table, encoding="utf-8")
+        _check(options.sweep, results, options.table)
+        table = _table(options.sweep, results)
     except PermilleError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 5 if isinstance(exc, RetryableError) else 3
     except OSError as exc:
-        print(f"error: {exc}; {results} keeps what is done, the same command goes on", file=sys.stderr)
+        print(f"error: {exc}{_kept(results)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted; {results} keeps what is done, the same command goes on", file=sys.stderr)
+        print(f"interrupted{_kept(results)}", file=sys.stderr)
         return 130
+    return _tell_table(table, options.table)
+
+
+def _check(sweep: Path, results: Path, table: Path | None) -> None:
+    """Refuse what would end badly after hours.
+
+    Raises:
+        InputError: results or table are no file, cannot have a folder, or are one of the others.
+    """
+    names = [path.resolve() for path in (sweep, results, table) if path is not None]
+    if len(set(names)) < len(names):
+        raise InputError(f"expected sweep, results and table in different files, got {results} and {table}")
+    if results.exists() and not results.is_file():
+        raise InputError(f"expected results in a file, got {results}")
+    if table is not None and table.is_dir():
+        raise InputError(f"expected the table in a file, got the folder {table}")
+    for path in (results, table):
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise InputError(f"expected a folder for {path}, got {exc}") from exc
+
+
+def _table(sweep: Path, results: Path) -> str:
+    """Run what is missing; the tables of all. Torch is imported here, where a signal has its farewell."""
+    from permille.evaluate.report import markdown
+    from permille.evaluate.specification import read_sweep
+    from permille.evaluate.sweep import run_sweep
+
+    return markdown(run_sweep(read_sweep(sweep), results, _tell))
+
+
+def _tell_table(table: str, path: Path | None) -> int:
+    try:
+        if path is None:
+            print(table, flush=True)
+        elif path.exists() and not path.is_file():  # a device or a pipe
+            path.write_text(table, encoding="utf-8")
+        else:
+            write_atomic(path, table.encode())
+    except OSError as exc:
+        print(f"error: the tables cannot be written: {exc}; all results are kept", file=sys.stderr)
+        return 1
     return 0
+
+
+def _kept(results: Path) -> str:
+    return f"; {results} keeps what is done, the same command goes on" if results.is_file() else ""
 
 
 def _tell(done: int, total: int, following: str) -> None:

@@ -24,7 +24,11 @@ class Encoder:
     def __init__(self, folder: Path) -> None:
         import tokenizers
 
-        self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as exc:  # the library raises no kind of its own
+            raise InputError(f"expected a tokenizer that can be read in {path}, got {exc!s:.200}") from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a text that names one does not hold it

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import FileCorpus, ReadReport, read_texts
+from permille.errors import InputError
 from permille.evaluate import free_text, models, schemes
 from permille.evaluate.cell_data import CellData, Encoder
 from permille.evaluate.examples import Pool
@@ -30,7 +31,7 @@ from permille.evaluate.scoring import (
     training_batch,
 )
 from permille.evaluate.specification import Base, Sweep
-from permille.evaluate.splits import split
+from permille.evaluate.splits import Splits, split
 from permille.evaluate.trainables import Trainable, masked_weights
 from permille.evaluate.training import Recipe, Trained, train, train_safely
 from permille.evaluate.tuning import Trial
@@ -78,15 +79,17 @@ class Bench:
         return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in IN_SEGMENTS)
 
     def read(self) -> None:
-        """Read all task files.
+        """Read all task files, and see that they can be divided: rather now than when a cell needs them.
 
         Raises:
-            InputError: one is not its task's.
+            InputError: one is not its task's, or has too little.
         """
         for task, files in self.sweep.tasks.items():
             for path in (files.train, files.test):
                 if path is not None:
                     self.pool(task, path)
+            for seed in self.sweep.seeds:
+                self._splits(task, seed)
 
     def bad_rows(self) -> list[str]:
         """Every row of the files read so far that is no example, and every example that did not fit the cells
@@ -112,13 +115,8 @@ class Bench:
 
     def data(self, cell: Cell, seed: int) -> CellData:
         """The examples of a cell."""
-        files = self.sweep.tasks[cell.task]
-        test_pool = None if files.test is None else self.pool(cell.task, files.test).examples
-        splits = split(
-            self.pool(cell.task, files.train).examples, seed, test_pool=test_pool, sizes=self.sweep.sizes
-        )
         return CellData(
-            splits,
+            self._splits(cell.task, seed),
             Encoder(cell.model),
             seed=seed,
             shots=cell.method.shots,
@@ -128,6 +126,18 @@ class Bench:
                 f"{cell.task.value}, {cell.model.name}: {bad.name}: {bad.reason}"
             ),
         )
+
+    def _splits(self, task: Task, seed: int) -> Splits:
+        files = self.sweep.tasks[task]
+        pool = self.pool(task, files.train).examples
+        test_pool = None if files.test is None else self.pool(task, files.test).examples
+        try:
+            return split(pool, seed, test_pool=test_pool, sizes=self.sweep.sizes)
+        except InputError as exc:
+            groups = len({example.group for example in pool})
+            raise InputError(
+                f"{task.value}: {exc}, of {len(pool)} examples in {groups} groups in {files.train}"
+            ) from exc
 
     def _mask_of_corpus(self, model: Path) -> Mask:
         return models.corpus_mask(

@@ -64,7 +64,7 @@ class PersonalOutcome:
         """From a record of plain numbers.
 
         Raises:
-            InputError: a state is missing or its loss not finite; or there is no text.
+            InputError: a state is missing or its loss no number of at least 0; or there is no text.
         """
         try:
             found = cls(
@@ -75,10 +75,14 @@ class PersonalOutcome:
                 train_tokens=int(record["train_tokens"]),
                 pooled_tokens=int(record["pooled_tokens"]),
             )
-        except (KeyError, TypeError, ValueError) as exc:
+        except (KeyError, TypeError, ValueError, OverflowError) as exc:
             raise InputError(f"expected the outcome of a person under four states, got {exc!r}") from exc
-        if not (all(map(math.isfinite, found.nats.values())) and found.tokens > 0 and found.bytes > 0):
-            raise InputError(f"expected finite losses of some text of {found.user}, got others")
+        losses = found.nats.values()
+        counts = (found.tokens, found.bytes, found.train_tokens, found.pooled_tokens)
+        if not (all(map(math.isfinite, losses)) and min(losses) >= 0 and min(counts) > 0):
+            raise InputError(
+                f"expected finite losses of at least 0 and some text of {found.user!r}, got others"
+            )
         return found
 
     def loss(self, state: State) -> float:

@@ -126,14 +126,14 @@ def _by_item(records: Sequence[Json]) -> dict[str, float]:
 
 def _notes(rows: Rows, method: str) -> str:
     """What a reader must know of a method's cells: demonstrations that did not fit, a grid left too early."""
-    records = [record for (name, _), found in rows.items() if name == method for record in found]
     notes = []
-    if method.startswith("icl:"):
-        notes.append(f"{_mean(records, 'shots'):.1f} shots fitted")
-    if cut := sum(record["cut_examples"] for record in records):
-        notes.append(f"{cut} examples cut")
-    if any(record["on_edge"] for record in records):
-        notes.append("step size on the grid's edge")
+    for task, records in ((task, found) for (name, task), found in rows.items() if name == method):
+        if method.startswith("icl:"):
+            notes.append(f"{task}: {_mean(records, 'shots'):.1f} shots fitted")
+        if cut := round(_mean(records, "cut_examples")):
+            notes.append(f"{task}: {cut} of {len(records[0]['items'])} cut")
+        if any(record["on_edge"] for record in records):
+            notes.append(f"{task}: step size on the grid's edge")
     return f" ({', '.join(notes)})" if notes else ""
 
 

@@ -110,43 +110,54 @@ def _rows(task: Task, path: Path) -> Iterator[tuple[str, Row | _BadRowError]]:
                 yield name, found
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Row | _BadRowError]]:
+def _lines(path: Path) -> Iterator[tuple[str, bytes | _BadRowError]]:
+    """Lines by name and number; one that is too long is not kept in memory."""
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
             name = f"{path.name}:{number}"
-            if len(line) > MAX_LINE_BYTES:
-                raise InputError(
-                    f"expected lines of at most {MAX_LINE_BYTES} bytes, got a longer one at {name}"
-                )
-            if not line.strip():
+            if len(line) <= MAX_LINE_BYTES:
+                yield name, line
                 continue
-            try:
-                found = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as exc:
-                yield name, _BadRowError(f"expected a JSON object, got {exc}")
-                continue
-            if isinstance(found, dict):
-                yield name, found
-            else:
-                yield name, _BadRowError(f"expected a JSON object, got {type(found).__name__}")
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES)
+            yield name, _BadRowError(f"expected a line of at most {MAX_LINE_BYTES} bytes, got a longer one")
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Row | _BadRowError]]:
+    for name, line in _lines(path):
+        if isinstance(line, _BadRowError):
+            yield name, line
+            continue
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as exc:
+            yield name, _BadRowError(f"expected a JSON object, got {exc}")
+            continue
+        if isinstance(found, dict):
+            yield name, found
+        else:
+            yield name, _BadRowError(f"expected a JSON object, got {type(found).__name__}")
 
 
 def _table_rows(path: Path) -> Iterator[tuple[str, Row | _BadRowError]]:
     """SST-2: `sentence <tab> label`, GLUE with a header line, the sentence-level release without."""
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
-            name = f"{path.name}:{number}"
-            try:
-                cells = line.decode("utf-8").rstrip("\r\n").split("\t")
-            except UnicodeDecodeError as exc:
-                yield name, _BadRowError(f"expected UTF-8, got {exc}")
-                continue
-            if number == 1 and cells == ["sentence", "label"]:
-                continue
-            if len(cells) == 2:
-                yield name, {"sentence": cells[0], "label": cells[1].strip()}
-            else:
-                yield name, _BadRowError(f"expected a sentence and a label, got {len(cells)} cells")
+    for place, (name, line) in enumerate(_lines(path)):
+        if isinstance(line, _BadRowError):
+            yield name, line
+            continue
+        try:
+            cells = line.decode("utf-8" if place else "utf-8-sig").rstrip("\r\n").split("\t")
+        except UnicodeDecodeError as exc:
+            yield name, _BadRowError(f"expected UTF-8, got {exc}")
+            continue
+        if not place and cells == ["sentence", "label"]:
+            continue
+        if len(cells) == 2:
+            yield name, {"sentence": cells[0], "label": cells[1].strip()}
+        else:
+            yield name, _BadRowError(f"expected a sentence and a label, got {len(cells)} cells")
 
 
 def _multirc_rows(name: str, row: Row) -> Iterator[tuple[str, Row | _BadRowError]]:

@@ -14,6 +14,7 @@ Paths are relative to the file's folder.
 """
 
 import importlib.util
+import json
 import tomllib
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -22,6 +23,7 @@ from typing import Any
 
 from permille.errors import InputError
 from permille.evaluate.methods import Method, method
+from permille.evaluate.positions import check_positions
 from permille.evaluate.prompts import Task, Wording
 from permille.evaluate.splits import PAPER_SIZES
 from permille.evaluate.tuning import TUNING_SEED_OFFSET
@@ -152,6 +154,13 @@ def _checked(sweep: Sweep) -> Sweep:
     for model in sweep.models:
         if missing := [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]:
             raise InputError(f"expected {' and '.join(missing)} in {model}, got none")
+        check_positions(
+            model.name,
+            _config(model),
+            sweep.methods,
+            max_tokens=sweep.max_tokens,
+            corpus_tokens=sweep.corpus_tokens,
+        )
     if any(item.size for item in sweep.methods) and importlib.util.find_spec("peft") is None:
         raise InputError(
             'expected peft for adapters, which is not installed: pip install "permille[evaluate]"'
@@ -161,17 +170,27 @@ def _checked(sweep: Sweep) -> Sweep:
     return sweep
 
 
+def _config(model: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((model / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as exc:
+        raise InputError(f"expected JSON in {model / 'config.json'}, got {exc!r:.200}") from exc
+    if not isinstance(found, dict):
+        raise InputError(f"expected a JSON object in {model / 'config.json'}, got {type(found).__name__}")
+    return found
+
+
 def _sizes(found: list[int]) -> tuple[int, int, int]:
     if len(found) != 3 or min(found) < 1:
         raise InputError(f"expected sizes of train, validation and test, got {found}")
     return found[0], found[1], found[2]
 
 
-def _number(name: str, value: object) -> int | float:
+def _number(name: str, value: Any) -> int | float:
     if name == "density":
-        if not isinstance(value, float) or not 0 < value <= 1:
-            raise InputError(f"expected density above 0 and at most 1, got {value!r}")
-        return value
+        if type(value) not in (int, float) or not 0 < value <= 1:
+            raise InputError(f"expected density as a number above 0 and at most 1, got {value!r}")
+        return float(value)
     if type(value) is not int or value < 1:
         raise InputError(f"expected {name} as an integer of at least 1, got {value!r}")
     return value

@@ -8,8 +8,9 @@ seeds may be added after those that a file was begun with.
 import fcntl
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from permille.errors import InputError, RetryableError
 from permille.evaluate.cells import Bench
 from permille.evaluate.methods import Method
 from permille.evaluate.outcomes import Json
+from permille.evaluate.prompts import Task
 from permille.evaluate.specification import Sweep, TaskFiles
 
 PROCEDURE = 2
@@ -140,11 +142,44 @@ def _parsed(line: bytes, number: int, path: Path) -> Json:
         fields = _FIELDS[found["kind"]]
         if type(found["key"]) is not str or not fields <= found.keys():
             raise ValueError(f"fields {sorted(found)}")
-    except (ValueError, TypeError, KeyError, RecursionError) as exc:
-        raise InputError(f"expected a result in line {number} of {path}, got {line[:60]!r}") from exc
+        _NUMBERS[found["kind"]](found)
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as exc:
+        raise InputError(f"expected a result in line {number} of {path}, got {line[:60]!r} ({exc})") from exc
     result: Json = found
     return result
 
+
+def _check_tuning(line: Json) -> None:
+    if not _number(line["step_factor"]) > 0:
+        raise ValueError(f"step factor {line['step_factor']}")
+
+
+def _check_cell(line: Json) -> None:
+    names = [line[name] for name in ("model", "base", "method", "task")]
+    if line["key"] != "/".join([*names, str(line["seed"])]):
+        raise ValueError(f"a cell of {names}")
+    for name in ("loss", "cut_examples", "shots"):
+        _number(line[name])
+    for name in ("accuracy", "majority"):
+        if line[name] is not None or line["task"] != Task.TEXT:
+            _number(line[name])
+    if line.get("bits_per_byte") is not None:
+        _number(line["bits_per_byte"])
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise ValueError(f"{value!r:.60} for a number")
+    return float(value)  # type: ignore[arg-type]
+
+
+_NUMBERS: dict[str, Callable[[Json], None]] = {
+    "sweep": lambda _: None,
+    "bad-row": lambda _: None,
+    "tuning": _check_tuning,
+    "cell": _check_cell,
+}
+"""What is read again is checked: a file that somebody edited is refused with its line."""
 
 _FIELDS: dict[str, set[str]] = {
     "sweep": set(),

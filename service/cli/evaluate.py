@@ -38,7 +38,9 @@ def evaluate(
     chosen = [text for name, path in options.items() if path is not None for text in (name, str(path))]
     status = _run([sys.executable, "-m", "permille.evaluate", str(sweep), *chosen])
     if status:
-        raise typer.Exit(status if status > 0 else int(Exit.FAILED))  # below 0: killed
+        if status in (-signal.SIGINT, -signal.SIGTERM):  # before it could say so itself
+            status = 130
+        raise typer.Exit(status if status > 0 else int(Exit.FAILED))
 
 
 def _run(command: list[str]) -> int:

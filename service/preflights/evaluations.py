@@ -1,9 +1,12 @@
 """Whether an evaluation can be: models and corpus of the tenant, task files below the corpus root, a machine
 that holds it. Of a task file the first rows are looked at, never more."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from permille.errors import InputError
+from permille.evaluate.methods import method
+from permille.evaluate.positions import check_positions
 from permille.evaluate.prompts import Task
 from permille.models.sources import resolve_inside
 from permille.schemas.evaluations import EvaluationCreate, TaskSource
@@ -34,7 +37,8 @@ def needs_of_evaluation(service: Service, tenant_id: str, body: EvaluationCreate
     Raises:
         NotFoundError: no such model or corpus.
         ApiError: `not-found` for a task file that is not there; `conflict` for one that leads out of the
-            corpus root or is of another kind, for a streamed corpus and for too many cells.
+            corpus root or is of another kind, for a streamed corpus, for too many cells and for rows that are
+            longer than a model's positions.
     """
     cells = cells_of(body, len(body.model_ids))
     if cells > MAX_CELLS:
@@ -48,10 +52,25 @@ def needs_of_evaluation(service: Service, tenant_id: str, body: EvaluationCreate
         raise ApiError(
             ProblemType.CONFLICT, f"expected a corpus that is a file, got {corpus.id}, which is {corpus.kind}"
         )
+    _check_positions(body, configs)
     root = service.settings.corpus_root
     tasks = [task_facts(root, Task(name), files) for name, files in body.tasks.items()]
     known = [sizes_of(config) for config in configs if config is not None]
     return evaluation_needs(known, body, tasks, cells=cells, flops_per_s=machine.flops_per_s)
+
+
+def _check_positions(body: EvaluationCreate, configs: Sequence[Mapping[str, object] | None]) -> None:
+    """Of the models that a worker has read; it looks at the others itself."""
+    methods = [method(name) for name in body.methods]
+    for model_id, config in zip(body.model_ids, configs, strict=True):
+        if config is None:
+            continue
+        try:
+            check_positions(
+                model_id, config, methods, max_tokens=body.max_tokens, corpus_tokens=body.corpus_tokens
+            )
+        except InputError as exc:
+            raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
 
 
 def task_facts(root: Path, task: Task, source: TaskSource) -> TaskFacts:

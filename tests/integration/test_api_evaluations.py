@@ -37,6 +37,7 @@ def body_of(api: Api, **changes: Any) -> dict[str, Any]:
         "methods": ["zero-shot", "zo:sensitive-c4"],
         "bases": ["nf4"],
         "seeds": [0],
+        "max_tokens": 128,
         **changes,
     }
 
@@ -288,6 +289,16 @@ def test_evaluation_that_cannot_be_is_refused(stocked: Api, changes: dict[str, A
     assert len(stocked.get("/v1/jobs").json()["items"]) == (status == 202)
 
 
+def test_rows_longer_than_a_models_positions_are_refused(stocked: Api) -> None:
+    for body in (body_of(stocked, max_tokens=129), body_of(stocked, corpus_tokens=129)):
+        answer = stocked.post("/v1/evaluations", body)
+        assert answer.status_code == 409
+        assert "_tokens of at most the 128 positions of model_" in answer.json()["detail"]
+    # Where nothing takes gradients of the corpus, its length does not matter.
+    body = body_of(stocked, corpus_tokens=129, methods=["zero-shot"])
+    assert stocked.post("/v1/evaluations", body).status_code == 202
+
+
 def test_task_files_outside_of_the_root_are_refused(stocked: Api, tmp_path: Path) -> None:
     root = stocked.service.settings.corpus_root
     secret = write_sst2(tmp_path / "secret" / "train.tsv")
@@ -344,6 +355,7 @@ def test_the_document_shows_requests_that_are_accepted(stocked: Api) -> None:
     (root / "BoolQ" / "val.jsonl").write_text(json.dumps(row))
     ids = {"model_ids": [add_model(stocked)], "corpus_id": add_corpus(stocked)}
     for name, example in examples.items():
-        answer = stocked.post("/v1/evaluations", {**example["value"], **ids})
+        # The model here has 128 positions; those that the examples are for have 512 and more.
+        answer = stocked.post("/v1/evaluations", {**example["value"], **ids, "max_tokens": 128})
         assert answer.status_code == 202, (name, answer.text)
     assert {"202", "404", "409", "422"} <= operation["responses"].keys()

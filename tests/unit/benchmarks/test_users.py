@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,11 +102,11 @@ def test_a_pair_is_measured_under_four_states_and_the_same_twice(bench: Bench, t
     cells = Cells(tmp_path / "cells.jsonl")
     settings = settings_of(bench, "m", Collection.LAMP7, pair)
     cells.once(FIGURE, settings, lambda: result)
-    (outcomes,) = groups_of(Cells(tmp_path / "cells.jsonl")).values()
+    (outcomes,) = groups_of(Cells(tmp_path / "cells.jsonl").of(FIGURE)).values()
     assert [outcome.nats[State.OWN] for outcome in outcomes] == [
         person["nats"]["own"] for person in result["people"]
     ]
-    text = page(cells, {"lamp7": ["lamp7_dev.jsonl:128 (broken)"], "shakespeare": []})
+    text = page(cells.of(FIGURE), {"lamp7": ["lamp7_dev.jsonl:128 (broken)"], "shakespeare": []})
     assert "Lines of lamp7 that are no person and are left out: lamp7_dev.jsonl:128 (broken)." in text
     assert "Lines of shakespeare" not in text
     assert "## m, lamp7, 8 steps, seed 0, one_sided with 2 queries, run " in text
@@ -113,47 +114,70 @@ def test_a_pair_is_measured_under_four_states_and_the_same_twice(bench: Bench, t
     # Another choice is another cell in another group, though model, collection, steps and seed are the same.
     other = replace(bench, options=replace(bench.options, batch_rows=4))
     cells.once(FIGURE, settings_of(other, "m", Collection.LAMP7, pair), lambda: result)
-    assert [len(outcomes) for outcomes in groups_of(cells).values()] == [2, 2]
+    assert [len(outcomes) for outcomes in groups_of(cells.of(FIGURE)).values()] == [2, 2]
     assert settings["package"] == bench.package.digest
     json.dumps(result, allow_nan=False)
 
 
+def row(number: int, *names: str, **changed: Any) -> dict[str, Any]:
+    """A finished pair."""
+    of_person = {"nats": {state.value: 10.0 for state in State}, "tokens": 5, "bytes": 20}
+    of_person |= {"train_tokens": 9, "pooled_tokens": 9} | changed
+    settings = {"model": "m", "collection": "lamp7", "steps": 2, "seed": 0, "people": list(names)}
+    settings |= {"options": TrainOptions(steps=2).definition(), "package": f"p{number}"}
+    return {"settings": settings, "result": {"people": [{"user": name} | of_person for name in names]}}
+
+
 def test_pairs_of_a_committed_page_are_not_measured_again(tmp_path: Path) -> None:
-    states = {state.value: 10.0 for state in State}
-    sizes = {"tokens": 5, "bytes": 20, "train_tokens": 9, "pooled_tokens": 9}
-    rows = [
-        {"settings": {"pair": pair}, "result": {"people": [{"user": f"p{pair}", "nats": states, **sizes}]}}
-        for pair in range(2)
-    ]
+    rows = [row(0, "a", "b"), row(1, "a", "b")]
     file = tmp_path / "users.json"
     cells = Cells(tmp_path / "cells.jsonl")
-    own = {"people": [], "own": True}
-    cells.keep(FIGURE, {"pair": 0}, own)
-    # A file that is half good loses nothing and brings nothing.
-    for broken in (
-        "[{",
-        "{}",
-        json.dumps([rows[1], {"settings": {}, "result": {"people": [{"user": "p"}]}}]),
-    ):
-        file.write_text(broken)
-        with pytest.raises(InputError, match=r"expected a users.json of this benchmark"):
-            restore(file, cells)
-        assert len(cells.of(FIGURE)) == 1
+    own = row(0, "a", "b", tokens=6)["result"]
+    cells.keep(FIGURE, rows[0]["settings"], own)
     file.write_text(json.dumps(rows))
     restore(file, cells)
     # What was measured here is kept.
-    assert Cells(tmp_path / "cells.jsonl").of(FIGURE) == [
-        ({"pair": 0}, own),
-        ({"pair": 1}, rows[1]["result"]),
-    ]
+    found = Cells(tmp_path / "cells.jsonl").of(FIGURE)
+    assert found == [(rows[0]["settings"], own), (rows[1]["settings"], rows[1]["result"])]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "[{",
+        "{}",
+        "[" * 100_000,
+        json.dumps([{"settings": None, "result": row(1, "a", "b")["result"]}]),
+        json.dumps([{"settings": {"people": ["a", "b"]}, "result": row(1, "a", "b")["result"]}]),
+        json.dumps([row(1, "a", "b"), row(2, "a")]),
+        json.dumps([row(1, "a", "b"), row(1, "b", "a")]),
+        json.dumps([row(1, "a", "b") | {"result": {"people": []}}]),
+        json.dumps([row(1, "a", "b") | {"result": row(1, "a", "c")["result"]}]),
+        json.dumps([row(1, "a", "b", nats={state.value: 1e7 for state in State})]),
+        json.dumps([row(1, "a", "b", nats={state.value: -1.0 for state in State})]),
+        json.dumps([row(1, "a", "b", tokens=0)]),
+        json.dumps([row(1, "a", "b", train_tokens=float("inf"))]),
+        json.dumps([row(1, "a", "\ud800")]),
+    ],
+)
+def test_a_damaged_page_is_refused_whole(broken: str, tmp_path: Path) -> None:
+    file = tmp_path / "users.json"
+    cells = Cells(tmp_path / "cells.jsonl")
+    cells.keep(FIGURE, row(0, "a", "b")["settings"], row(0, "a", "b")["result"])
+    before = (tmp_path / "cells.jsonl").read_bytes()
+    file.write_text(broken)
+    with pytest.raises(InputError, match=r"expected a users.json of this benchmark at .*users.json"):
+        restore(file, cells)
+    assert (tmp_path / "cells.jsonl").read_bytes() == before
+    assert page(cells.of(FIGURE), {})
 
 
 def test_a_page_with_more_pairs_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, elsewhere = tmp_path / "output", tmp_path / "elsewhere"
     more, fewer = Cells(tmp_path / "more.jsonl"), Cells(tmp_path / "fewer.jsonl")
     for number in range(2):
-        more.keep(FIGURE, {"pair": number}, {"people": []})
-    fewer.keep(FIGURE, {"pair": 1}, {"people": []})
+        more.keep(FIGURE, row(number, "a", "b")["settings"], row(number, "a", "b")["result"])
+    fewer.keep(FIGURE, row(1, "a", "b")["settings"], row(1, "a", "b")["result"])
     assert write(output, more, "whole\n", elsewhere=elsewhere) == output
     assert write(output, fewer, "part\n", elsewhere=elsewhere) == elsewhere
     assert "shows pairs that are not here: it stays" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_a_record_that_is_no_outcome_is_refused() -> None:
         PersonalOutcome.of(record() | {"nats": {"base": 5.0}})
     with pytest.raises(InputError, match="finite"):
         PersonalOutcome.of(record() | {"nats": {state.value: math.nan for state in State}})
-    with pytest.raises(InputError, match="finite losses of some text"):
+    with pytest.raises(InputError, match="finite losses of at least 0 and some text"):
         PersonalOutcome.of(record() | {"tokens": 0})
     with pytest.raises(InputError, match="one twice"):
         personal_tests({"g": [*people(2), people(1)[0]]})

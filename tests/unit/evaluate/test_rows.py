@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from permille.errors import InputError
+from permille.evaluate import rows
 from permille.evaluate.examples import majority_share
 from permille.evaluate.prompts import Task, Wording
 from permille.evaluate.rows import read_file
@@ -226,3 +227,20 @@ def test_the_majority_is_counted_by_label(tmp_path: Path) -> None:
     assert majority_share(read_file(Task.COPA, written(tmp_path, *rows)).examples) == pytest.approx(2 / 3)
     with pytest.raises(InputError, match="candidates"):
         majority_share([])
+
+
+def test_a_line_that_is_too_long_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 40)
+    table = tmp_path / "sst.tsv"
+    good = [f"a fine film {number}\t1\n" for number in range(40)]
+    table.write_text("\ufeffsentence\tlabel\n" + "".join(good) + "x" * 90 + "\t1\n" + "the last one\t0\n")
+    found = read_file(Task.SST2, table)
+    assert [bad.name for bad in found.bad] == ["sst.tsv:42"]
+    assert "at most 40 bytes" in found.bad[0].reason
+    assert [example.name for example in found.examples][-2:] == ["sst.tsv:41", "sst.tsv:43"]
+    lines = tmp_path / "text.jsonl"
+    texts = [*(f"words {number}" for number in range(40)), "y" * 200]
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = read_file(Task.TEXT, lines)
+    assert [bad.name for bad in found.bad] == ["text.jsonl:41"]
+    assert len(found.examples) == 40

@@ -141,6 +141,64 @@ def test_language_modelling_has_the_losses_of_transformers_and_no_accuracy(sweep
     assert f"| zero-shot | ({zero_shot['loss']:.3f}) |" in markdown(records)
 
 
+def test_a_task_with_too_little_is_refused_before_any_cell(sweep_file: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"Sentence {n}.", "group": "one person"}) + "\n" for n in range(40)]
+    (tmp_path / "own.jsonl").write_text("".join(rows))
+    sweep_file.write_text(sweep_file.read_text() + '[tasks.text]\ntrain = "own.jsonl"\n')
+    told: list[object] = []
+    with pytest.raises(
+        InputError, match=r"^text: expected examples .*40 examples in 1 groups in .*own\.jsonl"
+    ):
+        run_sweep(read_sweep(sweep_file), tmp_path / "results.jsonl", lambda *_: told.append(_))
+    assert not told
+
+
+def test_a_results_file_that_was_edited_is_refused_with_its_line(sweep_file: Path, tmp_path: Path) -> None:
+    sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
+    results = tmp_path / "results.jsonl"
+    run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+    header, *others, cell = results.read_text().splitlines(keepends=True)
+    for name, value in (
+        ("loss", None),
+        ("loss", math.nan),
+        ("accuracy", "50"),
+        ("accuracy", None),
+        ("majority", "x"),
+        ("cut_examples", "x"),
+        ("bits_per_byte", "x"),
+        ("model", "another"),
+    ):
+        edited = json.dumps(json.loads(cell) | {name: value}) + "\n"
+        results.write_text("".join([header, *others, edited]))
+        with pytest.raises(InputError, match=f"expected a result in line {len(others) + 2} of "):
+            run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+    results.write_text("".join([header, *others, cell]))
+    run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+
+
+def test_notes_of_a_method_are_told_by_task() -> None:
+    base: dict[str, Any] = {
+        "model": "m",
+        "base": "bf16",
+        "seed": 0,
+        "loss": 1.0,
+        "on_edge": False,
+        "shots": 0.0,
+    }
+    base |= {"items": ["a", "b", "c"], "cut_examples": 0}
+    text = base | {"task": "text", "accuracy": None, "majority": None}
+    other = base | {"task": "wsc", "accuracy": 0.5, "majority": 0.5}
+    records = [
+        line | {"method": method} | changed
+        for method, shots in (("zero-shot", 0.0), ("icl:4", 1.5))
+        for line, changed in ((text, {"cut_examples": 2, "shots": shots}), (other, {}))
+    ]
+    again = [record | {"seed": 1} for record in records]
+    table = markdown([*records, *again])
+    assert "| zero-shot (text: 2 of 3 cut) |" in table
+    assert "| icl:4 (text: 1.5 shots fitted, text: 2 of 3 cut, wsc: 0.0 shots fitted) |" in table
+
+
 COPA_SWEEP = """
 models = ["{model}"]
 corpus = "corpus.jsonl"
@@ -391,8 +449,23 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
     # A full disk loses nothing.
     whole = (tmp_path / "sweep.results.jsonl").read_bytes()
     assert main([str(sweep_file), "--table", "/dev/full"]) == 1
-    assert "No space left on device; " in (told := capsys.readouterr().err)
-    assert told.rstrip().endswith("sweep.results.jsonl keeps what is done, the same command goes on")
+    assert "No space left on device; all results are kept" in capsys.readouterr().err
+    assert (tmp_path / "sweep.results.jsonl").read_bytes() == whole
+    table = tmp_path / "new" / "table.md"
+    assert main([str(sweep_file), "--table", str(table)]) == 0
+    assert "| zero-shot |" in table.read_text()
+    # What would lose results or end in nothing is refused at once.
+    results = str(tmp_path / "sweep.results.jsonl")
+    for own, message in (
+        (["--table", results], "in different files"),
+        (["--results", str(sweep_file)], "in different files"),
+        (["--results", str(tmp_path)], "results in a file"),
+        (["--results", "/dev/full"], "results in a file"),
+        (["--table", str(tmp_path)], "table in a file"),
+        (["--results", f"{sweep_file}/below.jsonl"], "a folder for"),
+    ):
+        assert main([str(sweep_file), *own]) == 3
+        assert message in capsys.readouterr().err
     assert (tmp_path / "sweep.results.jsonl").read_bytes() == whole
 
 
@@ -410,7 +483,9 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
         ('train = "train.tsv"', 'train = "train.tsv"\nvalid = "x"', "train and perhaps test"),
         ('estimator = "forward"', 'estimator = "exact"', "estimator of spsa"),
         ('estimator = "forward"', 'estimator = "split"', "without blocks"),
-        ("queries = 2", "density = 2.0", "density above 0"),
+        ("queries = 2", "density = 2.0", "density as a number above 0"),
+        ("max_tokens = 48", "max_tokens = 4096", "max_tokens of at most the .* positions of model, got 4096"),
+        ("corpus_tokens = 32", "corpus_tokens = 4096", "corpus_tokens of at most the"),
         ('"zo:lora-4"', '"zo:lora"', "lora-<rank>"),
         ("seeds = [0]", "seeds = [0, 0]", "one or more of seeds, each once"),
         (str(ROOT / "examples" / "model"), str(ROOT / "docs"), "config.json and tokenizer.json"),

@@ -261,7 +261,7 @@ def test_models_of_one_name_are_told_apart_by_their_ids(bench: Bench) -> None:
         ({"tasks": {"sst2": {"train": "rows.jsonl"}}}, "expected labelled rows of sst2"),
         ({"tasks": {"glue": {"train": "sst2/train.tsv"}}}, "tasks of sst2"),
         ({"methods": ["zo:everything"]}, "expected zero-shot"),
-        ({"density": 2.0}, "density above 0"),
+        ({"density": 2.0}, "density as a number above 0"),
         ({"sizes": [1]}, "sizes of train, validation and test"),
         ({"surprise": 1}, "surprise"),
     ],
@@ -301,7 +301,7 @@ def test_a_payload_of_a_version_with_fewer_choices_has_the_sweeps_defaults(
 
     monkeypatch.setattr(sweeps, "run_sweep", stop)
     payload = payload_of(bench)
-    old = {name: payload[name] for name in ("model_ids", "corpus_id", "tasks", "methods")}
+    old = {name: payload[name] for name in ("model_ids", "corpus_id", "tasks", "methods", "max_tokens")}
     with bench.db.write() as session:
         jobs.submit(session, tenant_id=bench.tenant_id, kind="evaluation", payload=old)
         claim = claims.claim(session, worker="w", lease_s=600)
