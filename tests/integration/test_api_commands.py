@@ -76,7 +76,7 @@ def test_commands_ask_for_evaluations_with_a_sweep_file(up: Running, tmp_path: P
     sweep = tmp_path / "sweep.toml"
     text = (
         f'models = ["{model["id"]}"]\ncorpus = "{corpus["id"]}"\nmethods = ["zero-shot"]\nseeds = [0]\n'
-        '[tasks.sst2]\ntrain = "sst2.tsv"\n'
+        'max_tokens = 128\n[tasks.sst2]\ntrain = "sst2.tsv"\n'
     )
     sweep.write_text(text)
     job = up.answer("evaluations", "create", str(sweep), "--no-wait")
@@ -91,6 +91,7 @@ def test_commands_ask_for_evaluations_with_a_sweep_file(up: Running, tmp_path: P
         ("when = 2026-01-01\n" + text, 2),
         (text.replace("seeds = [0]", "density = inf"), 2),
         (text.replace("zero-shot", "zero-short"), 3),
+        (text.replace("max_tokens = 128", "max_tokens = 129"), 3),  # the model's positions
         (text.replace("sst2.tsv", "../sst2.tsv"), 3),
         (text.replace("sst2.tsv", "absent.tsv"), 4),
     ):
