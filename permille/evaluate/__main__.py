@@ -83,14 +83,20 @@ def _kept(results: Path) -> str:
     return f"; {results} keeps what is done, the same command goes on" if results.is_file() else ""
 
 
+_told_to_end: list[int] = []
+
+
 def _tell(done: int, total: int, following: str) -> None:
+    if _told_to_end:  # what was raised then was lost, as in a callback of a library's C code
+        raise KeyboardInterrupt
     print(f"[{done}/{total}] {following}", file=sys.stderr, flush=True)
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(number: int, _: object) -> None:
     """Once: a second signal must not end the first one's farewell."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    _told_to_end.append(number)
     raise KeyboardInterrupt
 
 

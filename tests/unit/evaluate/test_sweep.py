@@ -1,5 +1,6 @@
 """A whole sweep on the example model: resumable, honest about its files, the same twice."""
 
+import contextlib
 import fcntl
 import json
 import math
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from permille.errors import InputError, RetryableError
+from permille.evaluate import __main__ as command
 from permille.evaluate import cells
 from permille.evaluate.__main__ import main
 from permille.evaluate.report import countable, markdown, paired
@@ -599,12 +601,35 @@ def test_the_operators_command_runs_a_sweep_and_tells_refusals(
     assert permille(["evaluate", str(tmp_path / "absent.toml")]) == 2
 
 
+def test_a_signal_whose_exception_was_lost_ends_the_sweep_at_the_next_cell(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(command, "_told_to_end", [])
+    run = cells.Bench.run
+
+    def losing(*given: Any) -> Any:
+        with contextlib.suppress(KeyboardInterrupt):
+            command._interrupt(signal.SIGTERM, None)
+        return run(*given)
+
+    monkeypatch.setattr(cells.Bench, "run", losing)
+    try:
+        assert main([str(sweep_file)]) == 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    told = capsys.readouterr().err
+    assert "[0/6]" in told and "[1/6]" not in told
+    assert "keeps what is done" in told
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_operators_command_takes_its_process_with_it(number: signal.Signals, sweep_file: Path) -> None:
     """To the end of its standard error, which the process that measures holds as well."""
     code = "import sys; from service.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "evaluate", str(sweep_file)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    arguments = [sys.executable, "-c", code, "evaluate", str(sweep_file)]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("[1/"):
