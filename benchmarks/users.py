@@ -130,6 +130,8 @@ def groups_of(pairs: Iterable[tuple[Settings, Result]]) -> dict[str, list[Person
             f"seed {settings['seed']}, {settings['options']['estimator']} with "
             f"{settings['options']['queries']} queries, run {_run_name(settings)}"
         )
+        if "pool" not in settings:  # of before pools were cut to length
+            name += ", pools of up to 8 % fewer tokens than one's own"
         groups.setdefault(name, []).extend(PersonalOutcome.of(record) for record in result["people"])
     return groups
 

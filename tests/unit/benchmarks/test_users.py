@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.cells import Cells
 from benchmarks.user_runs import Bench, targets
-from benchmarks.users import FIGURE, groups_of, measured, page, pairs, restore, settings_of, write
+from benchmarks.users import FIGURE, POOL, groups_of, measured, page, pairs, restore, settings_of, write
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import package_tokenizer
 from permille.errors import InputError
@@ -139,6 +139,19 @@ def test_pairs_of_a_committed_page_are_not_measured_again(tmp_path: Path) -> Non
     # What was measured here is kept.
     found = Cells(tmp_path / "cells.jsonl").of(FIGURE)
     assert found == [(rows[0]["settings"], own), (rows[1]["settings"], rows[1]["result"])]
+    # Of before pools had a length of their own: said, and in a group apart.
+    exact = [(at | {"pool": POOL}, result) for at, result in found]
+    text = page([*found, *exact], {})
+    assert [
+        line.endswith("fewer tokens than one's own: 2 people")
+        for line in text.splitlines()
+        if line[:3] == "## "
+    ] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
