@@ -10,7 +10,7 @@ from permille.evaluate.claims import MIN_SEEDS, Row, Verdict, counted_tasks, ove
 from permille.evaluate.outcomes import Json
 from permille.evaluate.paper_claims import CLAIMS, Relation
 from permille.evaluate.prompts import Task
-from permille.evaluate.report import loss_with_deviation
+from permille.evaluate.report import loss_and_bits
 from permille.evaluate.statistics import average_ranks
 
 _UNTRAINED = tuple(name for name in REFERENCES if not name.startswith("fo:"))
@@ -192,7 +192,7 @@ def _cell(records: Sequence[Json]) -> str:
     if records[0]["method"].startswith("icl:"):
         mark += f", {_mean(records, 'shots'):.1f} shots fitted"
     if records[0]["task"] == Task.TEXT:
-        return f"({loss_with_deviation(records)}{seeds}{mark})"
+        return f"({loss_and_bits(records)}{seeds}{mark})"
     accuracy = [100 * record["accuracy"] for record in records]
     spread = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
     return f"{np.mean(accuracy):.1f}{spread} ({_mean(records, 'loss'):.3f}{seeds}{mark})"

@@ -141,7 +141,7 @@ def _mean(records: Sequence[Json], key: str) -> float:
     return float(np.mean([record[key] for record in records]))
 
 
-def loss_with_deviation(records: Sequence[Json]) -> str:
+def loss_and_bits(records: Sequence[Json]) -> str:
     """What a table says of language modelling: nats a token, mean and deviation over seeds; bits per byte."""
     losses = [record["loss"] for record in records]
     deviation = f" ± {np.std(losses, ddof=1):.3f}" if len(losses) > 1 else ""
@@ -163,7 +163,7 @@ def _heading(rows: Rows, task: str, counts: bool | None) -> str:
 
 def _cell(records: Sequence[Json]) -> str:
     if records[0]["task"] == Task.TEXT:
-        return f"({loss_with_deviation(records)})"
+        return f"({loss_and_bits(records)})"
     accuracy = [100 * record["accuracy"] for record in records]
     deviation = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
     overlap = f", F1 {100 * _mean(records, 'f1'):.1f}" if "f1" in records[0] else ""

@@ -168,9 +168,9 @@ def _check_cell(line: Json) -> None:
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r:.60} for a number")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 _NUMBERS: dict[str, Callable[[Json], None]] = {
