@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from permille.errors import OperatorError
 from permille.store.database import Database
 from permille.store.schema import migrate
 from permille.store.settings import explain
@@ -68,7 +69,11 @@ def main() -> int:
     except ValueError as exc:
         print(f"permille: {explain(exc)}", file=sys.stderr)
         return EXIT_USAGE
-    run_worker(settings)
+    try:
+        run_worker(settings)
+    except OperatorError as exc:
+        print(f"permille: {exc}", file=sys.stderr)
+        return EXIT_USAGE
     return 0
 
 

@@ -4,11 +4,12 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,32 @@ class Site:
         wait_until(lambda: len(self.attempts()) >= count, self.explain)
         return self.attempts()
 
+    def stall(self, worker: "subprocess.Popen[bytes]", child: int) -> None:
+        """Stop a worker and its child where neither holds the database's write lock.
+
+        A process that is stopped inside a write transaction stalls every other writer of SQLite for as long
+        as it is stopped; that is no matter of leases.
+        """
+        wait_until(lambda: self._stopped_unlocked(worker, child), self.explain)
+
+    def _stopped_unlocked(self, worker: "subprocess.Popen[bytes]", child: int) -> bool:
+        worker.send_signal(signal.SIGSTOP)
+        os.kill(child, signal.SIGSTOP)
+        wait_until(lambda: _state(worker.pid) == _state(child) == "T", self.explain)
+        with closing(sqlite3.connect(self.root / "permille.db", timeout=0.5, isolation_level=None)) as probe:
+            try:
+                probe.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                self.wake(worker, child)
+                return False
+            probe.execute("ROLLBACK")
+            return True
+
+    def wake(self, worker: "subprocess.Popen[bytes]", child: int) -> None:
+        """Let both go on."""
+        os.kill(child, signal.SIGCONT)
+        worker.send_signal(signal.SIGCONT)
+
     def explain(self) -> str:
         """What to show when a wait is in vain."""
         log = self.root / "worker.log"
@@ -143,10 +170,15 @@ def wait_until(condition: Callable[[], bool], explain: Callable[[], str]) -> Non
 
 def is_alive(pid: int) -> bool:
     """Whether the process runs (a zombie does not)."""
+    return _state(pid) not in {"Z", ""}
+
+
+def _state(pid: int) -> str:
+    """The letter of proc(5), `T` for a stopped process; nothing where there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return False
+        return ""
 
 
 @dataclass

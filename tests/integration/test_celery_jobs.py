@@ -1,6 +1,5 @@
 """The same jobs on Celery over a real Redis, with real workers, killed in earnest."""
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,15 +62,13 @@ def test_a_killed_worker_takes_its_child_along_and_another_attempt_finishes(site
 
 def test_a_stalled_worker_that_wakes_up_cannot_publish(site: Site) -> None:
     site.settings["LEASE_S"] = "2"
-    job = site.submit(steps=20, step_s=0.05, deaf=True, max_attempts=20)
+    job = site.submit(steps=20, step_s=0.2, deaf=True, max_attempts=20)
     stalled = site.start_worker()
     [[_, _, _, child]] = site.wait_for_attempts(1)
-    stalled.send_signal(signal.SIGSTOP)
-    os.kill(int(child), signal.SIGSTOP)
+    site.stall(stalled, int(child))
     site.start_worker()
     wait_until(lambda: site.read(job).fence >= 2, site.explain)
-    os.kill(int(child), signal.SIGCONT)
-    stalled.send_signal(signal.SIGCONT)
+    site.wake(stalled, int(child))
     after = site.wait_for_state(job, "succeeded")
     wait_until(lambda: not is_alive(int(child)), site.explain)
     assert after.fence >= 2

@@ -48,16 +48,14 @@ def test_a_killed_worker_takes_its_child_along_and_another_attempt_resumes(site:
 
 def test_a_stalled_worker_that_wakes_up_cannot_publish(site: Site) -> None:
     site.settings["LEASE_S"] = "2"
-    job = site.submit(steps=20, step_s=0.05, deaf=True, max_attempts=20)
+    job = site.submit(steps=20, step_s=0.2, deaf=True, max_attempts=20)
     stalled = site.start_worker()
     [[_, _, _, child]] = site.wait_for_attempts(1)
-    stalled.send_signal(signal.SIGSTOP)
-    os.kill(int(child), signal.SIGSTOP)
+    site.stall(stalled, int(child))
     wait_until(lambda: site.read(job).state == "running" and _lease_is_over(site, job.id), site.explain)
     second = site.start_worker()
     wait_until(lambda: site.read(job).fence >= 2, site.explain)
-    os.kill(int(child), signal.SIGCONT)
-    stalled.send_signal(signal.SIGCONT)
+    site.wake(stalled, int(child))
     after = site.wait_for_state(job, "succeeded")
     wait_until(lambda: not is_alive(int(child)), site.explain)
     assert after.fence >= 2

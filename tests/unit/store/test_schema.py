@@ -11,6 +11,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError, StatementError
 
+from permille.errors import OperatorError
 from permille.store import access
 from permille.store.database import Database, now
 from permille.store.schema import migrate
@@ -40,6 +41,24 @@ def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
     code = f"from permille.store.schema import migrate; migrate({url!r})"
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(60) for process in processes] == [0, 0]
+
+
+def test_a_schema_that_is_up_to_date_waits_for_no_writer(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    migrate(url)
+    db = Database(url)
+    with db.write() as session:  # a second writer would wait for the busy timeout, then fail
+        session.execute(text("SELECT 1"))
+        migrate(url)
+    db.close()
+
+
+def test_a_database_that_cannot_be_written_is_named_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=r"expected a database .*unable to open.*nowhere/x\.db"):
+        migrate(f"sqlite:///{tmp_path}/nowhere/x.db")
+    with pytest.raises(OperatorError, match=r"127\.0\.0\.1:1/") as caught:
+        migrate("postgresql+psycopg://me:secret@127.0.0.1:1/x")
+    assert "secret" not in str(caught.value)
 
 
 def test_foreign_keys_are_enforced(db: Database) -> None:
