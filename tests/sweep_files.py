@@ -1,0 +1,7 @@
+"""What the sweeps of the tests are made of."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE_MODEL = ROOT / "examples" / "model"
+WORDS = ("fine", "warm", "kind", "clear", "dull", "cold", "rude", "dim")

@@ -1,0 +1,108 @@
+"""`python -m permille.evaluate` and `permille evaluate`: messages, exit statuses, signals."""
+
+import contextlib
+import fcntl
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from permille.evaluate import __main__ as command
+from permille.evaluate import cells
+from permille.evaluate.__main__ import main
+
+
+def test_the_command_prints_the_table_and_refuses_with_a_message(
+    sweep_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
+    assert main([str(sweep_file)]) == 0
+    assert "| zero-shot |" in capsys.readouterr().out
+    assert (tmp_path / "sweep.results.jsonl").exists()
+    assert main([str(tmp_path / "absent.toml")]) == 3
+    assert "expected a sweep as TOML" in capsys.readouterr().err
+    # A full disk loses nothing.
+    whole = (tmp_path / "sweep.results.jsonl").read_bytes()
+    assert main([str(sweep_file), "--table", "/dev/full"]) == 1
+    assert "No space left on device; all results are kept" in capsys.readouterr().err
+    assert (tmp_path / "sweep.results.jsonl").read_bytes() == whole
+    table = tmp_path / "new" / "table.md"
+    assert main([str(sweep_file), "--table", str(table)]) == 0
+    assert "| zero-shot |" in table.read_text()
+    # What would lose results or end in nothing is refused at once.
+    results = str(tmp_path / "sweep.results.jsonl")
+    for own, message in (
+        (["--table", results], "in different files"),
+        (["--results", str(sweep_file)], "in different files"),
+        (["--results", str(tmp_path)], "results in a file"),
+        (["--results", "/dev/full"], "results in a file"),
+        (["--table", str(tmp_path)], "table in a file"),
+        (["--results", f"{sweep_file}/below.jsonl"], "a folder for"),
+    ):
+        assert main([str(sweep_file), *own]) == 3
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "sweep.results.jsonl").read_bytes() == whole
+
+
+def test_the_operators_command_runs_a_sweep_and_tells_refusals(
+    sweep_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from service.cli.main import main as permille
+
+    sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
+    table = tmp_path / "table.md"
+    assert permille(["evaluate", str(sweep_file), "--table", str(table)]) == 0
+    assert "| zero-shot |" in table.read_text()
+    whole = sweep_file.read_text()
+    sweep_file.write_text("models = 3")
+    assert permille(["evaluate", str(sweep_file)]) == 3
+    assert "expected corpus, methods, tasks" in capfd.readouterr().err
+    with (tmp_path / "sweep.results.jsonl").open("ab") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        sweep_file.write_text(whole)
+        assert permille(["evaluate", str(sweep_file)]) == 5
+    assert "to be the only sweep on" in capfd.readouterr().err
+    assert permille(["evaluate", str(tmp_path / "absent.toml")]) == 2
+
+
+def test_a_signal_whose_exception_was_lost_ends_the_sweep_at_the_next_cell(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(command, "_told_to_end", [])
+    run = cells.Bench.run
+
+    def losing(*given: Any) -> Any:
+        with contextlib.suppress(KeyboardInterrupt):
+            command._interrupt(signal.SIGTERM, None)
+        return run(*given)
+
+    monkeypatch.setattr(cells.Bench, "run", losing)
+    try:
+        assert main([str(sweep_file)]) == 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    told = capsys.readouterr().err
+    assert "[0/6]" in told and "[1/6]" not in told
+    assert "keeps what is done" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_operators_command_takes_its_process_with_it(number: signal.Signals, sweep_file: Path) -> None:
+    """To the end of its standard error, which the process that measures holds as well."""
+    code = "import sys; from service.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", code, "evaluate", str(sweep_file)]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("[1/"):
+                break
+        process.send_signal(number)  # to it alone, as no terminal does
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; " in told
+    assert "[6/6]" not in told
