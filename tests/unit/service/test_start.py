@@ -1,7 +1,13 @@
 """The API process is light: no torch, not even through the library."""
 
+import asyncio
+import socket
 import subprocess
 import sys
+from pathlib import Path
+
+from service.__main__ import listen
+from service.settings import Settings
 
 HEAVY = ("torch", "transformers", "bitsandbytes", "datasets", "matplotlib", "celery", "pandas", "scipy")
 
@@ -12,3 +18,25 @@ def test_app_is_imported_without_the_heavy_libraries() -> None:
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "fastapi" in loaded
     assert loaded.isdisjoint(HEAVY)
+
+
+def test_answers_wait_for_no_delayed_acknowledgement(tmp_path: Path) -> None:
+    """A head and a body are two writes: with Nagle's algorithm the second waits 40 ms for the client."""
+
+    async def nodelay_of_an_accepted_connection() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def accepted(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.set_result(
+                writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            )
+            writer.close()
+
+        listening = listen(Settings.model_validate({"data_dir": tmp_path, "port": 0}))
+        async with await asyncio.start_server(accepted, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+            nodelay = await found
+            writer.close()
+        return nodelay
+
+    assert asyncio.run(nodelay_of_an_accepted_connection()) != 0
