@@ -33,7 +33,7 @@ from edge_agent.options import TrainOptions
 from edge_agent.releases import installed_release
 from edge_agent.training_job import package_tokenizer
 from permille.engines.factory import open_engine
-from permille.errors import InputError, OperatorError
+from permille.errors import InputError, OperatorError, PermilleError
 from permille.evaluate.personal import PersonalOutcome, State, markdown
 from permille.evaluate.user_texts import Collection, User, cohort, read_users
 from permille.files import write_atomic
@@ -221,7 +221,17 @@ def page(pairs: Sequence[tuple[Settings, Result]], bad_rows: dict[str, list[str]
     return "\n".join(lines) + "\n" + markdown(groups_of(pairs))
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> int:
+    """Measure and write. Exit status: 0 done or out of minutes, 1 refused."""
+    try:
+        _measure(_parser().parse_args(given))
+    except PermilleError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = settings_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
     parser.add_argument("--collections", nargs="+", type=Collection, default=list(Collection))
@@ -232,7 +242,10 @@ def main() -> None:
     parser.add_argument("--restore", type=Path, help="a users.json: its pairs are not measured again")
     parser.add_argument("--output", type=Path, help="folder for users.md and users.json; default: printed")
     parser.set_defaults(cells=Path("build/bench/users.jsonl"))
-    arguments = parser.parse_args()
+    return parser
+
+
+def _measure(arguments: argparse.Namespace) -> None:
     sources = sources_from_environment()
     cells = Cells(arguments.cells)
     if arguments.restore is not None:
@@ -294,4 +307,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

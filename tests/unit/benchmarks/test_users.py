@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.cells import Cells
 from benchmarks.user_runs import Bench, targets
-from benchmarks.users import FIGURE, POOL, groups_of, measured, page, pairs, restore, settings_of, write
+from benchmarks.users import FIGURE, POOL, groups_of, main, measured, page, pairs, restore, settings_of, write
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import package_tokenizer
 from permille.errors import InputError
@@ -219,3 +219,14 @@ def test_a_run_that_was_killed_goes_on(bench: Bench, monkeypatch: pytest.MonkeyP
     again_K, again = other.train(person, "again")
     np.testing.assert_array_equal(again_K, whole_K)
     assert again == told
+
+
+def test_a_page_that_is_gone_is_refused_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("PERMILLE_MODELS", "PERMILLE_DATA"):
+        monkeypatch.setenv(name, str(tmp_path))
+    gone, cells = tmp_path / "users.json", tmp_path / "cells.jsonl"
+    assert main(["--restore", str(gone), "--cells", str(cells)]) == 1
+    assert f"error: expected a users.json of this benchmark at {gone}" in capsys.readouterr().err
+    assert not cells.exists()
