@@ -39,7 +39,18 @@ from benchmarks.evidence_page import kept
 from benchmarks.evidence_runner import Runner, TimeIsUpError
 from permille.errors import PermilleError
 
-STAGES = ("coverage", "transfer", "table", "fractions", "flat", "queries", "schemes", "steps", "memory")
+STAGES = (
+    "prior",
+    "coverage",
+    "transfer",
+    "table",
+    "fractions",
+    "flat",
+    "queries",
+    "schemes",
+    "steps",
+    "memory",
+)
 FOLDER, QUICK_FOLDER = Path("build/evidence"), Path("build/evidence-quick")
 
 

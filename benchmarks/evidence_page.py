@@ -17,6 +17,8 @@ from benchmarks.evidence_pictures import (
     transfer_pictures,
 )
 from benchmarks.evidence_plan import Unit
+from benchmarks.evidence_prior import FIGURE as PRIOR
+from benchmarks.evidence_prior import Learned, priors
 from benchmarks.evidence_records import (
     by_density,
     by_scheme,
@@ -84,6 +86,7 @@ def write_page(
     *,
     cells: Sequence[tuple[str, Settings, Result]],
     waiting: Mapping[str, str],
+    known: Mapping[tuple[str, str], Learned],
     queries: int,
 ) -> None:
     """Write page, data and figures.
@@ -94,6 +97,7 @@ def write_page(
         models: folders by name.
         cells: of gradients, steps and memory.
         waiting: stages that cannot be planned yet, with the reason.
+        known: of a model's name and a task: what first-order training learned.
         queries: directions a step.
     """
     names = {unit.name for unit in planned}
@@ -118,7 +122,8 @@ def write_page(
         "",
         *progress_list(progress(planned, records), missing),
         "",
-        *_tables(records),
+        *_known(known),
+        *_tables(records, priors(_of(cells, PRIOR))),
         *_figures(pictures),
     ]
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -170,7 +175,24 @@ def _tuned(records: Sequence[Json]) -> str:
     return f"{several} of {len(trained)} trained cells; the others have the one seed's choice"
 
 
-def _tables(records: Sequence[Json]) -> Iterable[str]:
+def _known(known: Mapping[tuple[str, str], Learned]) -> Iterable[str]:
+    if not known:
+        return
+    yield from (
+        "## What tasks can tell at this size",
+        "",
+        "Where tuned first-order training does not end below the loss of the answers' frequencies "
+        "(p < 0.01), it learned the form of an answer, and nothing that it shows of the task. What differs "
+        "between methods there is how soon they know the form. The first task shows that, so all methods "
+        "are measured on it; of others with the form alone the references are, and what was measured before "
+        "this was known.",
+        "",
+        *(f"- {task}, {model}: {found}." for (model, task), found in known.items()),
+        "",
+    )
+
+
+def _tables(records: Sequence[Json], prior: Mapping[tuple[str, str], float]) -> Iterable[str]:
     yield from (
         "## Where claims turn",
         "",
@@ -187,14 +209,16 @@ def _tables(records: Sequence[Json]) -> Iterable[str]:
         "of those with a question mark it is not known yet. Ranks are over the tasks of which all methods "
         "have three seeds, and over the seeds that all have, so they may differ from the means shown. A "
         "method without a mask stands at 0.001. *Cut*: test prompts longer than `max_tokens`, which lose "
-        "their front (a text its end). *Shots fitted*: solved examples that found room before a question.",
+        "their front (a text its end). *Shots fitted*: solved examples that found room before a question. "
+        "*Prior*: the loss of the answers' frequencies in the train part, one guess for every prompt: a "
+        "method above it has not shown that it reads the prompt.",
         "",
     )
     tables = [record for record in records if record["stage"] in ("table", "flat")]
     for model, density in sorted({(record["model"], record["density"]) for record in tables}):
         own = [r for r in tables if (r["model"], r["density"]) == (model, density)]
         yield from (f"### {model}, density {density:g}", "")
-        yield from (*method_table(own, [r for r in records if r["model"] == model]), "")
+        yield from (*method_table(own, [r for r in records if r["model"] == model], prior), "")
     settings = (
         ("queries", "queries", "q =", "Queries against batch at constant work (P-RGE, table 2)"),
         (

@@ -25,17 +25,22 @@ from benchmarks.evidence_plan import (
     size_for,
     units,
 )
+from benchmarks.evidence_prior import FIGURE as PRIOR
+from benchmarks.evidence_prior import Learned, learned, measure_prior
 from benchmarks.evidence_records import by_density, flat_density, identity, read_records, read_tunings
 from benchmarks.evidence_steps import measure_memory, measure_steps
 from permille.errors import InputError
+from permille.evaluate.prompts import Task
 from permille.evaluate.specification import Sweep, sweep_of
 from permille.evaluate.sweep import run_sweep
 from permille.evaluate.sweep_results import open_results
 from permille.files import write_atomic
 
-_CELL_STAGES = ("coverage", "transfer", "steps")
+_CELL_STAGES = (PRIOR, "coverage", "transfer", "steps")
 """Of a model and a task, and no sweeps."""
 _FIRST_TASK_ONLY = frozenset({"fractions", "queries", "schemes", "steps"})
+_IF_LEARNED = frozenset({"table", "flat"})
+"""Stages of every task, which leave out what says no more than the first task does."""
 
 
 class TimeIsUpError(Exception):
@@ -73,7 +78,10 @@ class Runner:
             return
         if stage in SWEEP_STAGES:
             for unit in self.planned(stage, model, task):
-                self._sweep(unit)
+                if self._is_worth(unit):
+                    self._sweep(unit)
+        elif stage == PRIOR:
+            self._prior(model, task)
         elif stage in ("coverage", "transfer"):
             self._gradients(stage, model, task)
         elif stage == "steps":
@@ -97,7 +105,7 @@ class Runner:
         )
 
     def planned(self, stage: str, model: Path, task: str) -> list[Unit]:
-        """The sweeps of a stage; none where it waits for another stage, or for another density."""
+        """The sweeps of a stage, worth it or not; none where it waits for another stage or density."""
         if not self._takes(stage, task):
             return []
         density = self.flat(model) if stage == "flat" else DENSITY
@@ -120,6 +128,19 @@ class Runner:
         if done < cells or not of_table.issuperset(self._size(model).seeds):
             return None
         return flat_density(records, model.name, task)
+
+    def learned(self, model: Path, task: str) -> Learned | None:
+        """What first-order training learned of a task; None while it is not known, and of texts."""
+        cells = [(at, found) for figure, at, found in self._cells(model) if figure == PRIOR]
+        return learned(model.name, task, cells, read_records(self.folder), len(self._size(model).seeds))
+
+    def _is_worth(self, unit: Unit) -> bool:
+        """Whether a unit says what no other one does; the references are what that is known by."""
+        first = unit.task == next(iter(self.materials.tasks))
+        if first or unit.stage not in _IF_LEARNED or unit == self.planned("table", unit.model, unit.task)[0]:
+            return True
+        known = self.learned(unit.model, unit.task)
+        return known is None or not known.form_only
 
     def restore(self, output: Path) -> None:
         """Take up the results that a page was made from, where there are none here or a part of them.
@@ -190,6 +211,7 @@ class Runner:
             for model in self.materials.models
             for task in self.materials.tasks
             for unit in self.planned(stage, model, task)
+            if self._results(unit).exists() or self._is_worth(unit)
         ]
 
     def _write(self, output: Path) -> None:
@@ -209,10 +231,27 @@ class Runner:
         measured = {line["unit"] for line in (*read_records(self.folder), *read_tunings(self.folder))}
         names = [unit.name for unit in planned if unit.name in measured]
         write_archives(self.folder / "sweeps", output, names)
-        write_page(self.folder, output, planned, models, cells=cells, waiting=waiting, queries=QUERIES)
+        known = {
+            (model.name, task): found
+            for model in self.materials.models
+            for task in self.materials.tasks
+            if (found := self.learned(model, task)) is not None
+        }
+        write_page(
+            self.folder,
+            output,
+            planned,
+            models,
+            cells=cells,
+            waiting=waiting,
+            known=known,
+            queries=QUERIES,
+        )
 
     def _takes(self, stage: str, task: str) -> bool:
-        """Whether a stage is of this task: some are of the first one only."""
+        """Whether a stage is of this task: some are of the first one only; a text has no answers."""
+        if stage == PRIOR and task == Task.TEXT:
+            return False
         return stage not in _FIRST_TASK_ONLY or task == next(iter(self.materials.tasks))
 
     def _missing_cells(self) -> dict[str, str]:
@@ -250,6 +289,16 @@ class Runner:
             return gradients.coverage() if stage == "coverage" else gradients.transfer(size.fo_steps)
 
         self._cells(model).once(stage, settings, measure)
+
+    def _prior(self, model: Path, task: str) -> None:
+        unit = self.planned("table", model, task)[0]
+
+        def measure() -> dict[str, object]:
+            self.check_time()
+            return measure_prior(self._specified(unit), unit)
+
+        settings = {"model": model.name, "task": task, "sizes": list(unit.choices["sizes"])}
+        self._cells(model).once(PRIOR, settings, measure)
 
     def _steps(self, model: Path, task: str) -> None:
         unit = self.planned("table", model, task)[0]

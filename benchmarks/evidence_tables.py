@@ -55,7 +55,9 @@ def turn_table(rows: Sequence[Row]) -> list[str]:
     return lines if decided else ["No density has been compared yet."]
 
 
-def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[str]:
+def method_table(
+    records: Sequence[Json], everything: Sequence[Json], prior: Mapping[tuple[str, str], float]
+) -> list[str]:
     """Table 1: methods by tasks. A task counts for accuracy, does not (italics), or it is not known yet (?).
 
     Ranks are over the tasks of which every method has `MIN_SEEDS` seeds, and over the seeds that all have of
@@ -63,6 +65,7 @@ def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[st
 
     Args:
         everything: of the model, to say which tasks count.
+        prior: loss of the answers' frequencies, by model and task, where it is known.
     """
     rows: dict[tuple[str, str], dict[str, list[Json]]] = {}
     for record in sorted(records, key=_place):
@@ -73,7 +76,8 @@ def method_table(records: Sequence[Json], everything: Sequence[Json]) -> list[st
     common = _common(rows, whole)
     accuracy_rank = _ranks(common, [task for task in whole if counted.get(task)], "accuracy", 1)
     loss_rank = _ranks(common, whole, "loss", -1)
-    heads = [_task_head(records, task, counted.get(task)) for task in tasks]
+    model = records[0]["model"]
+    heads = [_task_head(records, task, counted.get(task), prior.get((model, task))) for task in tasks]
     lines = [
         "| base | method | " + " | ".join(heads) + " | rank | rank by loss |",
         "|---" * (len(tasks) + 4) + "|",
@@ -169,13 +173,14 @@ def _ranks(rows: _Rows, tasks: Sequence[str], key: str, sign: int) -> dict[tuple
     return {name: f"{rank:.1f}" for name, rank in zip(rows, average_ranks(scores_MT), strict=True)}
 
 
-def _task_head(records: Sequence[Json], task: str, counts: bool | None) -> str:
+def _task_head(records: Sequence[Json], task: str, counts: bool | None, prior: float | None) -> str:
     if task == Task.TEXT:
         return f"{task} (loss{_cut([record for record in records if record['task'] == task])})"
     own = [record for record in records if record["task"] == task]
     majority = np.mean([record["majority"] for record in own])
     name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]
-    return f"{name} (majority {100 * majority:.1f}{_cut(own)})"
+    told = "" if prior is None else f"; prior {prior:.3f}"
+    return f"{name} (majority {100 * majority:.1f}{told}{_cut(own)})"
 
 
 def _cut(records: Sequence[Json]) -> str:

@@ -24,7 +24,7 @@ def test_every_stage_leaves_its_data_and_a_second_call_measures_nothing(
         "schemes",
     }  # one seed says of no density that it is flat
     cells = [json.loads(line)["figure"] for line in (evidence / "cells-tiny.jsonl").read_text().splitlines()]
-    assert cells == ["coverage", "transfer", "steps"]
+    assert cells == ["prior", "coverage", "transfer", "steps"]
     assert (evidence / "memory.jsonl").exists()
     before = files_of(evidence)
     assert main(arguments(materials_file, evidence)) == 0
@@ -44,7 +44,7 @@ def test_the_page_concludes_nothing_from_one_seed_and_names_what_is_missing(evid
     data = json.loads((evidence / "page/evidence.json").read_text())
     assert len(data["records"]) == len(read_records(evidence))
     assert "items" not in data["records"][0]
-    assert {cell["figure"] for cell in data["cells"]} == {"coverage", "transfer", "steps", "memory"}
+    assert {cell["figure"] for cell in data["cells"]} == {"prior", "coverage", "transfer", "steps", "memory"}
 
 
 def test_what_a_kill_tore_is_measured_again_and_nothing_else(

@@ -58,7 +58,7 @@ def ranks(lines: list[str]) -> dict[str, list[str]]:
 )
 def test_a_task_counts_does_not_or_is_not_known_yet(references: list[Json], head: str) -> None:
     found = [*references, *cells("zo:full", 0.6)]
-    assert head in method_table(found, found)[0]
+    assert head in method_table(found, found, {})[0]
 
 
 def test_ranks_are_over_the_seeds_that_all_have_and_wait_for_three() -> None:
@@ -68,25 +68,25 @@ def test_ranks_are_over_the_seeds_that_all_have_and_wait_for_three() -> None:
         record["accuracy"], record["loss"] = 1.0, 0.0  # seeds of its own say nothing of the others
     found = [*references, *more]
     expected = {"fo:lora-8": ["1.0", "1.0"], "zo:full": ["2.0", "2.0"], "zero-shot": ["3.0", "3.0"]}
-    assert ranks(method_table(found, found)) == expected
-    lines = method_table([*found, *cells("zo:random", 0.7, seeds=2)], found)
+    assert ranks(method_table(found, found, {})) == expected
+    lines = method_table([*found, *cells("zo:random", 0.7, seeds=2)], found, {})
     assert {tuple(rank) for rank in ranks(lines).values()} == {("", "")}
 
 
 def test_a_task_that_some_methods_lack_ranks_none() -> None:
     found = [*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.9), *cells("zo:full", 0.6)]
-    of_one = ranks(method_table(found, found))
-    assert ranks(method_table([*found, *cells("zo:full", 1.0, task="rte")], found)) == of_one
+    of_one = ranks(method_table(found, found, {}))
+    assert ranks(method_table([*found, *cells("zo:full", 1.0, task="rte")], found, {})) == of_one
     of_both = [*found, *cells("zero-shot", 0.5, task="rte"), *cells("fo:lora-8", 0.5, task="rte")]
     of_both += cells("zo:full", 1.0, task="rte")
-    assert ranks(method_table(of_both, found))["zo:full"][-1] == "1.5"
+    assert ranks(method_table(of_both, found, {}))["zo:full"][-1] == "1.5"
 
 
 def test_cells_name_a_step_on_the_edge_and_runs_that_began_anew() -> None:
     found = cells("zo:full", 0.6)
     assert "(0.400)" in setting_table(found, "queries", "q =")[2]
     found[1]["on_edge"] = True
-    for table in (setting_table(found, "queries", "q ="), method_table(found, found)):
+    for table in (setting_table(found, "queries", "q ="), method_table(found, found, {})):
         assert "(0.400, edge)" in table[2]
     attempts = [record | {"attempts": count} for record, count in zip(found, (1, 3, None), strict=True)]
     assert begun_anew(attempts, "queries", "q =") == "q = 16, 1 of 2 runs"
@@ -95,10 +95,10 @@ def test_cells_name_a_step_on_the_edge_and_runs_that_began_anew() -> None:
 def test_a_table_tells_cut_prompts_and_shots_that_found_no_room() -> None:
     found = [record | {"cut_examples": 88} for record in cells("zero-shot", 0.5)]
     found += [record | {"shots": record["seed"] / 10} for record in cells("icl:8", 0.5)]
-    lines = method_table(found, found)
+    lines = method_table(found, found, {})
     assert " sst2? (majority 50.0; 88 % cut) " in lines[0]
     assert "| bf16 | icl:8 | 50.0 ± 0.0 (0.500, 0.1 shots fitted) |" in lines[3]
-    assert "cut" not in method_table(cells("zero-shot", 0.5), [])[0]
+    assert "cut" not in method_table(cells("zero-shot", 0.5), [], {})[0]
 
 
 def test_a_claim_that_holds_does_so_far_while_cells_are_missing(materials_file: Path) -> None:
@@ -130,7 +130,7 @@ def test_lines_stand_in_one_order_whenever_they_were_measured() -> None:
     names = ["zero-shot", "zo:sensitive-c4", "zo:random", "zo:full", "fo:lora-8", "own"]
     found = [record for name in reversed(names) for record in cells(name, 0.6)]
     quantized = [record | {"base": "nf4"} for record in cells("zo:sensitive-c4", 0.6)]
-    lines = method_table([*quantized, *found], found)[2:]
+    lines = method_table([*quantized, *found], found, {})[2:]
     own = [*(f"| bf16 | {name} |" for name in names), "| nf4 | zo:sensitive-c4 |"]
     assert [line.startswith(head) for line, head in zip(lines, own, strict=True)] == [True] * 7
     lines = setting_table(found, "queries", "q =")[2:]
@@ -143,12 +143,12 @@ def test_language_modelling_has_its_loss_alone() -> None:
         record | {"task": "text", "accuracy": None, "majority": None, "loss": 3 + record["seed"] / 10}
         for record in cells("fo:lora-8", 0.9)
     ]
-    lines = method_table([*found, *own], [*found, *own])
+    lines = method_table([*found, *own], [*found, *own], {})
     assert " | text (loss) | " in lines[0]
     assert "| (3.100 ± 0.100) |" in lines[3]
     assert "| m, text, fo:lora-8 | (3.100 ± 0.100) |" in setting_table(own, "queries", "q =")
     told = [record | {"bits_per_byte": 2 + record["seed"]} for record in own]
-    assert "| (3.100 ± 0.100; 3.000 bits per byte) |" in method_table([*found, *told], [*found, *told])[3]
+    assert "| (3.100 ± 0.100; 3.000 bits per byte) |" in method_table([*found, *told], [*found, *told], {})[3]
 
 
 def test_figures_of_language_modelling_show_its_loss(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""The loss of the answers' frequencies, against the best of many guesses."""
+
+import numpy as np
+import pytest
+
+from permille.evaluate.prior import prior_losses
+from permille.evaluate.scoring import Answer, Choices
+
+
+def example(label: int, *, prompt: tuple[int, ...] = (1, 2), answers: tuple[int, ...] = (1, 3)) -> Choices:
+    """Answers of so many tokens after the prompt."""
+    return Choices(
+        answers=tuple(
+            Answer(ids=(*prompt, *range(100 * a, 100 * a + size)), targets=size)
+            for a, size in enumerate(answers, 1)
+        ),
+        label=label,
+        shots=0,
+        cut=0,
+    )
+
+
+def test_no_guess_that_is_the_same_for_every_prompt_is_better() -> None:
+    train = [example(label, prompt=(7,) * (1 + n)) for n, label in enumerate([0, 0, 0, 1, 1])]
+    found = prior_losses(train, train)
+    assert found is not None
+    guesses = np.linspace(0.001, 0.999, 999)
+    means = [(-3 * np.log(guess) - 2 * np.log(1 - guess) / 3) / 5 for guess in guesses]
+    assert found.mean() == pytest.approx(min(means), abs=1e-6)
+    assert len(set(found[:3])) == len(set(found[3:])) == 1
+
+
+def test_frequencies_are_the_train_parts_and_losses_the_test_parts() -> None:
+    found = prior_losses(
+        [example(0, answers=(2, 2)), example(1, answers=(2, 2))], [example(1, answers=(2, 2))]
+    )
+    assert found is not None
+    assert found.tolist() == pytest.approx([np.log(2) / 2])
+
+
+def test_an_answer_that_was_never_right_is_possible() -> None:
+    found = prior_losses([example(0)] * 9, [example(1)])
+    assert found is not None
+    assert np.isfinite(found).all()
+
+
+def test_answers_that_differ_by_example_have_none() -> None:
+    of_one_answer = Choices(answers=(Answer(ids=(1, 2), targets=1),), label=0, shots=0, cut=0)
+    assert prior_losses([of_one_answer], [of_one_answer]) is None  # a document
+    assert prior_losses([example(0)], [example(0, answers=(1, 4))]) is None
+    assert prior_losses([], [example(0)]) is None
