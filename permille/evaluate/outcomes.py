@@ -15,6 +15,7 @@ from permille.evaluate import free_text
 from permille.evaluate.cell_data import CellData
 from permille.evaluate.examples import majority_share
 from permille.evaluate.methods import Method
+from permille.evaluate.prior import prior_losses
 from permille.evaluate.prompts import Task
 from permille.evaluate.scoring import Scored
 from permille.evaluate.specification import Base
@@ -84,6 +85,11 @@ class Outcome:
             return None
         return majority_share(self.data.tested) if self.written is None else 0.0
 
+    def _prior_loss(self) -> float | None:
+        """Mean loss of the answers' frequencies; nothing where answers differ by example."""
+        found = prior_losses(self.data.train, self.data.test)
+        return None if found is None else float(found.mean())
+
     def _plain(self) -> Json:
         return {
             "model": self.cell.model.name,
@@ -95,6 +101,7 @@ class Outcome:
             "loss": self.tested.loss,
             "bits_per_byte": self._bits_per_byte(),
             "majority": self._majority(),
+            "prior_loss": self._prior_loss(),
             "examples": dict(
                 zip(
                     _SPLIT_NAMES,

@@ -154,11 +154,12 @@ def loss_and_bits(records: Sequence[Json]) -> str:
 def _heading(rows: Rows, task: str, counts: bool | None) -> str:
     if task == Task.TEXT:
         return task
-    majority = np.mean(
-        [record["majority"] for (_, name), found in rows.items() if name == task for record in found]
-    )
+    own = [record for (_, name), found in rows.items() if name == task for record in found]
+    # Results of before it was measured have none.
+    priors = [record["prior_loss"] for record in own if record.get("prior_loss") is not None]
+    prior = f"; prior {np.mean(priors):.3f}" if priors else ""
     name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]
-    return f"{name} (majority {100 * majority:.1f})"
+    return f"{name} (majority {100 * _mean(own, 'majority'):.1f}{prior})"
 
 
 def _cell(records: Sequence[Json]) -> str:

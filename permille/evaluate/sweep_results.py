@@ -163,8 +163,9 @@ def _check_cell(line: Json) -> None:
     for name in ("accuracy", "majority"):
         if line[name] is not None or line["task"] != Task.TEXT:
             _number(line[name])
-    if line.get("bits_per_byte") is not None:
-        _number(line["bits_per_byte"])
+    for name in ("bits_per_byte", "prior_loss"):  # of results of before they were measured, nothing
+        if line.get(name) is not None:
+            _number(line[name])
 
 
 def _number(value: object) -> float:

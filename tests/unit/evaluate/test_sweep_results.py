@@ -26,6 +26,7 @@ def test_a_results_file_that_was_edited_is_refused_with_its_line(sweep_file: Pat
         ("majority", "x"),
         ("cut_examples", "x"),
         ("bits_per_byte", "x"),
+        ("prior_loss", "x"),
         ("model", "another"),
     ):
         edited = json.dumps(json.loads(cell) | {name: value}) + "\n"
@@ -72,6 +73,12 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
     # A method without training is the same before and after; trained ones have a curve.
     assert [record["curve"] is None for record in records] == [True, True, False, False, False, False]
     table = markdown(records)
+    (prior,) = {record["prior_loss"] for record in records}
+    assert 0 < prior < records[0]["loss"]
+    assert f"(majority 50.0; prior {prior:.3f})" in table
+    for record in records:  # results of before it was measured
+        del record["prior_loss"]
+    assert "; prior" not in markdown(records).partition("| method |")[2]
     assert table.count("\n| zo:") == 3
     assert "| sst2? (" in table  # six items are too few to know
 
