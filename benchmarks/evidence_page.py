@@ -84,6 +84,7 @@ def write_page(
     planned: Sequence[Unit],
     models: Mapping[str, Path],
     *,
+    wanted: Sequence[Unit],
     cells: Sequence[tuple[str, Settings, Result]],
     waiting: Mapping[str, str],
     known: Mapping[tuple[str, str], Learned],
@@ -93,8 +94,9 @@ def write_page(
 
     Args:
         folder: with `sweeps`.
-        planned: every sweep that the evidence consists of.
+        planned: every sweep that the evidence may consist of: all that there is of these is shown.
         models: folders by name.
+        wanted: those that the evidence lacks while they are not finished.
         cells: of gradients, steps and memory.
         waiting: stages that cannot be planned yet, with the reason.
         known: of a model's name and a task: what first-order training learned.
@@ -116,11 +118,11 @@ def write_page(
     lines = [
         _HEAD.format(command=_COMMAND, data=DATA, archives=ARCHIVES, queries=queries, tuned=_tuned(records)),
         _VERDICTS,
-        *verdict_table(verdicts(records), unfinished_claims(planned, records)),
+        *verdict_table(verdicts(records), unfinished_claims(wanted, records)),
         "",
         "## Not measured yet",
         "",
-        *progress_list(progress(planned, records), missing),
+        *progress_list(progress(wanted, records), missing),
         "",
         *_known(known),
         *_tables(records, priors(_of(cells, PRIOR))),
@@ -181,11 +183,13 @@ def _known(known: Mapping[tuple[str, str], Learned]) -> Iterable[str]:
     yield from (
         "## What tasks can tell at this size",
         "",
-        "Where tuned first-order training does not end below the loss of the answers' frequencies "
-        "(p < 0.01), it learned the form of an answer, and nothing that it shows of the task. What differs "
-        "between methods there is how soon they know the form. The first task shows that, so all methods "
-        "are measured on it; of others with the form alone the references are, and what was measured before "
-        "this was known.",
+        "Losses fall by nats as soon as a method knows what an answer looks like. That first-order training "
+        "reads the prompt as well is shown where its loss is below that of the best guess that is the same "
+        "for every prompt, or where it is right more often than such a guess, answer by answer (p < 0.005 "
+        "for either; items and seeds as drawn, its best method by validation). Training weighs tokens and "
+        "the loss answers, so one that is blind may end above the guess. Where nothing is shown, what "
+        "differs between methods is for the most part how soon they know the form: the first task tells "
+        "that of all methods, of others the references are measured, and what was before this was known.",
         "",
         *(f"- {task}, {model}: {found}." for (model, task), found in known.items()),
         "",
@@ -210,8 +214,7 @@ def _tables(records: Sequence[Json], prior: Mapping[tuple[str, str], float]) -> 
         "have three seeds, and over the seeds that all have, so they may differ from the means shown. A "
         "method without a mask stands at 0.001. *Cut*: test prompts longer than `max_tokens`, which lose "
         "their front (a text its end). *Shots fitted*: solved examples that found room before a question. "
-        "*Prior*: the loss of the answers' frequencies in the train part, one guess for every prompt: a "
-        "method above it has not shown that it reads the prompt.",
+        "*Prior*: the least loss of a guess that is the same for every prompt.",
         "",
     )
     tables = [record for record in records if record["stage"] in ("table", "flat")]

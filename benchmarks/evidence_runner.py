@@ -26,10 +26,11 @@ from benchmarks.evidence_plan import (
     units,
 )
 from benchmarks.evidence_prior import FIGURE as PRIOR
-from benchmarks.evidence_prior import Learned, learned, measure_prior
+from benchmarks.evidence_prior import Learned, learned, measure_prior, settings
 from benchmarks.evidence_records import by_density, flat_density, identity, read_records, read_tunings
 from benchmarks.evidence_steps import measure_memory, measure_steps
 from permille.errors import InputError
+from permille.evaluate.outcomes import Json
 from permille.evaluate.prompts import Task
 from permille.evaluate.specification import Sweep, sweep_of
 from permille.evaluate.sweep import run_sweep
@@ -77,9 +78,10 @@ class Runner:
         if not self._takes(stage, task):
             return
         if stage in SWEEP_STAGES:
-            for unit in self.planned(stage, model, task):
-                if self._is_worth(unit):
-                    self._sweep(unit)
+            if stage in _IF_LEARNED and not self._is_first(task):
+                self.run(PRIOR, model, task)  # seconds, for what may be hours
+            for unit in self.wanted(self.planned(stage, model, task)):
+                self._sweep(unit)
         elif stage == PRIOR:
             self._prior(model, task)
         elif stage in ("coverage", "transfer"):
@@ -129,18 +131,39 @@ class Runner:
             return None
         return flat_density(records, model.name, task)
 
-    def learned(self, model: Path, task: str) -> Learned | None:
-        """What first-order training learned of a task; None while it is not known, and of texts."""
-        cells = [(at, found) for figure, at, found in self._cells(model) if figure == PRIOR]
-        return learned(model.name, task, cells, read_records(self.folder), len(self._size(model).seeds))
+    def wanted(self, planned: Sequence[Unit]) -> list[Unit]:
+        """Without what says no more than the first task does: methods on a task that first order is not
+        shown to learn. The references are what that is known by."""
+        places = dict.fromkeys((unit.model, unit.task) for unit in planned if unit.stage in _IF_LEARNED)
+        records = read_records(self.folder) if any(not self._is_first(task) for _, task in places) else []
+        left = set()
+        for model, task in places:
+            known = None if self._is_first(task) else self.learned(model, task, records)
+            if known is not None and not known.shown:
+                left.add((model, task))
+        return [
+            unit
+            for unit in planned
+            if unit.stage not in _IF_LEARNED
+            or (unit.model, unit.task) not in left
+            or unit.name == self._references(unit.model, unit.task).name
+        ]
 
-    def _is_worth(self, unit: Unit) -> bool:
-        """Whether a unit says what no other one does; the references are what that is known by."""
-        first = unit.task == next(iter(self.materials.tasks))
-        if first or unit.stage not in _IF_LEARNED or unit == self.planned("table", unit.model, unit.task)[0]:
-            return True
-        known = self.learned(unit.model, unit.task)
-        return known is None or not known.form_only
+    def learned(self, model: Path, task: str, records: Sequence[Json]) -> Learned | None:
+        """What first-order training shows of a task; None while it is not known, and of texts."""
+        references = self._references(model, task)
+        at = settings(references)
+        prior = next(
+            (found for figure, own, found in self._cells(model) if (figure, own) == (PRIOR, at)), None
+        )
+        own = [record for record in records if record["unit"] == references.name]
+        return learned(prior, own, len(self._size(model).seeds))
+
+    def _references(self, model: Path, task: str) -> Unit:
+        return self.planned("table", model, task)[0]
+
+    def _is_first(self, task: str) -> bool:
+        return task == next(iter(self.materials.tasks))
 
     def restore(self, output: Path) -> None:
         """Take up the results that a page was made from, where there are none here or a part of them.
@@ -161,10 +184,10 @@ class Runner:
                     planned = [unit for unit in self.planned(stage, model, task) if unit.name in found]
                     taken += sum(self._take_up(unit, found.pop(unit.name)) for unit in planned)
         models = {None, *(model.name for model in self.materials.models)}
-        for figure, settings, result in figures:
-            own = self._cells_of(settings)
-            if settings.get("model") in models and not own.has(figure, settings):
-                own.keep(figure, settings, result)
+        for figure, at, result in figures:
+            own = self._cells_of(at)
+            if at.get("model") in models and not own.has(figure, at):
+                own.keep(figure, at, result)
         others = f"; of no sweep here: {', '.join(found)}" if found else ""
         print(f"took up {taken} cells of {output}{others}", file=sys.stderr)
 
@@ -211,7 +234,6 @@ class Runner:
             for model in self.materials.models
             for task in self.materials.tasks
             for unit in self.planned(stage, model, task)
-            if self._results(unit).exists() or self._is_worth(unit)
         ]
 
     def _write(self, output: Path) -> None:
@@ -231,17 +253,19 @@ class Runner:
         measured = {line["unit"] for line in (*read_records(self.folder), *read_tunings(self.folder))}
         names = [unit.name for unit in planned if unit.name in measured]
         write_archives(self.folder / "sweeps", output, names)
+        records = read_records(self.folder)
         known = {
             (model.name, task): found
             for model in self.materials.models
             for task in self.materials.tasks
-            if (found := self.learned(model, task)) is not None
+            if (found := self.learned(model, task, records)) is not None
         }
         write_page(
             self.folder,
             output,
             planned,
             models,
+            wanted=self.wanted(planned),
             cells=cells,
             waiting=waiting,
             known=known,
@@ -252,7 +276,7 @@ class Runner:
         """Whether a stage is of this task: some are of the first one only; a text has no answers."""
         if stage == PRIOR and task == Task.TEXT:
             return False
-        return stage not in _FIRST_TASK_ONLY or task == next(iter(self.materials.tasks))
+        return stage not in _FIRST_TASK_ONLY or self._is_first(task)
 
     def _missing_cells(self) -> dict[str, str]:
         """Cells of `_CELL_STAGES` that there are not yet, by name, with the reason."""
@@ -275,35 +299,34 @@ class Runner:
 
     def _gradients(self, stage: str, model: Path, task: str) -> None:
         size = self._size(model)
-        unit = self.planned("table", model, task)[0]
+        unit = self._references(model, task)
         # The same examples whatever the table's sizes: what is finished stays comparable.
         unit = replace(unit, choices=dict(unit.choices) | {"sizes": size.sizes})
-        settings = {"model": model.name, "task": task, "examples": 4 if self._quick else 64}
-        settings["judged"] = "validation"
+        at = {"model": model.name, "task": task, "examples": 4 if self._quick else 64}
+        at["judged"] = "validation"
         if stage == "transfer":
-            settings["steps"] = size.fo_steps
+            at["steps"] = size.fo_steps
 
         def measure() -> dict[str, object]:
             self.check_time()
-            gradients = Gradients(self._specified(unit), unit, examples=int(settings["examples"]))
+            gradients = Gradients(self._specified(unit), unit, examples=int(at["examples"]))
             return gradients.coverage() if stage == "coverage" else gradients.transfer(size.fo_steps)
 
-        self._cells(model).once(stage, settings, measure)
+        self._cells(model).once(stage, at, measure)
 
     def _prior(self, model: Path, task: str) -> None:
-        unit = self.planned("table", model, task)[0]
+        unit = self._references(model, task)
 
         def measure() -> dict[str, object]:
             self.check_time()
             return measure_prior(self._specified(unit), unit)
 
-        settings = {"model": model.name, "task": task, "sizes": list(unit.choices["sizes"])}
-        self._cells(model).once(PRIOR, settings, measure)
+        self._cells(model).once(PRIOR, settings(unit), measure)
 
     def _steps(self, model: Path, task: str) -> None:
-        unit = self.planned("table", model, task)[0]
+        unit = self._references(model, task)
         size, rounds = self._size(model), 1 if self._quick else 7
-        settings = {"model": model.name, "task": task, "density": DENSITY, "rounds": rounds}
+        at = {"model": model.name, "task": task, "density": DENSITY, "rounds": rounds}
 
         def measure() -> dict[str, object]:
             self.check_time()
@@ -319,7 +342,7 @@ class Runner:
                 threads=self._threads,
             )
 
-        self._cells(model).once("steps", settings | {"threads": self._threads}, measure)
+        self._cells(model).once("steps", at | {"threads": self._threads}, measure)
 
     def _sweep(self, unit: Unit) -> None:
         """Run a unit, its file beside its results.
@@ -345,8 +368,8 @@ class Runner:
     def _cells(self, model: Path) -> Cells:
         return Cells(self.folder / f"cells-{model.name}.jsonl")
 
-    def _cells_of(self, settings: Settings) -> Cells:
-        name = f"cells-{settings['model']}" if "model" in settings else "memory"
+    def _cells_of(self, at: Settings) -> Cells:
+        name = f"cells-{at['model']}" if "model" in at else "memory"
         return Cells(self.folder / f"{name}.jsonl")
 
     def _progress(self, done: int, total: int, following: str) -> None:

@@ -13,13 +13,14 @@ from types import FrameType
 
 import uvicorn
 
-from permille.errors import OperatorError
+from permille.errors import OperatorError, RetryableError
 from permille.files import write_atomic
 from permille.store.settings import explain
 from service.app import create_app
 from service.settings import Settings, client_url, load
 
-EXIT_USAGE = 2
+EXIT_USAGE, EXIT_RETRY = 2, 75
+"""75: EX_TEMPFAIL of sysexits.h, for whoever starts it again."""
 SHUTDOWN_S = 5
 
 
@@ -35,9 +36,9 @@ def main() -> int:
     try:
         app = create_app(settings)
         listening = listen(settings)
-    except (OperatorError, OSError) as exc:
+    except (OperatorError, RetryableError, OSError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_RETRY if isinstance(exc, RetryableError) else EXIT_USAGE
     url = client_url(settings, listening.getsockname()[1])
     url_path = settings.data_dir / "service.url"
     write_atomic(url_path, f"{url}\n".encode(), mode=0o600)

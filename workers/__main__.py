@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from permille.errors import OperatorError
+from permille.errors import OperatorError, RetryableError
 from permille.store.database import Database
 from permille.store.schema import migrate
 from permille.store.settings import explain
@@ -21,11 +21,16 @@ from workers.local import LocalWorker
 from workers.settings import WorkerSettings
 from workers.supervisor import CHILD_COMMAND, Shutdown
 
-EXIT_USAGE = 2
+EXIT_USAGE, EXIT_RETRY = 2, 75
+"""75: EX_TEMPFAIL of sysexits.h, for whoever starts it again."""
 
 
 def run_worker(settings: WorkerSettings, *, child_command: Sequence[str] = CHILD_COMMAND) -> None:
-    """Work until SIGTERM or SIGINT. The schema is brought up to date first."""
+    """Work until SIGTERM or SIGINT. The schema is brought up to date first.
+
+    Raises:
+        OperatorError, RetryableError: of `migrate`.
+    """
     url = settings.database_url.get_secret_value()
     migrate(url)
     db = Database(url)
@@ -71,9 +76,9 @@ def main() -> int:
         return EXIT_USAGE
     try:
         run_worker(settings)
-    except OperatorError as exc:
+    except (OperatorError, RetryableError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_RETRY if isinstance(exc, RetryableError) else EXIT_USAGE
     return 0
 
 

@@ -86,8 +86,8 @@ class Outcome:
         return majority_share(self.data.tested) if self.written is None else 0.0
 
     def _prior_loss(self) -> float | None:
-        """Mean loss of the answers' frequencies; nothing where answers differ by example."""
-        found = prior_losses(self.data.train, self.data.test)
+        """Of the best guess that is the same for every prompt; nothing where answers differ by example."""
+        found = prior_losses(self.data.test)
         return None if found is None else float(found.mean())
 
     def _plain(self) -> Json:

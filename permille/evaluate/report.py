@@ -51,9 +51,10 @@ def _table(model: str, base: str, rows: Rows) -> str:
         "Accuracy in percent, mean and deviation over seeds; in brackets the loss of the right answer in "
         "nats a token. A task in *italics* does not count for accuracy (no first-order gain of 5 points over "
         "majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
-        f"references, or fewer than {MIN_CLUSTERS} passages). In free text (squad) accuracy is exact match, "
-        "with F1; language modelling (text) has its loss alone, mean over documents, "
-        "and bits per byte over what was scored of them (comparable between tokenizers where none is cut).",
+        f"references, or fewer than {MIN_CLUSTERS} passages). *Prior*: the least loss of a guess that is the "
+        "same for every prompt. In free text (squad) accuracy is exact match, with F1; language modelling "
+        "(text) has its loss alone, mean over documents, and bits per byte over what was scored of them "
+        "(comparable between tokenizers where none is cut).",
         "",
         "| method | "
         + " | ".join(_heading(rows, task, counted[task]) for task in tasks)

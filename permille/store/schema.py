@@ -2,16 +2,18 @@
 (`permille/store/migrations`).
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError, OperationalError
 
-from permille.errors import OperatorError
+from permille.errors import OperatorError, RetryableError
 from permille.store.database import make_engine
 
 _LOCK_ID = 0x7065726D  # PostgreSQL advisory lock: two processes that start together migrate in turn
@@ -27,7 +29,8 @@ def migrate(url: str, *, revision: str = "head") -> None:
         revision: an earlier schema than the newest, for tests of what comes after it.
 
     Raises:
-        OperatorError: the database cannot be reached, or its write lock stayed taken (SQLite).
+        OperatorError: the database cannot be reached or opened, or was made by a newer version.
+        RetryableError: its write lock stayed taken (SQLite).
     """
     engine = make_engine(url)
     config = Config()
@@ -35,20 +38,46 @@ def migrate(url: str, *, revision: str = "head") -> None:
     try:
         if _is_at(engine, config, revision):
             return
-        with engine.execution_options(permille_begin="IMMEDIATE").begin() as connection:
+        with _begin(engine) as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK_ID})"))
             config.attributes["connection"] = connection
             command.upgrade(config, revision)
-    except OperationalError as exc:
-        where = engine.url.render_as_string(hide_password=True)
-        message = f"expected a database that can be read and written, got {exc.orig} ({where})"
-        raise OperatorError(message) from exc
     finally:
         engine.dispose()
 
 
 def _is_at(engine: Engine, config: Config, revision: str) -> bool:
-    wanted = ScriptDirectory.from_config(config).as_revision_number(revision)
-    with engine.connect() as connection:
-        return MigrationContext.configure(connection).get_current_heads() == (wanted,)
+    scripts = ScriptDirectory.from_config(config)
+    try:
+        with engine.connect() as connection:
+            heads = MigrationContext.configure(connection).get_current_heads()
+    except DBAPIError as exc:
+        raise OperatorError(_message(engine, exc)) from exc
+    known = {script.revision for script in scripts.walk_revisions()}
+    if not known.issuperset(heads):
+        raise OperatorError(
+            f"expected a database of this version of permille or an older one, got schema {', '.join(heads)} "
+            f"({_where(engine)})"
+        )
+    return heads == (scripts.as_revision_number(revision),)
+
+
+@contextmanager
+def _begin(engine: Engine) -> Iterator[Connection]:
+    """A write transaction. What fails inside it is no matter of reaching the database, and stays as it is."""
+    with ExitStack() as stack:
+        try:
+            begun = engine.execution_options(permille_begin="IMMEDIATE").begin()
+            connection = stack.enter_context(begun)
+        except OperationalError as exc:
+            raise RetryableError(_message(engine, exc)) from exc
+        yield connection
+
+
+def _message(engine: Engine, exc: DBAPIError) -> str:
+    return f"expected a database that can be read and written, got {exc.orig} ({_where(engine)})"
+
+
+def _where(engine: Engine) -> str:
+    return engine.url.render_as_string(hide_password=True)

@@ -1,4 +1,4 @@
-"""What first-order training learned decides what else is measured of a task."""
+"""What first-order training shows of a task decides what else is measured of it."""
 
 import json
 from dataclasses import replace
@@ -8,113 +8,166 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.cells import Cells
 from benchmarks.evidence import main
 from benchmarks.evidence_plan import Materials, Unit
-from benchmarks.evidence_prior import Learned, learned
+from benchmarks.evidence_prior import Learned, learned, settings
 from benchmarks.evidence_records import read_records
 from benchmarks.evidence_runner import Runner
+from permille.evaluate.sweep_results import PROCEDURE
 from tests.evidence_files import arguments
 
-ITEMS = [f"t:{n}" for n in range(40)]
-PRIOR = ({"model": "m", "task": "rte"}, {"loss": 0.5, "items": ITEMS, "item_losses": [0.4, 0.6] * 20})
-FORM = Learned(method="fo:lora-8", loss=0.5, prior=0.5, p_below=0.4)
+ITEMS = [f"t:{n}" for n in range(400)]
+LABELS = [int(n % 10 < 4) for n in range(400)]
+"""Two of five are the second answer, of two tokens where the first has one."""
 
 
-def reference(method: str, loss: float, seed: int, *, validation_loss: float = 1.0) -> dict[str, Any]:
-    rng = np.random.default_rng([seed, len(method)])
+def guess(share: float) -> list[float]:
+    """Losses of one guess for every prompt, which gives so much to the second answer."""
+    return [-np.log(share) / 2 if label else -np.log(1 - share) for label in LABELS]
+
+
+BEST = (0.4 / 2) / (0.4 / 2 + 0.6)
+BELOW = [loss - 0.1 * (n // 10 % 3) for n, loss in enumerate(guess(BEST))]
+PRIOR_LOSS = float(np.mean(guess(BEST)))
+PRIOR: dict[str, Any] = {"loss": PRIOR_LOSS, "items": ITEMS, "labels": LABELS, "item_losses": guess(BEST)}
+NOTHING = Learned(method="fo:lora-8", loss=0.5, prior=0.5, p_loss=0.4, balanced=0.5, p_balanced=0.5)
+
+
+def reference(
+    method: str, seed: int, losses: list[float], correct: str, *, validation_loss: float = 1.0
+) -> dict[str, Any]:
     return {
-        "stage": "table",
-        "base": "bf16",
-        "model": "m",
         "task": "rte",
         "method": method,
         "seed": seed,
         "items": ITEMS,
-        "item_losses": list(loss + 0.02 * rng.standard_normal(len(ITEMS))),
+        "item_losses": losses,
+        "correct": correct,
         "validation_loss": validation_loss,
     }
 
 
-def references(sensitive: float, lora: float, **changed: float) -> list[dict[str, Any]]:
-    return [
-        *(reference("fo:sensitive-c4", sensitive, seed) for seed in range(3)),
-        *(reference("fo:lora-8", lora, seed, **changed) for seed in range(3)),
+def references(losses: list[float], correct: str, *, other: float = 0.0) -> list[dict[str, Any]]:
+    """Three seeds of a method, and of one that validation likes less (or more: `other`)."""
+    first = [reference("fo:lora-8", seed, losses, correct) for seed in range(3)]
+    lucky = [0.01 for _ in ITEMS]
+    worse = [
+        reference("fo:sensitive-c4", seed, lucky, "1" * 400, validation_loss=2.0 - other) for seed in range(3)
     ]
+    return [*first, *worse]
 
 
-def test_below_the_frequencies_something_was_learned() -> None:
-    found = learned("m", "rte", [PRIOR], references(0.2, 0.3, validation_loss=2.0), 3)
+@pytest.mark.parametrize("share", [0.05, 0.2, BEST - 0.01, BEST, BEST + 0.01, 0.3, 0.4, 0.7])
+def test_no_guess_that_is_the_same_for_every_prompt_shows_anything(share: float) -> None:
+    correct = "".join(str(int(label == int(share > 0.5))) for label in LABELS)
+    found = learned(PRIOR, references(guess(share), correct), 3)
     assert found is not None
-    assert (found.method, found.prior, found.form_only) == ("fo:sensitive-c4", 0.5, False)
-    assert found.loss == pytest.approx(0.2, abs=0.01)
-    assert str(found).startswith("fo:sensitive-c4 ends at 0.197 nats a token")
-    assert str(found).endswith("): learned")
+    assert (found.method, found.shown) == ("fo:lora-8", False)
+    assert found.balanced == pytest.approx(0.5)
+    assert found.loss >= found.prior - 1e-9
+    assert str(found).startswith("not shown: fo:lora-8 ends at ")
 
 
-def test_at_the_frequencies_it_is_the_form_alone() -> None:
-    # The best one by validation is judged, not the one with the luckiest test items.
-    found = learned("m", "rte", [PRIOR], references(0.2, 0.5, validation_loss=0.5), 3)
+def test_what_tells_answers_apart_is_shown_though_its_loss_is_above_the_guess() -> None:
+    correct = "".join("1" if n % 5 else "0" for n in range(400))
+    found = learned(PRIOR, references([loss + 0.1 for loss in guess(BEST)], correct), 3)
     assert found is not None
-    assert (found.method, found.form_only) == ("fo:lora-8", True)
-    assert str(found).endswith(": the form alone")
+    assert found.p_loss > 0.9
+    assert found.balanced == pytest.approx(0.5 * (1 - 40 / 240) + 0.5 * (1 - 40 / 160))
+    assert found.shown
+    assert str(found).startswith("learned: ")
 
 
-def test_it_is_not_known_without_frequencies_or_with_too_few_seeds() -> None:
-    records = references(0.5, 0.5)
-    assert learned("m", "rte", [], records, 3) is None
-    assert learned("m", "rte", [(PRIOR[0], {"loss": None})], records, 3) is None
-    assert learned("m", "rte", [PRIOR], records[:-1], 3) is None
-    assert learned("m", "sst2", [PRIOR], records, 3) is None
+def test_a_loss_below_the_guess_is_shown_and_validation_chooses_the_method() -> None:
+    everywhere_first = "".join(str(1 - label) for label in LABELS)
+    found = learned(PRIOR, references(BELOW, everywhere_first), 3)
+    assert found is not None
+    assert (found.method, found.shown) == ("fo:lora-8", True)
+    assert found.loss == pytest.approx(np.mean(BELOW))
+    found = learned(PRIOR, references(BELOW, everywhere_first, other=1.5), 3)
+    assert found is not None
+    assert found.method == "fo:sensitive-c4"
 
 
-def test_of_a_task_with_the_form_alone_only_references_are_measured(
-    materials_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_not_known_without_a_guess_with_too_few_seeds_or_of_other_items() -> None:
+    found = references(guess(BEST), "1" * 400)
+    assert learned(None, found, 3) is None
+    assert learned({"loss": None}, found, 3) is None
+    assert learned(PRIOR, found[1:], 3) is None
+    assert learned(PRIOR | {"items": ["x", *ITEMS[1:]]}, found, 3) is None
+
+
+@pytest.fixture
+def two_tasks(materials_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """RTE is no first task; its references have three seeds."""
     folder = materials_file.parent
-    model, files = folder / "tiny", {"train": folder / "train.tsv"}
-    tasks = {"sst2": files, "rte": files}
-    runner = Runner(
-        Materials(models=(model,), tasks=tasks, corpus=folder / "corpus.jsonl"), tmp_path, quick=True
-    )
+    tasks = {name: {"train": folder / "train.tsv"} for name in ("sst2", "rte")}
+    materials = Materials(models=(folder / "tiny",), tasks=tasks, corpus=folder / "corpus.jsonl")
+    runner = Runner(materials, tmp_path, quick=True)
+    small = runner._size(folder / "tiny")
+    monkeypatch.setattr(runner, "_size", lambda _: replace(small, seeds=(0, 1, 2)))
+    return runner
+
+
+def write_references(runner: Runner, losses: list[float]) -> None:
+    """As a sweep would have left them, and the guess."""
+    model = runner.materials.models[0]
+    unit = runner.planned("table", model, "rte")[0]
+    Cells(runner.folder / "cells-tiny.jsonl").keep("prior", settings(unit), PRIOR)
+    runner._describe(unit)
+    cells = [
+        {"kind": "cell", "model": "tiny", "base": "bf16"} | record
+        for record in references(losses, "".join(str(1 - label) for label in LABELS))
+    ]
+    lines = [{"kind": "sweep", "key": "x", "procedure": PROCEDURE}, *cells]
+    runner._results(unit).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_of_a_task_of_which_nothing_is_shown_only_references_are_measured(
+    two_tasks: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began: list[str] = []
 
     def sweep(_: Runner, unit: Unit) -> None:
         began.append(unit.name.removeprefix("table-tiny-"))
 
     monkeypatch.setattr(Runner, "_sweep", sweep)
-    for known, expected in (
-        (None, 8),
-        (replace(FORM, p_below=0.001), 8),
-        (FORM, ["rte-references"]),
-    ):
-        monkeypatch.setattr(Runner, "learned", lambda *_, known=known: known)
+    monkeypatch.setattr(Runner, "_prior", lambda *_: began.append("prior"))
+    (two_tasks.folder / "sweeps").mkdir()
+    model = two_tasks.materials.models[0]
+    two_tasks.run("table", model, "rte")
+    assert (began[:2], len(began)) == (["prior", "rte-references"], 9)  # not known yet
+    for losses, parts in ((BELOW, 8), (guess(BEST), 1)):
+        write_references(two_tasks, losses)
         began.clear()
-        runner.run("table", model, "rte")
-        assert began == expected if isinstance(expected, list) else len(began) == expected
+        two_tasks.run("table", model, "rte")
+        assert (began[:2], len(began)) == (["prior", "rte-references"], 1 + parts)
     began.clear()
-    runner.run("table", model, "sst2")
+    two_tasks.run("table", model, "sst2")
     assert len(began) == 8  # the first one has all methods
-    # What was measured before stays on the page.
-    (tmp_path / "sweeps").mkdir()
-    (tmp_path / "sweeps/table-tiny-rte-pairs.jsonl").touch()
-    names = {unit.name for unit in runner._all_planned() if unit.task == "rte"}
-    assert names == {f"table-tiny-rte-{part}" for part in ("references", "pairs")}
+    # What was measured before is shown and kept; nobody is told to wait for the rest of it.
+    everything = two_tasks._all_planned()
+    rte = {unit.name for unit in two_tasks.wanted(everything) if unit.task == "rte"}
+    assert rte == {"table-tiny-rte-references"}
+    assert "table-tiny-rte-pairs" in {unit.name for unit in everything}
 
 
-def test_the_page_tells_the_frequencies_and_what_was_learned(
+def test_the_page_tells_the_guess_and_what_is_shown(
     evidence: Path, materials_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = (evidence / "cells-tiny.jsonl").read_text().splitlines()
     cell = next(found for found in map(json.loads, lines) if found["figure"] == "prior")
     assert cell["settings"] == {"model": "tiny", "task": "sst2", "sizes": [8, 4, 32]}
-    (items,) = {tuple(r["items"]) for r in read_records(evidence) if r["task"] == "sst2"}
+    records = [record for record in read_records(evidence) if record["task"] == "sst2"]
+    (items,) = {tuple(record["items"]) for record in records}
     assert cell["result"]["items"] == list(items)
-    assert len(cell["result"]["item_losses"]) == len(items)
+    assert {record["prior_loss"] for record in records} == {cell["result"]["loss"]}
     page = (evidence / "page/evidence.md").read_text()
     assert f"; prior {cell['result']['loss']:.3f}" in page
     assert "What tasks can tell" not in page  # one seed says nothing
     output = evidence.parent / "told"
-    monkeypatch.setattr(Runner, "learned", lambda *_: FORM)
+    monkeypatch.setattr(Runner, "learned", lambda *_: NOTHING)
     assert main(arguments(materials_file, evidence, "--page", "--output", str(output))) == 0
     told = (output / "evidence.md").read_text()
-    assert "- sst2, tiny: fo:lora-8 ends at 0.500 nats a token" in told
+    assert "- sst2, tiny: not shown: fo:lora-8 ends at 0.500 nats a token" in told

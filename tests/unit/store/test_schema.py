@@ -1,7 +1,10 @@
 """The migrations make exactly the tables; the connections keep our rules."""
 
+import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -9,10 +12,10 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import text
-from sqlalchemy.exc import IntegrityError, StatementError
+from sqlalchemy.exc import IntegrityError, OperationalError, StatementError
 
-from permille.errors import OperatorError
-from permille.store import access
+from permille.errors import OperatorError, RetryableError
+from permille.store import access, database
 from permille.store.database import Database, now
 from permille.store.schema import migrate
 from permille.store.tables import Base, Tenant
@@ -53,12 +56,56 @@ def test_a_schema_that_is_up_to_date_waits_for_no_writer(tmp_path: Path) -> None
     db.close()
 
 
-def test_a_database_that_cannot_be_written_is_named_without_its_password(tmp_path: Path) -> None:
+def test_a_database_that_cannot_be_opened_is_named_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match=r"expected a database .*unable to open.*nowhere/x\.db"):
         migrate(f"sqlite:///{tmp_path}/nowhere/x.db")
     with pytest.raises(OperatorError, match=r"127\.0\.0\.1:1/") as caught:
         migrate("postgresql+psycopg://me:secret@127.0.0.1:1/x")
     assert "secret" not in str(caught.value)
+    (tmp_path / "notes.txt").write_text("no database " * 99)
+    with pytest.raises(OperatorError, match="file is not a database"):
+        migrate(f"sqlite:///{tmp_path}/notes.txt")
+
+
+def test_a_database_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    migrate(url)
+    db = Database(url)
+    with db.write() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(OperatorError, match="of this version of permille or an older one, got schema 9999"):
+        migrate(url)
+    db.close()
+
+
+def test_a_lock_that_stays_taken_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_MS", 100)
+    url = f"sqlite:///{tmp_path}/x.db"
+    migrate(url, revision="0004")
+    db = Database(url)
+    with db.write() as session:
+        session.execute(text("SELECT 1"))
+        with pytest.raises(RetryableError, match="database is locked"):
+            migrate(url)
+    migrate(url)
+    db.close()
+
+
+def test_what_fails_in_a_migration_says_so_itself(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "x.db")) as other:
+        other.execute("CREATE TABLE jobs (id TEXT)")
+    with pytest.raises(OperationalError, match="table jobs already exists"):
+        migrate(f"sqlite:///{tmp_path}/x.db")
+
+
+def test_a_worker_without_its_database_says_so_in_a_line(tmp_path: Path) -> None:
+    settings = {"PERMILLE_DATA_DIR": str(tmp_path), "PERMILLE_DATABASE_URL": f"sqlite:///{tmp_path}/no/x.db"}
+    for program in ("workers", "service"):
+        command = [sys.executable, "-m", program]
+        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert done.stderr.startswith("permille: expected a database that can be read and written")
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_foreign_keys_are_enforced(db: Database) -> None:
