@@ -4,13 +4,12 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.cells import Cells, Settings
+from benchmarks.cells import Cells
 from benchmarks.evidence_archive import FOLDER as ARCHIVES
 from benchmarks.evidence_archive import archives, take_up, write_archives
-from benchmarks.evidence_gradients import Gradients
+from benchmarks.evidence_cells import CELL_STAGES, FigureCells
 from benchmarks.evidence_page import DATA, kept, write_page
 from benchmarks.evidence_plan import (
     DENSITY,
@@ -26,9 +25,9 @@ from benchmarks.evidence_plan import (
     units,
 )
 from benchmarks.evidence_prior import FIGURE as PRIOR
-from benchmarks.evidence_prior import Learned, learned, measure_prior, settings
+from benchmarks.evidence_prior import Learned, learned
 from benchmarks.evidence_records import by_density, flat_density, identity, read_records, read_tunings
-from benchmarks.evidence_steps import measure_memory, measure_steps
+from benchmarks.evidence_steps import measure_memory
 from permille.errors import InputError
 from permille.evaluate.outcomes import Json
 from permille.evaluate.prompts import Task
@@ -37,8 +36,6 @@ from permille.evaluate.sweep import run_sweep
 from permille.evaluate.sweep_results import open_results
 from permille.files import write_atomic
 
-_CELL_STAGES = (PRIOR, "coverage", "transfer", "steps")
-"""Of a model and a task, and no sweeps."""
 _FIRST_TASK_ONLY = frozenset({"fractions", "queries", "schemes", "steps"})
 _IF_LEARNED = frozenset({"table", "flat"})
 """Stages of every task, which leave out what says no more than the first task does."""
@@ -67,6 +64,14 @@ class Runner:
         self._quick = quick
         self._shape, self._layers, self._threads = shape, layers, threads
         self._end = None if minutes is None else time.monotonic() + 60 * minutes
+        self.cells = FigureCells(
+            folder=folder,
+            materials=materials,
+            specified=self._specified,
+            check_time=self.check_time,
+            quick=quick,
+            threads=threads,
+        )
 
     def run(self, stage: str, model: Path, task: str) -> None:
         """What a stage lacks.
@@ -82,12 +87,8 @@ class Runner:
                 self.run(PRIOR, model, task)  # seconds, for what may be hours
             for unit in self.wanted(self.planned(stage, model, task)):
                 self._sweep(unit)
-        elif stage == PRIOR:
-            self._prior(model, task)
-        elif stage in ("coverage", "transfer"):
-            self._gradients(stage, model, task)
-        elif stage == "steps":
-            self._steps(model, task)
+        elif stage in CELL_STAGES:
+            self.cells.measure(stage, self._references(model, task), self._size(model))
 
     def memory(self) -> None:
         """The stage that needs no model.
@@ -152,12 +153,8 @@ class Runner:
     def learned(self, model: Path, task: str, records: Sequence[Json]) -> Learned | None:
         """What first-order training shows of a task; None while it is not known, and of texts."""
         references = self._references(model, task)
-        at = settings(references)
-        prior = next(
-            (found for figure, own, found in self._cells(model) if (figure, own) == (PRIOR, at)), None
-        )
         own = [record for record in records if record["unit"] == references.name]
-        return learned(prior, own, len(self._size(model).seeds))
+        return learned(self.cells.guess(references), own, len(self._size(model).seeds))
 
     def _references(self, model: Path, task: str) -> Unit:
         return self.planned("table", model, task)[0]
@@ -185,7 +182,7 @@ class Runner:
                     taken += sum(self._take_up(unit, found.pop(unit.name)) for unit in planned)
         models = {None, *(model.name for model in self.materials.models)}
         for figure, at, result in figures:
-            own = self._cells_of(at)
+            own = self.cells.of_settings(at)
             if at.get("model") in models and not own.has(figure, at):
                 own.keep(figure, at, result)
         others = f"; of no sweep here: {', '.join(found)}" if found else ""
@@ -224,7 +221,9 @@ class Runner:
         names = {unit.name for unit in self._all_planned()}
         here = {identity(record) for record in read_records(self.folder) if record["unit"] in names}
         lacking = [" ".join(map(str, at)) for at in map(identity, before.records) if at not in here]
-        figures = [(figure, at) for figure, at, _ in before.cells if not self._cells_of(at).has(figure, at)]
+        figures = [
+            (figure, at) for figure, at, _ in before.cells if not self.cells.of_settings(at).has(figure, at)
+        ]
         return lacking + [f"{figure} {at}" for figure, at in figures]
 
     def _all_planned(self) -> list[Unit]:
@@ -245,11 +244,6 @@ class Runner:
             if self.flat(model) is None
         }
         waiting |= self._missing_cells()
-        cells = [
-            cell
-            for path in (*sorted(self.folder.glob("cells-*.jsonl")), self.folder / "memory.jsonl")
-            for cell in Cells(path)
-        ]
         measured = {line["unit"] for line in (*read_records(self.folder), *read_tunings(self.folder))}
         names = [unit.name for unit in planned if unit.name in measured]
         write_archives(self.folder / "sweeps", output, names)
@@ -266,7 +260,7 @@ class Runner:
             planned,
             models,
             wanted=self.wanted(planned),
-            cells=cells,
+            cells=self.cells.everything(),
             waiting=waiting,
             known=known,
             queries=QUERIES,
@@ -279,12 +273,12 @@ class Runner:
         return stage not in _FIRST_TASK_ONLY or self._is_first(task)
 
     def _missing_cells(self) -> dict[str, str]:
-        """Cells of `_CELL_STAGES` that there are not yet, by name, with the reason."""
+        """Cells of `CELL_STAGES` that there are not yet, by name, with the reason."""
         missing = {}
         for model in self.materials.models:
-            done = {(stage, at["model"], at["task"]) for stage, at, _ in self._cells(model)}
+            done = {(stage, at["model"], at["task"]) for stage, at, _ in self.cells.of(model)}
             for task in self.materials.tasks:
-                for stage in _CELL_STAGES:
+                for stage in CELL_STAGES:
                     if self._takes(stage, task) and (stage, model.name, task) not in done:
                         missing[f"`{stage}` of {model.name}, {task}"] = "not measured"
         return missing
@@ -296,53 +290,6 @@ class Runner:
         """
         if self._end is not None and time.monotonic() >= self._end:
             raise TimeIsUpError
-
-    def _gradients(self, stage: str, model: Path, task: str) -> None:
-        size = self._size(model)
-        unit = self._references(model, task)
-        # The same examples whatever the table's sizes: what is finished stays comparable.
-        unit = replace(unit, choices=dict(unit.choices) | {"sizes": size.sizes})
-        at = {"model": model.name, "task": task, "examples": 4 if self._quick else 64}
-        at["judged"] = "validation"
-        if stage == "transfer":
-            at["steps"] = size.fo_steps
-
-        def measure() -> dict[str, object]:
-            self.check_time()
-            gradients = Gradients(self._specified(unit), unit, examples=int(at["examples"]))
-            return gradients.coverage() if stage == "coverage" else gradients.transfer(size.fo_steps)
-
-        self._cells(model).once(stage, at, measure)
-
-    def _prior(self, model: Path, task: str) -> None:
-        unit = self._references(model, task)
-
-        def measure() -> dict[str, object]:
-            self.check_time()
-            return measure_prior(self._specified(unit), unit)
-
-        self._cells(model).once(PRIOR, settings(unit), measure)
-
-    def _steps(self, model: Path, task: str) -> None:
-        unit = self._references(model, task)
-        size, rounds = self._size(model), 1 if self._quick else 7
-        at = {"model": model.name, "task": task, "density": DENSITY, "rounds": rounds}
-
-        def measure() -> dict[str, object]:
-            self.check_time()
-            return measure_steps(
-                model,
-                self.materials.corpus,
-                Gradients(self._specified(unit), unit).batch(0),
-                self.folder / "packages",
-                density=DENSITY,
-                sequences=size.corpus_sequences,
-                length=size.corpus_tokens,
-                rounds=rounds,
-                threads=self._threads,
-            )
-
-        self._cells(model).once("steps", at | {"threads": self._threads}, measure)
 
     def _sweep(self, unit: Unit) -> None:
         """Run a unit, its file beside its results.
@@ -364,13 +311,6 @@ class Runner:
 
     def _specified(self, unit: Unit) -> Sweep:
         return sweep_of(tomllib.loads(unit.toml(self.materials)), self.folder)
-
-    def _cells(self, model: Path) -> Cells:
-        return Cells(self.folder / f"cells-{model.name}.jsonl")
-
-    def _cells_of(self, at: Settings) -> Cells:
-        name = f"cells-{at['model']}" if "model" in at else "memory"
-        return Cells(self.folder / f"{name}.jsonl")
 
     def _progress(self, done: int, total: int, following: str) -> None:
         if following:

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.cells import Cells
 from benchmarks.evidence import main
+from benchmarks.evidence_cells import FigureCells
 from benchmarks.evidence_plan import Materials, Unit
 from benchmarks.evidence_prior import Learned, learned, settings
 from benchmarks.evidence_records import read_records
@@ -133,7 +134,7 @@ def test_of_a_task_of_which_nothing_is_shown_only_references_are_measured(
         began.append(unit.name.removeprefix("table-tiny-"))
 
     monkeypatch.setattr(Runner, "_sweep", sweep)
-    monkeypatch.setattr(Runner, "_prior", lambda *_: began.append("prior"))
+    monkeypatch.setattr(FigureCells, "measure", lambda _, stage, *__: began.append(stage))
     (two_tasks.folder / "sweeps").mkdir()
     model = two_tasks.materials.models[0]
     two_tasks.run("table", model, "rte")
