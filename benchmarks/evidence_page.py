@@ -17,8 +17,7 @@ from benchmarks.evidence_pictures import (
     transfer_pictures,
 )
 from benchmarks.evidence_plan import Unit
-from benchmarks.evidence_prior import FIGURE as PRIOR
-from benchmarks.evidence_prior import Learned, priors
+from benchmarks.evidence_prior import Learned
 from benchmarks.evidence_records import (
     by_density,
     by_scheme,
@@ -87,6 +86,7 @@ def write_page(
     wanted: Sequence[Unit],
     cells: Sequence[tuple[str, Settings, Result]],
     waiting: Mapping[str, str],
+    priors: Mapping[tuple[str, str], float],
     known: Mapping[tuple[str, str], Learned],
     queries: int,
 ) -> None:
@@ -99,7 +99,8 @@ def write_page(
         wanted: those that the evidence lacks while they are not finished.
         cells: of gradients, steps and memory.
         waiting: stages that cannot be planned yet, with the reason.
-        known: of a model's name and a task: what first-order training learned.
+        priors: of a model's name and a task: the loss of the best guess that is the same for every prompt.
+        known: what first-order training shows, likewise.
         queries: directions a step.
     """
     names = {unit.name for unit in planned}
@@ -125,7 +126,7 @@ def write_page(
         *progress_list(progress(wanted, records), missing),
         "",
         *_known(known),
-        *_tables(records, priors(_of(cells, PRIOR))),
+        *_tables(records, priors),
         *_figures(pictures),
     ]
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -196,7 +197,7 @@ def _known(known: Mapping[tuple[str, str], Learned]) -> Iterable[str]:
     )
 
 
-def _tables(records: Sequence[Json], prior: Mapping[tuple[str, str], float]) -> Iterable[str]:
+def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) -> Iterable[str]:
     yield from (
         "## Where claims turn",
         "",
@@ -221,7 +222,7 @@ def _tables(records: Sequence[Json], prior: Mapping[tuple[str, str], float]) -> 
     for model, density in sorted({(record["model"], record["density"]) for record in tables}):
         own = [r for r in tables if (r["model"], r["density"]) == (model, density)]
         yield from (f"### {model}, density {density:g}", "")
-        yield from (*method_table(own, [r for r in records if r["model"] == model], prior), "")
+        yield from (*method_table(own, [r for r in records if r["model"] == model], priors), "")
     settings = (
         ("queries", "queries", "q =", "Queries against batch at constant work (P-RGE, table 2)"),
         (

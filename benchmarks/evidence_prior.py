@@ -7,7 +7,7 @@ first task has all methods whatever they learn: it shows how soon they know the 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,11 +112,6 @@ def learned(prior: Result | None, references: Sequence[Json], seeds: int) -> Lea
         balanced=1 / answers + by_answer.effect,
         p_balanced=by_answer.p_above(0.0),
     )
-
-
-def priors(cells: Iterable[tuple[Settings, Result]]) -> dict[tuple[str, str], float]:
-    """Mean losses of the guesses by model and task, of tasks that have fixed answers."""
-    return {(at["model"], at["task"]): found["loss"] for at, found in cells if found["loss"] is not None}
 
 
 def _beyond(records: Sequence[Json], guess: Sequence[float]) -> Contrast | None:

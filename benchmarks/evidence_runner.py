@@ -85,8 +85,9 @@ class Runner:
         if stage in SWEEP_STAGES:
             if stage in _IF_LEARNED and not self._is_first(task):
                 self.run(PRIOR, model, task)  # seconds, for what may be hours
-            for unit in self.wanted(self.planned(stage, model, task)):
-                self._sweep(unit)
+            for unit in self.planned(stage, model, task):
+                if self.wanted([unit]):  # asked again: the first ones, the references, decide on the others
+                    self._sweep(unit)
         elif stage in CELL_STAGES:
             self.cells.measure(stage, self._references(model, task), self._size(model))
 
@@ -155,6 +156,15 @@ class Runner:
         references = self._references(model, task)
         own = [record for record in records if record["unit"] == references.name]
         return learned(self.cells.guess(references), own, len(self._size(model).seeds))
+
+    def _priors(self) -> dict[tuple[str, str], float]:
+        """Losses of the guesses, of tasks that have one."""
+        found = {
+            (model.name, task): self.cells.guess(self._references(model, task))
+            for model in self.materials.models
+            for task in self.materials.tasks
+        }
+        return {at: guess["loss"] for at, guess in found.items() if guess and guess["loss"] is not None}
 
     def _references(self, model: Path, task: str) -> Unit:
         return self.planned("table", model, task)[0]
@@ -262,6 +272,7 @@ class Runner:
             wanted=self.wanted(planned),
             cells=self.cells.everything(),
             waiting=waiting,
+            priors=self._priors(),
             known=known,
             queries=QUERIES,
         )

@@ -144,6 +144,18 @@ def test_of_a_task_of_which_nothing_is_shown_only_references_are_measured(
         began.clear()
         two_tasks.run("table", model, "rte")
         assert (began[:2], len(began)) == (["prior", "rte-references"], 1 + parts)
+    # It is asked as soon as the references are there, in the same call.
+    two_tasks._results(two_tasks.planned("table", model, "rte")[0]).unlink()
+
+    def sweep_and_write(runner: Runner, unit: Unit) -> None:
+        sweep(runner, unit)
+        write_references(runner, guess(BEST))
+
+    monkeypatch.setattr(Runner, "_sweep", sweep_and_write)
+    began.clear()
+    two_tasks.run("table", model, "rte")
+    assert began == ["prior", "rte-references"]
+    monkeypatch.setattr(Runner, "_sweep", sweep)
     began.clear()
     two_tasks.run("table", model, "sst2")
     assert len(began) == 8  # the first one has all methods
