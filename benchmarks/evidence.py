@@ -17,7 +17,8 @@ text and people (`users/lamp7_dev`); or `--materials FILE`, a TOML file with `mo
 Hours of one core, reckoned from cells measured on a shared Zen 3 core with AVX2 (a run and its test on SST-2:
 20 s with stories260K, 25 s with reference-7M for a mask, 45 s for an adapter, 100 s for all weights; a search
 is 11 to 15 shorter runs, of `fractions` 4 to 7); `prior`, `steps` and `memory` are minutes. The last rows
-are of a shared core with AVX-512; tasks of which references show nothing take no more than these:
+are of a shared core with AVX-512; tasks of which references show nothing take no more than these (those of
+COPA, RTE and WSC; with reference-7M not timed alone):
 
     stage                   stories260K    reference-7M
     coverage, transfer              0.1             0.1
@@ -27,8 +28,7 @@ are of a shared core with AVX-512; tasks of which references show nothing take n
     queries (first task)            0.8             1.2
     schemes (first task)            0.3             0.4
     table (`text`)                  2.3             4.5
-    table (COPA)                    1.2             1.5
-    references of RTE, WSC, BoolQ   0.3             0.5
+    references of another task      0.3
 """
 
 import argparse

@@ -254,10 +254,10 @@ class Runner:
             if self.flat(model) is None
         }
         waiting |= self._missing_cells()
-        measured = {line["unit"] for line in (*read_records(self.folder), *read_tunings(self.folder))}
+        records = read_records(self.folder)
+        measured = {line["unit"] for line in (*records, *read_tunings(self.folder))}
         names = [unit.name for unit in planned if unit.name in measured]
         write_archives(self.folder / "sweeps", output, names)
-        records = read_records(self.folder)
         known = {
             (model.name, task): found
             for model in self.materials.models

@@ -65,7 +65,7 @@ def method_table(
 
     Args:
         everything: of the model, to say which tasks count.
-        prior: loss of the answers' frequencies, by model and task, where it is known.
+        prior: least loss of a guess that is the same for every prompt, by model and task, where it is known.
     """
     rows: dict[tuple[str, str], dict[str, list[Json]]] = {}
     for record in sorted(records, key=_place):

@@ -1,4 +1,4 @@
-"""What an answer is worth that reads no prompt: the loss of the answers' frequencies alone.
+"""What an answer is worth that reads no prompt: the least loss of a guess that is always the same.
 
 Accuracy has the majority to be compared with; the loss of the right answer has this. A model that was never
 told what answers look like loses nats a token by their form alone, and training that teaches it the form, and

@@ -46,14 +46,20 @@ def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
     assert [process.wait(60) for process in processes] == [0, 0]
 
 
-def test_a_schema_that_is_up_to_date_waits_for_no_writer(tmp_path: Path) -> None:
+def test_a_schema_that_is_up_to_date_waits_for_no_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_MS", 100)
     url = f"sqlite:///{tmp_path}/x.db"
     migrate(url)
-    db = Database(url)
-    with db.write() as session:  # a second writer would wait for the busy timeout, then fail
-        session.execute(text("SELECT 1"))
+    db, other = Database(url), Database(url)
+    with db.write() as session:
+        session.execute(text("SELECT 1"))  # a transaction begins with its first statement
         migrate(url)
-    db.close()
+        with pytest.raises(OperationalError, match="database is locked"), other.write() as second:
+            second.execute(text("SELECT 1"))  # it was locked indeed
+    for each in (db, other):
+        each.close()
 
 
 def test_a_database_that_cannot_be_opened_is_named_without_its_password(tmp_path: Path) -> None:
@@ -98,7 +104,7 @@ def test_what_fails_in_a_migration_says_so_itself(tmp_path: Path) -> None:
         migrate(f"sqlite:///{tmp_path}/x.db")
 
 
-def test_a_worker_without_its_database_says_so_in_a_line(tmp_path: Path) -> None:
+def test_a_program_without_its_database_says_so_in_a_line(tmp_path: Path) -> None:
     settings = {"PERMILLE_DATA_DIR": str(tmp_path), "PERMILLE_DATABASE_URL": f"sqlite:///{tmp_path}/no/x.db"}
     for program in ("workers", "service"):
         command = [sys.executable, "-m", program]
