@@ -60,7 +60,7 @@ def fraction_pictures(records: Sequence[Json], models: Mapping[str, Path]) -> li
                     level=_level(records, model, task, outcome),
                 )
                 for model, task in dict.fromkeys((record["model"], record["task"]) for record in own)
-                if model in models and not (outcome == "accuracy" and task == Task.TEXT)
+                if model in models and not (task == Task.TEXT and (outcome == "accuracy" or key == "dynamic"))
             ]
             if not panels:
                 continue

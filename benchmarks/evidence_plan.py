@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from permille.errors import InputError
+from permille.evaluate.prompts import Task
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.sensitivity.masks import count
 
@@ -31,6 +32,9 @@ DYNAMIC = ("zo:sensitive-task-dynamic", "zo:random-dynamic")
 SEGMENTS = "zo:sensitive-task-segments"
 """One mask, trained as those that move: what re-selection is judged by."""
 BY_DENSITY = (*STATIC, "fo:sensitive-c4", *DYNAMIC)
+TEXT_BY_DENSITY = ("zo:sensitive-c4", "zo:random", "fo:sensitive-c4")
+TEXT_FRACTIONS = FRACTIONS[:3]
+"""On people's text the curve alone: how many weights are worth training there."""
 WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
 RANK_16 = ("zo:lora-16", "zo:lora-fa-16")
 REFERENCES = ("zero-shot", "icl:8", "fo:sensitive-c4", "fo:lora-8")
@@ -212,6 +216,9 @@ def units(
         case "fractions":
             # Static ones first: where claims turn. The table's density has these cells in the table.
             parts = {"static-": BY_DENSITY[: -len(DYNAMIC)], "dynamic-": DYNAMIC}
+            if task == Task.TEXT:
+                parts = {"static-": TEXT_BY_DENSITY}
+                fractions = [at for at in fractions if at in TEXT_FRACTIONS]
             return [
                 _unit(stage, model, task, size, f"{part}{at:g}", methods, density=at, tuning_seeds=1)
                 for part, methods in parts.items()

@@ -278,9 +278,12 @@ class Runner:
         )
 
     def _takes(self, stage: str, task: str) -> bool:
-        """Whether a stage is of this task: some are of the first one only; a text has no answers."""
+        """Whether a stage is of this task: some are of the first one only, `fractions` of it and
+        of texts; a text has no answers."""
         if stage == PRIOR and task == Task.TEXT:
             return False
+        if stage == "fractions" and task == Task.TEXT:
+            return True
         return stage not in _FIRST_TASK_ONLY or self._is_first(task)
 
     def _missing_cells(self) -> dict[str, str]:

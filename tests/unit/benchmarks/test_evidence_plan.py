@@ -93,6 +93,17 @@ def test_densities_of_equal_masks_are_measured_once(materials_file: Path) -> Non
     assert masked_share(model, 1e-4) == masked_share(model, 1e-5) < masked_share(model, DENSITY)
 
 
+def test_text_has_the_curve_alone(materials_file: Path) -> None:
+    """How many weights are worth training on people's text: no controls, no masks that move."""
+    model = materials_file.parent / "tiny"
+    planned = units("fractions", model, "text", size_for(model), fractions=FRACTIONS)
+    assert [unit.name for unit in planned] == [
+        f"fractions-tiny-text-static-{density}" for density in ("0.01", "0.0001", "0.1")
+    ]
+    methods = ["zo:sensitive-c4", "zo:random", "fo:sensitive-c4"]
+    assert all(unit.choices["methods"] == methods for unit in planned)
+
+
 def test_tasks_with_passages_take_half_the_steps_and_fewer_items() -> None:
     size = Size(zo_steps=200, fo_steps=101)
     half = size.halved()

@@ -159,7 +159,7 @@ def test_figures_of_language_modelling_show_its_loss(tmp_path: Path) -> None:
         for density in (0.01, 0.1)
     ]
     pictures = fraction_pictures(own, {"m": tmp_path / "m"})
-    assert [picture.name for picture in pictures] == ["fractions-loss", "dynamic-loss"]
+    assert [picture.name for picture in pictures] == ["fractions-loss"]
 
 
 def test_a_claim_of_one_stage_turns_at_no_density() -> None:
