@@ -3,7 +3,6 @@
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cells import Cells
@@ -11,34 +10,16 @@ from benchmarks.evidence_archive import FOLDER as ARCHIVES
 from benchmarks.evidence_archive import archives, take_up, write_archives
 from benchmarks.evidence_cells import CELL_STAGES, FigureCells
 from benchmarks.evidence_page import DATA, kept, write_page
-from benchmarks.evidence_plan import (
-    DENSITY,
-    FRACTIONS,
-    QUERIES,
-    QUICK,
-    STATIC,
-    SWEEP_STAGES,
-    Materials,
-    Size,
-    Unit,
-    size_for,
-    units,
-)
+from benchmarks.evidence_plan import QUERIES, SWEEP_STAGES, Materials, Unit
+from benchmarks.evidence_planner import IF_LEARNED, Planner
 from benchmarks.evidence_prior import FIGURE as PRIOR
-from benchmarks.evidence_prior import Learned, learned
-from benchmarks.evidence_records import by_density, flat_density, identity, read_records, read_tunings
+from benchmarks.evidence_records import identity, read_records, read_tunings
 from benchmarks.evidence_steps import measure_memory
 from permille.errors import InputError
-from permille.evaluate.outcomes import Json
-from permille.evaluate.prompts import Task
 from permille.evaluate.specification import Sweep, sweep_of
 from permille.evaluate.sweep import run_sweep
 from permille.evaluate.sweep_results import open_results
 from permille.files import write_atomic
-
-_FIRST_TASK_ONLY = frozenset({"fractions", "queries", "schemes", "steps"})
-_IF_LEARNED = frozenset({"table", "flat"})
-"""Stages of every task, which leave out what says no more than the first task does."""
 
 
 class TimeIsUpError(Exception):
@@ -72,6 +53,7 @@ class Runner:
             quick=quick,
             threads=threads,
         )
+        self.planner = Planner(materials, folder, self.cells.guess, quick=quick)
 
     def run(self, stage: str, model: Path, task: str) -> None:
         """What a stage lacks.
@@ -80,16 +62,17 @@ class Runner:
             TimeIsUpError: before the next cell.
             InputError: a model, a task's file or what a former run left is not as expected.
         """
-        if not self._takes(stage, task):
+        if not self.planner.takes(stage, task):
             return
         if stage in SWEEP_STAGES:
-            if stage in _IF_LEARNED and not self._is_first(task):
+            if stage in IF_LEARNED and not self.planner.is_first(task):
                 self.run(PRIOR, model, task)  # seconds, for what may be hours
-            for unit in self.planned(stage, model, task):
-                if self.wanted([unit]):  # asked again: the first ones, the references, decide on the others
+            for unit in self.planner.planned(stage, model, task):
+                # Asked again for each: the first ones, the references, decide on the others.
+                if self.planner.wanted([unit]):
                     self._sweep(unit)
         elif stage in CELL_STAGES:
-            self.cells.measure(stage, self._references(model, task), self._size(model))
+            self.cells.measure(stage, self.planner.references(model, task), self.planner.size(model))
 
     def memory(self) -> None:
         """The stage that needs no model.
@@ -108,70 +91,6 @@ class Runner:
             **few,
         )
 
-    def planned(self, stage: str, model: Path, task: str) -> list[Unit]:
-        """The sweeps of a stage, worth it or not; none where it waits for another stage or density."""
-        if not self._takes(stage, task):
-            return []
-        density = self.flat(model) if stage == "flat" else DENSITY
-        if stage == "flat" and density in (None, DENSITY):
-            return []
-        return units(
-            stage, model, task, self._size(model), density=density or DENSITY, fractions=self._fractions()
-        )
-
-    def flat(self, model: Path) -> float | None:
-        """Where the model's curve is flat, once the fractions and the table's part of them are finished."""
-        task = next(iter(self.materials.tasks))
-        planned = self.planned("fractions", model, task)
-        names = {unit.name for unit in planned}
-        records = [r for r in read_records(self.folder) if r["stage"] == "table" or r["unit"] in names]
-        own = [r for r in by_density(records) if (r["model"], r["task"]) == (model.name, task)]
-        of_table = {r["seed"] for r in own if (r["stage"], r["method"]) == ("table", STATIC[0])}
-        cells = sum(len(unit.choices["methods"]) * len(unit.choices["seeds"]) for unit in planned)
-        done = sum(record["stage"] == "fractions" for record in own)
-        if done < cells or not of_table.issuperset(self._size(model).seeds):
-            return None
-        return flat_density(records, model.name, task)
-
-    def wanted(self, planned: Sequence[Unit]) -> list[Unit]:
-        """Without what says no more than the first task does: methods on a task that first order is not
-        shown to learn. The references are what that is known by."""
-        places = dict.fromkeys((unit.model, unit.task) for unit in planned if unit.stage in _IF_LEARNED)
-        records = read_records(self.folder) if any(not self._is_first(task) for _, task in places) else []
-        left = set()
-        for model, task in places:
-            known = None if self._is_first(task) else self.learned(model, task, records)
-            if known is not None and not known.shown:
-                left.add((model, task))
-        return [
-            unit
-            for unit in planned
-            if unit.stage not in _IF_LEARNED
-            or (unit.model, unit.task) not in left
-            or unit.name == self._references(unit.model, unit.task).name
-        ]
-
-    def learned(self, model: Path, task: str, records: Sequence[Json]) -> Learned | None:
-        """What first-order training shows of a task; None while it is not known, and of texts."""
-        references = self._references(model, task)
-        own = [record for record in records if record["unit"] == references.name]
-        return learned(self.cells.guess(references), own, len(self._size(model).seeds))
-
-    def _priors(self) -> dict[tuple[str, str], float]:
-        """Losses of the guesses, of tasks that have one."""
-        found = {
-            (model.name, task): self.cells.guess(self._references(model, task))
-            for model in self.materials.models
-            for task in self.materials.tasks
-        }
-        return {at: guess["loss"] for at, guess in found.items() if guess and guess["loss"] is not None}
-
-    def _references(self, model: Path, task: str) -> Unit:
-        return self.planned("table", model, task)[0]
-
-    def _is_first(self, task: str) -> bool:
-        return task == next(iter(self.materials.tasks))
-
     def restore(self, output: Path) -> None:
         """Take up the results that a page was made from, where there are none here or a part of them.
 
@@ -188,7 +107,9 @@ class Runner:
         for stage in SWEEP_STAGES:  # in this order: `fractions` says what `flat` is
             for model in self.materials.models:
                 for task in self.materials.tasks:
-                    planned = [unit for unit in self.planned(stage, model, task) if unit.name in found]
+                    planned = [
+                        unit for unit in self.planner.planned(stage, model, task) if unit.name in found
+                    ]
                     taken += sum(self._take_up(unit, found.pop(unit.name)) for unit in planned)
         models = {None, *(model.name for model in self.materials.models)}
         for figure, at, result in figures:
@@ -228,7 +149,7 @@ class Runner:
     def _lacking(self, output: Path) -> list[str]:
         """What the page there shows and one of what is here would not."""
         before = kept(output)
-        names = {unit.name for unit in self._all_planned()}
+        names = {unit.name for unit in self.planner.all_planned()}
         here = {identity(record) for record in read_records(self.folder) if record["unit"] in names}
         lacking = [" ".join(map(str, at)) for at in map(identity, before.records) if at not in here]
         figures = [
@@ -236,22 +157,13 @@ class Runner:
         ]
         return lacking + [f"{figure} {at}" for figure, at in figures]
 
-    def _all_planned(self) -> list[Unit]:
-        return [
-            unit
-            for stage in SWEEP_STAGES
-            for model in self.materials.models
-            for task in self.materials.tasks
-            for unit in self.planned(stage, model, task)
-        ]
-
     def _write(self, output: Path) -> None:
         models = {model.name: model for model in self.materials.models}
-        planned = self._all_planned()
+        planned = self.planner.all_planned()
         waiting = {
             f"`flat` of {model.name}": "waits for `fractions` and `table`, which say where the curve is flat"
             for model in self.materials.models
-            if self.flat(model) is None
+            if self.planner.flat(model) is None
         }
         waiting |= self._missing_cells()
         records = read_records(self.folder)
@@ -262,29 +174,20 @@ class Runner:
             (model.name, task): found
             for model in self.materials.models
             for task in self.materials.tasks
-            if (found := self.learned(model, task, records)) is not None
+            if (found := self.planner.learned(model, task, records)) is not None
         }
         write_page(
             self.folder,
             output,
             planned,
             models,
-            wanted=self.wanted(planned),
+            wanted=self.planner.wanted(planned),
             cells=self.cells.everything(),
             waiting=waiting,
-            priors=self._priors(),
+            priors=self.planner.priors(),
             known=known,
             queries=QUERIES,
         )
-
-    def _takes(self, stage: str, task: str) -> bool:
-        """Whether a stage is of this task: some are of the first one only, `fractions` of it and
-        of texts; a text has no answers."""
-        if stage == PRIOR and task == Task.TEXT:
-            return False
-        if stage == "fractions" and task == Task.TEXT:
-            return True
-        return stage not in _FIRST_TASK_ONLY or self._is_first(task)
 
     def _missing_cells(self) -> dict[str, str]:
         """Cells of `CELL_STAGES` that there are not yet, by name, with the reason."""
@@ -293,7 +196,7 @@ class Runner:
             done = {(stage, at["model"], at["task"]) for stage, at, _ in self.cells.of(model)}
             for task in self.materials.tasks:
                 for stage in CELL_STAGES:
-                    if self._takes(stage, task) and (stage, model.name, task) not in done:
+                    if self.planner.takes(stage, task) and (stage, model.name, task) not in done:
                         missing[f"`{stage}` of {model.name}, {task}"] = "not measured"
         return missing
 
@@ -330,9 +233,3 @@ class Runner:
         if following:
             print(f"[{done}/{total}] {following}", file=sys.stderr, flush=True)
             self.check_time()
-
-    def _size(self, model: Path) -> Size:
-        return QUICK if self._quick else size_for(model)
-
-    def _fractions(self) -> Sequence[float]:
-        return FRACTIONS[:1] if self._quick else FRACTIONS

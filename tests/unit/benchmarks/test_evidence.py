@@ -180,7 +180,7 @@ def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> 
             runner.run(stage, folder / "tiny", "sst2")
     with pytest.raises(TimeIsUpError):
         runner.memory()
-    planned = runner.planned("table", folder / "tiny", "sst2")
+    planned = runner.planner.planned("table", folder / "tiny", "sst2")
     (row,) = progress(planned, [])
     assert (row.done, row.planned) == (0, 21)
     left = [{"unit": "table-tiny-sst2-older", "seconds": 1.0}, {"unit": planned[0].name, "seconds": 2.0}]

@@ -77,7 +77,7 @@ def test_a_density_that_the_restored_curve_finds_flat_is_restored_too(
     for stage in ("table", "fractions", "flat"):
         for unit in units(stage, model, task, size, density=1e-2, fractions=FRACTIONS):
             measured_elsewhere(first, unit, loss={1e-2: 0.3}.get(unit.choices["density"], 0.9))
-    assert first.flat(model) == 1e-2
+    assert first.planner.flat(model) == 1e-2
     assert first.page(tmp_path / "output") == tmp_path / "output"
     second.restore(tmp_path / "output")
     assert files_of(second.folder / "sweeps") == files_of(first.folder / "sweeps")

@@ -12,6 +12,7 @@ from benchmarks.cells import Cells
 from benchmarks.evidence import main
 from benchmarks.evidence_cells import FigureCells
 from benchmarks.evidence_plan import Materials, Unit
+from benchmarks.evidence_planner import Planner
 from benchmarks.evidence_prior import Learned, learned, settings
 from benchmarks.evidence_records import read_records
 from benchmarks.evidence_runner import Runner
@@ -106,15 +107,15 @@ def two_tasks(materials_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tasks = {name: {"train": folder / "train.tsv"} for name in ("sst2", "rte")}
     materials = Materials(models=(folder / "tiny",), tasks=tasks, corpus=folder / "corpus.jsonl")
     runner = Runner(materials, tmp_path, quick=True)
-    small = runner._size(folder / "tiny")
-    monkeypatch.setattr(runner, "_size", lambda _: replace(small, seeds=(0, 1, 2)))
+    small = runner.planner.size(folder / "tiny")
+    monkeypatch.setattr(runner.planner, "size", lambda _: replace(small, seeds=(0, 1, 2)))
     return runner
 
 
 def write_references(runner: Runner, losses: list[float]) -> None:
     """As a sweep would have left them, and the guess."""
     model = runner.materials.models[0]
-    unit = runner.planned("table", model, "rte")[0]
+    unit = runner.planner.planned("table", model, "rte")[0]
     Cells(runner.folder / "cells-tiny.jsonl").keep("prior", settings(unit), PRIOR)
     runner._describe(unit)
     cells = [
@@ -145,7 +146,7 @@ def test_of_a_task_of_which_nothing_is_shown_only_references_are_measured(
         two_tasks.run("table", model, "rte")
         assert (began[:2], len(began)) == (["prior", "rte-references"], 1 + parts)
     # It is asked as soon as the references are there, in the same call.
-    two_tasks._results(two_tasks.planned("table", model, "rte")[0]).unlink()
+    two_tasks._results(two_tasks.planner.planned("table", model, "rte")[0]).unlink()
 
     def sweep_and_write(runner: Runner, unit: Unit) -> None:
         sweep(runner, unit)
@@ -160,8 +161,8 @@ def test_of_a_task_of_which_nothing_is_shown_only_references_are_measured(
     two_tasks.run("table", model, "sst2")
     assert len(began) == 8  # the first one has all methods
     # What was measured before is shown and kept; nobody is told to wait for the rest of it.
-    everything = two_tasks._all_planned()
-    rte = {unit.name for unit in two_tasks.wanted(everything) if unit.task == "rte"}
+    everything = two_tasks.planner.all_planned()
+    rte = {unit.name for unit in two_tasks.planner.wanted(everything) if unit.task == "rte"}
     assert rte == {"table-tiny-rte-references"}
     assert "table-tiny-rte-pairs" in {unit.name for unit in everything}
 
@@ -180,7 +181,7 @@ def test_the_page_tells_the_guess_and_what_is_shown(
     assert f"; prior {cell['result']['loss']:.3f}" in page
     assert "What tasks can tell" not in page  # one seed says nothing
     output = evidence.parent / "told"
-    monkeypatch.setattr(Runner, "learned", lambda *_: NOTHING)
+    monkeypatch.setattr(Planner, "learned", lambda *_: NOTHING)
     assert main(arguments(materials_file, evidence, "--page", "--output", str(output))) == 0
     told = (output / "evidence.md").read_text()
     assert "- sst2, tiny: not shown: fo:lora-8 ends at 0.500 nats a token" in told
