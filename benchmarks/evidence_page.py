@@ -188,7 +188,8 @@ def _known(known: Mapping[tuple[str, str], Learned]) -> Iterable[str]:
         "reads the prompt as well is shown where its loss is below that of the best guess that is the same "
         "for every prompt, or where it is right more often than such a guess, answer by answer (p < 0.005 "
         "for either; items and seeds as drawn, its best method by validation). Training weighs tokens and "
-        "the loss answers, so one that is blind may end above the guess. Where nothing is shown, what "
+        "the loss answers, so one that is blind may end above the guess. Where answers differ by example, it "
+        "must be right more often than the more frequent place. Where nothing is shown, what "
         "differs between methods is for the most part how soon they know the form: the first task tells "
         "that of all methods, of others the references are measured, and what was before this was known.",
         "",

@@ -33,7 +33,7 @@ BEST = (0.4 / 2) / (0.4 / 2 + 0.6)
 BELOW = [loss - 0.1 * (n // 10 % 3) for n, loss in enumerate(guess(BEST))]
 PRIOR_LOSS = float(np.mean(guess(BEST)))
 PRIOR: dict[str, Any] = {"loss": PRIOR_LOSS, "items": ITEMS, "labels": LABELS, "item_losses": guess(BEST)}
-NOTHING = Learned(method="fo:lora-8", loss=0.5, prior=0.5, p_loss=0.4, balanced=0.5, p_balanced=0.5)
+NOTHING = Learned(method="fo:lora-8", loss=0.5, prior=0.5, p_loss=0.4, right=0.5, guessed=0.5, p_right=0.5)
 
 
 def reference(
@@ -46,6 +46,7 @@ def reference(
         "items": ITEMS,
         "item_losses": losses,
         "correct": correct,
+        "majority": 0.6,
         "validation_loss": validation_loss,
     }
 
@@ -66,7 +67,8 @@ def test_no_guess_that_is_the_same_for_every_prompt_shows_anything(share: float)
     found = learned(PRIOR, references(guess(share), correct), 3)
     assert found is not None
     assert (found.method, found.shown) == ("fo:lora-8", False)
-    assert found.balanced == pytest.approx(0.5)
+    assert found.right == pytest.approx(0.5)
+    assert found.prior is not None
     assert found.loss >= found.prior - 1e-9
     assert str(found).startswith("not shown: fo:lora-8 ends at ")
 
@@ -75,10 +77,26 @@ def test_what_tells_answers_apart_is_shown_though_its_loss_is_above_the_guess() 
     correct = "".join("1" if n % 5 else "0" for n in range(400))
     found = learned(PRIOR, references([loss + 0.1 for loss in guess(BEST)], correct), 3)
     assert found is not None
+    assert found.p_loss is not None
     assert found.p_loss > 0.9
-    assert found.balanced == pytest.approx(0.5 * (1 - 40 / 240) + 0.5 * (1 - 40 / 160))
+    assert found.right == pytest.approx(0.5 * (1 - 40 / 240) + 0.5 * (1 - 40 / 160))
     assert found.shown
     assert str(found).startswith("learned: ")
+
+
+@pytest.mark.parametrize(("right", "shown"), [(0.5, False), (0.6, False), (0.63, False), (0.75, True)])
+def test_where_answers_differ_by_example_the_more_frequent_place_is_the_guess(
+    right: float, shown: bool
+) -> None:
+    """Whatever the loss: knowing a text's words is not reading its question."""
+    correct = "".join(str(int(n % 100 < 100 * right)) for n in range(400))
+    found = learned({"loss": None}, references([0.01] * 400, correct), 3)
+    assert found is not None
+    assert (found.method, found.shown) == ("fo:lora-8", shown)
+    assert found.right == pytest.approx(right)
+    assert found.guessed == 0.6
+    verdict = "learned" if shown else "not shown"
+    assert str(found).startswith(f"{verdict}: fo:lora-8 is right in {100 * right:.1f} %, ")
 
 
 def test_a_loss_below_the_guess_is_shown_and_validation_chooses_the_method() -> None:
@@ -95,7 +113,7 @@ def test_a_loss_below_the_guess_is_shown_and_validation_chooses_the_method() -> 
 def test_it_is_not_known_without_a_guess_with_too_few_seeds_or_of_other_items() -> None:
     found = references(guess(BEST), "1" * 400)
     assert learned(None, found, 3) is None
-    assert learned({"loss": None}, found, 3) is None
+    assert learned(PRIOR, [record | {"correct": None} for record in found], 3) is None
     assert learned(PRIOR, found[1:], 3) is None
     assert learned(PRIOR | {"items": ["x", *ITEMS[1:]]}, found, 3) is None
 
