@@ -38,6 +38,9 @@ TEXT_FRACTIONS = FRACTIONS[:3]
 WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
 RANK_16 = ("zo:lora-16", "zo:lora-fa-16")
 REFERENCES = ("zero-shot", "icl:8", "fo:sensitive-c4", "fo:lora-8")
+REAL_PREFIX = ("zo:prefix-real-5",)
+NF4_ADAPTERS = ("zo:lora-8", *REAL_PREFIX)
+"""What the sensitive-sparse paper compares with sensitive weights on the same 4-bit base."""
 NF4_REFERENCES = ("zero-shot", "fo:lora-8", "fo:sensitive-c4")
 SCHEMES = ("int4-g32", "int4-g128", "squeezellm", "auto-round")
 """Beside bf16 and nf4, which have their cells in the table."""
@@ -198,6 +201,8 @@ def units(
                 _unit(stage, model, task, size, "others", (*WITHOUT_MASK[1:], DYNAMIC[1])),
                 _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
                 _unit(stage, model, task, size, "nf4-references", NF4_REFERENCES, "nf4"),
+                _unit(stage, model, task, size, "nf4-adapters", NF4_ADAPTERS, "nf4", seeds=many),
+                _unit(stage, model, task, size, "prefix", REAL_PREFIX),
                 _unit(stage, model, task, size, "rank-16", RANK_16),
             ]
         case "flat":

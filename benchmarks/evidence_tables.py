@@ -4,7 +4,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.evidence_plan import DYNAMIC, RANK_16, REFERENCES, SEGMENTS, STATIC, WITHOUT_MASK
+from benchmarks.evidence_plan import (
+    DYNAMIC,
+    RANK_16,
+    REAL_PREFIX,
+    REFERENCES,
+    SEGMENTS,
+    STATIC,
+    WITHOUT_MASK,
+)
 from benchmarks.evidence_records import Progress
 from permille.evaluate.claims import MIN_SEEDS, Row, Verdict, counted_tasks, overall
 from permille.evaluate.outcomes import Json
@@ -14,7 +22,7 @@ from permille.evaluate.report import loss_and_bits
 from permille.evaluate.statistics import average_ranks
 
 _UNTRAINED = tuple(name for name in REFERENCES if not name.startswith("fo:"))
-_ORDER = (*_UNTRAINED, *STATIC, SEGMENTS, *DYNAMIC, *WITHOUT_MASK, *RANK_16, *REFERENCES)
+_ORDER = (*_UNTRAINED, *STATIC, SEGMENTS, *DYNAMIC, *WITHOUT_MASK, *REAL_PREFIX, *RANK_16, *REFERENCES)
 """Of a table's lines: untrained, sensitive and other masks, other sets, first order."""
 
 _Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]

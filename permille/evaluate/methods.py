@@ -1,7 +1,7 @@
 """What is compared, by name: "zo:sensitive-c4", "fo:lora-8", "icl:8", "zero-shot".
 
     <order>:<set>     order zo or fo; set sensitive-c4, sensitive-task, random, outliers, full,
-                      lora-<rank>, lora-fa-<rank>, prefix-<tokens>
+                      lora-<rank>, lora-fa-<rank>, prefix-<tokens>, prefix-real-<tokens>
     icl:<n>           n solved examples before each question, nothing trained
     zero-shot
 
@@ -9,6 +9,9 @@ Dynamic masks (re-selected while training) are `sensitive-task-dynamic` and `ran
 segments, each with a mask of its own, and a weight that leaves the mask keeps what it has learned. A segment
 takes its step size from its own first gradients and ends with its best state, which trains better by itself:
 `sensitive-task-segments` trains so with one mask, and is what a dynamic one is to be compared with.
+
+`prefix-<tokens>` starts at random numbers, as peft's does, which alone costs nats; `prefix-real-<tokens>` at
+the keys and values of as many random tokens, as MeZO's does (princeton-nlp/MeZO, `prefix_init_by_real_act`).
 """
 
 import re
@@ -39,6 +42,7 @@ class TrainedSet(StrEnum):
     LORA = "lora"
     LORA_FA = "lora-fa"
     PREFIX = "prefix"
+    PREFIX_REAL = "prefix-real"
 
 
 SPARSE = frozenset(
@@ -65,7 +69,12 @@ DYNAMIC = frozenset({TrainedSet.SENSITIVE_TASK_DYNAMIC, TrainedSet.RANDOM_DYNAMI
 IN_SEGMENTS = DYNAMIC | {TrainedSet.SENSITIVE_TASK_SEGMENTS}
 """Sets that are trained in segments."""
 
-_SIZED = {TrainedSet.LORA: "rank", TrainedSet.LORA_FA: "rank", TrainedSet.PREFIX: "tokens"}
+_SIZED = {
+    TrainedSet.LORA: "rank",
+    TrainedSet.LORA_FA: "rank",
+    TrainedSet.PREFIX: "tokens",
+    TrainedSet.PREFIX_REAL: "tokens",
+}
 _PATTERN = re.compile(r"(zo|fo):([a-z0-9-]*[a-z][a-z0-9]*?)(?:-(\d+))?")
 _ORDERS = {"zo": Order.ZEROTH, "fo": Order.FIRST}
 

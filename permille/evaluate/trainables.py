@@ -206,6 +206,8 @@ def all_weights(model: "PreTrainedModel") -> Trainable:
 def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> Trainable:
     """Low-rank adapters on all linear layers of the blocks, alpha = rank; LoRA-FA where `frozen_a`.
 
+    The papers take alpha 16 with rank 8: their update of the weights is twice ours at the same adapter, which
+    a step size that is searched for makes up.
     `B` starts at zero, so at `base_K` the model is the base's, and for LoRA-FA only `B` is trained.
     """
     from peft import LoraConfig, get_peft_model
@@ -218,13 +220,24 @@ def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> T
     return Trainable(adapted, _whole(_adapters(adapted, lambda name: not (frozen_a and "lora_A" in name))))
 
 
-def prefix(model: "PreTrainedModel", tokens: int = PREFIX_TOKENS, *, seed: int) -> Trainable:
-    """Trained keys and values before the text, in every layer (prefix tuning without a network behind it)."""
-    from peft import PrefixTuningConfig, get_peft_model
+def prefix(
+    model: "PreTrainedModel", tokens: int = PREFIX_TOKENS, *, real: bool = False, seed: int
+) -> Trainable:
+    """Trained keys and values before the text, in every layer (prefix tuning without a network behind it).
+
+    Args:
+        real: starts at the keys and values of random tokens, else at random numbers.
+    """
+    from peft import PrefixTuningConfig, get_peft_model, initialize_kv_prefix_from_past_key_values
 
     torch.manual_seed(seed)
     config = PrefixTuningConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
+    if real:
+        ids_1T = torch.randint(0, int(model.config.vocab_size), (1, tokens))
+        with torch.no_grad(), adapted.disable_adapter():
+            cache = adapted(input_ids=ids_1T, use_cache=True).past_key_values
+        initialize_kv_prefix_from_past_key_values(adapted, past_key_values=cache)
     return Trainable(adapted, _whole(_adapters(adapted, lambda _: True)), packs=False)
 
 

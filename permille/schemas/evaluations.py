@@ -13,7 +13,7 @@ from permille.schemas.models import RelativePath
 from permille.zo.log import EstimatorKind
 
 _SIZE = "([1-9][0-9]?|1[0-9]{2}|2[0-4][0-9]|25[0-6])"
-_SIZED = (TrainedSet.LORA, TrainedSet.LORA_FA, TrainedSet.PREFIX)
+_SIZED = (TrainedSet.LORA, TrainedSet.LORA_FA, TrainedSet.PREFIX, TrainedSet.PREFIX_REAL)
 _PLAIN = "|".join(kind for kind in TrainedSet if kind not in _SIZED)
 METHOD_PATTERN = rf"^(zero-shot|icl:{_SIZE}|(zo|fo):({_PLAIN}|({'|'.join(_SIZED)})-{_SIZE}))$"
 """What `permille.evaluate.methods.method` parses, written out for a validator and a document alike."""

@@ -20,6 +20,7 @@ MAKERS: dict[str, Callable[[Any], Trainable]] = {
     "masked": lambda model: trainables.masked_weights(model, MASK),
     "lora": lambda model: trainables.lora(model, 4, frozen_a=False, seed=0),
     "prefix": lambda model: trainables.prefix(model, 3, seed=0),
+    "prefix-real": lambda model: trainables.prefix(model, 3, real=True, seed=0),
 }
 PROMPTS = ((5, 6, 7, 8), (9, 10), (11, 12, 13))
 END = 2

@@ -22,6 +22,7 @@ MAKERS: dict[str, Callable[[Any], Trainable]] = {
     "lora": lambda model: trainables.lora(model, 4, frozen_a=False, seed=0),
     "lora-fa": lambda model: trainables.lora(model, 4, frozen_a=True, seed=0),
     "prefix": lambda model: trainables.prefix(model, 3, seed=0),
+    "prefix-real": lambda model: trainables.prefix(model, 3, real=True, seed=0),
 }
 
 
@@ -58,6 +59,25 @@ def test_the_base_is_the_model_itself(kind: str, batch: Batch) -> None:
     )
     trainable = MAKERS[kind](model)
     np.testing.assert_allclose(trainable.token_losses(trainable.base_K, batch), expected.numpy(), atol=1e-5)
+
+
+def test_a_real_prefix_is_that_of_tokens_before_the_text() -> None:
+    """Seed by seed other tokens; the model after them is the model with the prefix."""
+    rows, starts = [[5, 6, 7, 8], [1, 2, 3, 9]], []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = tiny_model("llama")
+        vocabulary = int(model.config.vocab_size)
+        trainable = trainables.prefix(model, 3, real=True, seed=seed)
+        torch.manual_seed(seed)
+        trainables.prefix(tiny_model("llama"), 3, seed=seed)  # peft draws numbers first
+        drawn = torch.randint(0, vocabulary, (1, 3))[0].tolist()
+        plain = trainables.all_weights(tiny_model("llama"))
+        expected = plain.token_losses(plain.base_K, _padded([drawn + row for row in rows], 2))
+        found = trainable.token_losses(trainable.base_K, _padded(rows, 2))
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        starts.append(trainable.base_K)
+    assert not np.allclose(*starts)
 
 
 def _padded(rows: list[list[int]], targets: int) -> Batch:
