@@ -30,9 +30,12 @@ from benchmarks.evidence_records import (
 )
 from benchmarks.evidence_tables import (
     begun_anew,
+    budget_table,
+    cut_share,
     method_table,
     progress_list,
     setting_table,
+    short_table,
     turn_table,
     verdict_table,
 )
@@ -44,14 +47,35 @@ from permille.files import write_atomic
 DATA, PAGE, FOLDER = "evidence.json", "evidence.md", "figures"
 _COMMAND = "python -m benchmarks.evidence"
 
+LOOKS = {"queries-sensitive-c4": 2, "queries-lora-fa-8": 2}
+"""Two of the five seeds of these were measured after three had been looked at (docs/adr/0120)."""
+
 _HEAD = """# Evidence: the papers' comparisons, repeated
 
 Made by `make evidence` (`{command}`) from the models and the task files that it is given. This page is
-written from the finished cells alone, in whatever state the run is; the data behind every number: `{data}`,
-and item by item, with the curves, `{archives}/`. `make bench-quantizers` measures perplexity and bytes of
-every 4-bit scheme (`quantizers.md`).
+written from the finished cells alone, in whatever state the run is ({done} of {planned} cells: see *Not
+measured yet*); the data behind every number: `{data}`, and item by item, with the curves, `{archives}/`.
+`make bench-quantizers` measures perplexity and bytes of every 4-bit scheme (`quantizers.md`).
+"""
 
-How it is compared: every trained method starts with the same number of step sizes on one logarithmic grid,
+_SHORT = """## In short
+
+What each claim comes to, by model: on people's text (`text`), and on the other tasks, where at these sizes
+a loss says for the most part how soon a method knows the form of an answer (see *What tasks can tell*).
+Positive: the first side's loss is lower, in nats a token. A question mark: undecided. Density 0.001 where
+none is named; intervals, seeds and p are under *Verdicts*.
+"""
+
+_BUDGETS = """## How much was trained
+
+The papers train for ten thousand steps and more; these are runs of minutes, and everything here is said of
+them. *Best at the last evaluation*: in so many of the trained cells longer training might have gone on. First
+order on the values of a mask is what it reaches in these steps, not a ceiling.
+"""
+
+_HOW = """## How it is compared
+
+Every trained method starts with the same number of step sizes on one logarithmic grid,
 extended while the best is on its edge, by four at most (*edge*: the best stayed there). On tasks without
 passages, at density 0.001 and where the curve is flat, the best of one tuning seed and its neighbours are
 tried with two more, and the median chooses ({tuned}). Tuning seeds are no reporting seeds; test items are the
@@ -59,7 +83,7 @@ same for every seed and chose nothing. A run whose validation loss rose above th
 next smaller step size, at most twice, and its best attempt counts, much as on a device (which halves its
 steps); the search compares what is left after that. Sets that are selected again go back to the best of each
 segment instead. Zeroth-order steps take exact directional derivatives ({queries} a step unless a table says
-otherwise). Sizes, seeds, steps and searches of every cell are in the data.
+otherwise). Searches of every cell are in the data.
 """
 
 _VERDICTS = """## Verdicts
@@ -68,12 +92,13 @@ Effects are differences in accuracy on tasks that tuned first-order training can
 above majority and zero-shot, p < 0.01), else in the loss of the right answer (positive: the first method's is
 lower); language modelling (`text`) is judged by its loss, in rows of its own. Intervals and p-values take
 items and seeds as drawn, and the step size as the search chose it. p is of what would make the claim hold,
-adjusted (Holm) for all rows of the claim; that it fails is tested apart and adjusted alike, its p not shown;
-intervals are not adjusted. A claim holds where every row does (*so far* while cells of it are missing: rows
-to come would count in the adjustment) and fails where one does: read the rows. A row of fewer seeds than an
-equality wants does not count where another has them. No p knows of looks: where seeds were added after some,
-it says too much. Margins: 1 point, 0.01 nats. *Undecided* says what is needed; equality is never concluded
-from methods that learned nothing. The work of queries is that of one attempt.
+adjusted (Holm) for all rows of the claim; that it fails is tested apart and adjusted alike, and where it does
+that p is shown; intervals are not adjusted. A claim holds over all rows where every one does (*so far* while
+cells of it are missing: rows to come would count in the adjustment) and fails where one does: read the rows.
+A row of fewer seeds than an equality wants does not count where another has them. Of the queries' five seeds
+two were measured after a look at three: their p is doubled. Margins: 1 point, 0.01 nats. *Undecided* says
+what is needed; equality is never concluded from methods that learned nothing. The work of queries is that of
+one attempt.
 """
 
 
@@ -116,17 +141,27 @@ def write_page(
     missing = dict(waiting) | {
         f"figure `{key}`": f"{what}: no data yet" for key, what in FIGURES.items() if key not in drawn
     }
+    rows = verdicts(records, looks=LOOKS)
+    stages = progress(wanted, records)
+    done, total = (sum(getattr(stage, key) for stage in stages) for key in ("done", "planned"))
     lines = [
-        _HEAD.format(command=_COMMAND, data=DATA, archives=ARCHIVES, queries=queries, tuned=_tuned(records)),
-        _VERDICTS,
-        *verdict_table(verdicts(records), unfinished_claims(wanted, records)),
+        _HEAD.format(command=_COMMAND, data=DATA, archives=ARCHIVES, done=done, planned=total),
+        _SHORT,
+        *short_table(rows),
         "",
+        _BUDGETS,
+        *budget_table(records),
+        "",
+        _HOW.format(queries=queries, tuned=_tuned(records)),
+        _VERDICTS,
+        *verdict_table(rows, unfinished_claims(wanted, records)),
+        "",
+        *_known(known, records),
+        *_tables(records, priors),
         "## Not measured yet",
         "",
-        *progress_list(progress(wanted, records), missing),
+        *progress_list(stages, missing),
         "",
-        *_known(known),
-        *_tables(records, priors),
         *_figures(pictures),
     ]
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -178,32 +213,43 @@ def _tuned(records: Sequence[Json]) -> str:
     return f"{several} of {len(trained)} trained cells; the others have the one seed's choice"
 
 
-def _known(known: Mapping[tuple[str, str], Learned]) -> Iterable[str]:
+def _known(known: Mapping[tuple[str, str], Learned], records: Sequence[Json]) -> Iterable[str]:
     if not known:
         return
     yield from (
         "## What tasks can tell at this size",
         "",
         "Losses fall by nats as soon as a method knows what an answer looks like. That first-order training "
-        "reads the prompt as well is shown where its loss is below that of the best guess that is the same "
-        "for every prompt, or where it is right more often than such a guess, answer by answer (p < 0.005 "
-        "for either; items and seeds as drawn, its best method by validation). Training weighs tokens and "
-        "the loss answers, so one that is blind may end above the guess. Where answers differ by example, it "
-        "must be right more often than the more frequent place. Where nothing is shown, what "
-        "differs between methods is for the most part how soon they know the form: the first task tells "
-        "that of all methods, of others the references are measured, and what was before this was known.",
+        "reads the prompt as well, in the steps that it has, is shown where its loss is below that of the "
+        "best guess that is the same for every prompt, or where it is right more often than such a guess, "
+        "answer by answer (p < 0.005 for either; items and seeds as drawn, its best method by validation). "
+        "Training weighs tokens and the loss answers, so one that is blind may end above the guess. Where "
+        "answers differ by example, it must be right more often than the more frequent place. Where nothing "
+        "is shown, what differs between methods is for the most part how soon they know the form: the first "
+        "task tells that of all methods, of others the references are measured, and what was before this "
+        "was known.",
         "",
-        *(f"- {task}, {model}: {found}." for (model, task), found in known.items()),
+        *(
+            f"- {task}, {model}{_lost(records, model, task)}: {found}."
+            for (model, task), found in known.items()
+        ),
         "",
     )
+
+
+def _lost(records: Sequence[Json], model: str, task: str) -> str:
+    """That prompts were cut, which may be why nothing is shown."""
+    own = [record for record in records if (record["model"], record["task"]) == (model, task)]
+    share = cut_share(own)
+    return f" ({100 * share:.0f} % of the prompts lost their front)" if share else ""
 
 
 def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) -> Iterable[str]:
     yield from (
         "## Where claims turn",
         "",
-        "The same comparisons by density: three seeds, one tuning seed, p adjusted within this table. At a "
-        "model's flat density the verdicts above have five seeds and three tuning seeds.",
+        "The same comparisons by density: three seeds, one tuning seed, p adjusted by claim over the rows of "
+        "this table. At a model's flat density the verdicts above have five seeds and three tuning seeds.",
         "",
     )
     yield from (*turn_table(verdicts(records, stages=("fractions",))), "")
@@ -230,8 +276,8 @@ def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) ->
             "fractions",
             "density",
             "density",
-            "First-order ceiling and every mask by density (one tuning seed; 0.001: the first three seeds of "
-            "table 1, three tuning seeds)",
+            "Every mask by density, and first order on the same values (one tuning seed; 0.001: the first "
+            "three seeds of table 1, three tuning seeds)",
         ),
         ("schemes", "base", "", "Sensitive weights over every 4-bit scheme"),
     )

@@ -20,7 +20,7 @@ SUMMARY = (
     *("stage", "model", "base", "method", "task", "seed", "density", "queries", "batch_size", "zo_steps"),
     *("fo_steps", "accuracy", "loss", "bits_per_byte", "majority", "validation_loss", "best_step"),
     *("step_factor", "on_edge", "examples", "shots", "cut_examples", "seconds", "attempts"),
-    *("tuned_step_factor", "tuning_seeds"),
+    *("tuned_step_factor", "tuning_seeds", "max_tokens"),
 )
 """What a page's data say of a record; outcomes item by item are in the results files and their archives."""
 
@@ -165,7 +165,7 @@ def _lines(folder: Path, kind: str) -> list[Json]:
             continue
         chosen = tomllib.loads(path.with_suffix(".toml").read_text(encoding="utf-8"))
         labels: dict[str, Any] = {"stage": path.name.partition("-")[0], "unit": path.stem}
-        settings = ("density", "queries", "batch_size", "zo_steps", "fo_steps", "tuning_seeds")
+        settings = ("density", "queries", "batch_size", "zo_steps", "fo_steps", "tuning_seeds", "max_tokens")
         labels |= {key: chosen[key] for key in settings}
         found += [line | labels for line in map(json.loads, whole) if line["kind"] == kind]
     return found

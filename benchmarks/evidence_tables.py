@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from benchmarks.evidence_plan import (
+    DENSITY,
     DYNAMIC,
     RANK_16,
     REAL_PREFIX,
@@ -30,22 +31,65 @@ _Rows = Mapping[tuple[str, str], Mapping[str, list[Json]]]
 
 
 def verdict_table(rows: Sequence[Row], unfinished: Collection[str]) -> list[str]:
-    """One line a comparison, the claim's verdict in its first one.
+    """One line a comparison, people's text first; the claim's verdict over all of them in its first one.
 
     Args:
         unfinished: keys of claims that wait for planned cells: one that holds does so far.
     """
     lines = [
-        "| claim | verdict | model, density | comparison | effect | interval | texts, seeds | p | |",
+        "| claim | over all rows | model, density | comparison | effect | interval | texts, seeds | p | |",
         "|---" * 9 + "|",
     ]
     for claim in CLAIMS:
-        own = [row for row in rows if row.claim == claim]
+        own = sorted((row for row in rows if row.claim == claim), key=lambda row: not _is_text(row))
         for number, row in enumerate(own):
             verdict = overall(own)
             so_far = " so far" if verdict is Verdict.HOLDS and claim.key in unfinished else ""
             head = f"{claim.sentence} | **{verdict}**{so_far}" if number == 0 else " | "
             lines.append(f"| {head} | {_row(row)} |")
+    return lines
+
+
+def short_table(rows: Sequence[Row]) -> list[str]:
+    """One line a claim, two columns a model: what people's text says and what other tasks say."""
+    found = [row for row in rows if row.found is not None]
+    models = list(dict.fromkeys(row.model for row in found))
+    heads = [f"{model}, {kind}" for model in models for kind in ("text", "tasks")]
+    lines = [f"| claim | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for claim in CLAIMS:
+        cells = [
+            "; ".join(
+                _short(row)
+                for row in found
+                if (row.claim, row.model, _is_text(row)) == (claim, model, kind == "text")
+            )
+            for model in models
+            for kind in ("text", "tasks")
+        ]
+        lines.append(f"| {claim.sentence} | {' | '.join(cells)} |")
+    return lines if found else ["Nothing has been compared yet."]
+
+
+def budget_table(records: Sequence[Json]) -> list[str]:
+    """How much was trained: a line for each model, task and budget."""
+    rows: dict[tuple[object, ...], list[Json]] = {}
+    for record in sorted(records, key=lambda record: (record["model"], record["task"] != Task.TEXT)):
+        keys = ("model", "task", "zo_steps", "fo_steps", "queries", "batch_size", "max_tokens")
+        rows.setdefault((*(record[key] for key in keys), *record["examples"].values()), []).append(record)
+    lines = [
+        "| model, task | stages | steps by zeroth order | by first | queries a step | rows a step "
+        "| tokens a row, at most | examples: train | validation | test | best at the last evaluation |",
+        "|---" * 11 + "|",
+    ]
+    for (model, task, zo, fo, queries, batch, tokens, *examples), own in rows.items():
+        stages = ", ".join(dict.fromkeys(record["stage"] for record in own))
+        trained = [record for record in own if record["best_step"] is not None]
+        last = sum(record["best_step"] == _steps(record) for record in trained)
+        sizes = " | ".join(map(str, examples))
+        lines.append(
+            f"| {model}, {task} | {stages} | {zo} | {fo} | {queries} | {batch} | {tokens} | {sizes} "
+            f"| {last} of {len(trained)} |"
+        )
     return lines
 
 
@@ -78,7 +122,7 @@ def method_table(
     rows: dict[tuple[str, str], dict[str, list[Json]]] = {}
     for record in sorted(records, key=_place):
         rows.setdefault((record["base"], record["method"]), {}).setdefault(record["task"], []).append(record)
-    tasks = list(dict.fromkeys(record["task"] for record in records))
+    tasks = sorted({record["task"] for record in records}, key=lambda task: (task != Task.TEXT, task))
     counted = counted_tasks(everything, records[0]["model"])
     whole = [task for task in tasks if _common(rows, [task])]
     common = _common(rows, whole)
@@ -110,7 +154,10 @@ def setting_table(records: Sequence[Json], setting: str, heading: str) -> list[s
         f"| model, task, method | {' | '.join(heads)} |",
         "|---" * (len(settings) + 1) + "|",
     ]
-    in_order = sorted(records, key=lambda record: (record["model"], record["task"], _place(record)))
+    in_order = sorted(
+        records,
+        key=lambda record: (record["model"], record["task"] != Task.TEXT, record["task"], _place(record)),
+    )
     for key in dict.fromkeys((r["model"], r["task"], r["method"]) for r in in_order):
         of_key = [record for record in records if (record["model"], record["task"], record["method"]) == key]
         cells = [_cell([record for record in of_key if record[setting] == at]) for at in settings]
@@ -155,11 +202,31 @@ def _row(row: Row) -> str:
     kind = f"{'loss' if row.by_loss else 'accuracy'} of {', '.join(row.found.tasks)}"
     digits = 4 if row.by_loss else 1
     p_value = "" if row.p_value is None else f"{row.p_value:.2g}"
+    if row.verdict is Verdict.FAILS:
+        p_value = f"{row.p_failing:.2g} (fails)"
     verdict = f"{row.verdict.value} ({kind})"
     effect = f"{unit * row.found.effect:+.{digits}f} {'nats' if row.by_loss else 'points'}"
     interval = f"{unit * low:+.{digits}f} to {unit * high:+.{digits}f} ({level}%)"
     counts = f"{row.found.clusters}, {row.found.seeds}"
     return f"{where} | {verdict} | {effect} | {interval} | {counts} | {p_value} | {row.reason}"
+
+
+def _is_text(row: Row) -> bool:
+    return row.found is not None and row.found.tasks == (Task.TEXT,)
+
+
+def _short(row: Row) -> str:
+    assert row.found is not None
+    unit, digits, name = (1, 3, "") if row.by_loss else (100, 1, " points")
+    task = "" if _is_text(row) else f"{', '.join(row.found.tasks)}: "
+    density = "" if row.density == DENSITY else f" at {row.density:g}"
+    verdict = "?" if row.verdict is Verdict.UNDECIDED else f"**{row.verdict}**"
+    return f"{task}{verdict} {unit * row.found.effect:+.{digits}f}{name}{density}"
+
+
+def _steps(record: Json) -> int:
+    steps: int = record["fo_steps" if record["method"].startswith("fo:") else "zo_steps"]
+    return steps
 
 
 def _common(rows: _Rows, tasks: Sequence[str]) -> _Rows:
@@ -191,10 +258,15 @@ def _task_head(records: Sequence[Json], task: str, counts: bool | None, prior: f
     return f"{name} (majority {100 * majority:.1f}{told}{_cut(own)})"
 
 
-def _cut(records: Sequence[Json]) -> str:
-    """How many prompts lost their front, where untrained records say so."""
+def cut_share(records: Sequence[Json]) -> float:
+    """Of the test prompts, those that lost their front, where untrained records say so."""
     shares = [r["cut_examples"] / r["examples"]["test"] for r in records if r["method"] == "zero-shot"]
-    return f"; {100 * max(shares):.0f} % cut" if shares and max(shares) > 0 else ""
+    return max(shares, default=0.0)
+
+
+def _cut(records: Sequence[Json]) -> str:
+    share = cut_share(records)
+    return f"; {100 * share:.0f} % cut" if share else ""
 
 
 def _cell(records: Sequence[Json]) -> str:
@@ -207,7 +279,8 @@ def _cell(records: Sequence[Json]) -> str:
     if records[0]["task"] == Task.TEXT:
         return f"({loss_and_bits(records)}{seeds}{mark})"
     accuracy = [100 * record["accuracy"] for record in records]
-    spread = f" ± {np.std(accuracy, ddof=1):.1f}" if len(accuracy) > 1 else ""
+    varies = records[0]["method"] != "zero-shot"  # items are the same for every seed
+    spread = f" ± {np.std(accuracy, ddof=1):.1f}" if varies and len(accuracy) > 1 else ""
     return f"{np.mean(accuracy):.1f}{spread} ({_mean(records, 'loss'):.3f}{seeds}{mark})"
 
 

@@ -20,9 +20,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, help="where to write the tables; default: printed")
     options = parser.parse_args(arguments)
     results = options.results or options.sweep.with_suffix(".results.jsonl")
+    failure = None
     try:
         _check(options.sweep, results, options.table)
-        table = _table(options.sweep, results)
+        table, failure = _table(options.sweep, results)
     except PermilleError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 5 if isinstance(exc, RetryableError) else 3
@@ -32,7 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"interrupted{_kept(results)}", file=sys.stderr)
         return 130
-    return _tell_table(table, options.table)
+    status = _tell_table(table, options.table) if table else 0
+    if failure is not None:
+        print(f"error: {failure}; {results} keeps what is done", file=sys.stderr)
+        return 3
+    return status
 
 
 def _check(sweep: Path, results: Path, table: Path | None) -> None:
@@ -56,13 +61,27 @@ def _check(sweep: Path, results: Path, table: Path | None) -> None:
             raise InputError(f"expected a folder for {path}, got {exc}") from exc
 
 
-def _table(sweep: Path, results: Path) -> str:
-    """Run what is missing; the tables of all. Torch is imported here, where a signal has its farewell."""
+def _table(sweep: Path, results: Path) -> tuple[str, InputError | None]:
+    """Run what is missing; the tables of all that could be measured, and why the rest could not. Torch is
+    imported here, where a signal has its farewell."""
+    from transformers.utils import logging
+
     from permille.evaluate.report import markdown
     from permille.evaluate.specification import read_sweep
-    from permille.evaluate.sweep import run_sweep
+    from permille.evaluate.sweep import CellsFailedError, run_sweep
+    from permille.evaluate.sweep_results import bad_rows
 
-    return markdown(run_sweep(read_sweep(sweep), results, _tell))
+    logging.disable_progress_bar()  # one of each load of a model, between the lines of ours
+    failure = None
+    try:
+        records = run_sweep(read_sweep(sweep), results, _tell)
+    except CellsFailedError as exc:
+        records, failure = exc.records, exc
+    table = markdown(records)
+    if bad := bad_rows(results):
+        left_out = f"{len(bad)}, such as {bad[0]:.300}. {results} names all."
+        table += f"\nRows of the files that were left out: {left_out}\n"
+    return table, failure
 
 
 def _tell_table(table: str, path: Path | None) -> int:

@@ -79,11 +79,20 @@ class Bench:
         return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in IN_SEGMENTS)
 
     def read(self) -> None:
-        """Read all task files, and see that they can be divided: rather now than when a cell needs them.
+        """Read all task files, see that they can be divided and that the corpus has text: rather now than
+        when a cell needs them.
 
         Raises:
-            InputError: one is not its task's, or has too little.
+            InputError: one is not its task's, or has too little; or the corpus has no text.
         """
+        report = ReadReport()
+        corpus = self.sweep.corpus
+        if next(read_texts(FileCorpus(path=corpus.name), corpus.parent, report), None) is None:
+            bad = ", ".join(f"{count} {reason.value}" for reason, count in report.bad.items())
+            raise InputError(
+                f"expected a corpus with text, such as JSON lines with `text`, got {report.rows} rows "
+                f"({bad or 'none'}) in {corpus}"
+            )
         for task, files in self.sweep.tasks.items():
             for path in (files.train, files.test):
                 if path is not None:

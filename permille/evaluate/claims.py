@@ -7,7 +7,8 @@
 - WITHIN: two one-sided tests: holds where the 90% interval lies within the margin; fails where it is beyond
   it on either side, two-sided.
 
-What holds and what fails are each judged at 5% after Holm over all rows of the claim.
+What holds and what fails are each judged at 5% after Holm over all rows of the claim. Where seeds were added
+after a look at the outcome, p is first multiplied by the number of looks (Bonferroni).
 
 A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
 (`permille.evaluate.report.countable`); on the others the losses of the right answers are compared, in a row
@@ -23,8 +24,10 @@ equals: AT LEAST and WITHIN are decided only where the second method is better t
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from permille.evaluate.contrasts import Contrast, Record, contrast
+from permille.evaluate.methods import SPARSE, method
 from permille.evaluate.paper_claims import CLAIMS, FLOATING, Claim, Relation
 from permille.evaluate.prompts import Task
 from permille.evaluate.report import MIN_CLUSTERS, countable
@@ -60,6 +63,7 @@ class Row:
         by_loss: nats a token instead of shares of right answers.
         found: None where nothing can be compared.
         p_value: of what would make the claim hold, after Holm; None where nothing was tested.
+        p_failing: of what would make it fail, likewise.
         reason: of `undecided`: what is needed; else what a reader should know, or nothing.
         counts: whether the claim's verdict waits for it.
     """
@@ -73,6 +77,7 @@ class Row:
     verdict: Verdict
     reason: str
     counts: bool = True
+    p_failing: float | None = None
 
     @property
     def margin(self) -> float:
@@ -88,7 +93,11 @@ class Row:
 
 
 def verdicts(
-    records: Iterable[Record], claims: Sequence[Claim] = CLAIMS, *, stages: Collection[str] = DECIDING
+    records: Iterable[Record],
+    claims: Sequence[Claim] = CLAIMS,
+    *,
+    stages: Collection[str] = DECIDING,
+    looks: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Row]:
     """A row for each claim, model, density and kind of outcome; at least one for each claim.
 
@@ -96,9 +105,11 @@ def verdicts(
         records: cells of results files, each with `stage`, `density` and `queries` of its sweep besides.
         stages: whose records decide claims that name no stage of their own. References (zero-shot, first
             order) come from all.
+        looks: how often a claim's outcome was looked at, with the last time, by its key; 1 where it is not
+            named.
     """
     known = list(records)
-    return [row for claim in claims for row in _rows(claim, known, stages)]
+    return [row for claim in claims for row in _rows(claim, known, stages, looks.get(claim.key, 1))]
 
 
 def overall(rows: Sequence[Row]) -> Verdict:
@@ -137,7 +148,7 @@ def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
     return found
 
 
-def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> list[Row]:
+def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], looks: int) -> list[Row]:
     pairs = []
     for model in dict.fromkeys(record["model"] for record in records):
         counted = counted_tasks(records, model)
@@ -157,10 +168,13 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str]) -> l
     if not rows:
         nothing = "needs both methods at one density, and the task's zero-shot and first-order references"
         return [_undecided(claim, "", 0.0, by_loss=False, found=None, reason=nothing)]
-    holding = iter(holm_adjusted([row.p_value for row in rows if row.p_value is not None]))
-    failing = iter(holm_adjusted([_p_failing(row) for row in rows if row.p_value is not None]))
+    tested = [(row.p_value, _p_failing(row)) for row in rows if row.p_value is not None]
+    holding = iter(holm_adjusted([min(1.0, looks * holds) for holds, _ in tested]))
+    failing = iter(holm_adjusted([min(1.0, looks * fails) for _, fails in tested]))
     return [
-        _judged(replace(row, p_value=next(holding)), next(failing)) if row.p_value is not None else row
+        _judged(replace(row, p_value=next(holding), p_failing=next(failing)))
+        if row.p_value is not None
+        else row
         for row in rows
     ]
 
@@ -181,7 +195,7 @@ def _matched(
     found = []
     for density in sorted({record["density"] for record in first}):
         mine = _once([record for record in first if record["density"] == density])
-        maskless = claim.second.method == "zo:full"
+        maskless = method(claim.second.method).trained not in SPARSE
         bases = {(record["task"], record["base"]) for record in mine}
         theirs = _once(
             [
@@ -283,12 +297,13 @@ def _p_failing(row: Row) -> float:
             return min(1.0, 2 * min(found.p_above(row.margin), found.p_below(-row.margin)))
 
 
-def _judged(row: Row, p_failing: float) -> Row:
-    assert row.found is not None and row.p_value is not None and row.interval is not None  # it was tested
+def _judged(row: Row) -> Row:
+    assert row.found is not None and row.interval is not None  # it was tested
+    assert row.p_value is not None and row.p_failing is not None
     low, high = row.interval
     if row.p_value < ALPHA:
         return replace(row, verdict=Verdict.HOLDS)
-    fails = p_failing < ALPHA and row.found.error > 0
+    fails = row.p_failing < ALPHA and row.found.error > 0
     match row.claim.relation:
         case Relation.BETTER:
             fails = fails and low <= 0

@@ -85,6 +85,16 @@ CLAIMS = (
     ),
     *(
         Claim(
+            key=f"four-bit-{method.partition(':')[2]}",
+            sentence=f"Over the same 4 bits sensitive weights train better than {rival}",
+            relation=Relation.BETTER,
+            first=Side(method="zo:sensitive-c4", four_bit=True),
+            second=Side(method=method, four_bit=True),
+        )
+        for method, rival in (("zo:lora-8", "LoRA"), ("zo:prefix-real-5", "a prefix"))
+    ),
+    *(
+        Claim(
             key=f"queries-{method.partition(':')[2]}",
             sentence=f"At constant work, {SEVERAL} queries are better than one ({method})",
             relation=Relation.BETTER,

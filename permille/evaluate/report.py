@@ -38,13 +38,12 @@ def _table(model: str, base: str, rows: Rows) -> str:
     methods = list(dict.fromkeys(method for method, _ in rows))
     tasks = list(dict.fromkeys(task for _, task in rows))
     counted = {task: countable(rows, task) for task in tasks}
-    loss_MT = np.array([[_mean(rows[method, task], "loss") for task in tasks] for method in methods])
     counting = [task for task in tasks if counted[task]]
-    accuracy_MT = np.array(
-        [[_mean(rows[method, task], "accuracy") for task in counting] for method in methods]
-    )
-    loss_ranks = average_ranks(-loss_MT)
-    accuracy_ranks = average_ranks(accuracy_MT) if counting else None
+    seeds = max(len(found) for found in rows.values())
+    # A method of which a cell could not be measured has no rank: there is nothing to compare it by.
+    ranked = [m for m in methods if all(len(rows.get((m, task), ())) == seeds for task in tasks)]
+    loss_ranks = _ranks(rows, ranked, tasks, "loss", -1)
+    accuracy_ranks = _ranks(rows, ranked, counting, "accuracy", 1)
     lines = [
         f"## {model}, {base}",
         "",
@@ -61,15 +60,18 @@ def _table(model: str, base: str, rows: Rows) -> str:
         + " | rank | rank by loss |",
         "|---" * (len(tasks) + 3) + "|",
     ]
-    for number, method in enumerate(methods):
-        cells = [_cell(rows[method, task]) for task in tasks]
-        rank = "" if accuracy_ranks is None else f"{accuracy_ranks[number]:.1f}"
-        lines.append(
-            f"| {method}{_notes(rows, method)} | "
-            + " | ".join(cells)
-            + f" | {rank} | {loss_ranks[number]:.1f} |"
-        )
+    for method in methods:
+        cells = [_cell(rows[method, task]) if (method, task) in rows else "not measured" for task in tasks]
+        ranks = f"{accuracy_ranks.get(method, '')} | {loss_ranks.get(method, '')}"
+        lines.append(f"| {method}{_notes(rows, method)} | " + " | ".join(cells) + f" | {ranks} |")
     return "\n".join(lines) + "\n"
+
+
+def _ranks(rows: Rows, methods: Sequence[str], tasks: Sequence[str], key: str, sign: int) -> dict[str, str]:
+    if not methods or not tasks:
+        return {}
+    scores_MT = np.array([[sign * _mean(rows[method, task], key) for task in tasks] for method in methods])
+    return {name: f"{rank:.1f}" for name, rank in zip(methods, average_ranks(scores_MT), strict=True)}
 
 
 def countable(rows: Rows, task: str) -> bool | None:

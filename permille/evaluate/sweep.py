@@ -1,6 +1,7 @@
 """Running a sweep: cell by cell, each result durable before the next begins.
 
-A sweep that is killed goes on after the last whole line of its results file (`sweep_results.py`).
+A sweep that is killed goes on after the last whole line of its results file (`sweep_results.py`). A cell
+whose input is wrong (a damaged model) takes nothing from the others: it is told when they are done.
 """
 
 import math
@@ -8,11 +9,40 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from permille.errors import InputError
 from permille.evaluate.cells import Bench
 from permille.evaluate.outcomes import Cell, Json
 from permille.evaluate.specification import Sweep
 from permille.evaluate.sweep_results import Results, alone, open_results
 from permille.evaluate.tuning import tune, tuning_seed
+
+_TOLD = 3
+"""Cells that failed and are named; the others are counted."""
+
+
+class CellsFailedError(InputError):
+    """Some cells could not be measured; the others were.
+
+    Attributes:
+        records: of the others, in the order of `cells_of`.
+    """
+
+    def __init__(self, failed: Mapping[str, InputError], records: list[Json]) -> None:
+        reasons: dict[str, list[str]] = {}
+        for key, error in failed.items():
+            reasons.setdefault(str(error), []).append(key)
+        told = [f"{keys[0]}{_and_more(len(keys) - 1)}: {reason}" for reason, keys in reasons.items()]
+        left = f"; and {len(told) - _TOLD} reasons more" if len(told) > _TOLD else ""
+        super().__init__(
+            f"expected all of {len(failed) + len(records)} cells, got {len(records)}, which are kept; "
+            f"{'; '.join(told[:_TOLD])}{left}"
+        )
+        self.records = records
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""
+
 
 Progress = Callable[[int, int, str], None]
 """Called with cells done, cells in all, and what is next. What it raises stops the sweep between cells."""
@@ -34,8 +64,8 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     """Run what the results file lacks; returns the records of all cells, in the order of `cells_of`.
 
     Raises:
-        InputError: the file is of another sweep or damaged before its last line; or a cell's input is wrong
-            (what is done is kept).
+        InputError: the file is of another sweep or damaged before its last line; or no cell can be measured.
+        CellsFailedError: the input of some cells is wrong; the others are done and kept.
         RetryableError: another process is at it.
     """
     with alone(results):
@@ -48,13 +78,21 @@ def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     with done.bad_rows_of(bench):
         bench.read()
     cells = cells_of(sweep)
+    failed: dict[str, InputError] = {}
     for number, cell in enumerate(cells):
         progress(number, len(cells), cell.key)
         if cell.key not in done.cells:
-            record = _run(bench, cell, done)
-            done.append({"kind": "cell", "key": cell.key, **record})
+            try:
+                record = _run(bench, cell, done)
+            except InputError as exc:
+                failed[cell.key] = exc
+            else:
+                done.append({"kind": "cell", "key": cell.key, **record})
     progress(len(cells), len(cells), "")
-    return [done.cells[cell.key] for cell in cells]
+    records = [done.cells[cell.key] for cell in cells if cell.key not in failed]
+    if failed:
+        raise CellsFailedError(failed, records)
+    return records
 
 
 def _run(bench: Bench, cell: Cell, done: Results) -> Json:

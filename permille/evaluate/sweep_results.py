@@ -56,6 +56,13 @@ def open_results(sweep: Sweep, results: Path) -> "Results":
     return Results.open(results, *_digests(sweep))
 
 
+def bad_rows(results: Path) -> list[str]:
+    """Rows of task files that were left out, with the reasons, as a results file names them."""
+    with results.open("rb") as file:
+        lines = map(json.loads, file)
+        return [line["key"] for line in lines if line["kind"] == "bad-row"]
+
+
 class Results:
     """The file of a sweep, and what it holds."""
 

@@ -6,7 +6,6 @@ it stands.
 """
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -71,7 +70,7 @@ def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
     """Run what the results lack, then keep them and their tables."""
     from permille.evaluate.report import markdown
     from permille.evaluate.sweep import run_sweep
-    from permille.evaluate.sweep_results import sweep_digest
+    from permille.evaluate.sweep_results import bad_rows, sweep_digest
 
     # By what is compared: where a task file or our version has changed since, all cells are run anew.
     file = context.work_folder / f"results-{sweep_digest(sweep)[-16:]}.jsonl"
@@ -83,7 +82,7 @@ def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
     records = run_sweep(sweep, file, progress)
     return Findings(
         cells=len(records),
-        bad_rows=_bad_rows(file),
+        bad_rows=len(bad_rows(file)),
         results_digest=context.blobs.put_file(file),
         report_digest=context.blobs.put_bytes(markdown(records).encode()),
         size_bytes=file.stat().st_size,
@@ -103,11 +102,6 @@ def _files(context: TaskContext) -> list[Path]:
     """The newest results, if any."""
     found = context.work_folder.glob("results-*.jsonl")
     return sorted(found, key=lambda file: file.stat().st_mtime)[-1:]
-
-
-def _bad_rows(file: Path) -> int:
-    with file.open("rb") as lines:
-        return sum(json.loads(line)["kind"] == "bad-row" for line in lines)
 
 
 def _sweep(

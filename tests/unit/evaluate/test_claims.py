@@ -64,6 +64,12 @@ PAIRS: dict[str, Callable[[float, float], list[Record]]] = {
     "sensitive-outliers": lambda a, b: records("zo:sensitive-c4", a) + records("zo:outliers", b),
     "c4-task": lambda a, b: records("zo:sensitive-c4", a) + records("zo:sensitive-task", b),
     "four-bit": lambda a, b: records("zo:sensitive-c4", a, **FOUR_BIT) + records("zo:full", b),
+    "four-bit-lora-8": lambda a, b: (
+        records("zo:sensitive-c4", a, **FOUR_BIT) + records("zo:lora-8", b, **FOUR_BIT)
+    ),
+    "four-bit-prefix-real-5": lambda a, b: (
+        records("zo:sensitive-c4", a, **FOUR_BIT) + records("zo:prefix-real-5", b, **FOUR_BIT)
+    ),
     "queries-sensitive-c4": lambda a, b: (
         records("zo:sensitive-c4", a, stage="queries", queries=4)
         + records("zo:sensitive-c4", b, stage="queries", queries=1)

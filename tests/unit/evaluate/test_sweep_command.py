@@ -20,7 +20,9 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
 ) -> None:
     sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
     assert main([str(sweep_file)]) == 0
-    assert "| zero-shot |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| zero-shot |" in printed
+    assert "Rows of the files that were left out: 1, such as sst2: train.tsv:" in printed
     assert (tmp_path / "sweep.results.jsonl").exists()
     assert main([str(tmp_path / "absent.toml")]) == 3
     assert "expected a sweep as TOML" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_a_real_prefix_is_that_of_tokens_before_the_text() -> None:
         found = trainable.token_losses(trainable.base_K, _padded(rows, 2))
         np.testing.assert_allclose(found, expected, atol=1e-5)
         starts.append(trainable.base_K)
-    assert not np.allclose(*starts)
+    assert not np.allclose(starts[0], starts[1])
 
 
 def _padded(rows: list[list[int]], targets: int) -> Batch:
