@@ -3,8 +3,10 @@
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m benchmarks.first_order --output docs/results
 
 Against the agent's default: LoRA (peft, r = 8 on all linear layers) and AdamW on the package's own sparse
-values, both checkpointed, in micro-batches of 2 rows, with a learning rate from a short grid of trials. All
-start from the same base, which each run checks. Every run is a process of its own.
+values, both checkpointed, in micro-batches of 2 rows, with a learning rate from a grid of trials on another
+division of the text (another seed), which goes on while the best is on its edge. First order is evaluated
+after every step, ours at steps that grow by a fifth. All start from the same base, which each run checks.
+Every run is a process of its own.
 
 Finished runs are kept in `--cells`; the page is that of `time_to_loss`, so give both the same file.
 """
@@ -12,7 +14,7 @@ Finished runs are kept in `--cells`; the page is that of `time_to_loss`, so give
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +30,10 @@ from benchmarks.user_text import DENSITIES
 from edge_agent.options import TrainOptions
 from permille.errors import InputError
 
-FIGURE = "first order"
+FIGURE = "first order, evaluated often"
+TUNING_SEED = 1000
+"""Beside the seed of the run."""
+GRID_FACTOR, EXTENSIONS = 10**0.5, 4
 LEARNING_RATES = {"LoRA": (3e-4, 1e-3, 3e-3, 1e-2), "sparse values": (1e-3, 3e-3, 1e-2, 3e-2)}
 
 
@@ -69,6 +74,19 @@ def measure(
     return found | {"machine": {"before": before, "after": machine()}}
 
 
+def best_rate(tried: Callable[[float], float], grid: Sequence[float]) -> float:
+    """The rate of the lowest loss; the grid goes on, by `EXTENSIONS` at most, while that is on its edge."""
+    losses = {rate: tried(rate) for rate in grid}
+    for _ in range(EXTENSIONS):
+        best = min(losses, key=lambda rate: losses[rate])
+        if best not in (min(losses), max(losses)):
+            break
+        beyond = best * GRID_FACTOR if best == max(losses) else best / GRID_FACTOR
+        beyond = float(f"{beyond:.3g}")
+        losses[beyond] = tried(beyond)
+    return min(losses, key=lambda rate: losses[rate])
+
+
 def run(
     cells: Cells,
     packages: Path,
@@ -86,22 +104,23 @@ def run(
     for method in methods:
         chosen = 0.0
         if method in LEARNING_RATES:
-            losses = {}
-            for rate in LEARNING_RATES[method]:
+
+            def tried(rate: float, method: str = method) -> float:
                 settings = common | {"what": "trial", "method": method, "steps": trial_steps, "rate": rate}
                 trial = partial(
                     measure,
                     packages,
                     method=method,
                     model=model,
-                    seed=seed,
+                    seed=seed + TUNING_SEED,
                     steps=trial_steps,
                     every=trial_steps,
                     threads=threads,
                     learning_rate=rate,
                 )
-                losses[rate] = float(lowest(cells.once(FIGURE, settings, trial)["points"])["loss"])
-            chosen = min(losses, key=lambda rate: losses[rate])
+                return float(lowest(cells.once(FIGURE, settings, trial)["points"])["loss"])
+
+            chosen = best_rate(tried, LEARNING_RATES[method])
         count = our_steps if method in OURS else steps
         settings = common | {"what": "run", "method": method, "steps": count, "rate": chosen}
         if method in OURS:
@@ -116,7 +135,7 @@ def run(
                 model=model,
                 seed=seed,
                 steps=count,
-                every=max(1, count // 40),
+                every=1,
                 threads=threads,
                 learning_rate=chosen,
             ),

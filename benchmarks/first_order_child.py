@@ -14,7 +14,7 @@ from benchmarks.engine_steps import opened
 from benchmarks.loss_page import LEARNED, OURS
 from benchmarks.machine import AnonymousPeak, resident
 from benchmarks.model_packages import sources_from_environment
-from benchmarks.trajectories import agent_run, descend
+from benchmarks.trajectories import descend, train_agent
 from benchmarks.user_text import UserText, user_text
 from edge_agent.evaluate import mean_loss
 from edge_agent.rows import TrainingBatches
@@ -115,7 +115,8 @@ def main() -> None:
     )
     with AnonymousPeak() as anonymous:
         if arguments.method in OURS:
-            found = agent_run(user, steps=arguments.steps, threads=arguments.threads, options={})
+            ours = train_agent(user, steps=arguments.steps, threads=arguments.threads, options={})
+            found = ours.result
         else:
             train = _lora if arguments.method == "LoRA" else _sparse
             found = train(
@@ -125,7 +126,9 @@ def main() -> None:
                 every=arguments.every,
             )
     peaks = {"peak_bytes": resident()["VmHWM"], "anonymous_peak_bytes": anonymous.bytes}
-    if arguments.method not in OURS:
+    if arguments.method in OURS:
+        found["points"] = ours.points_of_log()
+    else:
         _check_base(user, arguments.threads, found)
     print(json.dumps(found | peaks))
 

@@ -13,11 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.user_text import UserText
+from edge_agent.evaluate import mean_loss
 from edge_agent.options import TrainOptions
+from edge_agent.run_folder import find_run
+from edge_agent.setup import training_layers
+from edge_agent.trainer import state_of
 from edge_agent.training_job import run_training
 from permille.engines.factory import AUTO, open_engine
 from permille.engines.interface import Batch, Engine
 from permille.package.reader import Package
+from permille.zo.journal import Journal
+from permille.zo.lattice import values
 
 Point = dict[str, Any]
 
@@ -72,6 +78,14 @@ def lowest(points: list[Point]) -> Point:
     return min(points, key=lambda point: float(point["loss"]))
 
 
+def growing(steps: int, ratio: float = 1.2) -> list[int]:
+    """1, 2, 3, ... and from there on whole numbers that grow by about `ratio`, up to `steps`."""
+    found = [1]
+    while (following := max(found[-1] + 1, round(found[-1] * ratio))) < steps:
+        found.append(following)
+    return [*found, steps] if steps > 1 else found
+
+
 def agent_run(
     user: UserText, *, steps: int, threads: int, options: dict[str, Any], engine: str = AUTO
 ) -> dict[str, Any]:
@@ -81,6 +95,13 @@ def agent_run(
 
     Search is the whole time until the first step: reading text, loading the model, epsilon and step size.
     """
+    return train_agent(user, steps=steps, threads=threads, options=options, engine=engine).result
+
+
+def train_agent(
+    user: UserText, *, steps: int, threads: int, options: dict[str, Any], engine: str = AUTO
+) -> "AgentRun":
+    """The same, to be evaluated at more steps."""
     told = _Told()
     engines: list[Engine] = []
 
@@ -101,13 +122,46 @@ def agent_run(
         options=chosen,
         engine_of=opened,
     )
-    return {
+    found = {
         "points": told.points,
         "search_cpu_s": round(told.search_cpu_s, 3),
         "outcome": result.outcome.value,
         "engine": dict(engines[0].info()),
         "options": chosen.definition(),
     }
+    return AgentRun(
+        user=user, name=result.run or "", options=chosen, result=found, told=told, engine=engines[0]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRun:
+    """A finished run of the agent: what is told of it, and its log."""
+
+    user: UserText
+    name: str
+    options: TrainOptions
+    result: dict[str, Any]
+    told: "_Told"
+    engine: Engine
+
+    def points_of_log(self) -> list[Point]:
+        """The points, and between them what the logs come to at the steps of `growing`, which the agent does
+        not evaluate: at the seconds at which those were made."""
+        told, run = self.told, find_run(self.user.home, self.name)
+        layers = training_layers(self.user.package, self.options)
+        points = {(point["attempt"], point["step"]): point for point in told.points}
+        for attempt in range(told.attempt + 1):
+            with Journal.open(run.journal(attempt)) as journal:
+                header, records = journal.header, list(journal.records())
+            for step in growing(len(records)):
+                if (attempt, step) not in points:
+                    s_K = state_of(header, records[:step], layers)
+                    values_K = values(self.user.package.values(), s_K, header.step_unit_exponent)
+                    loss = mean_loss(self.engine, values_K, self.user.prepared.select)
+                    seconds = told.seconds[attempt, step]
+                    points[attempt, step] = {"attempt": attempt} | _point(step, loss, seconds)
+        return [points[key] for key in sorted(points)]
 
 
 class _Told:
@@ -119,12 +173,15 @@ class _Told:
         self.search_cpu_s = 0.0
         self.clock = Clock()
         self.training = False
+        self.seconds: dict[tuple[int, int], tuple[float, float]] = {}
+        """After each step of each attempt."""
 
     def phase(self, name: str) -> None:
         """Nothing is kept of it."""
 
-    def step(self, done: int, total: int, loss: float) -> None:
-        """Nothing is kept of it."""
+    def step(self, done: int, total: int, loss: float) -> None:  # noqa: ARG002
+        """Keep the time."""
+        self.seconds[self.attempt, done] = self.clock.pause()
 
     def evaluated(self, step: int, loss: float, base_loss: float) -> None:  # noqa: ARG002
         """Keep the evaluation; the first of a run ends the search."""

@@ -1,6 +1,7 @@
 """The races to a held-out loss, in their quick form: a tiny random model, made-up texts, a few steps."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from benchmarks import compute_types, estimators, first_order, time_to_loss
 from benchmarks.cells import Cells
 from benchmarks.loss_page import LINEAR, OURS, page
 from benchmarks.model_packages import Sources
-from benchmarks.trajectories import descend, lowest, seconds_to
+from benchmarks.trajectories import descend, lowest, seconds_to, train_agent
 from benchmarks.user_text import user_text
 from edge_agent.evaluate import mean_loss
 from permille.engines.torch_engine import TorchEngine
@@ -108,6 +109,57 @@ def test_first_order_trains_from_our_base_in_a_process_of_its_own(
     assert found["points"][0]["loss"] == pytest.approx(base, abs=1e-3)
     assert found["points"][-1]["loss"] < base
     assert found["peak_bytes"] >= found["anonymous_peak_bytes"] > 1 << 20
+
+
+def test_our_runs_are_evaluated_between_the_agents_evaluations(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the log: the states at the agent's own evaluations have the agent's losses."""
+    user = user_text(sources, "tiny", time_to_loss.SPEAKER, 0, tmp_path / "packages", tmp_path / "home")
+    run = train_agent(user, steps=30, threads=1, options={})
+    points = run.points_of_log()
+    last = [point for point in points if point["attempt"] == run.told.attempt]
+    assert {1, 2, 3, 5, 10, 30} <= {point["step"] for point in last}
+    assert [point["cpu_s"] for point in points] == sorted(point["cpu_s"] for point in points)
+    own = {(point["attempt"], point["step"]): point["loss"] for point in run.result["points"]}
+    monkeypatch.setattr(run.told, "points", [])
+    again = {(point["attempt"], point["step"]): point["loss"] for point in run.points_of_log()}
+    shared = own.keys() & again.keys()
+    assert shared
+    assert all(own[key] == pytest.approx(again[key], abs=1e-6) for key in shared)
+
+
+def test_steps_to_a_loss_count_over_attempts(tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "cells.jsonl")
+    common = {"model": "tiny", "speaker": "A", "seed": 0, "threads": 1, "what": "run"}
+
+    def result(*points: tuple[int, int, float, float]) -> dict[str, object]:
+        told = [
+            {"attempt": attempt, "step": step, "loss": loss, "wall_s": 1.0, "cpu_s": cpu}
+            for attempt, step, loss, cpu in points
+        ]
+        return {"points": told, "peak_bytes": 1e6, "anonymous_peak_bytes": 1e6, "search_cpu_s": 1.0}
+
+    ours = result((0, 0, 5.0, 0.0), (0, 7, 6.0, 7.0), (1, 0, 5.0, 7.0), (1, 4, 4.4, 11.0), (1, 9, 4.0, 16.0))
+    theirs = result((0, 0, 5.0, 0.0), (0, 2, 4.2, 6.0))
+    cells.once(first_order.FIGURE, common | {"method": "permille"}, lambda: ours)
+    cells.once(first_order.FIGURE, common | {"method": "LoRA"}, lambda: theirs)
+    told = page(cells)
+    assert "| permille | 11 steps, 11.0 (12.0) s | 16 steps, 16.0 (17.0) s | 16 steps," in told
+    assert "| LoRA | 2 steps, 6.0 (7.0) s | 2 steps, 6.0 (7.0) s | not reached |" in told
+
+
+@pytest.mark.parametrize(("best", "tries"), [(1e-2, 4), (0.1, 6), (10.0, 8), (1e-5, 8)])
+def test_a_learning_rate_on_the_edge_of_its_grid_extends_it(best: float, tries: int) -> None:
+    made: list[float] = []
+
+    def tried(rate: float) -> float:
+        made.append(rate)
+        return abs(math.log(rate / best))
+
+    found = first_order.best_rate(tried, (1e-3, 3e-3, 1e-2, 3e-2))
+    assert len(made) == tries
+    assert tried(found) == min(map(tried, made[:tries]))
 
 
 def test_compute_types_are_judged_against_float32(
