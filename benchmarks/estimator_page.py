@@ -28,12 +28,14 @@ def page(cells: Cells) -> str:
         "token that training takes off, mean over seeds: after the same number of row passes, and after the",
         "same processor seconds (those of the contender of the group that was done first). Speed: seconds",
         f"that `{BASELINE}` needs for its last loss, divided by those that the contender needs for it;",
-        "geometric mean over the runs that reach it. Name: estimator, queries x rows.",
+        "geometric mean over the runs that reach it. Above base: runs that end above where they began",
+        "(the search chose a step that is too long; an agent begins anew there, these do not). Name:",
+        "estimator, queries x rows.",
     ]
     for model, text in sorted({key[:2] for key in groups}):
         chosen = [group for key, group in sorted(groups.items()) if key[:2] == (model, text)]
         lines += ["", f"## {model}, {text}", "", *_table(chosen)]
-    lines += ["", "## All", "", *_table(list(groups.values()))]
+    lines += ["", f"## All, against `{BASELINE}`", "", *_paired(list(groups.values()))]
     failed = [
         f"- {Contender(**_contender(settings)).label}: {settings['model']}, {settings['text']}, "
         f"seed {settings['seed']}: {result['failed']}"
@@ -90,8 +92,8 @@ def _table(groups: Iterable[Group]) -> list[str]:
             for name, number in found.items():
                 columns[label][name].append(number)
     lines = [
-        "| contender | runs | at equal passes | at equal seconds | SE | speed | reached |",
-        "|---|---|---|---|---|---|---|",
+        "| contender | runs | at equal passes | at equal seconds | SE | speed | reached | above base |",
+        "|---" * 8 + "|",
     ]
     for label, column in sorted(columns.items(), key=lambda item: -mean(item[1]["by_seconds"])):
         seconds = column["by_seconds"]
@@ -100,9 +102,40 @@ def _table(groups: Iterable[Group]) -> list[str]:
         speed = f"{math.exp(mean(map(math.log, reached))):.2f}" if reached else "-"
         lines.append(
             f"| {label} | {len(seconds)} | {mean(column['by_passes']):.3f} | {mean(seconds):.3f} "
-            f"| {error} | {speed} | {len(reached)} of {len(column['speed'])} |"
+            f"| {error} | {speed} | {len(reached)} of {len(column['speed'])} "
+            f"| {sum(fall < 0 for fall in seconds)} |"
         )
     return lines
+
+
+def _paired(groups: Iterable[Group]) -> list[str]:
+    """Each contender against the baseline, over the runs that both have: others say nothing of the two."""
+    differences: dict[str, list[float]] = defaultdict(list)
+    falls: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        figures = _figures(group)
+        if BASELINE not in figures:
+            continue
+        for label, found in figures.items():
+            if label != BASELINE:
+                differences[label].append(found["by_seconds"] - figures[BASELINE]["by_seconds"])
+            falls[label].append(found["by_seconds"])
+    lines = [
+        "Over the runs that both have, at equal seconds: by how much more the loss falls, and in how many",
+        "of them it does.",
+        "",
+        f"| contender | runs | more than `{BASELINE}` | SE | in | above base |",
+        "|---" * 6 + "|",
+    ]
+    for label, more in sorted(differences.items(), key=lambda item: -mean(item[1])):
+        error = f"{stdev(more) / math.sqrt(len(more)):.3f}" if len(more) > 1 else "-"
+        ahead = sum(difference > 0 for difference in more)
+        above = sum(fall < 0 for fall in falls[label])
+        lines.append(
+            f"| {label} | {len(more)} | {mean(more):+.3f} | {error} | {ahead} of {len(more)} | {above} |"
+        )
+    above = sum(fall < 0 for fall in falls[BASELINE])
+    return [*lines, f"| {BASELINE} | {len(falls[BASELINE])} | | | | {above} |"]
 
 
 def _figures(group: Group) -> dict[str, dict[str, float]]:

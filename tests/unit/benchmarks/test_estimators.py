@@ -95,9 +95,22 @@ def test_the_page_compares_at_equal_passes_and_seconds(tmp_path: Path) -> None:
 
     rows = [line for line in shown.splitlines() if line.startswith("| ")]
     # In 20 seconds: 1.0 by the first; the second has made 100 of its 200 passes, and has fallen by 1.0
-    assert "| spsa 8 x 2 | 1 | 1.000 | 1.000 | - | 1.00 | 1 of 1 |" in rows
-    assert "| one_sided 16 x 2 | 1 | 2.000 | 1.000 | - | 1.00 | 1 of 1 |" in rows
+    assert "| spsa 8 x 2 | 1 | 1.000 | 1.000 | - | 1.00 | 1 of 1 | 0 |" in rows
+    assert "| one_sided 16 x 2 | 1 | 2.000 | 1.000 | - | 1.00 | 1 of 1 | 0 |" in rows
+    assert "| one_sided 16 x 2 | 1 | +0.000 | - | 0 of 1 | 0 |" in rows
     assert "split 15 x 2: m, t, seed 0: no epsilon" in shown
+
+
+def test_a_run_that_ends_above_its_base_is_told(tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "cells.jsonl")
+    chosen = [cell for cell in cells_of(["m"], ["t"], [0, 1]) if not cell.contender.basis]
+    for cell in chosen:
+        rose = cell.contender.label.startswith("one_sided") and cell.settings()["seed"] == 1
+        curve = points(5.0, 5.5) if rose else points(5.0, 4.0)
+        cells.keep(FIGURE, cell.settings(), {"points": curve})
+    rows = [line for line in page(cells).splitlines() if line.startswith("| one_sided 16 x 2 |")]
+    assert rows[0].startswith("| one_sided 16 x 2 | 2 | 0.250 |") and rows[0].endswith("| 1 |")
+    assert rows[1] == "| one_sided 16 x 2 | 2 | -0.750 | 0.750 | 0 of 2 | 1 |"
 
 
 def test_between_points_losses_are_on_a_line() -> None:
