@@ -7,7 +7,15 @@ import pytest
 from benchmarks.evidence_pictures import fraction_pictures
 from benchmarks.evidence_plan import QUICK, units
 from benchmarks.evidence_records import unfinished_claims
-from benchmarks.evidence_tables import begun_anew, method_table, setting_table, turn_table, verdict_table
+from benchmarks.evidence_tables import (
+    begun_anew,
+    budget_table,
+    method_table,
+    setting_table,
+    short_table,
+    turn_table,
+    verdict_table,
+)
 from permille.evaluate.claims import verdicts
 from permille.evaluate.outcomes import Json
 from permille.evaluate.paper_claims import CLAIMS
@@ -124,6 +132,40 @@ def test_a_claim_that_holds_does_so_far_while_cells_are_missing(materials_file: 
     assert sum("**holds** so far |" in line for line in so_far) == 1
     assert sum("**holds** |" in line for line in verdict_table(rows, set())) == 1
     assert "**undecided** |" in "".join(verdict_table(rows, {"static"}))
+
+
+def test_in_short_texts_and_tasks_of_each_model_stand_apart() -> None:
+    def pair(task: str, better: float, **changed: object) -> list[Json]:
+        found = []
+        for method, share in (("zo:sensitive-c4", better), ("zo:random", 0.5)):
+            for record in cells(method, share, task=task):
+                loss = 1 - share
+                luck = [(n * (record["seed"] + len(method)) % 7 - 3) / 1000 for n in range(ITEMS)]
+                outcome = {"item_losses": [loss + one for one in luck], "loss": loss}
+                found.append(record | {"groups": record["items"]} | outcome | changed)
+        return found
+
+    text = {"accuracy": None, "correct": None, "majority": None}
+    found = [*pair("text", 0.9, **text), *pair("sst2", 0.4), *pair("text", 0.7, **text, density=0.01)]
+    found += [*cells("zero-shot", 0.5), *cells("fo:lora-8", 0.5)]
+    lines = short_table(verdicts(found))
+    assert lines[0] == "| claim | m, text | m, tasks |"
+    assert lines[2].endswith("| **holds** +0.400; **holds** +0.200 at 0.01 | sst2: **fails** -0.100 |")
+    assert lines[3].endswith("|  |  |")
+    in_order = [line for line in verdict_table(verdicts(found), set()) if "(loss of" in line]
+    assert ["text" in line for line in in_order] == [True, True, False]
+    assert " (fails) | worse |" in in_order[2]
+    assert short_table([]) == ["Nothing has been compared yet."]
+
+
+def test_budgets_tell_what_was_trained_and_where_more_might_have_helped() -> None:
+    chosen = {"zo_steps": 100, "fo_steps": 50, "batch_size": 8, "max_tokens": 96}
+    found = [record | chosen | {"best_step": 100} for record in cells("zo:full", 0.6)]
+    found += [record | chosen | {"best_step": 40} for record in cells("fo:lora-8", 0.6)]
+    found += [record | chosen | {"best_step": None, "stage": "flat"} for record in cells("zero-shot", 0.6)]
+    assert budget_table(found)[2:] == [
+        "| m, sst2 | table, flat | 100 | 50 | 16 | 8 | 96 | 8 | 4 | 100 | 3 of 6 |"
+    ]
 
 
 def test_lines_stand_in_one_order_whenever_they_were_measured() -> None:

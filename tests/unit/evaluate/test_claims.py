@@ -246,6 +246,27 @@ def test_claims_are_adjusted_for_all_their_rows() -> None:
     assert both[0].p_value == pytest.approx(2 * alone)
 
 
+def test_a_look_before_the_last_seeds_costs_its_share_of_the_error() -> None:
+    found = [*REFERENCES, *PAIRS["sensitive-random"](0.7, 0.6)]
+    once, twice, named = (
+        next(row for row in verdicts(found, looks=looks) if row.claim.key == "sensitive-random")
+        for looks in ({}, {"sensitive-random": 2}, {"static": 2})
+    )
+    assert once.p_value is not None and once.p_failing is not None
+    assert twice.p_value == pytest.approx(2 * once.p_value)
+    assert twice.p_failing == pytest.approx(min(1.0, 2 * once.p_failing))
+    assert named.p_value == once.p_value
+
+
+def test_a_set_without_a_mask_stands_beside_every_density() -> None:
+    own = [*records("zero-shot", 0.5, (0,), **FOUR_BIT), *records("fo:lora-8", 0.8, **FOUR_BIT)]
+    own += records("zo:sensitive-c4", 0.7, **FOUR_BIT, density=0.01)
+    own += records("zo:lora-8", 0.6, **FOUR_BIT)
+    rows = {row.claim.key: row for row in verdicts(own) if row.found is not None}
+    assert rows["four-bit-lora-8"].density == 0.01
+    assert rows["four-bit-lora-8"].verdict is Verdict.HOLDS
+
+
 def found_contrast(effect: float, error: float) -> Contrast:
     return Contrast(effect=effect, error=error, freedom=400.0, clusters=ITEMS, seeds=5, tasks=("sst2",))
 
