@@ -22,11 +22,12 @@ from benchmarks.cells import Cells, Result, Settings
 from benchmarks.first_order_child import METHODS
 from benchmarks.loss_page import OURS, page
 from benchmarks.machine import machine
+from benchmarks.model_packages import sources_from_environment
 from benchmarks.one_step import run_child
 from benchmarks.settings import settings_parser
 from benchmarks.time_to_loss import SPEAKER
 from benchmarks.trajectories import lowest
-from benchmarks.user_text import DENSITIES
+from benchmarks.user_text import DENSITIES, user_text
 from edge_agent.options import TrainOptions
 from permille.errors import InputError
 
@@ -74,6 +75,12 @@ def measure(
     return found | {"machine": {"before": before, "after": machine()}}
 
 
+def _make_package(packages: Path, model: str, seed: int, *, learned: bool) -> None:
+    """Here, so that no child makes it, which takes torch and hundreds of megabytes."""
+    with tempfile.TemporaryDirectory() as home:
+        user_text(sources_from_environment(), model, SPEAKER, seed, packages, Path(home), learned=learned)
+
+
 def best_rate(tried: Callable[[float], float], grid: Sequence[float]) -> float:
     """The rate of the lowest loss; the grid goes on, by `EXTENSIONS` at most, while that is on its edge."""
     losses = {rate: tried(rate) for rate in grid}
@@ -101,6 +108,9 @@ def run(
 ) -> None:
     """The runs of one model and seed that are missing."""
     common: Settings = {"model": model, "speaker": SPEAKER, "seed": seed, "threads": threads}
+    for learned in (False, True):
+        if any(("learned" in method) is learned for method in methods):
+            _make_package(packages, model, seed, learned=learned)
     for method in methods:
         chosen = 0.0
         if method in LEARNING_RATES:
