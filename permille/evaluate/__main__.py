@@ -77,11 +77,7 @@ def _table(sweep: Path, results: Path) -> tuple[str, InputError | None]:
         records = run_sweep(read_sweep(sweep), results, _tell)
     except CellsFailedError as exc:
         records, failure = exc.records, exc
-    table = markdown(records)
-    if bad := bad_rows(results):
-        left_out = f"{len(bad)}, such as {bad[0]:.300}. {results} names all."
-        table += f"\nRows of the files that were left out: {left_out}\n"
-    return table, failure
+    return markdown(records, bad_rows(results)), failure
 
 
 def _tell_table(table: str, path: Path | None) -> int:

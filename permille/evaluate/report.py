@@ -26,12 +26,20 @@ Rows = Mapping[tuple[str, str], Sequence[Json]]
 """Records of one model and base, by (method, task)."""
 
 
-def markdown(records: Iterable[Json]) -> str:
-    """The tables of all models and bases."""
+def markdown(records: Iterable[Json], left_out: Sequence[str] = ()) -> str:
+    """The tables of all models and bases.
+
+    Args:
+        left_out: rows of task files that were no examples, with the reasons, as the results name them.
+    """
     groups: dict[tuple[str, str], dict[tuple[str, str], list[Json]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         groups[record["model"], record["base"]][record["method"], record["task"]].append(record)
-    return "\n".join(_table(model, base, rows) for (model, base), rows in groups.items())
+    tables = [_table(model, base, rows) for (model, base), rows in groups.items()]
+    if left_out:
+        count = f"{len(left_out)}, such as {left_out[0]:.300}"
+        tables.append(f"Rows of the files that were left out: {count}. The results name all.\n")
+    return "\n".join(tables)
 
 
 def _table(model: str, base: str, rows: Rows) -> str:

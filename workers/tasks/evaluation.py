@@ -80,11 +80,12 @@ def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
         context.progress(max(begun, _MEASURED * done / total), message)
 
     records = run_sweep(sweep, file, progress)
+    left_out = bad_rows(file)
     return Findings(
         cells=len(records),
-        bad_rows=len(bad_rows(file)),
+        bad_rows=len(left_out),
         results_digest=context.blobs.put_file(file),
-        report_digest=context.blobs.put_bytes(markdown(records).encode()),
+        report_digest=context.blobs.put_bytes(markdown(records, left_out).encode()),
         size_bytes=file.stat().st_size,
     )
 

@@ -33,7 +33,7 @@ def test_every_stage_leaves_its_data_and_a_second_call_measures_nothing(
 
 def test_the_page_concludes_nothing_from_one_seed_and_names_what_is_missing(evidence: Path) -> None:
     page = (evidence / "page/evidence.md").read_text()
-    assert page.count("**undecided**") == 7
+    assert page.count("**undecided**") == 9
     assert "**holds**" not in page
     assert "**fails**" not in page
     assert "`flat` of tiny: waits for" in page
@@ -116,9 +116,9 @@ def test_no_cell_begins_when_the_minutes_are_over(materials_file: Path, tmp_path
     assert main(arguments(materials_file, tmp_path, "--minutes", "0")) == 0
     assert read_records(tmp_path) == []
     page = (tmp_path / "page/evidence.md").read_text()
-    assert "- `table` of tiny, sst2: 0 of 21 cells." in page
+    assert "- `table` of tiny, sst2: 0 of 24 cells." in page
     assert "figure `coverage`" in page
-    assert page.count("**undecided**") == 7
+    assert page.count("**undecided**") == 9
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_time_is_checked_before_a_cell(materials_file: Path, tmp_path: Path) -> 
         runner.memory()
     planned = runner.planner.planned("table", folder / "tiny", "sst2")
     (row,) = progress(planned, [])
-    assert (row.done, row.planned) == (0, 21)
+    assert (row.done, row.planned) == (0, 24)
     left = [{"unit": "table-tiny-sst2-older", "seconds": 1.0}, {"unit": planned[0].name, "seconds": 2.0}]
     (row,) = progress(planned, left)
     assert (row.done, row.hours) == (1, 2.0 / 3600)

@@ -157,7 +157,7 @@ def test_of_a_task_of_which_nothing_is_shown_only_references_are_measured(
     (two_tasks.folder / "sweeps").mkdir()
     model = two_tasks.materials.models[0]
     two_tasks.run("table", model, "rte")
-    assert (began[:2], len(began)) == (["prior", "rte-references"], 9)  # not known yet
+    assert (began[:2], len(began)) == (["prior", "rte-references"], 11)  # not known yet
     for losses, parts in ((BELOW, 8), (guess(BEST), 1)):
         write_references(two_tasks, losses)
         began.clear()
@@ -197,7 +197,7 @@ def test_the_page_tells_the_guess_and_what_is_shown(
     assert {record["prior_loss"] for record in records} == {cell["result"]["loss"]}
     page = (evidence / "page/evidence.md").read_text()
     assert f"; prior {cell['result']['loss']:.3f}" in page
-    assert "What tasks can tell" not in page  # one seed says nothing
+    assert "## What tasks can tell" not in page  # one seed says nothing
     output = evidence.parent / "told"
     monkeypatch.setattr(Planner, "learned", lambda *_: NOTHING)
     assert main(arguments(materials_file, evidence, "--page", "--output", str(output))) == 0
