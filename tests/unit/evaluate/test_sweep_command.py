@@ -98,7 +98,11 @@ def test_the_operators_command_takes_its_process_with_it(number: signal.Signals,
     """To the end of its standard error, which the process that measures holds as well."""
     # Cells so long that none ends before the signal, however busy the machine is.
     sweep_file.write_text(sweep_file.read_text().replace("zo_steps = 4", "zo_steps = 4000"))
-    code = "import sys; from service.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    # A shell's background job ignores SIGINT, and whatever it starts inherits that.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from service.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
     arguments = [sys.executable, "-c", code, "evaluate", str(sweep_file)]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
