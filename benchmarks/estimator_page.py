@@ -3,8 +3,9 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from statistics import mean, stdev
 from typing import Any
+
+import numpy as np
 
 from benchmarks.cells import Cells
 from benchmarks.estimator_runs import Contender
@@ -28,9 +29,9 @@ def page(cells: Cells) -> str:
         "token that training takes off, mean over seeds: after the same number of row passes, and after the",
         "same processor seconds (those of the contender of the group that was done first). Speed: seconds",
         f"that `{BASELINE}` needs for its last loss, divided by those that the contender needs for it;",
-        "geometric mean over the runs that reach it. Above base: runs that end above where they began",
-        "(the search chose a step that is too long; an agent begins anew there, these do not). Name:",
-        "estimator, queries x rows.",
+        "geometric mean over the runs that reach it. Above base: runs that are no lower then than where",
+        "they began (the search chose a step that is too long; an agent begins anew there, these do not).",
+        "Name: estimator, queries x rows.",
     ]
     for model, text in sorted({key[:2] for key in groups}):
         chosen = [group for key, group in sorted(groups.items()) if key[:2] == (model, text)]
@@ -95,15 +96,15 @@ def _table(groups: Iterable[Group]) -> list[str]:
         "| contender | runs | at equal passes | at equal seconds | SE | speed | reached | above base |",
         "|---" * 8 + "|",
     ]
-    for label, column in sorted(columns.items(), key=lambda item: -mean(item[1]["by_seconds"])):
+    for label, column in sorted(columns.items(), key=lambda item: -np.mean(item[1]["by_seconds"])):
         seconds = column["by_seconds"]
-        error = f"{stdev(seconds) / math.sqrt(len(seconds)):.3f}" if len(seconds) > 1 else "-"
+        error = _error(seconds)
         reached = [speed for speed in column["speed"] if speed > 0]
-        speed = f"{math.exp(mean(map(math.log, reached))):.2f}" if reached else "-"
+        speed = f"{math.exp(np.mean(np.log(reached))):.2f}" if reached else "-"
         lines.append(
-            f"| {label} | {len(seconds)} | {mean(column['by_passes']):.3f} | {mean(seconds):.3f} "
+            f"| {label} | {len(seconds)} | {np.mean(column['by_passes']):.3f} | {np.mean(seconds):.3f} "
             f"| {error} | {speed} | {len(reached)} of {len(column['speed'])} "
-            f"| {sum(fall < 0 for fall in seconds)} |"
+            f"| {_above_base(seconds)} |"
         )
     return lines
 
@@ -127,15 +128,24 @@ def _paired(groups: Iterable[Group]) -> list[str]:
         f"| contender | runs | more than `{BASELINE}` | SE | in | above base |",
         "|---" * 6 + "|",
     ]
-    for label, more in sorted(differences.items(), key=lambda item: -mean(item[1])):
-        error = f"{stdev(more) / math.sqrt(len(more)):.3f}" if len(more) > 1 else "-"
+    for label, more in sorted(differences.items(), key=lambda item: -np.mean(item[1])):
+        error = _error(more)
         ahead = sum(difference > 0 for difference in more)
-        above = sum(fall < 0 for fall in falls[label])
         lines.append(
-            f"| {label} | {len(more)} | {mean(more):+.3f} | {error} | {ahead} of {len(more)} | {above} |"
+            f"| {label} | {len(more)} | {np.mean(more):+.3f} | {error} | {ahead} of {len(more)} "
+            f"| {_above_base(falls[label])} |"
         )
-    above = sum(fall < 0 for fall in falls[BASELINE])
-    return [*lines, f"| {BASELINE} | {len(falls[BASELINE])} | | | | {above} |"]
+    return [*lines, f"| {BASELINE} | {len(falls[BASELINE])} | | | | {_above_base(falls[BASELINE])} |"]
+
+
+def _error(numbers: list[float]) -> str:
+    """The standard error of their mean."""
+    return f"{np.std(numbers, ddof=1) / math.sqrt(len(numbers)):.3f}" if len(numbers) > 1 else "-"
+
+
+def _above_base(falls: Iterable[float]) -> int:
+    """Runs whose loss has not fallen; one that is not finite has not."""
+    return sum(not fall > 0 for fall in falls)
 
 
 def _figures(group: Group) -> dict[str, dict[str, float]]:

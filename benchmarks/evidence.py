@@ -18,7 +18,8 @@ Hours of one core, reckoned from cells measured on a shared Zen 3 core with AVX2
 20 s with stories260K, 25 s with reference-7M for a mask, 45 s for an adapter, 100 s for all weights; a search
 is 11 to 15 shorter runs, of `fractions` 4 to 7); `prior`, `steps` and `memory` are minutes. The last rows
 are of a shared core with AVX-512; tasks of which references show nothing take no more than these (those of
-COPA, RTE and WSC; with reference-7M not timed alone):
+COPA, RTE and WSC; with reference-7M not timed alone). `nf4-adapters` and `prefix` of a table, and `fractions`
+of `text`, were not timed and come on top:
 
     stage                   stories260K    reference-7M
     coverage, transfer              0.1             0.1

@@ -75,7 +75,8 @@ def budget_table(records: Sequence[Json]) -> list[str]:
     rows: dict[tuple[object, ...], list[Json]] = {}
     for record in sorted(records, key=lambda record: (record["model"], record["task"] != Task.TEXT)):
         keys = ("model", "task", "zo_steps", "fo_steps", "queries", "batch_size", "max_tokens")
-        rows.setdefault((*(record[key] for key in keys), *record["examples"].values()), []).append(record)
+        sizes = (record["examples"][part] for part in ("train", "validation", "test"))
+        rows.setdefault((*(record[key] for key in keys), *sizes), []).append(record)
     lines = [
         "| model, task | stages | steps by zeroth order | by first | queries a step | rows a step "
         "| tokens a row, at most | examples: train | validation | test | best at the last evaluation |",
@@ -85,9 +86,9 @@ def budget_table(records: Sequence[Json]) -> list[str]:
         stages = ", ".join(dict.fromkeys(record["stage"] for record in own))
         trained = [record for record in own if record["best_step"] is not None]
         last = sum(record["best_step"] == _steps(record) for record in trained)
-        sizes = " | ".join(map(str, examples))
+        counts = " | ".join(map(str, examples))
         lines.append(
-            f"| {model}, {task} | {stages} | {zo} | {fo} | {queries} | {batch} | {tokens} | {sizes} "
+            f"| {model}, {task} | {stages} | {zo} | {fo} | {queries} | {batch} | {tokens} | {counts} "
             f"| {last} of {len(trained)} |"
         )
     return lines

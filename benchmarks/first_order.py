@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.cells import Cells, Result, Settings
 from benchmarks.first_order_child import METHODS
+from benchmarks.loss_page import FIRST_ORDER as FIGURE
 from benchmarks.loss_page import OURS, page
 from benchmarks.machine import machine
 from benchmarks.model_packages import sources_from_environment
@@ -31,7 +32,6 @@ from benchmarks.user_text import DENSITIES, user_text
 from edge_agent.options import TrainOptions
 from permille.errors import InputError
 
-FIGURE = "first order, evaluated often"
 TUNING_SEED = 1000
 """Beside the seed of the run."""
 GRID_FACTOR, EXTENSIONS = 10**0.5, 4

@@ -14,7 +14,7 @@ from benchmarks.engine_steps import opened
 from benchmarks.loss_page import LEARNED, OURS
 from benchmarks.machine import AnonymousPeak, resident
 from benchmarks.model_packages import sources_from_environment
-from benchmarks.trajectories import descend, train_agent
+from benchmarks.trajectories import BATCH_ROWS, descend, train_agent
 from benchmarks.user_text import UserText, user_text
 from edge_agent.evaluate import mean_loss
 from edge_agent.rows import TrainingBatches
@@ -22,7 +22,7 @@ from permille.errors import InputError
 
 # On the NF4 base that all share.
 METHODS = (OURS[0], LEARNED, "LoRA", "sparse values")
-BATCH_ROWS, MICRO_ROWS = 16, 2
+MICRO_ROWS = 2
 
 
 def _lora(user: UserText, *, learning_rate: float, steps: int, every: int) -> dict[str, Any]:

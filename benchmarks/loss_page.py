@@ -3,12 +3,15 @@
 from typing import Any
 
 from benchmarks.cells import Cells, Result, Settings
-from benchmarks.trajectories import lowest, seconds_to
+from benchmarks.trajectories import BATCH_ROWS, lowest, seconds_to
 
+MEZO, FIRST_ORDER = "time to loss", "first order, evaluated often"
+"""Figures of the cells."""
 FRACTIONS = (0.5, 0.75, 0.95)
 PLAIN = "plain MeZO"
 LINEAR = "MeZO, linear weights"
 _TRIAL = "trial"
+_OF_A_STEP = ("estimator", "queries", "batch_rows")
 INT8, LEARNED = "permille, light-int8", "permille, learned directions"
 OURS = ("permille", INT8, LEARNED)
 _TARGETS = (("MeZO", "0.2"), (PLAIN, "0.1"), (LINEAR, ""), *((name, "") for name in OURS))
@@ -33,7 +36,7 @@ def _mezo_tables(cells: Cells) -> list[str]:
     groups: dict[tuple[Any, ...], dict[str, tuple[Settings, Result]]] = {}
     longer: dict[tuple[Any, ...], list[tuple[Settings, Result]]] = {}
     tuning: dict[tuple[Any, str], dict[int, list[float]]] = {}
-    for settings, result in cells.of("time to loss"):
+    for settings, result in cells.of(MEZO):
         key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
         if settings["what"] in (_TRIAL, f"{_TRIAL} of {LINEAR}"):
             of = key, settings["what"]
@@ -109,7 +112,7 @@ def _by_pace(found: dict[str, tuple[Settings, Result]]) -> dict[str, tuple[Setti
 def _first_order_tables(cells: Cells) -> list[str]:
     groups: dict[tuple[Any, ...], dict[str, Result]] = {}
     tuning: dict[tuple[Any, ...], float] = {}
-    for settings, result in cells.of("first order, evaluated often"):
+    for settings, result in cells.of(FIRST_ORDER):
         key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
         if settings["what"] == "trial":
             of = (*key, settings["method"])
@@ -125,6 +128,7 @@ def _first_order_tables(cells: Cells) -> list[str]:
         reference = found.get("permille")
         if reference is None:
             continue
+        estimator, queries, rows = (reference["options"][name] for name in _OF_A_STEP)
         base = reference["points"][0]["loss"]
         fall = base - lowest(reference["points"])["loss"]
         targets = [base - fraction * fall for fraction in FRACTIONS]
@@ -133,9 +137,9 @@ def _first_order_tables(cells: Cells) -> list[str]:
             f"## {model}, {speaker}, seed {seed}, {threads} threads: against first-order training",
             "",
             f"The losses are a half, three quarters and 95 % of our fall from {base:.4f}. First order is",
-            "evaluated after every step, ours after steps that grow by a fifth. A step of first order is 16",
-            "rows forward and back, one of ours 34 rows forward. Memory: peak of the process, and what of it",
-            "no file backs.",
+            "evaluated after every step, ours after steps that grow by a fifth. A step of first order is",
+            f"{BATCH_ROWS} rows forward and back, one of ours {queries} queries of {rows} rows forward,",
+            f"{estimator}. Memory: peak of the process, and what of it no file backs.",
             "",
             f"| method | {named} | peak MB | anonymous MB | lowest loss |",
             "|---|---|---|---|---|---|---|",

@@ -27,12 +27,13 @@ import torch
 from benchmarks.cells import Cells, Result, Settings
 from benchmarks.dense import batch_loss, rows_loss
 from benchmarks.loss_page import INT8, LEARNED, LINEAR, OURS, PLAIN, page
+from benchmarks.loss_page import MEZO as FIGURE
 from benchmarks.machine import machine
 from benchmarks.mezo import Mezo
 from benchmarks.model_packages import Sources, sources_from_environment
 from benchmarks.plain_mezo import PlainMezo
 from benchmarks.settings import settings_parser
-from benchmarks.trajectories import agent_run, descend, lowest
+from benchmarks.trajectories import BATCH_ROWS, agent_run, descend, lowest
 from benchmarks.user_text import DENSITIES, UserText, user_text
 from edge_agent.options import TrainOptions
 from edge_agent.rows import Row, TrainingBatches
@@ -41,9 +42,7 @@ from permille.engines.factory import AUTO, LIGHT_INT8
 from permille.models.loading import load_model
 from permille.quantization import Scheme
 
-FIGURE = "time to loss"
 SPEAKER = "GLOUCESTER"
-BATCH_ROWS = 16
 EPSILON = 1e-3
 LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 EVALUATIONS = 40

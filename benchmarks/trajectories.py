@@ -27,6 +27,9 @@ from permille.zo.lattice import values
 
 Point = dict[str, Any]
 
+BATCH_ROWS = 16
+"""Of a step of what ours is compared with, as in the papers."""
+
 HOPELESS = 0.5
 """Nats above its base from which no run of these comes back."""
 

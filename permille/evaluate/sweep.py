@@ -64,7 +64,8 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     """Run what the results file lacks; returns the records of all cells, in the order of `cells_of`.
 
     Raises:
-        InputError: the file is of another sweep or damaged before its last line; or no cell can be measured.
+        InputError: the file is of another sweep or damaged before its last line; or a task's file or the
+            corpus is not as expected.
         CellsFailedError: the input of some cells is wrong; the others are done and kept.
         RetryableError: another process is at it.
     """

@@ -206,8 +206,8 @@ def all_weights(model: "PreTrainedModel") -> Trainable:
 def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> Trainable:
     """Low-rank adapters on all linear layers of the blocks, alpha = rank; LoRA-FA where `frozen_a`.
 
-    The papers take alpha 16 with rank 8: their update of the weights is twice ours at the same adapter, which
-    a step size that is searched for makes up.
+    The papers take alpha 16 with rank 8: their update of the weights is twice ours at the same adapter, for
+    which a step size that is searched for makes up at the first order only.
     `B` starts at zero, so at `base_K` the model is the base's, and for LoRA-FA only `B` is trained.
     """
     from peft import LoraConfig, get_peft_model

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import compute_types, estimators, first_order, time_to_loss
 from benchmarks.cells import Cells
-from benchmarks.loss_page import LINEAR, OURS, page
+from benchmarks.loss_page import FIRST_ORDER, LINEAR, OURS, page
 from benchmarks.model_packages import Sources
 from benchmarks.trajectories import descend, lowest, seconds_to, train_agent
 from benchmarks.user_text import user_text
@@ -133,18 +133,21 @@ def test_steps_to_a_loss_count_over_attempts(tmp_path: Path) -> None:
     cells = Cells(tmp_path / "cells.jsonl")
     common = {"model": "tiny", "speaker": "A", "seed": 0, "threads": 1, "what": "run"}
 
+    chosen = {"options": {"estimator": "one_sided", "queries": 3, "batch_rows": 2}}
+
     def result(*points: tuple[int, int, float, float]) -> dict[str, object]:
         told = [
             {"attempt": attempt, "step": step, "loss": loss, "wall_s": 1.0, "cpu_s": cpu}
             for attempt, step, loss, cpu in points
         ]
-        return {"points": told, "peak_bytes": 1e6, "anonymous_peak_bytes": 1e6, "search_cpu_s": 1.0}
+        return {"points": told, "peak_bytes": 1e6, "anonymous_peak_bytes": 1e6, "search_cpu_s": 1.0} | chosen
 
     ours = result((0, 0, 5.0, 0.0), (0, 7, 6.0, 7.0), (1, 0, 5.0, 7.0), (1, 4, 4.4, 11.0), (1, 9, 4.0, 16.0))
     theirs = result((0, 0, 5.0, 0.0), (0, 2, 4.2, 6.0))
-    cells.once(first_order.FIGURE, common | {"method": "permille"}, lambda: ours)
-    cells.once(first_order.FIGURE, common | {"method": "LoRA"}, lambda: theirs)
+    cells.once(FIRST_ORDER, common | {"method": "permille"}, lambda: ours)
+    cells.once(FIRST_ORDER, common | {"method": "LoRA"}, lambda: theirs)
     told = page(cells)
+    assert "one of ours 3 queries of 2 rows forward,\none_sided." in told
     assert "| permille | 11 steps, 11.0 (12.0) s | 16 steps, 16.0 (17.0) s | 16 steps," in told
     assert "| LoRA | 2 steps, 6.0 (7.0) s | 2 steps, 6.0 (7.0) s | not reached |" in told
 

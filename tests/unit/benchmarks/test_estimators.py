@@ -107,10 +107,13 @@ def test_a_run_that_ends_above_its_base_is_told(tmp_path: Path) -> None:
     for cell in chosen:
         rose = cell.contender.label.startswith("one_sided") and cell.settings()["seed"] == 1
         curve = points(5.0, 5.5) if rose else points(5.0, 4.0)
+        if cell.contender.label.startswith("split"):
+            curve[-1]["loss"] = None
         cells.keep(FIGURE, cell.settings(), {"points": curve})
     rows = [line for line in page(cells).splitlines() if line.startswith("| one_sided 16 x 2 |")]
     assert rows[0].startswith("| one_sided 16 x 2 | 2 | 0.250 |") and rows[0].endswith("| 1 |")
     assert rows[1] == "| one_sided 16 x 2 | 2 | -0.750 | 0.750 | 0 of 2 | 1 |"
+    assert next(line for line in page(cells).splitlines() if line.startswith("| split")).endswith("| 2 |")
 
 
 def test_between_points_losses_are_on_a_line() -> None:

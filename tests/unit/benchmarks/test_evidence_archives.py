@@ -103,7 +103,7 @@ def measured_elsewhere(runner: Runner, unit: Unit, *, loss: float) -> None:
             "loss": of_seed,
             "validation_loss": of_seed,
             "curve": [[0, of_seed]],
-            "examples": {"test": 40},
+            "examples": {"train": 8, "validation": 4, "test": 40},
             "step_factor": 1.0 if trained else None,
         }
         plain = {"seconds": 1.0, "shots": 0.0, "cut_examples": 0, "on_edge": False}

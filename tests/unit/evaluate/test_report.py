@@ -47,6 +47,36 @@ def test_notes_of_a_method_are_told_by_task() -> None:
     assert "| icl:4 (text: 1.5 shots fitted, text: 2 of 3 cut, wsc: 0.0 shots fitted) |" in table
 
 
+def test_a_method_that_lacks_a_cell_has_no_rank() -> None:
+    """It could not be measured; whatever else it is compared by would be luck."""
+
+    def line(method: str, task: str, loss: float, seed: int = 0) -> dict[str, Any]:
+        cell = {"model": "m", "base": "bf16", "task": task, "loss": loss, "on_edge": False, "cut_examples": 0}
+        return outcome(method, "1100", seed=seed) | cell
+
+    whole = [
+        line(method, task, 1.0, seed)
+        for method in ("zo:full", "fo:full")
+        for task in ("rte", "wsc")
+        for seed in (0, 1)
+    ]
+    lacking = [line("zo:lora-8", "rte", 0.1, seed) for seed in (0, 1)]
+    one_seed = [line("zo:random", task, 0.1) for task in ("rte", "wsc")]
+    rows = markdown([*whole, *lacking, *one_seed]).splitlines()
+    told = {row.split(" | ")[0].removeprefix("| "): row for row in rows if row.startswith(("| zo", "| fo"))}
+    assert told["zo:lora-8"] == "| zo:lora-8 | 50.0 ± 0.0 (0.100) | not measured |  |  |"
+    assert told["zo:random"].endswith("|  |  |")
+    assert told["zo:full"].endswith("|  | 1.5 |") and told["fo:full"].endswith("|  | 1.5 |")
+
+
+def test_rows_that_were_left_out_are_told() -> None:
+    bad = [f"sst2: train.tsv:{line}: expected a label" for line in (9, 11)]
+    assert markdown([], bad) == (
+        "Rows of the files that were left out: 2, such as sst2: train.tsv:9: expected a label. "
+        "The results name all.\n"
+    )
+
+
 def test_a_task_counts_only_where_first_order_training_clearly_gains() -> None:
     zero_shot = {("zero-shot", "sst2"): [outcome("zero-shot", right(210))]}
     assert countable(zero_shot | {("fo:full", "sst2"): [outcome("fo:full", right(300))]}, "sst2")
