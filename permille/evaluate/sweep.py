@@ -1,4 +1,4 @@
-"""Running a sweep: cell by cell, each result durable before the next begins.
+"""Running a sweep: cell by cell, each trial of a search and each result durable before the next begins.
 
 A sweep that is killed goes on after the last whole line of its results file (`sweep_results.py`). A cell
 whose input is wrong (a damaged model) takes nothing from the others: it is told when they are done.
@@ -11,10 +11,11 @@ from pathlib import Path
 
 from permille.errors import InputError
 from permille.evaluate.cells import Bench
+from permille.evaluate.methods import Order
 from permille.evaluate.outcomes import Cell, Json
 from permille.evaluate.specification import Sweep
 from permille.evaluate.sweep_results import Results, alone, open_results
-from permille.evaluate.tuning import tune, tuning_seed
+from permille.evaluate.tuning import Trial, tune, tuning_seed
 
 _TOLD = 3
 """Cells that failed and are named; the others are counted."""
@@ -45,7 +46,8 @@ def _and_more(count: int) -> str:
 
 
 Progress = Callable[[int, int, str], None]
-"""Called with cells done, cells in all, and what is next. What it raises stops the sweep between cells."""
+"""Called with cells done, cells in all, and what is next: a cell, or a trial of its search. What it raises
+stops the sweep there."""
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
@@ -81,10 +83,11 @@ def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     cells = cells_of(sweep)
     failed: dict[str, InputError] = {}
     for number, cell in enumerate(cells):
-        progress(number, len(cells), cell.key)
+        tell = partial(progress, number, len(cells))
+        tell(cell.key)
         if cell.key not in done.cells:
             try:
-                record = _run(bench, cell, done)
+                record = _run(bench, cell, done, tell)
             except InputError as exc:
                 failed[cell.key] = exc
             else:
@@ -96,44 +99,53 @@ def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     return records
 
 
-def _run(bench: Bench, cell: Cell, done: Results) -> Json:
-    """The record of a cell; what it finds of bad rows is durable before its tuning and its record are."""
+def _run(bench: Bench, cell: Cell, done: Results, tell: Callable[[str], None]) -> Json:
+    """The record of a cell; what it finds of bad rows is durable before its trials and its record are."""
     order = cell.method.order
     if order is None:
         with done.bad_rows_of(bench):
             return bench.run(cell, cell.seed, None).record() | {"tuned_step_factor": None, "on_edge": False}
     if cell.tuning_key not in done.tunings:
-        seed = tuning_seed(cell.seed)
-        with done.bad_rows_of(bench):
-            tuned = tune(
-                *(
-                    partial(bench.trial, cell, order, seed + number)
-                    for number in range(bench.sweep.tuning_seeds)
-                ),
-                trials=bench.sweep.trials,
-            )
-        done.append(
-            {
-                "kind": "tuning",
-                "key": cell.tuning_key,
-                "seed": seed,
-                "step_factor": tuned.step_factor,
-                "losses": _by_power(tuned.losses),
-                "medians": _by_power(tuned.medians),
-                "runs": [
-                    {
-                        str(power): [_finite(trial.loss), trial.rose]
-                        for power, trial in sorted(of_seed.items())
-                    }
-                    for of_seed in tuned.runs
-                ],
-                "on_edge": tuned.on_edge,
-            }
-        )
+        _tune(bench, cell, order, done, tell)
     tuning = done.tunings[cell.tuning_key]
     chosen = {"tuned_step_factor": tuning["step_factor"], "on_edge": tuning["on_edge"]}
     with done.bad_rows_of(bench):
         return bench.run(cell, cell.seed, tuning["step_factor"]).record() | chosen
+
+
+def _tune(bench: Bench, cell: Cell, order: Order, done: Results, tell: Callable[[str], None]) -> None:
+    """Search a step factor for the cells of a tuning; goes on after the last trial that is known."""
+
+    def trial(seed: int, step_factor: float) -> Trial:
+        key = f"{cell.tuning_key}/{seed}/{step_factor:.6g}"
+        if key not in done.trials:
+            tell(f"{cell.key}: trial of step factor {step_factor:.3g}, seed {seed}")
+            with done.bad_rows_of(bench):
+                found = bench.trial(cell, order, seed, step_factor)
+            done.append({"kind": "trial", "key": key, "loss": _finite(found.loss), "rose": found.rose})
+        known = done.trials[key]
+        return Trial(loss=math.nan if known["loss"] is None else known["loss"], rose=known["rose"])
+
+    seed = tuning_seed(cell.seed)
+    tuned = tune(
+        *(partial(trial, seed + number) for number in range(bench.sweep.tuning_seeds)),
+        trials=bench.sweep.trials,
+    )
+    done.append(
+        {
+            "kind": "tuning",
+            "key": cell.tuning_key,
+            "seed": seed,
+            "step_factor": tuned.step_factor,
+            "losses": _by_power(tuned.losses),
+            "medians": _by_power(tuned.medians),
+            "runs": [
+                {str(power): [_finite(trial.loss), trial.rose] for power, trial in sorted(of_seed.items())}
+                for of_seed in tuned.runs
+            ],
+            "on_edge": tuned.on_edge,
+        }
+    )
 
 
 def _by_power(losses: Mapping[int, float]) -> dict[str, float | None]:

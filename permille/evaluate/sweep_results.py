@@ -1,28 +1,24 @@
 """The results file of a sweep: what it is of, and what it holds.
 
-JSON lines: a `sweep` line with the digest of what is compared and the procedure, then `tuning`, `cell` and
-`bad-row` lines. A torn last line is cut off. A file of another sweep or procedure is refused, never mixed;
-seeds may be added after those that a file was begun with.
+JSON lines: a `sweep` line with the digest of what is compared and the procedure, then `trial` (of a search),
+`tuning` (what it chose), `cell` and `bad-row` lines. A torn last line is cut off. A file of another sweep or
+procedure is refused, never mixed; seeds may be added after those that a file was begun with.
 """
 
 import fcntl
-import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
-from permille import __version__
 from permille.errors import InputError, RetryableError
 from permille.evaluate.cells import Bench
-from permille.evaluate.methods import Method
 from permille.evaluate.outcomes import Json
 from permille.evaluate.prompts import Task
-from permille.evaluate.specification import Sweep, TaskFiles
+from permille.evaluate.specification import Sweep
+from permille.evaluate.sweep_digest import digests
 
 PROCEDURE = 2
 """How cells are tuned and trained; results of another procedure are refused."""
@@ -53,7 +49,7 @@ def open_results(sweep: Sweep, results: Path) -> "Results":
     Raises:
         InputError: the file is of another sweep, or damaged before its last line.
     """
-    return Results.open(results, *_digests(sweep))
+    return Results.open(results, *digests(sweep))
 
 
 def bad_rows(results: Path) -> list[str]:
@@ -70,6 +66,7 @@ class Results:
         self._path = path
         self.cells: dict[str, Json] = {}
         self.tunings: dict[str, Json] = {}
+        self.trials: dict[str, Json] = {}
         self._bad_rows: set[str] = set()
         for line in lines:
             self._take(line)
@@ -132,7 +129,7 @@ class Results:
         self._take(line)
 
     def _take(self, line: Json) -> None:
-        kinds = {"cell": self.cells, "tuning": self.tunings}
+        kinds = {"cell": self.cells, "tuning": self.tunings, "trial": self.trials}
         if line["kind"] in kinds:
             kinds[line["kind"]][line["key"]] = line
         elif line["kind"] == "bad-row":
@@ -161,6 +158,13 @@ def _check_tuning(line: Json) -> None:
         raise ValueError(f"step factor {line['step_factor']}")
 
 
+def _check_trial(line: Json) -> None:
+    if line["loss"] is not None:
+        _number(line["loss"])
+    if not isinstance(line["rose"], bool):
+        raise ValueError(f"rose {line['rose']!r:.60}")
+
+
 def _check_cell(line: Json) -> None:
     names = [line[name] for name in ("model", "base", "method", "task")]
     if line["key"] != "/".join([*names, str(line["seed"])]):
@@ -184,6 +188,7 @@ def _number(value: object) -> float:
 _NUMBERS: dict[str, Callable[[Json], None]] = {
     "sweep": lambda _: None,
     "bad-row": lambda _: None,
+    "trial": _check_trial,
     "tuning": _check_tuning,
     "cell": _check_cell,
 }
@@ -192,6 +197,7 @@ _NUMBERS: dict[str, Callable[[Json], None]] = {
 _FIELDS: dict[str, set[str]] = {
     "sweep": set(),
     "bad-row": set(),
+    "trial": {"loss", "rose"},
     "tuning": {"step_factor", "losses", "on_edge"},
     "cell": {
         *("model", "base", "method", "task", "seed", "accuracy", "loss", "majority", "items", "correct"),
@@ -199,46 +205,3 @@ _FIELDS: dict[str, set[str]] = {
     },
 }
 """What a line of each kind holds beside kind and key, as far as it is read again."""
-
-
-def sweep_digest(sweep: Sweep) -> str:
-    """Of the choices, the bytes of the files, wherever these are, and our version.
-
-    A choice at its default is left out: what a sweep can choose may grow, and results stay its own.
-    """
-    return _digests(sweep)[0]
-
-
-def _digests(sweep: Sweep) -> list[str]:
-    """Of the sweep, then of the same one with ever fewer of its first seeds."""
-    chosen = {
-        field.name: getattr(sweep, field.name)
-        for field in fields(sweep)
-        if field.default is MISSING or getattr(sweep, field.name) != field.default
-    }
-    plain = json.loads(json.dumps(chosen, default=_content))
-    found = []
-    for count in range(len(sweep.seeds), 0, -1):
-        seeds = sweep.seeds[:count]
-        plain["seeds"] = list(seeds)
-        if seeds == Sweep.__dataclass_fields__["seeds"].default:
-            del plain["seeds"]
-        definition = json.dumps([__version__, plain], sort_keys=True)
-        found.append(f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}")
-    return found
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, Method):
-        return value.name
-    if isinstance(value, TaskFiles):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    if not isinstance(value, Path):
-        raise TypeError(f"expected a path, got {type(value).__name__}")
-    files = sorted(value.iterdir()) if value.is_dir() else [value]
-    return [value.name, *(f"{file.name} {_file_digest(file)}" for file in files if file.is_file())]
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,8 @@
 """The evaluation job: a sweep over models, bases, tasks, methods and seeds, cell by cell.
 
-Its results file is in the job's work folder: an attempt goes on after the last cell that an earlier one
-finished, also when the job was cancelled and is queued again. Once all are done the file becomes a blob, as
-it stands.
+Its results file is in the job's work folder: an attempt goes on after the last cell, or trial of a search,
+that an earlier one finished, also when the job was cancelled and is queued again. Once all are done the file
+becomes a blob, as it stands.
 """
 
 import importlib.util
@@ -70,7 +70,8 @@ def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
     """Run what the results lack, then keep them and their tables."""
     from permille.evaluate.report import markdown
     from permille.evaluate.sweep import run_sweep
-    from permille.evaluate.sweep_results import bad_rows, sweep_digest
+    from permille.evaluate.sweep_digest import sweep_digest
+    from permille.evaluate.sweep_results import bad_rows
 
     # By what is compared: where a task file or our version has changed since, all cells are run anew.
     file = context.work_folder / f"results-{sweep_digest(sweep)[-16:]}.jsonl"

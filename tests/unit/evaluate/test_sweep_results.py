@@ -83,6 +83,49 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
     assert "| sst2? (" in table  # six items are too few to know
 
 
+def test_a_search_that_is_stopped_goes_on_after_its_last_trial(sweep_file: Path, tmp_path: Path) -> None:
+    one = 'methods = ["zo:random"]\n#'
+    text = sweep_file.read_text().replace("methods = [", one)
+    sweep_file.write_text(text.replace("trials = 1", "trials = 3\ntuning_seeds = 3"))
+    sweep, results = read_sweep(sweep_file), tmp_path / "stopped.jsonl"
+    told: list[str] = []
+
+    def stop_twice(_done: int, _total: int, following: str) -> None:
+        told.append(following)
+        if len(told) in (3, 7):  # before the second trial, and before the fourth
+            raise Stopped
+
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            run_sweep(sweep, results, stop_twice)
+    (record,) = run_sweep(sweep, results, stop_twice)
+    trials = [text for text in told if "trial of step factor" in text]
+    twice = {text for text in trials if trials.count(text) > 1}
+    assert twice == {told[2], told[6]}  # told, stopped, told again; the others are not begun anew
+    whole = tmp_path / "whole.jsonl"
+    (expected,) = run_sweep(sweep, whole, lambda *_: None)
+    del record["seconds"], expected["seconds"]
+    assert record == expected
+
+    def searches(path: Path) -> list[dict[str, object]]:
+        lines = map(json.loads, path.read_text().splitlines())
+        return [line for line in lines if line["kind"] in ("trial", "tuning")]
+
+    assert searches(results) == searches(whole)
+    assert len(searches(whole)) == len(set(trials)) + 1 > 7
+    text = whole.read_text()
+    for edit in ('"rose":1', '"loss":"1"', '"loss":NaN'):
+        name = edit.partition(":")[0]
+        lines = text.splitlines(keepends=True)
+        at = next(number for number, line in enumerate(lines) if '"kind":"trial"' in line)
+        value = json.loads(lines[at])[name.strip('"')]
+        lines[at] = lines[at].replace(f"{name}:{json.dumps(value)}", edit)
+        assert lines[at] not in text
+        whole.write_text("".join(lines))
+        with pytest.raises(InputError, match=f"expected a result in line {at + 1} of "):
+            run_sweep(sweep, whole, lambda *_: None)
+
+
 def test_one_process_at_a_time_writes_results(sweep_file: Path, tmp_path: Path) -> None:
     sweep, results = read_sweep(sweep_file), tmp_path / "results.jsonl"
 
