@@ -50,6 +50,7 @@ STAGES = (
     "table",
     "fractions",
     "flat",
+    "longer",
     "queries",
     "schemes",
     "steps",

@@ -21,6 +21,7 @@ from benchmarks.evidence_prior import Learned
 from benchmarks.evidence_records import (
     by_density,
     by_scheme,
+    by_steps,
     identity,
     progress,
     read_records,
@@ -285,8 +286,15 @@ def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) ->
             "three seeds of table 1, three tuning seeds)",
         ),
         ("schemes", "base", "", "Sensitive weights over every 4-bit scheme"),
+        (
+            "longer",
+            "zo_steps",
+            "steps",
+            "Longer runs (one tuning seed and twice the evaluations; the fewest steps of a model: the first "
+            "three seeds of table 1, three tuning seeds)",
+        ),
     )
-    with_table = {"fractions": by_density, "schemes": by_scheme}
+    with_table = {"fractions": by_density, "schemes": by_scheme, "longer": by_steps}
     for stage, setting, heading, title in settings:
         own = (
             with_table[stage](records) if stage in with_table else [r for r in records if r["stage"] == stage]
@@ -295,6 +303,8 @@ def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) ->
             yield from (f"## {title}", "", *setting_table(own, setting, heading), "")
             if stage == "queries":
                 yield from (f"Began anew: {begun_anew(own, setting, heading)}.", "")
+            if stage == "longer":
+                yield from (*turn_table(verdicts(records, stages=(stage,))), "")
 
 
 def _figures(pictures: Sequence[Picture]) -> Iterable[str]:

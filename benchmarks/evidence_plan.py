@@ -45,10 +45,13 @@ NF4_REFERENCES = ("zero-shot", "fo:lora-8", "fo:sensitive-c4")
 SCHEMES = ("int4-g32", "int4-g128", "squeezellm", "auto-round")
 """Beside bf16 and nf4, which have their cells in the table."""
 SCHEME_METHODS = ("zero-shot", "zo:sensitive-c4")
+LONGER = 5
+"""Times the table's steps: nearly all of its runs are best at their ends."""
+LONGER_METHODS = {"masks": ("zo:sensitive-c4", "zo:random"), "others": ("zo:lora-8", "zo:full")}
 LONG_TASKS = frozenset({"boolq", "rte", "cb", "multirc"})
 """Tasks with passages: half the steps, fewer items, three seeds: they do not decide what is equal."""
 
-SWEEP_STAGES = ("table", "fractions", "flat", "queries", "schemes")
+SWEEP_STAGES = ("table", "fractions", "flat", "longer", "queries", "schemes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,7 @@ class Size:
     """How much a cell computes.
 
     Attributes:
-        tuning_seeds: but for `fractions`, whose one seed shows how curves run (ADR 120).
+        tuning_seeds: but for `fractions` and `longer`, whose one seed shows how curves run (ADR 120).
     """
 
     zo_steps: int
@@ -229,6 +232,14 @@ def units(
                 for part, methods in parts.items()
                 for at in _distinct(model, fractions)
             ]
+        case "longer":
+            return [
+                _unit(
+                    stage, model, task, size, part, methods,
+                    zo_steps=LONGER * size.zo_steps, evaluations=2 * size.evaluations, tuning_seeds=1,
+                )
+                for part, methods in LONGER_METHODS.items()
+            ]  # fmt: skip
         case "queries":
             return [
                 _unit(

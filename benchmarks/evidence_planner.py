@@ -117,9 +117,11 @@ class Planner:
 
     def takes(self, stage: str, task: str) -> bool:
         """Whether a stage is of this task: some are of the first one only, `fractions` of it and
-        of texts; a text has no answers."""
+        of texts, `longer` of texts; a text has no answers."""
         if stage == PRIOR and task == Task.TEXT:
             return False
+        if stage == "longer":
+            return task == Task.TEXT
         if stage == "fractions" and task == Task.TEXT:
             return True
         return stage not in _FIRST_TASK_ONLY or self.is_first(task)

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence_plan import BY_DENSITY, DENSITY, SCHEME_METHODS, SCHEMES, SEEDS, Unit
+from benchmarks.evidence_plan import (
+    BY_DENSITY,
+    DENSITY,
+    LONGER_METHODS,
+    SCHEME_METHODS,
+    SCHEMES,
+    SEEDS,
+    Unit,
+)
 from permille.evaluate.claims import DECIDING
 from permille.evaluate.outcomes import Json
 from permille.evaluate.paper_claims import CLAIMS
@@ -87,6 +95,14 @@ def by_scheme(records: Sequence[Json]) -> list[Json]:
     own = [record for record in records if record["stage"] == "schemes" and record["base"] in SCHEMES]
     of_table = [record for record in _of_table(records, own) if record["method"] in SCHEME_METHODS]
     return sorted(of_table, key=lambda record: str(record["base"])) + own
+
+
+def by_steps(records: Sequence[Json]) -> list[Json]:
+    """Records of the stage `longer`, and the table's of the same models, tasks, methods and seeds."""
+    own = [record for record in records if record["stage"] == "longer"]
+    methods = {name for part in LONGER_METHODS.values() for name in part}
+    of_table = [r for r in _of_table(records, own) if r["base"] == "bf16" and r["method"] in methods]
+    return of_table + own
 
 
 def _of_table(records: Sequence[Json], own: Sequence[Json]) -> list[Json]:

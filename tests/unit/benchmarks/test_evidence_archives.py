@@ -2,25 +2,16 @@
 
 import json
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from benchmarks.evidence import main
 from benchmarks.evidence_materials import find_materials
-from benchmarks.evidence_plan import (
-    FRACTIONS,
-    Unit,
-    size_for,
-    units,
-)
-from benchmarks.evidence_records import SUMMARY, read_records
+from benchmarks.evidence_plan import FRACTIONS, size_for, units
+from benchmarks.evidence_records import read_records
 from benchmarks.evidence_runner import Runner
-from permille.evaluate.specification import sweep_of
-from permille.evaluate.sweep import cells_of
-from permille.evaluate.sweep_results import open_results
-from tests.evidence_files import arguments, files_of
+from tests.evidence_files import arguments, files_of, measured_elsewhere
 
 
 def test_another_clone_goes_on_from_what_is_kept_beside_the_page(
@@ -82,34 +73,6 @@ def test_a_density_that_the_restored_curve_finds_flat_is_restored_too(
     second.restore(tmp_path / "output")
     assert files_of(second.folder / "sweeps") == files_of(first.folder / "sweeps")
     assert any(record["stage"] == "flat" for record in read_records(second.folder))
-
-
-def measured_elsewhere(runner: Runner, unit: Unit, *, loss: float) -> None:
-    """Results of a sweep, made up: an untrained loss of 1, and of trained methods one that a seed moves."""
-    path = runner.folder / f"sweeps/{unit.name}.jsonl"
-    sweep = sweep_of(tomllib.loads(unit.toml(runner.materials)), runner.folder)
-    results = open_results(sweep, path)
-    path.with_suffix(".toml").write_text(unit.toml(runner.materials))
-    for cell in cells_of(sweep):
-        trained = cell.method.order is not None
-        of_seed = (loss if trained else 1.0) + 0.001 * cell.seed
-        made_up = {
-            "items": [f"item {number}" for number in range(40)],
-            "groups": [f"text {number}" for number in range(40)],
-            "item_losses": [of_seed] * 40,
-            "correct": "01" * 20,
-            "accuracy": 0.5,
-            "majority": 0.5,
-            "loss": of_seed,
-            "validation_loss": of_seed,
-            "curve": [[0, of_seed]],
-            "examples": {"train": 8, "validation": 4, "test": 40},
-            "step_factor": 1.0 if trained else None,
-        }
-        plain = {"seconds": 1.0, "shots": 0.0, "cut_examples": 0, "on_edge": False}
-        names = {"model": cell.model.name, "base": cell.base.value, "method": cell.method.name}
-        of_cell = {"kind": "cell", "key": cell.key, "task": cell.task.value, "seed": cell.seed, **names}
-        results.append({**dict.fromkeys(SUMMARY), **made_up, **plain, **of_cell})
 
 
 @pytest.mark.parametrize("lost", ["a sweep", "a figure", "its sweep's file", "the procedure", "everything"])

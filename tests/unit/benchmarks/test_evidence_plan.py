@@ -19,7 +19,8 @@ from benchmarks.evidence_plan import (
     size_for,
     units,
 )
-from benchmarks.evidence_records import by_density, by_scheme, flat_density
+from benchmarks.evidence_records import by_density, by_scheme, by_steps, flat_density
+from benchmarks.evidence_runner import Runner
 from permille.errors import InputError
 from permille.evaluate.claims import DECIDING, EQUIVALENCE_SEEDS
 from permille.evaluate.outcomes import Json
@@ -104,6 +105,22 @@ def test_text_has_the_curve_alone(materials_file: Path) -> None:
     assert all(unit.choices["methods"] == methods for unit in planned)
 
 
+def test_longer_runs_are_of_text_and_differ_in_their_length_alone(
+    materials_file: Path, tmp_path: Path
+) -> None:
+    model = materials_file.parent / "tiny"
+    planner = Runner(find_materials(materials_file, None, tmp_path), tmp_path).planner
+    assert planner.planned("longer", model, "sst2") == []
+    masks, others = planner.planned("longer", model, "text")
+    assert masks.choices["methods"] == ["zo:sensitive-c4", "zo:random"]
+    assert others.choices["methods"] == ["zo:lora-8", "zo:full"]
+    (of_table,) = (unit for unit in planner.planned("table", model, "text") if unit.name.endswith("-prefix"))
+    own = {"methods", "refresh_steps"}
+    differing = {key for key, value in masks.choices.items() if of_table.choices[key] != value} - own
+    assert differing == {"zo_steps", "evaluations", "tuning_seeds"}
+    assert masks.choices["zo_steps"] == 5 * of_table.choices["zo_steps"] == 1000
+
+
 def test_tasks_with_passages_take_half_the_steps_and_fewer_items() -> None:
     size = Size(zo_steps=200, fo_steps=101)
     half = size.halved()
@@ -172,6 +189,14 @@ def test_the_tables_cells_are_those_of_sixteen_bits_and_nf4() -> None:
     assert by_scheme([of_table, nf4]) == []
 
 
+def test_the_tables_cells_are_those_of_the_fewest_steps() -> None:
+    (of_table,) = fraction_records({1e-3: (0.5,)})
+    longer = of_table | {"stage": "longer"}
+    others = [of_table | changed for changed in ({"base": "nf4"}, {"seed": 3}, {"method": "zo:outliers"})]
+    assert by_steps([longer, of_table, *others]) == [of_table, longer]
+    assert by_steps([of_table]) == []
+
+
 def test_methods_that_are_compared_have_equal_searches(materials_file: Path) -> None:
     model = materials_file.parent / "tiny"
     assert set(DECIDING) | {claim.stage for claim in CLAIMS} - {None} < set(SWEEP_STAGES)
@@ -179,4 +204,4 @@ def test_methods_that_are_compared_have_equal_searches(materials_file: Path) -> 
         for stage in SWEEP_STAGES:
             of_stage = units(stage, model, task, size_for(model), density=0.1, fractions=FRACTIONS)
             found = {unit.choices["tuning_seeds"] for unit in of_stage}
-            assert found == {1 if stage == "fractions" else expected}, stage
+            assert found == {1 if stage in ("fractions", "longer") else expected}, stage

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.evidence_materials import find_materials
 from benchmarks.evidence_pictures import fraction_pictures
 from benchmarks.evidence_plan import QUICK, units
 from benchmarks.evidence_records import unfinished_claims
+from benchmarks.evidence_runner import Runner
 from benchmarks.evidence_tables import (
     begun_anew,
     budget_table,
@@ -19,7 +21,8 @@ from benchmarks.evidence_tables import (
 from permille.evaluate.claims import verdicts
 from permille.evaluate.outcomes import Json
 from permille.evaluate.paper_claims import CLAIMS
-from tests.tiny_model import write_model
+from tests.evidence_files import measured_elsewhere
+from tests.tiny_model import write_corpus, write_model
 
 ITEMS = 100
 
@@ -214,3 +217,25 @@ def test_a_claim_of_one_stage_turns_at_no_density() -> None:
     rows = verdicts(found, stages=("fractions",))
     assert [row.claim.key for row in rows if row.found is not None] == ["queries-sensitive-c4"]
     assert turn_table(rows) == ["No density has been compared yet."]
+
+
+def test_longer_runs_stand_beside_the_tables_with_verdicts_of_their_own(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny")
+    write_corpus(tmp_path / "corpus.jsonl", rows=40)
+    named = 'models = ["tiny"]\ncorpus = "corpus.jsonl"\n[tasks.text]\ntrain = "corpus.jsonl"\n'
+    (tmp_path / "materials.toml").write_text(named)
+    runner = Runner(find_materials(tmp_path / "materials.toml", None, tmp_path), tmp_path / "evidence")
+    model = tmp_path / "tiny"
+    for stage, sensitive in (("table", 0.7), ("longer", 0.4)):
+        for unit in runner.planner.planned(stage, model, "text"):
+            measured_elsewhere(runner, unit, loss={"zo:sensitive-c4": sensitive, "zo:random": 0.6})
+    output = runner.page(tmp_path / "output")
+    table = (output / "evidence.md").read_text().partition("## Longer runs")[2].partition("## Not")[0]
+    assert "| model, task, method | steps 200 | steps 1000 |" in table
+    assert "| tiny, text, zo:sensitive-c4 | (0.701 ± 0.001) | (0.401 ± 0.001) |" in table
+    assert "| tiny, text, zo:lora-8 | (1.001 ± 0.001) | (1.001 ± 0.001) |" in table
+    (verdict,) = (line for line in table.splitlines() if line.startswith("| sensitive-random |"))
+    assert (
+        " | tiny, 0.001 | undecided (loss of text) | +0.2000 nats | " in verdict
+    )  # items that are all alike
+    assert "| tiny, text | longer | 1000 |" in (output / "evidence.md").read_text()
