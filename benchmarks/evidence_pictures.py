@@ -148,7 +148,7 @@ def step_pictures(cells: GradientCells, records: Sequence[Json]) -> list[Picture
         caption = (
             f"Validation loss of the sweeps' runs (mean over seeds) over steps x {QUERIES} queries x the "
             "median seconds of a query, of the attempt that counts, search not counted: sensitive weights on "
-            "the product's engine, all weights with MeZO."
+            "the product's engine, all weights with MeZO. Computed; runs on a clock are in `time_to_loss.md`."
         )
         pictures.append(Picture(key="time", name="loss-over-time", caption=caption, stage="steps", png=png))
     return pictures

@@ -11,7 +11,6 @@ Every run is a process of its own.
 Finished runs are kept in `--cells`; the page is that of `time_to_loss`, so give both the same file.
 """
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from benchmarks.cells import Cells, Result, Settings
 from benchmarks.first_order_child import METHODS
 from benchmarks.loss_page import FIRST_ORDER as FIGURE
 from benchmarks.loss_page import OURS, page
+from benchmarks.loss_pictures import write
 from benchmarks.machine import machine
 from benchmarks.model_packages import sources_from_environment
 from benchmarks.one_step import run_child
@@ -161,7 +161,9 @@ def main() -> None:
     parser.add_argument("--our-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=80, help="of first-order training")
     parser.add_argument("--trial-steps", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="folder for time_to_loss.json and time_to_loss.md")
+    parser.add_argument(
+        "--output", type=Path, help="folder for time_to_loss.json, time_to_loss.md and figures"
+    )
     arguments = parser.parse_args()
     cells = Cells(arguments.cells)
     for model in arguments.model or list(DENSITIES):
@@ -180,11 +182,7 @@ def main() -> None:
     if arguments.output is None:
         print(page(cells))
         return
-    document = [
-        {"figure": figure, "settings": settings, "result": result} for figure, settings, result in cells
-    ]
-    (arguments.output / "time_to_loss.json").write_text(json.dumps(document) + "\n")
-    (arguments.output / "time_to_loss.md").write_text(page(cells))
+    write(arguments.output, cells)
 
 
 if __name__ == "__main__":

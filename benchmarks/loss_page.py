@@ -1,5 +1,6 @@
 """The page of time to held-out losses: against MeZO, and against first-order training."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.cells import Cells, Result, Settings
@@ -17,9 +18,46 @@ OURS = ("permille", INT8, LEARNED)
 _TARGETS = (("MeZO", "0.2"), (PLAIN, "0.1"), (LINEAR, ""), *((name, "") for name in OURS))
 
 
-def page(cells: Cells) -> str:
-    """Markdown of what was measured."""
-    return "\n".join([_HEAD, *_mezo_tables(cells), *_first_order_tables(cells)])
+Group = tuple[Any, ...]
+"""Model, speaker, seed and threads: what is measured side by side."""
+
+
+def page(cells: Cells, pictures: Mapping[str, str] | None = None) -> str:
+    """Markdown of what was measured.
+
+    Args:
+        pictures: captions by file.
+    """
+    shown = [
+        line
+        for file, caption in (pictures or {}).items()
+        for line in (f"![{caption}]({file})", "", f"{caption}.", "")
+    ]
+    return "\n".join([_HEAD, *shown, *_mezo_tables(cells), *_first_order_tables(cells)])
+
+
+def mezo_runs(cells: Cells) -> dict[Group, dict[str, Result]]:
+    """By group and contender: the run that races."""
+    raced = {group: _by_pace(found) for group, found in _mezo_groups(cells)[0].items()}
+    return {group: {what: result for what, (_, result) in found.items()} for group, found in raced.items()}
+
+
+def first_order_runs(cells: Cells) -> dict[Group, dict[str, Result]]:
+    """By group and method, with the search of each."""
+    groups: dict[Group, dict[str, Result]] = {}
+    tuning: dict[Group, float] = {}
+    for settings, result in cells.of(FIRST_ORDER):
+        key = _group(settings)
+        if settings["what"] == _TRIAL:
+            of = (*key, settings["method"])
+            tuning[of] = tuning.get(of, 0.0) + result["points"][-1]["cpu_s"]
+        else:
+            groups.setdefault(key, {})[settings["method"]] = result
+    for key, methods in groups.items():
+        for method, result in methods.items():
+            spent = tuning.get((*key, method))
+            methods[method] = result if spent is None else result | {"search_cpu_s": spent}
+    return groups
 
 
 _HEAD = """# Time to a held-out loss
@@ -32,12 +70,23 @@ what finding the step size took: our own search, the trials of the others.
 """
 
 
-def _mezo_tables(cells: Cells) -> list[str]:
-    groups: dict[tuple[Any, ...], dict[str, tuple[Settings, Result]]] = {}
-    longer: dict[tuple[Any, ...], list[tuple[Settings, Result]]] = {}
-    tuning: dict[tuple[Any, str], dict[int, list[float]]] = {}
+def _group(settings: Settings) -> Group:
+    return tuple(settings[name] for name in ("model", "speaker", "seed", "threads"))
+
+
+def _mezo_groups(
+    cells: Cells,
+) -> tuple[
+    dict[Group, dict[str, tuple[Settings, Result]]],
+    dict[Group, list[tuple[Settings, Result]]],
+    dict[tuple[Group, str], dict[int, list[float]]],
+]:
+    """The runs that race, others of the same contenders, and seconds of trials by their length."""
+    groups: dict[Group, dict[str, tuple[Settings, Result]]] = {}
+    longer: dict[Group, list[tuple[Settings, Result]]] = {}
+    tuning: dict[tuple[Group, str], dict[int, list[float]]] = {}
     for settings, result in cells.of(MEZO):
-        key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
+        key = _group(settings)
         if settings["what"] in (_TRIAL, f"{_TRIAL} of {LINEAR}"):
             of = key, settings["what"]
             tuning.setdefault(of, {}).setdefault(settings["steps"], []).append(result["points"][-1]["cpu_s"])
@@ -48,6 +97,11 @@ def _mezo_tables(cells: Cells) -> list[str]:
             runs.sort(key=lambda run: float(lowest(run[1]["points"])["loss"]))
             found[settings["what"]] = runs[0]
             longer.setdefault(key, []).extend(runs[1:])
+    return groups, longer, tuning
+
+
+def _mezo_tables(cells: Cells) -> list[str]:
+    groups, longer, tuning = _mezo_groups(cells)
     lines: list[str] = []
     for key, found in groups.items():
         found = _by_pace(found)
@@ -110,21 +164,8 @@ def _by_pace(found: dict[str, tuple[Settings, Result]]) -> dict[str, tuple[Setti
 
 
 def _first_order_tables(cells: Cells) -> list[str]:
-    groups: dict[tuple[Any, ...], dict[str, Result]] = {}
-    tuning: dict[tuple[Any, ...], float] = {}
-    for settings, result in cells.of(FIRST_ORDER):
-        key = (settings["model"], settings["speaker"], settings["seed"], settings["threads"])
-        if settings["what"] == "trial":
-            of = (*key, settings["method"])
-            tuning[of] = tuning.get(of, 0.0) + result["points"][-1]["cpu_s"]
-        else:
-            groups.setdefault(key, {})[settings["method"]] = result
-    for key, methods in groups.items():
-        for method, result in methods.items():
-            spent = tuning.get((*key, method))
-            methods[method] = result if spent is None else result | {"search_cpu_s": spent}
     lines: list[str] = []
-    for (model, speaker, seed, threads), found in groups.items():
+    for (model, speaker, seed, threads), found in first_order_runs(cells).items():
         reference = found.get("permille")
         if reference is None:
             continue

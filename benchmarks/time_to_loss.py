@@ -15,7 +15,6 @@ also trains the linear weights alone, which is what a package can change: embedd
 Finished runs are kept in `--cells`.
 """
 
-import json
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +27,7 @@ from benchmarks.cells import Cells, Result, Settings
 from benchmarks.dense import batch_loss, rows_loss
 from benchmarks.loss_page import INT8, LEARNED, LINEAR, OURS, PLAIN, page
 from benchmarks.loss_page import MEZO as FIGURE
+from benchmarks.loss_pictures import write
 from benchmarks.machine import machine
 from benchmarks.mezo import Mezo
 from benchmarks.model_packages import Sources, sources_from_environment
@@ -172,7 +172,9 @@ def main() -> None:
     parser.add_argument("--plain-steps", type=int, help="of plain MeZO, where its pace is enough")
     parser.add_argument("--our-steps", type=int, default=600)
     parser.add_argument("--trial-steps", type=int, default=200)
-    parser.add_argument("--output", type=Path, help="folder for time_to_loss.json and time_to_loss.md")
+    parser.add_argument(
+        "--output", type=Path, help="folder for time_to_loss.json, time_to_loss.md and figures"
+    )
     arguments = parser.parse_args()
     cells = Cells(arguments.cells)
     sources = sources_from_environment()
@@ -194,11 +196,7 @@ def main() -> None:
     if arguments.output is None:
         print(page(cells))
         return
-    document = [
-        {"figure": figure, "settings": settings, "result": result} for figure, settings, result in cells
-    ]
-    (arguments.output / "time_to_loss.json").write_text(json.dumps(document) + "\n")
-    (arguments.output / "time_to_loss.md").write_text(page(cells))
+    write(arguments.output, cells)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import compute_types, estimators, first_order, time_to_loss
 from benchmarks.cells import Cells
 from benchmarks.loss_page import FIRST_ORDER, LINEAR, OURS, page
+from benchmarks.loss_pictures import lowest_so_far, write
 from benchmarks.model_packages import Sources
 from benchmarks.trajectories import descend, lowest, seconds_to, train_agent
 from benchmarks.user_text import user_text
@@ -147,6 +148,14 @@ def test_steps_to_a_loss_count_over_attempts(tmp_path: Path) -> None:
     cells.once(FIRST_ORDER, common | {"method": "permille"}, lambda: ours)
     cells.once(FIRST_ORDER, common | {"method": "LoRA"}, lambda: theirs)
     told = page(cells)
+    assert list(lowest_so_far("permille", ours).y) == [5.0, 5.0, 4.4, 4.0]  # of the attempts in their order
+    assert list(lowest_so_far("permille", ours).x) == [7.0, 7.0, 11.0, 16.0]
+    assert "](" not in told
+    write(tmp_path / "output", cells)
+    figure = "figures/loss-over-seconds-first-order.png"
+    assert f"]({figure})" in (tmp_path / "output/time_to_loss.md").read_text()
+    assert [path.read_bytes()[:4] for path in (tmp_path / "output/figures").iterdir()] == [b"\x89PNG"]
+    assert json.loads((tmp_path / "output/time_to_loss.json").read_text())[1]["result"] == theirs
     assert "one of ours 3 queries of 2 rows forward,\none_sided." in told
     assert "| permille | 11 steps, 11.0 (12.0) s | 16 steps, 16.0 (17.0) s | 16 steps," in told
     assert "| LoRA | 2 steps, 6.0 (7.0) s | 2 steps, 6.0 (7.0) s | not reached |" in told
