@@ -19,7 +19,7 @@ Hours of one core, reckoned from cells measured on a shared Zen 3 core with AVX2
 is 11 to 15 shorter runs, of `fractions` 4 to 7); `prior`, `steps` and `memory` are minutes. The last rows
 are of a shared core with AVX-512; tasks of which references show nothing take no more than these (those of
 COPA, RTE and WSC; with reference-7M not timed alone). `nf4-adapters` and `prefix` of a table, and `fractions`
-of `text`, were not timed and come on top:
+of `text`, and `longer` (five times the steps), were not timed and come on top:
 
     stage                   stories260K    reference-7M
     coverage, transfer              0.1             0.1

@@ -16,7 +16,7 @@ from benchmarks.evidence_pictures import (
     step_pictures,
     transfer_pictures,
 )
-from benchmarks.evidence_plan import Unit
+from benchmarks.evidence_plan import LONGER, Unit
 from benchmarks.evidence_prior import Learned
 from benchmarks.evidence_records import (
     by_density,
@@ -92,6 +92,8 @@ otherwise). Searches of every cell are in the data.
 _LOOKED = """Of the queries' five seeds
 two were measured after a look at three: their p is doubled. """
 
+_LONGER = f", {LONGER} times the steps"
+
 _VERDICTS = """## Verdicts
 
 Effects are differences in accuracy on tasks that tuned first-order training can do at this size (5 points
@@ -117,7 +119,7 @@ def write_page(
     cells: Sequence[tuple[str, Settings, Result]],
     waiting: Mapping[str, str],
     priors: Mapping[tuple[str, str], float],
-    known: Mapping[tuple[str, str], Learned],
+    known: Mapping[tuple[str, str, str], Learned],
     queries: int,
 ) -> None:
     """Write page, data and figures.
@@ -130,7 +132,7 @@ def write_page(
         cells: of gradients, steps and memory.
         waiting: stages that cannot be planned yet, with the reason.
         priors: of a model's name and a task: the loss of the best guess that is the same for every prompt.
-        known: what first-order training shows, likewise.
+        known: what first-order training shows, likewise, with its stage.
         queries: directions a step.
     """
     names = {unit.name for unit in planned}
@@ -147,7 +149,7 @@ def write_page(
         f"figure `{key}`": f"{what}: no data yet" for key, what in FIGURES.items() if key not in drawn
     }
     looks = LOOKS if any(record["model"] in LOOKED_AT for record in records) else {}
-    rows = verdicts(records, looks=looks)
+    rows = verdicts(_of_the_table(records), looks=looks)
     stages = progress(wanted, records)
     done, total = (sum(getattr(stage, key) for stage in stages) for key in ("done", "planned"))
     lines = [
@@ -219,7 +221,7 @@ def _tuned(records: Sequence[Json]) -> str:
     return f"{several} of {len(trained)} trained cells; the others have the one seed's choice"
 
 
-def _known(known: Mapping[tuple[str, str], Learned], records: Sequence[Json]) -> Iterable[str]:
+def _known(known: Mapping[tuple[str, str, str], Learned], records: Sequence[Json]) -> Iterable[str]:
     if not known:
         return
     yield from (
@@ -236,8 +238,8 @@ def _known(known: Mapping[tuple[str, str], Learned], records: Sequence[Json]) ->
         "was known.",
         "",
         *(
-            f"- {task}, {model}{_lost(records, model, task)}: {found}."
-            for (model, task), found in known.items()
+            f"- {task}, {model}{_lost(records, model, task)}{_LONGER if stage == 'longer' else ''}: {found}."
+            for (model, task, stage), found in known.items()
         ),
         "",
     )
@@ -250,6 +252,11 @@ def _lost(records: Sequence[Json], model: str, task: str) -> str:
     return f" ({100 * share:.0f} % of the prompts lost their front)" if share else ""
 
 
+def _of_the_table(records: Sequence[Json]) -> list[Json]:
+    """Without longer runs: whether a task counts is said of the steps that methods have."""
+    return [record for record in records if record["stage"] != "longer"]
+
+
 def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) -> Iterable[str]:
     yield from (
         "## Where claims turn",
@@ -258,7 +265,7 @@ def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) ->
         "this table. At a model's flat density the verdicts above have five seeds and three tuning seeds.",
         "",
     )
-    yield from (*turn_table(verdicts(records, stages=("fractions",))), "")
+    yield from (*turn_table(verdicts(_of_the_table(records), stages=("fractions",))), "")
     yield from (
         "## Methods and tasks (table 1)",
         "",
@@ -275,7 +282,10 @@ def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) ->
     for model, density in sorted({(record["model"], record["density"]) for record in tables}):
         own = [r for r in tables if (r["model"], r["density"]) == (model, density)]
         yield from (f"### {model}, density {density:g}", "")
-        yield from (*method_table(own, [r for r in records if r["model"] == model], priors), "")
+        yield from (
+            *method_table(own, [r for r in _of_the_table(records) if r["model"] == model], priors),
+            "",
+        )
     settings = (
         ("queries", "queries", "q =", "Queries against batch at constant work (P-RGE, table 2)"),
         (
@@ -304,7 +314,9 @@ def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) ->
             if stage == "queries":
                 yield from (f"Began anew: {begun_anew(own, setting, heading)}.", "")
             if stage == "longer":
-                yield from (*turn_table(verdicts(records, stages=(stage,))), "")
+                longer = [record for record in records if record["stage"] == stage]
+                untrained = [record for record in records if record["method"] == "zero-shot"]
+                yield from (*turn_table(verdicts([*longer, *untrained], stages=(stage,))), "")
 
 
 def _figures(pictures: Sequence[Picture]) -> Iterable[str]:

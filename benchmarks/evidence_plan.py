@@ -47,7 +47,15 @@ SCHEMES = ("int4-g32", "int4-g128", "squeezellm", "auto-round")
 SCHEME_METHODS = ("zero-shot", "zo:sensitive-c4")
 LONGER = 5
 """Times the table's steps: nearly all of its runs are best at their ends."""
-LONGER_METHODS = {"masks": ("zo:sensitive-c4", "zo:random"), "others": ("zo:lora-8", "zo:full")}
+LONGER_METHODS: Mapping[str, tuple[str, ...]] = {
+    "masks": ("zo:sensitive-c4", "zo:random"),
+    "others": ("zo:lora-8", "zo:full"),
+}
+LONGER_REFERENCES: Mapping[str, tuple[str, ...]] = {
+    "references": ("zero-shot", "fo:lora-8"),
+    "masks": ("zo:sensitive-c4",),
+}
+"""Of the first task: whether its prompts are read, given more steps."""
 LONG_TASKS = frozenset({"boolq", "rte", "cb", "multirc"})
 """Tasks with passages: half the steps, fewer items, three seeds: they do not decide what is equal."""
 
@@ -101,6 +109,20 @@ class Size:
     schemes: tuple[str, ...] = SCHEMES
     seeds: tuple[int, ...] = SEEDS
     equivalence_seeds: tuple[int, ...] = EQUIVALENCE_SEEDS
+
+    def longer(self, *, first_order: bool) -> "Size":
+        """For longer runs, with a search of one seed.
+
+        Args:
+            first_order: of these, too.
+        """
+        return replace(
+            self,
+            zo_steps=LONGER * self.zo_steps,
+            fo_steps=LONGER * self.fo_steps if first_order else self.fo_steps,
+            evaluations=2 * self.evaluations,
+            tuning_seeds=1,
+        )
 
     def halved(self) -> "Size":
         """For tasks with passages."""
@@ -233,13 +255,10 @@ def units(
                 for at in _distinct(model, fractions)
             ]
         case "longer":
-            return [
-                _unit(
-                    stage, model, task, size, part, methods,
-                    zo_steps=LONGER * size.zo_steps, evaluations=2 * size.evaluations, tuning_seeds=1,
-                )
-                for part, methods in LONGER_METHODS.items()
-            ]  # fmt: skip
+            parts = dict(LONGER_METHODS if task == Task.TEXT else LONGER_REFERENCES)
+            # Text has no first order here, whose steps would be those of the table.
+            size = size.longer(first_order=task != Task.TEXT)
+            return [_unit(stage, model, task, size, part, methods) for part, methods in parts.items()]
         case "queries":
             return [
                 _unit(

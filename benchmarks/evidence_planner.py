@@ -17,12 +17,14 @@ from benchmarks.evidence_plan import (
     units,
 )
 from benchmarks.evidence_prior import FIGURE as PRIOR
-from benchmarks.evidence_prior import Learned, learned
+from benchmarks.evidence_prior import TUNED, Learned, learned
 from benchmarks.evidence_records import by_density, flat_density, read_records
 from permille.evaluate.outcomes import Json
 from permille.evaluate.prompts import Task
 
-_FIRST_TASK_ONLY = frozenset({"fractions", "queries", "schemes", "steps"})
+_FIRST_TASK_ONLY = frozenset({"fractions", "longer", "queries", "schemes", "steps"})
+_WITH_TEXT = frozenset({"fractions", "longer"})
+"""Of these also on texts."""
 IF_LEARNED = frozenset({"table", "flat"})
 """Stages of every task, which leave out what says no more than the first task does."""
 
@@ -84,9 +86,17 @@ class Planner:
 
     def learned(self, model: Path, task: str, records: Sequence[Json]) -> Learned | None:
         """What first-order training shows of a task; None while it is not known, and of texts."""
-        references = self.references(model, task)
+        return self._learned(self.references(model, task), records)
+
+    def learned_in_longer_runs(self, model: Path, task: str, records: Sequence[Json]) -> Learned | None:
+        """The same, with the steps of `longer`; None where these are not of the task."""
+        of_task = [] if task == Task.TEXT else self.planned("longer", model, task)
+        return self._learned(of_task[0], records) if of_task else None
+
+    def _learned(self, references: Unit, records: Sequence[Json]) -> Learned | None:
         own = [record for record in records if record["unit"] == references.name]
-        return learned(self._guess(references), own, len(self.size(model).seeds))
+        methods = [name for name in references.choices["methods"] if name in TUNED]
+        return learned(self._guess(references), own, len(references.choices["seeds"]), methods)
 
     def priors(self) -> dict[tuple[str, str], float]:
         """Losses of the guesses, of tasks that have one."""
@@ -116,13 +126,11 @@ class Planner:
         ]
 
     def takes(self, stage: str, task: str) -> bool:
-        """Whether a stage is of this task: some are of the first one only, `fractions` of it and
-        of texts, `longer` of texts; a text has no answers."""
+        """Whether a stage is of this task: some are of the first one only, `fractions` and `longer` of it
+        and of texts; a text has no answers."""
         if stage == PRIOR and task == Task.TEXT:
             return False
-        if stage == "longer":
-            return task == Task.TEXT
-        if stage == "fractions" and task == Task.TEXT:
+        if stage in _WITH_TEXT and task == Task.TEXT:
             return True
         return stage not in _FIRST_TASK_ONLY or self.is_first(task)
 

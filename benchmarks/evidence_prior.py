@@ -27,7 +27,7 @@ from permille.evaluate.specification import Base, Sweep
 FIGURE = "prior"
 _P = 0.01 / 2
 """Of either of two tests."""
-_TUNED = tuple(name for name in REFERENCES if name.startswith("fo:"))
+TUNED = tuple(name for name in REFERENCES if name.startswith("fo:"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +92,18 @@ def measure_prior(sweep: Sweep, unit: Unit) -> Result:
     }
 
 
-def learned(prior: Result | None, references: Sequence[Json], seeds: int) -> Learned | None:
+def learned(
+    prior: Result | None, references: Sequence[Json], seeds: int, methods: Sequence[str] = TUNED
+) -> Learned | None:
     """What first-order training shows; None while it is not known, and of what has no answers to choose from.
 
     Args:
         prior: of the task.
         references: of the model and task, in 16 bits.
         seeds: that each tuned one must have.
+        methods: of first order.
     """
-    tuned = {name: [record for record in references if record["method"] == name] for name in _TUNED}
+    tuned = {name: [record for record in references if record["method"] == name] for name in methods}
     if prior is None or any(len(of_method) < seeds for of_method in tuned.values()):
         return None
     best = min(tuned, key=lambda name: float(np.mean([r["validation_loss"] for r in tuned[name]])))

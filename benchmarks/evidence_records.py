@@ -14,6 +14,7 @@ from benchmarks.evidence_plan import (
     BY_DENSITY,
     DENSITY,
     LONGER_METHODS,
+    LONGER_REFERENCES,
     SCHEME_METHODS,
     SCHEMES,
     SEEDS,
@@ -100,7 +101,8 @@ def by_scheme(records: Sequence[Json]) -> list[Json]:
 def by_steps(records: Sequence[Json]) -> list[Json]:
     """Records of the stage `longer`, and the table's of the same models, tasks, methods and seeds."""
     own = [record for record in records if record["stage"] == "longer"]
-    methods = {name for part in LONGER_METHODS.values() for name in part}
+    parts = (*LONGER_METHODS.values(), *LONGER_REFERENCES.values())
+    methods = {name for part in parts for name in part}
     of_table = [r for r in _of_table(records, own) if r["base"] == "bf16" and r["method"] in methods]
     return of_table + own
 

@@ -171,10 +171,14 @@ class Runner:
         names = [unit.name for unit in planned if unit.name in measured]
         write_archives(self.folder / "sweeps", output, names)
         known = {
-            (model.name, task): found
+            (model.name, task, stage): found
             for model in self.materials.models
             for task in self.materials.tasks
-            if (found := self.planner.learned(model, task, records)) is not None
+            for stage, of_stage in (
+                ("table", self.planner.learned),
+                ("longer", self.planner.learned_in_longer_runs),
+            )
+            if (found := of_stage(model, task, records)) is not None
         }
         write_page(
             self.folder,

@@ -105,12 +105,13 @@ def test_text_has_the_curve_alone(materials_file: Path) -> None:
     assert all(unit.choices["methods"] == methods for unit in planned)
 
 
-def test_longer_runs_are_of_text_and_differ_in_their_length_alone(
-    materials_file: Path, tmp_path: Path
-) -> None:
+def test_longer_runs_differ_in_their_length_alone(materials_file: Path, tmp_path: Path) -> None:
     model = materials_file.parent / "tiny"
     planner = Runner(find_materials(materials_file, None, tmp_path), tmp_path).planner
-    assert planner.planned("longer", model, "sst2") == []
+    assert planner.planned("longer", model, "rte") == []
+    references, _ = planner.planned("longer", model, "sst2")
+    assert references.choices["methods"] == ["zero-shot", "fo:lora-8"]
+    assert references.choices["fo_steps"] == references.choices["zo_steps"] == 1000
     masks, others = planner.planned("longer", model, "text")
     assert masks.choices["methods"] == ["zo:sensitive-c4", "zo:random"]
     assert others.choices["methods"] == ["zo:lora-8", "zo:full"]

@@ -200,6 +200,27 @@ def test_the_page_tells_the_guess_and_what_is_shown(
     assert "## What tasks can tell" not in page  # one seed says nothing
     output = evidence.parent / "told"
     monkeypatch.setattr(Planner, "learned", lambda *_: NOTHING)
+    monkeypatch.setattr(Planner, "learned_in_longer_runs", lambda *_: replace(NOTHING, p_right=0.001))
     assert main(arguments(materials_file, evidence, "--page", "--output", str(output))) == 0
     told = (output / "evidence.md").read_text()
     assert "- sst2, tiny: not shown: fo:lora-8 ends at 0.500 nats a token" in told
+    assert "- sst2, tiny, 5 times the steps: learned: fo:lora-8 ends at 0.500 nats a token" in told
+
+
+def test_longer_runs_say_what_training_shows_of_the_first_task(
+    two_tasks: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the methods that they have; of other tasks there are none."""
+    (two_tasks.folder / "sweeps").mkdir()
+    model, planner = two_tasks.materials.models[0], two_tasks.planner
+    monkeypatch.setattr(planner, "_guess", lambda _: PRIOR)
+    (own,) = (unit for unit in planner.planned("longer", model, "sst2") if "references" in unit.name)
+    correct = "".join(str(1 - label) for label in LABELS)
+    of_longer = [record | {"unit": own.name} for record in references(BELOW, correct)]
+    first = [record for record in of_longer if record["method"] == "fo:lora-8"]
+    found = planner.learned_in_longer_runs(model, "sst2", first)
+    assert found is not None
+    assert (found.shown, found.method) == (True, "fo:lora-8")
+    assert planner.learned_in_longer_runs(model, "sst2", first[1:]) is None
+    assert planner.learned(model, "sst2", of_longer) is None  # its own references are to come
+    assert planner.learned_in_longer_runs(model, "rte", first) is None
