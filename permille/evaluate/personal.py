@@ -136,11 +136,12 @@ def _section(group: str, outcomes: Sequence[PersonalOutcome], tests: Sequence[Us
         lines.append(f"| {state.value} | {loss:.4f} | {math.exp(loss):.2f} | {bits:.4f} |")
     lines += [
         "",
-        "| comparison | mean gain, nats a token | interval (95 %) | people worse off | p (Wilcoxon, Holm) |",
-        "|---|---|---|---|---|",
+        "| comparison | mean gain, nats a token | interval (95 %) | median gain | people worse off "
+        "| p (Wilcoxon, Holm) |",
+        "|---|---|---|---|---|---|",
         *(
             f"| {test.name} | {test.gain:+.4f} | {test.interval[0]:+.3f} to {test.interval[1]:+.3f} "
-            f"| {100 * test.worsened:.0f} % | {test.p_value:.3g} |"
+            f"| {test.median:+.4f} | {100 * test.worsened:.0f} % | {test.p_value:.3g} |"
             for test in tests
         ),
         "",

@@ -54,6 +54,9 @@ def test_the_share_of_people_worse_off_is_told() -> None:
     (own_base, *_) = personal_tests({"g": outcomes})["g"]
     assert own_base.users == 3
     assert own_base.worsened == pytest.approx(1 / 3)
+    assert own_base.gain == pytest.approx(0.5)
+    assert own_base.median == 1.0
+    assert "| own against base | +0.5000 | -1.651 to +2.651 | +1.0000 | 33 % |" in markdown({"g": outcomes})
 
 
 def test_all_comparisons_of_a_page_are_corrected_together() -> None:

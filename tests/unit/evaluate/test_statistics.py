@@ -59,7 +59,7 @@ def test_users_are_compared_in_pairs() -> None:
 
 def test_holm_steps_down() -> None:
     tests = [
-        UserTest(name=str(p), users=9, gain=0, interval=(-1, 1), worsened=0, p_value=p)
+        UserTest(name=str(p), users=9, gain=0, median=0, interval=(-1, 1), worsened=0, p_value=p)
         for p in (0.04, 0.01, 0.03, 0.005)
     ]
     # Sorted 0.005 * 4, 0.01 * 3, 0.03 * 2, and 0.04 * 1 raised to the one before.
