@@ -13,8 +13,6 @@ import numpy as np
 from benchmarks.evidence_plan import (
     BY_DENSITY,
     DENSITY,
-    LONGER_METHODS,
-    LONGER_REFERENCES,
     SCHEME_METHODS,
     SCHEMES,
     SEEDS,
@@ -101,10 +99,9 @@ def by_scheme(records: Sequence[Json]) -> list[Json]:
 def by_steps(records: Sequence[Json]) -> list[Json]:
     """Records of the stage `longer`, and the table's of the same models, tasks, methods and seeds."""
     own = [record for record in records if record["stage"] == "longer"]
-    parts = (*LONGER_METHODS.values(), *LONGER_REFERENCES.values())
-    methods = {name for part in parts for name in part}
-    of_table = [r for r in _of_table(records, own) if r["base"] == "bf16" and r["method"] in methods]
-    return of_table + own
+    having = {(record["model"], record["task"], record["method"]) for record in own}
+    of_table = [record for record in _of_table(records, own) if record["base"] == "bf16"]
+    return [r for r in of_table if (r["model"], r["task"], r["method"]) in having] + own
 
 
 def _of_table(records: Sequence[Json], own: Sequence[Json]) -> list[Json]:
