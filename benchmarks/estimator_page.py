@@ -96,7 +96,7 @@ def _table(groups: Iterable[Group]) -> list[str]:
         "| contender | runs | at equal passes | at equal seconds | SE | speed | reached | above base |",
         "|---" * 8 + "|",
     ]
-    for label, column in sorted(columns.items(), key=lambda item: -np.mean(item[1]["by_seconds"])):
+    for label, column in sorted(columns.items(), key=lambda item: _downwards(item[1]["by_seconds"])):
         seconds = column["by_seconds"]
         error = _error(seconds)
         reached = [speed for speed in column["speed"] if speed > 0]
@@ -128,7 +128,7 @@ def _paired(groups: Iterable[Group]) -> list[str]:
         f"| contender | runs | more than `{BASELINE}` | SE | in | above base |",
         "|---" * 6 + "|",
     ]
-    for label, more in sorted(differences.items(), key=lambda item: -np.mean(item[1])):
+    for label, more in sorted(differences.items(), key=lambda item: _downwards(item[1])):
         error = _error(more)
         ahead = sum(difference > 0 for difference in more)
         lines.append(
@@ -136,6 +136,12 @@ def _paired(groups: Iterable[Group]) -> list[str]:
             f"| {_above_base(falls[label])} |"
         )
     return [*lines, f"| {BASELINE} | {len(falls[BASELINE])} | | | | {_above_base(falls[BASELINE])} |"]
+
+
+def _downwards(numbers: list[float]) -> tuple[bool, float]:
+    """Sorts by the mean, the largest first; one that is not finite last."""
+    mean = float(np.mean(numbers))
+    return (False, -mean) if math.isfinite(mean) else (True, 0.0)
 
 
 def _error(numbers: list[float]) -> str:

@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="only this one, by name")
     parser.add_argument("--task", help="only this one")
     parser.add_argument("--stage", choices=STAGES, action="append")
-    parser.add_argument("--minutes", type=float, help="begin no new cell after these")
+    parser.add_argument("--minutes", type=float, help="begin no new cell or trial after these")
     parser.add_argument("--quick", action="store_true", help="a few steps of all: numbers mean nothing")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--shape", default="1.1B", help="of the memory figure; see random_packages")

@@ -32,27 +32,28 @@ def write_archives(sweeps: Path, output: Path, names: Iterable[str]) -> None:
 
 
 def take_up(archive: Path, results: Path, check: Callable[[Path], object]) -> int:
-    """Put what an archive was made from where there are no results, or a part of its own cells.
+    """Add what an archive has and the results of the same sweep lack: cells, searches and their trials.
 
     Args:
         check: given the restored file before it counts; raises InputError where it is not as expected.
 
     Returns:
-        The cells that were not there; 0 where the results stay, being others or more.
+        The cells that were not there; 0 where the results are of another sweep, which stay.
 
     Raises:
         InputError: it is no archive, or was refused.
     """
     lines = _lengthened(archive)
-    cells = _cells(lines)
-    if results.exists():
-        own = _parsed(results.read_bytes().rpartition(b"\n")[0], results)
-        if (own and own[0] != lines[0]) or not _cells(own) < cells:
-            return 0
-        cells -= _cells(own)
+    own = _parsed(results.read_bytes().rpartition(b"\n")[0], results) if results.exists() else []
+    if own and own[0] != lines[0]:
+        return 0
+    there = {(line["kind"], line["key"]) for line in own}
+    new = [line for line in lines if (line["kind"], line["key"]) not in there]
+    if not new:
+        return 0
     results.parent.mkdir(parents=True, exist_ok=True)
     restored = results.with_suffix(".restored")
-    write_atomic(restored, _text(lines))
+    write_atomic(restored, _text([*own, *new]))
     try:
         check(restored)
     except InputError as exc:
@@ -62,7 +63,22 @@ def take_up(archive: Path, results: Path, check: Callable[[Path], object]) -> in
             f"out to measure again ({exc})"
         ) from exc
     restored.replace(results)
-    return len(cells)
+    return sum(line["kind"] == "cell" for line in new)
+
+
+def searches_lost(archive: Path, results: Path) -> list[str]:
+    """Searches, finished or begun, that an archive knows more of than the results do."""
+    own = results.read_bytes().rpartition(b"\n")[0] if results.exists() else b""
+    here, there = _parsed(own, results), _lengthened(archive)
+    known = _keys(here, "tuning")
+    # Trials of a search that has chosen say no more.
+    begun = {key for key in _keys(there, "trial") if key.rsplit("/", 2)[0] not in known}
+    lost = _keys(there, "tuning") - known
+    return sorted(lost | {key for key in begun - _keys(here, "trial") if key.rsplit("/", 2)[0] not in lost})
+
+
+def _keys(lines: Iterable[Json], kind: str) -> set[str]:
+    return {line["key"] for line in lines if line["kind"] == kind}
 
 
 def _shortened(lines: Iterable[Json]) -> Iterator[Json]:
@@ -96,10 +112,6 @@ def _lengthened(archive: Path) -> list[Json]:
     if found[0]["kind"] != "sweep":
         raise InputError(f"expected a sweep in the first line of {archive}, got {found[0]['kind']!r}")
     return found
-
-
-def _cells(lines: Iterable[Json]) -> set[str]:
-    return {line["key"] for line in lines if line["kind"] == "cell"}
 
 
 def _parsed(whole: bytes, path: Path) -> list[Json]:

@@ -90,7 +90,7 @@ otherwise). Searches of every cell are in the data.
 """
 
 _LOOKED = """Of the queries' five seeds
-two were measured after a look at three: their p is doubled. """
+two were measured after a look at three, of {models}: p of these claims is doubled. """
 
 _LONGER = f", {LONGER} times the steps"
 
@@ -148,7 +148,8 @@ def write_page(
     missing = dict(waiting) | {
         f"figure `{key}`": f"{what}: no data yet" for key, what in FIGURES.items() if key not in drawn
     }
-    looks = LOOKS if any(record["model"] in LOOKED_AT for record in records) else {}
+    looked_at = sorted(LOOKED_AT & {record["model"] for record in records})
+    looks = LOOKS if looked_at else {}
     rows = verdicts(_of_the_table(records), looks=looks)
     stages = progress(wanted, records)
     done, total = (sum(getattr(stage, key) for stage in stages) for key in ("done", "planned"))
@@ -161,7 +162,7 @@ def write_page(
         *budget_table(records),
         "",
         _HOW.format(queries=queries, tuned=_tuned(records)),
-        _VERDICTS.format(looks=_LOOKED if looks else ""),
+        _VERDICTS.format(looks=_LOOKED.format(models=" and ".join(looked_at)) if looked_at else ""),
         *verdict_table(rows, unfinished_claims(wanted, records)),
         "",
         *_known(known, records),
@@ -301,7 +302,7 @@ def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) ->
             "zo_steps",
             "steps",
             "Longer runs (one tuning seed and twice the evaluations; the fewest steps of a model: the first "
-            "three seeds of table 1, three tuning seeds)",
+            "three seeds of table 1, with its search)",
         ),
     )
     with_table = {"fractions": by_density, "schemes": by_scheme, "longer": by_steps}
@@ -316,7 +317,8 @@ def _tables(records: Sequence[Json], priors: Mapping[tuple[str, str], float]) ->
             if stage == "longer":
                 longer = [record for record in records if record["stage"] == stage]
                 untrained = [record for record in records if record["method"] == "zero-shot"]
-                yield from (*turn_table(verdicts([*longer, *untrained], stages=(stage,))), "")
+                rows = verdicts([*longer, *untrained], stages=(stage,))
+                yield from (*turn_table(rows, "No claim has both sides yet."), "")
 
 
 def _figures(pictures: Sequence[Picture]) -> Iterable[str]:

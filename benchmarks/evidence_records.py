@@ -57,6 +57,11 @@ def read_tunings(folder: Path) -> list[Json]:
     return [{key: value for key, value in line.items() if key != "kind"} for line in _lines(folder, "tuning")]
 
 
+def read_trials(folder: Path) -> list[Json]:
+    """Every trial of every search."""
+    return _lines(folder, "trial")
+
+
 def progress(planned: Iterable[Unit], records: Sequence[Json]) -> list[Progress]:
     """What is finished of each stage, model and task."""
     found: dict[tuple[str, str, str], list[Unit]] = {}

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from benchmarks.cells import Cells
 from benchmarks.evidence_archive import FOLDER as ARCHIVES
-from benchmarks.evidence_archive import archives, take_up, write_archives
+from benchmarks.evidence_archive import archives, searches_lost, take_up, write_archives
 from benchmarks.evidence_cells import CELL_STAGES, FigureCells
 from benchmarks.evidence_page import DATA, kept, write_page
 from benchmarks.evidence_plan import QUERIES, SWEEP_STAGES, Materials, Unit
 from benchmarks.evidence_planner import IF_LEARNED, Planner
 from benchmarks.evidence_prior import FIGURE as PRIOR
-from benchmarks.evidence_records import identity, read_records, read_tunings
+from benchmarks.evidence_records import identity, read_records, read_trials, read_tunings
 from benchmarks.evidence_steps import measure_memory
 from permille.errors import InputError
 from permille.evaluate.specification import Sweep, sweep_of
@@ -23,7 +23,7 @@ from permille.files import write_atomic
 
 
 class TimeIsUpError(Exception):
-    """No new cell may begin."""
+    """No new cell and no new trial of a search may begin."""
 
 
 class Runner:
@@ -59,7 +59,7 @@ class Runner:
         """What a stage lacks.
 
         Raises:
-            TimeIsUpError: before the next cell.
+            TimeIsUpError: before the next cell or trial.
             InputError: a model, a task's file or what a former run left is not as expected.
         """
         if not self.planner.takes(stage, task):
@@ -155,7 +155,13 @@ class Runner:
         figures = [
             (figure, at) for figure, at, _ in before.cells if not self.cells.of_settings(at).has(figure, at)
         ]
-        return lacking + [f"{figure} {at}" for figure, at in figures]
+        found = archives(output)
+        searches = [
+            f"{name} {key}"
+            for name in sorted(names & found.keys())
+            for key in searches_lost(found[name], self.folder / "sweeps" / f"{name}.jsonl")
+        ]
+        return lacking + [f"{figure} {at}" for figure, at in figures] + searches
 
     def _write(self, output: Path) -> None:
         models = {model.name: model for model in self.materials.models}
@@ -167,7 +173,8 @@ class Runner:
         }
         waiting |= self._missing_cells()
         records = read_records(self.folder)
-        measured = {line["unit"] for line in (*records, *read_tunings(self.folder))}
+        searched = (*read_tunings(self.folder), *read_trials(self.folder))
+        measured = {line["unit"] for line in (*records, *searched)}
         names = [unit.name for unit in planned if unit.name in measured]
         write_archives(self.folder / "sweeps", output, names)
         known = {

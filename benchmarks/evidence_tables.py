@@ -94,8 +94,8 @@ def budget_table(records: Sequence[Json]) -> list[str]:
     return lines
 
 
-def turn_table(rows: Sequence[Row]) -> list[str]:
-    """The same comparisons at other densities: where a claim turns.
+def turn_table(rows: Sequence[Row], nothing: str = "No density has been compared yet.") -> list[str]:
+    """The same comparisons at other densities or lengths: where a claim turns.
 
     Claims that only one stage decides have the same rows here as among the verdicts, and are left out.
     """
@@ -105,7 +105,7 @@ def turn_table(rows: Sequence[Row]) -> list[str]:
         "|---" * 8 + "|",
     ]
     lines += [f"| {row.claim.key} | {_row(row)} |" for row in decided]
-    return lines if decided else ["No density has been compared yet."]
+    return lines if decided else [nothing]
 
 
 def method_table(

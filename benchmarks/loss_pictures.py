@@ -12,8 +12,8 @@ from permille.files import write_atomic
 
 DATA, PAGE, FOLDER = "time_to_loss.json", "time_to_loss.md", "figures"
 _CAPTION = (
-    "Lowest held-out loss so far over the processor's seconds of training, of one thread, evaluations and "
-    "search not counted: "
+    "Lowest held-out loss so far over the processor's seconds of training, evaluations and search not "
+    "counted, in runs that were made: "
 )
 
 
@@ -49,8 +49,8 @@ def _picture(groups: Mapping[Group, Mapping[str, Result]]) -> bytes:
 
 
 def _title(group: Group) -> str:
-    model, speaker, seed, _ = group
-    return f"{model}, {speaker}, seed {seed}"
+    model, speaker, seed, threads = group
+    return f"{model}, {speaker}, seed {seed}" + (f", {threads} threads" if threads > 1 else "")
 
 
 def lowest_so_far(name: str, result: Result) -> Line:

@@ -45,6 +45,7 @@ class Progress:
         self._claim = claim
         self._clock = clock
         self._first: tuple[float, float] | None = None
+        self._risen: tuple[float, float] | None = None
         self._told_at: float | None = None
         self._told_message: str | None = None
 
@@ -57,7 +58,9 @@ class Progress:
         """
         at = self._clock()
         if self._first is None or fraction < self._first[1]:
-            self._first = (at, fraction)
+            self._first = self._risen = (at, fraction)
+        elif self._risen is None or fraction > self._risen[1]:
+            self._risen = (at, fraction)
         recent = self._told_at is not None and at - self._told_at < REPORT_EVERY_S
         if recent and message.split(" ")[0] == (self._told_message or "").split(" ")[0]:
             return
@@ -70,10 +73,12 @@ class Progress:
             raise JobCancelledError(self._claim.job_id)
 
     def _eta_s(self, at: float, fraction: float) -> float | None:
-        if self._first is None or fraction <= self._first[1]:
+        """By the pace up to the last time that the fraction rose: a message in between changes nothing."""
+        if self._first is None or self._risen is None or fraction <= self._first[1]:
             return None
         started, done = self._first
-        return (at - started) * (1.0 - fraction) / (fraction - done)
+        rose, _ = self._risen
+        return max(0.0, (rose - started) * (1.0 - fraction) / (fraction - done) - (at - rose))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

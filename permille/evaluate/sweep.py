@@ -47,7 +47,7 @@ def _and_more(count: int) -> str:
 
 Progress = Callable[[int, int, str], None]
 """Called with cells done, cells in all, and what is next: a cell, or a trial of its search. What it raises
-stops the sweep there."""
+stops the sweep there (an `InputError` before a trial is the cell's)."""
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:

@@ -81,9 +81,10 @@ def get_evaluation(evaluation_id: EvaluationId, service: Served, operator: Viewe
 def get_evaluation_results(
     evaluation_id: EvaluationId, request: Request, service: Served, operator: Viewer
 ) -> Response:
-    """All that was measured, as JSON lines: `kind` is `sweep` (the first), `bad-row`, `tuning` or `cell`. A
-    cell has accuracy, losses and the outcome of each test item, so that any two methods can be compared in
-    pairs. Language modelling (`text`) has losses alone: `accuracy` and `majority` are null."""
+    """All that was measured, as JSON lines: `kind` is `sweep` (the first), `bad-row`, `trial` (of a search),
+    `tuning` (what the search chose) or `cell`. A cell has accuracy, losses and the outcome of each test item,
+    so that any two methods can be compared in pairs. Language modelling (`text`) has losses alone: `accuracy`
+    and `majority` are null."""
     with service.database.read() as session:
         row = evaluations.get(session, tenant_id=operator.tenant_id, evaluation_id=evaluation_id)
     return report_response(request, service, row.results_digest, LINES_MEDIA_TYPE)

@@ -113,7 +113,13 @@ def test_a_run_that_ends_above_its_base_is_told(tmp_path: Path) -> None:
     rows = [line for line in page(cells).splitlines() if line.startswith("| one_sided 16 x 2 |")]
     assert rows[0].startswith("| one_sided 16 x 2 | 2 | 0.250 |") and rows[0].endswith("| 1 |")
     assert rows[1] == "| one_sided 16 x 2 | 2 | -0.750 | 0.750 | 0 of 2 | 1 |"
-    assert next(line for line in page(cells).splitlines() if line.startswith("| split")).endswith("| 2 |")
+    (above, _, *_) = [line for line in page(cells).splitlines() if line.startswith("| split")]
+    assert above.endswith("| 2 |")
+    table = page(cells).partition("| contender | runs | at equal")[2].partition("\n\n")[0].splitlines()[2:]
+    means = [float(line.split(" | ")[3]) for line in table]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    assert finite == sorted(finite, reverse=True)
+    assert means[: len(finite)] == finite  # a run without a loss sorts last
 
 
 def test_between_points_losses_are_on_a_line() -> None:

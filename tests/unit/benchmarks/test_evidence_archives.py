@@ -58,6 +58,37 @@ def test_an_archive_takes_the_place_of_a_part_of_its_own_cells_and_of_nothing_el
         assert not list((folder / "sweeps").glob("*.restored"))
 
 
+def test_a_search_that_was_begun_is_kept_beside_the_page_and_taken_up(
+    evidence: Path, materials_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, output, name = tmp_path / "evidence", tmp_path / "output", "queries-tiny-sst2-q4"
+    shutil.copytree(evidence, folder)
+    results = folder / f"sweeps/{name}.jsonl"
+    whole = results.read_bytes().splitlines(keepends=True)
+    kinds = [json.loads(line)["kind"] for line in whole]
+    begun = b"".join(whole[: kinds.index("trial") + 1])
+    results.write_bytes(begun)
+    assert main(arguments(materials_file, folder, "--page", "--output", str(output))) == 0
+    other = tmp_path / "other"
+    restored = Runner(find_materials(materials_file, None, other), other, quick=True)
+    restored.restore(output)
+    assert (other / f"sweeps/{name}.jsonl").read_bytes() == begun
+    before = files_of(output)
+    (other / f"sweeps/{name}.jsonl").write_bytes(whole[0])
+    assert main(arguments(materials_file, other, "--page", "--output", str(output))) == 0
+    assert files_of(output) == before
+    assert f"such as {name} tiny/bf16/" in capsys.readouterr().err
+    # Of a search that is finished its trials are no loss, and what is here stays where both know something.
+    chosen = kinds.index("tuning")
+    results.write_bytes(b"".join(line for line in whole[: chosen + 1] if b'"trial"' not in line))
+    assert main(arguments(materials_file, folder, "--page", "--output", str(output))) == 0
+    assert files_of(output) != before
+    results.write_bytes(begun)
+    Runner(find_materials(materials_file, None, folder), folder, quick=True).restore(output)
+    assert results.read_bytes().splitlines()[-1] == whole[chosen].strip()
+    assert results.read_bytes().startswith(begun)
+
+
 def test_a_density_that_the_restored_curve_finds_flat_is_restored_too(
     materials_file: Path, tmp_path: Path
 ) -> None:

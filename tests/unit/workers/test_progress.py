@@ -80,6 +80,21 @@ def test_the_estimate_takes_the_pace_of_this_attempt(db: Database, claim: Claim)
     assert (row.eta_at - row.updated_at).total_seconds() == pytest.approx(40, abs=0.01)
 
 
+def test_a_message_in_between_leaves_the_estimate_as_it_was(db: Database, claim: Claim) -> None:
+    """A search of an hour tells each trial; the fraction stands until its cell is done."""
+    clock = Seconds()
+    progress = Progress(db, claim, clock=clock)
+    progress(0.5, "resumed half way")
+    left = []
+    for at, message in ((10.0, "cell"), (20.0, "a trial"), (45.0, "another"), (80.0, "later than thought")):
+        clock.at = at
+        progress(0.6, message)
+        row = read(db, claim)
+        assert row.eta_at is not None
+        left.append((row.eta_at - row.updated_at).total_seconds())
+    assert left == [pytest.approx(seconds, abs=0.01) for seconds in (40, 30, 5, 0)]
+
+
 def test_progress_stops_a_job_that_is_to_be_cancelled(db: Database, claim: Claim) -> None:
     with db.write() as session:
         jobs.request_cancel(session, tenant_id=claim.tenant_id, job_id=claim.job_id)
