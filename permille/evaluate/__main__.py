@@ -72,12 +72,11 @@ def _table(sweep: Path, results: Path) -> tuple[str, InputError | None]:
     from permille.evaluate.sweep_results import bad_rows
 
     logging.disable_progress_bar()  # one of each load of a model, between the lines of ours
-    failure = None
     try:
         records = run_sweep(read_sweep(sweep), results, _tell)
     except CellsFailedError as exc:
-        records, failure = exc.records, exc
-    return markdown(records, bad_rows(results)), failure
+        return markdown(exc.records, bad_rows(results), exc.reasons), exc
+    return markdown(records, bad_rows(results)), None
 
 
 def _tell_table(table: str, path: Path | None) -> int:

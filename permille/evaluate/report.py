@@ -7,13 +7,14 @@ answers says more than the accuracy. Language modelling (`text`) has no accuracy
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.evaluate.contrasts import clusters
-from permille.evaluate.outcomes import Json
+from permille.evaluate.outcomes import Json, first_and_more
 from permille.evaluate.prompts import Task
 from permille.evaluate.statistics import average_ranks, beats_by
 
@@ -26,11 +27,16 @@ Rows = Mapping[tuple[str, str], Sequence[Json]]
 """Records of one model and base, by (method, task)."""
 
 
-def markdown(records: Iterable[Json], left_out: Sequence[str] = ()) -> str:
+def markdown(
+    records: Iterable[Json],
+    left_out: Sequence[str] = (),
+    failed: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> str:
     """The tables of all models and bases.
 
     Args:
         left_out: rows of task files that were no examples, with the reasons, as the results name them.
+        failed: why cells could not be measured, with their keys.
     """
     groups: dict[tuple[str, str], dict[tuple[str, str], list[Json]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -39,6 +45,9 @@ def markdown(records: Iterable[Json], left_out: Sequence[str] = ()) -> str:
     if left_out:
         count = f"{len(left_out)}, such as {left_out[0]:.300}"
         tables.append(f"Rows of the files that were left out: {count}. The results name all.\n")
+    if failed:
+        reasons = [f"- {first_and_more(keys)}: {' '.join(why.split())}" for why, keys in failed.items()]
+        tables.append("\n".join(["Cells that could not be measured:", "", *reasons, ""]))
     return "\n".join(tables)
 
 

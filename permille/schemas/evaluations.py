@@ -135,7 +135,10 @@ class Evaluation(Closed):
     corpus_id: Id
     job_id: Id
     options: EvaluationOptions
-    cells: Count
+    cells: Count = Field(description="that were measured")
+    failed_cells: Count = Field(
+        description="that could not be measured (a damaged model, say); the report says why"
+    )
     bad_rows: Count = Field(
         description="rows of task files that could not be read, and examples whose answer does not fit "
         "`max_tokens`, these once for each model; the results name them"

@@ -21,6 +21,7 @@ class Findings:
 
     cells: int
     bad_rows: int
+    failed_cells: int  # not measured, of wrong input
     results_digest: str
     report_digest: str
     size_bytes: int  # of the results
@@ -47,6 +48,7 @@ def add(
         provenance=provenance,
         cells=findings.cells,
         bad_rows=findings.bad_rows,
+        failed_cells=findings.failed_cells,
         results_digest=findings.results_digest,
         report_digest=findings.report_digest,
         size_bytes=findings.size_bytes,

@@ -289,6 +289,7 @@ class Evaluation(_Owned, Base):
     provenance: Mapped[dict[str, Any]]
     cells: Mapped[int] = mapped_column(BigInteger)
     bad_rows: Mapped[int] = mapped_column(BigInteger)
+    failed_cells: Mapped[int] = mapped_column(BigInteger, server_default="0")  # the report names them
     results_digest: Mapped[str]  # JSON lines
     report_digest: Mapped[str]  # Markdown
     size_bytes: Mapped[int] = mapped_column(BigInteger)  # of the results

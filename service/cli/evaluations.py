@@ -15,7 +15,10 @@ from service.cli.work import follow
 
 evaluations = typer.Typer(no_args_is_help=True, help="Methods compared on tasks, by the service's workers.")
 
-COLUMNS = ("id", "options.bases", "options.methods", "options.seeds", "cells", "bad_rows", "created_at")
+COLUMNS = (
+    *("id", "options.bases", "options.methods", "options.seeds"),
+    *("cells", "failed_cells", "bad_rows", "created_at"),
+)
 _RENAMED = {"models": "model_ids", "corpus": "corpus_id"}
 
 Sweep = Annotated[

@@ -98,8 +98,8 @@ def get_evaluation_results(
 def get_evaluation_report(
     evaluation_id: EvaluationId, request: Request, service: Served, operator: Viewer
 ) -> Response:
-    """The tables: accuracy with its deviation over seeds, the loss of the right answers, average ranks, and
-    which tasks do not count."""
+    """The tables: accuracy with its deviation over seeds, the loss of the right answers, average ranks,
+    which tasks do not count, and why cells could not be measured."""
     with service.database.read() as session:
         row = evaluations.get(session, tenant_id=operator.tenant_id, evaluation_id=evaluation_id)
     return report_response(request, service, row.report_digest, TABLES_MEDIA_TYPE)
@@ -115,6 +115,7 @@ def present(session: Session, row: tables.Evaluation) -> Evaluation:
         options=EvaluationOptions.model_validate(row.options),
         cells=row.cells,
         bad_rows=row.bad_rows,
+        failed_cells=row.failed_cells,
         digest=row.results_digest,
         size_bytes=row.size_bytes,
         created_at=row.created_at,

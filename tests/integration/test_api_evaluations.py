@@ -58,6 +58,7 @@ def finished_evaluation(api: Api, **changes: Any) -> dict[str, Any]:
             findings=Findings(
                 cells=2,
                 bad_rows=1,
+                failed_cells=3,
                 results_digest=api.service.blobs.put_bytes(LINES),
                 report_digest=api.service.blobs.put_bytes(TABLES),
                 size_bytes=len(LINES),
@@ -86,7 +87,8 @@ def test_evaluation_job_is_accepted_with_its_payload_and_only_once(stocked: Api)
 
 def test_evaluation_is_listed_and_read_with_results_and_tables(stocked: Api) -> None:
     record = finished_evaluation(stocked)
-    assert (record["cells"], record["bad_rows"], record["size_bytes"]) == (2, 1, len(LINES))
+    assert (record["cells"], record["failed_cells"], record["bad_rows"]) == (2, 3, 1)
+    assert record["size_bytes"] == len(LINES)
     assert record["options"]["tasks"] == {"sst2": {"train": "sst2/train.tsv", "test": None}}
     (model_id,) = record["model_ids"]
     assert stocked.get("/v1/evaluations").json()["items"] == [record]

@@ -67,9 +67,14 @@ def run(context: TaskContext) -> Publish:
 
 
 def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
-    """Run what the results lack, then keep them and their tables."""
+    """Run what the results lack, then keep them and their tables; cells whose input is wrong take nothing
+    from the others.
+
+    Raises:
+        InputError: as `run_sweep`; no cell at all could be measured.
+    """
     from permille.evaluate.report import markdown
-    from permille.evaluate.sweep import run_sweep
+    from permille.evaluate.sweep import CellsFailedError, run_sweep
     from permille.evaluate.sweep_digest import sweep_digest
     from permille.evaluate.sweep_results import bad_rows
 
@@ -80,13 +85,20 @@ def _findings(context: TaskContext, sweep: Sweep, begun: float) -> Findings:
         message = f"cell {done + 1}/{total} {following}" if following else "reporting"
         context.progress(max(begun, _MEASURED * done / total), message)
 
-    records = run_sweep(sweep, file, progress)
+    failed: dict[str, list[str]] = {}
+    try:
+        records = run_sweep(sweep, file, progress)
+    except CellsFailedError as exc:
+        if not exc.records:
+            raise
+        records, failed = exc.records, exc.reasons
     left_out = bad_rows(file)
     return Findings(
         cells=len(records),
         bad_rows=len(left_out),
+        failed_cells=sum(map(len, failed.values())),
         results_digest=context.blobs.put_file(file),
-        report_digest=context.blobs.put_bytes(markdown(records, left_out).encode()),
+        report_digest=context.blobs.put_bytes(markdown(records, left_out, failed).encode()),
         size_bytes=file.stat().st_size,
     )
 

@@ -152,6 +152,7 @@ def test_a_damaged_model_takes_nothing_from_the_others(
     assert main([str(sweep_file), "--results", str(results)]) == 3
     printed = capsys.readouterr()
     assert "## model, nf4" in printed.out and "## damaged" not in printed.out
+    assert "could not be measured:\n\n- damaged/nf4/zero-shot/sst2/0 and 1 more: expected " in printed.out
     assert "damaged/" in printed.err and "keeps what is done" in printed.err
 
 

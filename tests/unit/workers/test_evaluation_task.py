@@ -1,12 +1,14 @@
 """The evaluation job on a tiny random model: found, resumed, refused."""
 
 import json
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from permille.evaluate import sweep as sweeps
 from permille.evaluate.__main__ import main as evaluate
@@ -234,6 +236,26 @@ def test_cells_of_changed_task_files_are_not_mixed(bench: Bench, monkeypatch: py
     evaluation = evaluation_of(bench, bench.read(job))
     assert len(after) == 3
     assert sum(line["kind"] == "cell" for line in lines_of(bench, evaluation)) == 3
+
+
+def test_cells_that_cannot_be_measured_take_nothing_from_the_others(bench: Bench) -> None:
+    folder = bench.root / "models" / "damaged"
+    save_model(folder, seed=1)
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with bench.db.write() as session:
+        damaged = models.register(
+            session, tenant_id=bench.tenant_id, name="damaged", kind="folder", location="damaged"
+        )
+    payload = payload_of(bench, model_ids=[damaged.id, bench.model.id], methods=["zero-shot", "icl:1"])
+    evaluation = evaluation_of(bench, bench.finish("evaluation", payload))
+    assert (evaluation.cells, evaluation.failed_cells) == (2, 2)
+    assert {line["model"] for line in lines_of(bench, evaluation) if line["kind"] == "cell"} == {"tiny"}
+    table = bench.blobs.read(evaluation.report_digest, limit=1 << 20).decode()
+    assert "## tiny, nf4" in table and "- damaged/nf4/zero-shot/sst2/0 and 1 more: expected " in table
+    alone = payload_of(bench, model_ids=[damaged.id], methods=["zero-shot"])
+    assert "expected all of 1 cells, got 0" in failed(bench, "evaluation", alone)
 
 
 def test_models_of_one_name_are_told_apart_by_their_ids(bench: Bench) -> None:
