@@ -9,7 +9,7 @@ study of people cannot, so test and select parts shrink with the text.
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,11 +114,21 @@ class Bench:
             held_out_words=frozenset(),
         )
 
-    def train(self, person: Person, kind: str) -> tuple[NDArray[np.float32], Json]:
+    def train(
+        self, person: Person, kind: str, start_K: NDArray[np.float32] | None = None
+    ) -> tuple[NDArray[np.float32], Json]:
         """The values that the agent's phases choose, float32 [K], and what is told of the run.
 
         A run that was killed goes on where it was.
+
+        Args:
+            start_K: train on from these values instead of the package's, with other directions and batches
+                than those of the run that made them.
         """
+        base_K, options, start = self.package.values(), self.options, {}
+        if start_K is not None:
+            base_K, options = start_K, replace(options, seed=options.seed + 1)
+            start = {"start": hashlib.sha256(start_K.tobytes()).hexdigest()}
         row_tokens = self.options.row_tokens
         train = packed_rows(person.train, row_tokens)
         select = document_rows(person.select, row_tokens)
@@ -135,11 +145,11 @@ class Bench:
             package_digest=self.package.digest,
             mask_digest=self.package.mask_digest,
             counts=self.package.counts,
-            w_base_K=self.package.values(),
+            w_base_K=base_K,
             prepared=prepared,
-            options=self.options,
-            batches=TrainingBatches(train, batch_rows=self.options.batch_rows, seed=self.options.seed),
-            layers=training_layers(self.package, self.options),
+            options=options,
+            batches=TrainingBatches(train, batch_rows=options.batch_rows, seed=options.seed),
+            layers=training_layers(self.package, options),
             decoder_layers=int(self.package.config["num_hidden_layers"]),
             measured_epsilon=measured_epsilon(self.package, self.engine),
         )
@@ -147,8 +157,9 @@ class Bench:
             "format": "benchmark-users-1",
             "package": self.package.digest,
             "data": prepared.digest,
-            "options": self.options.definition(),
+            "options": options.definition(),
             "kind": kind,
+            **start,
         }
         run = open_run(self.home, definition)
         clock = RunClock(run)

@@ -7,6 +7,9 @@ Each person's text trains a state as the agent does by default, on the 4-bit pac
 a second state learns equally much text of other people; and people are paired, so that each one's text is
 also read under a stranger's state. Tests and tables: permille/evaluate/personal.py.
 
+With `--onward` two more states of each: a person's own text trains on from the pooled state, as on a device
+that was given one, and, as long, from their own.
+
 A pair is a cell, written once it is whole; within it every run goes on where a kill left it. `--minutes`
 begins no pair after that time. Writes users.json and users.md of all that is finished; `--restore users.json`
 takes up what was finished before, here or elsewhere. A page that shows pairs which are not here stays, and
@@ -14,11 +17,9 @@ the new one is in `--folder`.
 """
 
 import argparse
-import hashlib
-import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,17 @@ from benchmarks.model_packages import Sources, installed_home, sources_from_envi
 from benchmarks.settings import settings_parser
 from benchmarks.user_runs import Bench, Person, targets
 from benchmarks.user_text import DENSITIES
+from benchmarks.users_page import FIGURE, is_onward, page, restore, write
 from edge_agent.options import TrainOptions
 from edge_agent.releases import installed_release
 from edge_agent.training_job import package_tokenizer
 from permille.engines.factory import open_engine
 from permille.errors import InputError, OperatorError, PermilleError
-from permille.evaluate.personal import PersonalOutcome, State, markdown
+from permille.evaluate.personal import State
 from permille.evaluate.user_texts import Collection, User, cohort, read_users
-from permille.files import write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 
-FIGURE, DATA = "users", "users.json"
 LEAST_CHARACTERS = {Collection.SHAKESPEARE: 8_000, Collection.LAMP7: 4_000, Collection.PERSONACHAT: 500}
 """Who wrote less is not asked: below it a split of the text says nothing."""
 
@@ -121,25 +121,25 @@ def measured(bench: Bench, pair: tuple[Person, Person], others: Sequence[User]) 
     }
 
 
-def groups_of(pairs: Iterable[tuple[Settings, Result]]) -> dict[str, list[PersonalOutcome]]:
-    """Finished people by model, collection, package and options: nothing else may stand in one group."""
-    groups: dict[str, list[PersonalOutcome]] = {}
-    for settings, result in pairs:
-        name = (
-            f"{settings['model']}, {settings['collection']}, {settings['steps']} steps, "
-            f"seed {settings['seed']}, {settings['options']['estimator']} with "
-            f"{settings['options']['queries']} queries, run {_run_name(settings)}"
-        )
-        if "pool" not in settings:  # of before pools were cut to length
-            name += ", pools of up to 8 % fewer tokens than one's own"
-        groups.setdefault(name, []).extend(PersonalOutcome.of(record) for record in result["people"])
-    return groups
-
-
-def _run_name(settings: Settings) -> str:
-    """Of the package, all options and the pool: short, and another one for every other choice."""
-    whole = json.dumps([settings["package"], settings["options"], settings.get("pool")], sort_keys=True)
-    return hashlib.sha256(whole.encode()).hexdigest()[:8]
+def measured_onward(
+    bench: Bench, pair: tuple[Person, Person], others: Sequence[User], result: Result
+) -> Result:
+    """A pair's result with the states that train on: on the person's own text, from the pooled and from the
+    own state. What those were comes from the runs of before."""
+    begun = time.process_time()
+    people = []
+    for person, record in zip(pair, result["people"], strict=True):
+        pool = bench.pooled(person, others)
+        starts = {
+            State.POOLED_OWN: bench.train(pool, "pooled"),
+            State.OWN_OWN: bench.train(person, "own"),
+        }
+        nats, told = dict(record["nats"]), {}
+        for state, (start_K, _) in starts.items():
+            values_K, told[state.value] = bench.train(person, state.value, start_K)
+            nats[state.value] = bench.nats(person, values_K)[0]
+        people.append({**record, "nats": nats, "further_runs": told})
+    return {**result, "people": people, "further_cpu_seconds": round(time.process_time() - begun, 1)}
 
 
 def settings_of(bench: Bench, model: str, collection: Collection, pair: tuple[Person, Person]) -> Settings:
@@ -155,70 +155,6 @@ def settings_of(bench: Bench, model: str, collection: Collection, pair: tuple[Pe
         "pool": POOL,
         "package": bench.package.digest,
     }
-
-
-def restore(file: Path, cells: Cells) -> None:
-    """Take up the pairs of a users.json that `cells` lacks.
-
-    Raises:
-        InputError: the file cannot be read, or is none of this benchmark; nothing is taken up then.
-    """
-    new = [(at, result) for at, result in _read(file) if not cells.has(FIGURE, at)]
-    try:
-        # As it will be shown: what makes no page is not taken up.
-        page([*cells.of(FIGURE), *new], {}).encode()
-    except _UNFIT as exc:
-        raise _unfit(file, exc) from exc
-    for settings, result in new:
-        cells.keep(FIGURE, settings, result)
-
-
-_UNFIT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InputError)
-
-
-def _unfit(file: Path, exc: Exception) -> InputError:
-    return InputError(f"expected a users.json of this benchmark at {file}, got {exc!r:.200}")
-
-
-def _read(file: Path) -> list[tuple[Settings, Result]]:
-    try:
-        found = json.loads(file.read_text("utf-8"))
-        if not isinstance(found, list):
-            raise TypeError(f"no list, but {type(found).__name__}")
-        rows = [(row["settings"], row["result"]) for row in found]
-        for settings, result in rows:
-            people = [PersonalOutcome.of(record).user for record in result["people"]]
-            if not people or people != settings["people"]:
-                raise ValueError(f"people {people}, not {settings['people']}")
-    except (OSError, *_UNFIT) as exc:
-        raise _unfit(file, exc) from exc
-    return rows
-
-
-def page(pairs: Sequence[tuple[Settings, Result]], bad_rows: dict[str, list[str]]) -> str:
-    """All that is finished."""
-    chosen = [settings["options"] for settings, _ in pairs]
-    told = dict.fromkeys(
-        f"{options['estimator']} with {options['queries']} queries, {options['schedule']} schedule"
-        for options in chosen
-    )
-    trained = "; ".join(told) or "nothing finished yet"
-    lines = [
-        "# People: own, pooled and swapped states",
-        "",
-        "Made by `python -m benchmarks.users`; every run is in `users.json`. Trained by the agent's",
-        f"phases ({trained}; search for epsilon and step size, state",
-        "chosen on a select part) on the NF4 package with the",
-        "sensitive mask; losses on a test part of each person's text that nothing had looked at. *Pooled*:",
-        "the same training on as many tokens of other people, step size and state selected on the same",
-        "select part. *Swapped*: the state of a stranger from the same collection. A gain is positive where",
-        "the first is better; p of all comparisons on this page are corrected together.",
-        "",
-    ]
-    for name, reasons in bad_rows.items():
-        if reasons:
-            lines += [f"Lines of {name} that are no person and are left out: {'; '.join(reasons)}.", ""]
-    return "\n".join(lines) + "\n" + markdown(groups_of(pairs))
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -239,6 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="of each run; default: by model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no pair after so long")
+    parser.add_argument(
+        "--onward", action="store_true", help="train on from the pooled and the own state, too"
+    )
     parser.add_argument("--restore", type=Path, help="a users.json: its pairs are not measured again")
     parser.add_argument("--output", type=Path, help="folder for users.md and users.json; default: printed")
     parser.set_defaults(cells=Path("build/bench/users.jsonl"))
@@ -264,27 +203,6 @@ def _measure(arguments: argparse.Namespace) -> None:
     write(arguments.output, cells, page(cells.of(FIGURE), bad), elsewhere=arguments.folder / "users")
 
 
-def write(output: Path, cells: Cells, text: str, *, elsewhere: Path) -> Path:
-    """Write page and data; returns their folder.
-
-    Args:
-        elsewhere: written to where the page in `output` shows pairs that `cells` lacks.
-
-    Raises:
-        InputError: the data in `output` are none of this benchmark.
-    """
-    if (output / DATA).exists() and any(not cells.has(FIGURE, at) for at, _ in _read(output / DATA)):
-        sys.stderr.write(
-            f"{output} shows pairs that are not here: it stays, the new page is in {elsewhere}\n"
-        )
-        output = elsewhere
-    rows = [{"settings": settings, "result": result} for settings, result in cells.of(FIGURE)]
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomic(output / DATA, (json.dumps(rows, indent=1) + "\n").encode())
-    write_atomic(output / "users.md", text.encode())
-    return output
-
-
 def _run(
     arguments: argparse.Namespace, sources: Sources, model: str, cells: Cells, read: Any, end: float
 ) -> None:
@@ -303,7 +221,9 @@ def _run(
                 continue
             pair = these[number]
             settings = settings_of(bench, model, collection, pair)
-            cells.once(FIGURE, settings, partial(measured, bench, pair, users))
+            result = cells.once(FIGURE, settings, partial(measured, bench, pair, users))
+            if arguments.onward and not is_onward(result):
+                cells.keep(FIGURE, settings, measured_onward(bench, pair, users, result))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,14 @@
     domain gain    = loss(base)   - loss(pooled)       what text of the same kind brings
     personal gain  = loss(pooled) - loss(own)          what only the person's own text brings
     swap           = loss(swapped) - loss(own)         a stranger's state on the same text
+    head start     = loss(own) - loss(pooled-own)      what the own text brings on top of a pooled state
 
 The pooled state learned equally much text, of other people of the collection. People are the unit: tests are
 Wilcoxon's signed-rank test on differences within a person, with Holm's correction over all that are reported
 together. The share of people who are worse off stands beside every mean.
+
+A head start trains twice as many steps; `own-own`, the own state trained on as long, tells how much of it
+that is.
 """
 
 import math
@@ -30,7 +34,12 @@ class State(StrEnum):
     OWN = "own"
     POOLED = "pooled"
     SWAPPED = "swapped"
+    POOLED_OWN = "pooled-own"
+    OWN_OWN = "own-own"
 
+
+FURTHER = (State.POOLED_OWN, State.OWN_OWN)
+"""Trained on from another state. People who have none of them are compared by the four others."""
 
 COMPARISONS = (
     (State.OWN, State.BASE),
@@ -38,13 +47,17 @@ COMPARISONS = (
     (State.OWN, State.POOLED),
     (State.OWN, State.SWAPPED),
     (State.SWAPPED, State.BASE),
+    (State.POOLED_OWN, State.OWN),
+    (State.OWN_OWN, State.OWN),
+    (State.POOLED_OWN, State.OWN_OWN),
+    (State.POOLED_OWN, State.POOLED),
 )
 """Which state is compared to which; a gain is the second's loss less the first's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersonalOutcome:
-    """One person's test text under four states.
+    """One person's test text under four states, or all six.
 
     Attributes:
         nats: sum of the losses of all test tokens.
@@ -69,7 +82,11 @@ class PersonalOutcome:
         try:
             found = cls(
                 user=str(record["user"]),
-                nats={state: float(record["nats"][state.value]) for state in State},
+                nats={
+                    state: float(record["nats"][state.value])
+                    for state in State
+                    if state not in FURTHER or state.value in record["nats"]
+                },
                 tokens=int(record["tokens"]),
                 bytes=int(record["bytes"]),
                 train_tokens=int(record["train_tokens"]),
@@ -98,21 +115,32 @@ class PersonalOutcome:
         return self.nats[state] / math.log(2) / self.bytes
 
 
+def states_of(outcomes: Sequence[PersonalOutcome]) -> list[State]:
+    """Those that all of these people have."""
+    return [state for state in State if all(state in outcome.nats for outcome in outcomes)]
+
+
 def personal_tests(groups: Mapping[str, Sequence[PersonalOutcome]]) -> dict[str, list[UserTest]]:
-    """All comparisons of all groups of people (model and collection), corrected together.
+    """All comparisons of all groups of people (model and collection), corrected together; of each group those
+    of the states that all its people have.
 
     Raises:
         InputError: a group of fewer than two people, or a person twice in one.
     """
-    tests = []
-    for outcomes in groups.values():
+    found: dict[str, list[UserTest]] = {}
+    for group, outcomes in groups.items():
         if len({outcome.user for outcome in outcomes}) < len(outcomes):
             raise InputError("expected each person once in a group, got one twice")
-        for first, second in COMPARISONS:
-            losses = [np.array([outcome.loss(state) for outcome in outcomes]) for state in (first, second)]
-            tests.append(user_test(f"{first.value} against {second.value}", losses[0], losses[1]))
-    corrected = iter(holm(tests))
-    return {group: [next(corrected) for _ in COMPARISONS] for group in groups}
+        loss_N = {
+            state: np.array([outcome.loss(state) for outcome in outcomes]) for state in states_of(outcomes)
+        }
+        found[group] = [
+            user_test(f"{first.value} against {second.value}", loss_N[first], loss_N[second])
+            for first, second in COMPARISONS
+            if first in loss_N and second in loss_N
+        ]
+    corrected = iter(holm([test for tests in found.values() for test in tests]))
+    return {group: [next(corrected) for _ in tests] for group, tests in found.items()}
 
 
 def markdown(groups: Mapping[str, Sequence[PersonalOutcome]]) -> str:
@@ -130,7 +158,8 @@ def _section(group: str, outcomes: Sequence[PersonalOutcome], tests: Sequence[Us
         "| state | mean loss, nats a token | perplexity (of the mean) | mean bits per byte |",
         "|---|---|---|---|",
     ]
-    for state in State:
+    states = states_of(outcomes)
+    for state in states:
         loss = float(np.mean([outcome.loss(state) for outcome in outcomes]))
         bits = float(np.mean([outcome.bits_per_byte(state) for outcome in outcomes]))
         lines.append(f"| {state.value} | {loss:.4f} | {math.exp(loss):.2f} | {bits:.4f} |")
@@ -145,13 +174,13 @@ def _section(group: str, outcomes: Sequence[PersonalOutcome], tests: Sequence[Us
             for test in tests
         ),
         "",
-        "| person | tokens: own, pooled, test | perplexity: base, own, pooled, swapped "
-        "| bits per byte: base, own, pooled, swapped |",
+        f"| person | tokens: own, pooled, test | perplexity: {', '.join(states)} "
+        f"| bits per byte: {', '.join(states)} |",
         "|---|---|---|---|",
     ]
     for outcome in outcomes:
-        perplexities = " ".join(f"{outcome.perplexity(state):.2f}" for state in State)
-        bits_per_byte = " ".join(f"{outcome.bits_per_byte(state):.3f}" for state in State)
+        perplexities = " ".join(f"{outcome.perplexity(state):.2f}" for state in states)
+        bits_per_byte = " ".join(f"{outcome.bits_per_byte(state):.3f}" for state in states)
         sizes = f"{outcome.train_tokens} {outcome.pooled_tokens} {outcome.tokens}"
         lines.append(f"| {outcome.user} | {sizes} | {perplexities} | {bits_per_byte} |")
     return [*lines, ""]

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from benchmarks.cells import Cells
 from benchmarks.user_runs import Bench, targets
-from benchmarks.users import FIGURE, POOL, groups_of, main, measured, page, pairs, restore, settings_of, write
+from benchmarks.users import POOL, main, measured, measured_onward, pairs, settings_of
+from benchmarks.users_page import FIGURE, groups_of, is_onward, page, restore, write
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import package_tokenizer
 from permille.errors import InputError
@@ -117,6 +118,37 @@ def test_a_pair_is_measured_under_four_states_and_the_same_twice(bench: Bench, t
     assert [len(outcomes) for outcomes in groups_of(cells.of(FIGURE)).values()] == [2, 2]
     assert settings["package"] == bench.package.digest
     json.dumps(result, allow_nan=False)
+
+
+def test_training_goes_on_from_the_pooled_and_from_the_own_state(bench: Bench, tmp_path: Path) -> None:
+    users = people(4)
+    (pair,) = pairs(bench, users, 2)
+    result = measured(bench, pair, users)
+    further = measured_onward(bench, pair, users, result)
+    assert is_onward(further) and not is_onward(result)
+    person = pair[0]
+    pooled_K, _ = bench.train(bench.pooled(person, users), "pooled")
+    onward_K, told = bench.train(person, "pooled-own", pooled_K)
+    assert told == further["people"][0]["further_runs"]["pooled-own"]
+    assert told["step"] > 0  # it moved from where the pooled state had come to
+    assert not np.array_equal(onward_K, pooled_K)
+    nats = further["people"][0]["nats"]
+    assert bench.nats(person, onward_K)[0] == nats["pooled-own"] < nats["pooled"]
+    own_K, _ = bench.train(person, "own")
+    own_own_K, _ = bench.train(person, "own-own", own_K)
+    assert bench.nats(person, own_own_K)[0] == nats["own-own"]
+    assert {name: nats[name] for name in ("base", "own", "pooled", "swapped")} == result["people"][0]["nats"]
+    # A page of before takes nothing from what went on; one that went on completes what did not.
+    settings = settings_of(bench, "m", Collection.LAMP7, pair)
+    for here, there in ((result, further), (further, result)):
+        cells = Cells(tmp_path / f"{is_onward(here)}.jsonl")
+        cells.keep(FIGURE, settings, here)
+        file = tmp_path / "users.json"
+        file.write_text(json.dumps([{"settings": settings, "result": there}]))
+        restore(file, cells)
+        assert cells.of(FIGURE) == [(settings, json.loads(json.dumps(further)))]
+        assert "| pooled-own against own-own | " in page(cells.of(FIGURE), {})
+    assert "own-own against" not in page([(settings, result)], {})
 
 
 def row(number: int, *names: str, **changed: Any) -> dict[str, Any]:

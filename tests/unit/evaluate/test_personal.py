@@ -1,12 +1,22 @@
 """Personal gain: what is compared to what, in which direction, and over whom."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate.personal import COMPARISONS, PersonalOutcome, State, markdown, personal_tests
+from permille.evaluate.personal import (
+    COMPARISONS,
+    FURTHER,
+    PersonalOutcome,
+    State,
+    markdown,
+    personal_tests,
+)
+
+OF_FOUR = [pair for pair in COMPARISONS if not set(pair) & set(FURTHER)]
 
 
 def outcome(user: str, base: float, own: float, pooled: float, swapped: float) -> PersonalOutcome:
@@ -36,7 +46,7 @@ def people(count: int = 12, *, personal: float = 0.1, seed: int = 0) -> list[Per
 
 
 def test_a_personal_gain_is_own_against_pooled_and_not_own_against_base() -> None:
-    tests = dict(zip(COMPARISONS, personal_tests({"g": people()})["g"], strict=True))
+    tests = dict(zip(OF_FOUR, personal_tests({"g": people()})["g"], strict=True))
     own_pooled = tests[State.OWN, State.POOLED]
     assert own_pooled.gain == pytest.approx(0.1, abs=0.03)
     assert own_pooled.p_value < 0.01
@@ -44,7 +54,7 @@ def test_a_personal_gain_is_own_against_pooled_and_not_own_against_base() -> Non
     assert tests[State.POOLED, State.BASE].gain == pytest.approx(1.0, abs=0.03)
     assert tests[State.OWN, State.SWAPPED].gain == pytest.approx(0.2, abs=0.03)
     # Where only the domain was learned, the base is beaten all the same.
-    only_domain = dict(zip(COMPARISONS, personal_tests({"g": people(personal=0.0)})["g"], strict=True))
+    only_domain = dict(zip(OF_FOUR, personal_tests({"g": people(personal=0.0)})["g"], strict=True))
     assert only_domain[State.OWN, State.BASE].p_value < 0.01
     assert only_domain[State.OWN, State.POOLED].p_value > 0.2
 
@@ -63,7 +73,7 @@ def test_all_comparisons_of_a_page_are_corrected_together() -> None:
     alone = personal_tests({"a": people(6)})["a"]
     together = personal_tests({"a": people(6), "b": people(6, personal=0.0, seed=1)})
     assert sum(test.p_value for test in together["a"]) > sum(test.p_value for test in alone)
-    assert [len(tests) for tests in together.values()] == [len(COMPARISONS)] * 2
+    assert [len(tests) for tests in together.values()] == [len(OF_FOUR)] * 2
 
 
 def test_perplexity_and_bits_per_byte_are_of_the_test_text() -> None:
@@ -75,7 +85,7 @@ def test_perplexity_and_bits_per_byte_are_of_the_test_text() -> None:
 def test_the_page_holds_every_person_and_every_comparison() -> None:
     page = markdown({"m, c": people(3)})
     assert page.count("\n| u") == 3
-    assert page.count(" against ") == len(COMPARISONS)
+    assert page.count(" against ") == len(OF_FOUR)
     assert "| own | " in page
     assert "0 %" in page
 
@@ -101,3 +111,31 @@ def test_a_record_that_is_no_outcome_is_refused() -> None:
         PersonalOutcome.of(record() | {"tokens": 0})
     with pytest.raises(InputError, match="one twice"):
         personal_tests({"g": [*people(2), people(1)[0]]})
+
+
+def test_states_that_train_on_are_compared_once_all_people_have_them() -> None:
+    """On top of a pooled state by 0.3, of which longer training alone is 0.1."""
+    four = people(12)
+    six = [
+        replace(
+            person,
+            nats={
+                **person.nats,
+                State.POOLED_OWN: person.nats[State.OWN] - 30 + number % 3,
+                State.OWN_OWN: person.nats[State.OWN] - 10 - number % 2,
+            },
+        )
+        for number, person in enumerate(four)
+    ]
+    tests = dict(zip(COMPARISONS, personal_tests({"g": six})["g"], strict=True))
+    assert tests[State.POOLED_OWN, State.OWN].gain == pytest.approx(0.29)
+    assert tests[State.OWN_OWN, State.OWN].gain == pytest.approx(0.105)
+    assert tests[State.POOLED_OWN, State.OWN_OWN].gain == pytest.approx(0.185)
+    assert tests[State.POOLED_OWN, State.OWN].p_value < 0.01
+    assert len(personal_tests({"g": [*six[:-1], four[-1]]})["g"]) == len(OF_FOUR)
+    page = markdown({"g": six, "h": four})
+    assert "perplexity: base, own, pooled, swapped, pooled-own, own-own |" in page
+    assert "perplexity: base, own, pooled, swapped |" in page
+    assert page.count(" against ") == len(COMPARISONS) + len(OF_FOUR)
+    more = record() | {"nats": {state.value: 4.0 for state in State}}
+    assert set(PersonalOutcome.of(more).nats) == set(State)
