@@ -102,7 +102,7 @@ def settings_of(case: Case, base: Base) -> Settings:
         "base": base.value,
         "calibration": [case.calibration, SEQUENCES, LENGTH],
         "held_out": [sorted(case.held_out), case.windows, WINDOW],
-        "iterations": ITERATIONS if base is Base.AUTO_ROUND else None,
+        "iterations": ITERATIONS if base in (Base.AUTO_ROUND, Base.AUTO_ROUND_INT4) else None,
     }
 
 
@@ -116,7 +116,8 @@ def page(cells: Cells) -> str:
         f"{LENGTH} tokens.",
         "Bytes are those of the stored codes with their scales or centroids: NF4 and int4 as packages hold",
         "them (float32 scales), SqueezeLLM with 16 float16 centroids a row, auto-round with float16 scales",
-        "in groups of 128. Embedding, norms and head are the same 16-bit numbers in every row but `float32`.",
+        "in groups of 128, auto-round-int4 as int4-g128. Embedding, norms and head are the same 16-bit",
+        "numbers in every row but `float32`.",
         "What a mask is worth to the scales is another question: [quantization.md](quantization.md).",
     ]
     for case in CASES:

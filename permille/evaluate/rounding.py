@@ -6,19 +6,27 @@
 output has on calibration text (Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent").
 Symmetric, one float16 scale for 128 weights of a row. Why this one of the calibrated methods, and how it is
 called: docs/adr/0125.
+
+`rounded` lets a scale be negative, so that the side of the larger weight has the code -8. `rounded_int4` does
+not: what it finds is an int4 layer of a package as it stands (ADR 149).
+
+# Legend: N, K = rows and columns; G = groups of a row; Q, T = sequences and their tokens.
 """
 
 import contextlib
 import io
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.quantization import QuantizedTensor, Scheme, dequantize
+from permille.quantization.source import pack
+from permille.quantization.types import scales_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +41,7 @@ BATCH_SIZE = 8
 def rounded(
     model: "PreTrainedModel",
     names: Sequence[str],
-    sequences_NT: NDArray[np.int64],
+    sequences_QT: NDArray[np.int64],
     *,
     iterations: int = ITERATIONS,
 ) -> dict[str, NDArray[np.float32]]:
@@ -41,14 +49,76 @@ def rounded(
 
     Args:
         names: parameters that have to come out in four bits.
-        sequences_NT: calibration text, [N, T] token ids.
+        sequences_QT: calibration text, [Q, T] token ids.
 
     Raises:
         InputError: auto-round is not installed, or left one of the weights as it was.
     """
+    tuned = _tuned(model, names, sequences_QT, iterations, "int_sym")
+    return {name: _array(tuned.get_parameter(name)).copy() for name in names}
+
+
+def rounded_int4(
+    model: "PreTrainedModel",
+    names: Sequence[str],
+    sequences_QT: NDArray[np.int64],
+    *,
+    iterations: int = ITERATIONS,
+) -> dict[str, QuantizedTensor]:
+    """The linear weights of the blocks as int4 of packages, in groups of 128. See `rounded` for the arguments
+    and what becomes of the model.
+
+    Raises:
+        InputError: as `rounded`, or a weight that is no product of a code and a scale.
+    """
+    tuned = _tuned(model, names, sequences_QT, iterations, "int_sym_gptq")
+    return {
+        name: _int4(
+            name,
+            _array(tuned.get_parameter(name)),
+            _array(cast("torch.Tensor", tuned.get_submodule(name.rpartition(".")[0]).scale)),
+        )
+        for name in names
+    }
+
+
+def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> QuantizedTensor:
+    """Codes and scales that decode to a weight, bit for bit."""
+    rows, columns = w_NK.shape
+    scale_NG = scale.reshape(rows, -1)
+    scale_NK = np.repeat(scale_NG, GROUP_SIZE, axis=1)[:, :columns]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        code_NK = np.clip(np.nan_to_num(np.rint(w_NK / scale_NK)), -8, 7)
+    found = QuantizedTensor(
+        scheme=Scheme.INT4,
+        shape=(rows, columns),
+        group_size=GROUP_SIZE,
+        packed=pack((code_NK + 8).astype(np.uint8).reshape(-1)),
+        scales=scale_NG.copy(),
+    )
+    if scale_NG.shape != scales_shape(Scheme.INT4, found.shape, GROUP_SIZE) or scale_NG.min() < 0:
+        raise InputError(f"expected a positive scale a group of {name}, got {scale_NG.shape} from auto-round")
+    if not np.array_equal(dequantize(found), w_NK):
+        raise InputError(f"expected codes times scales in {name}, got other weights from auto-round")
+    return found
+
+
+def _array(tensor: torch.Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = tensor.detach().float().numpy()
+    return found
+
+
+def _tuned(
+    model: "PreTrainedModel",
+    names: Sequence[str],
+    sequences_QT: NDArray[np.int64],
+    iterations: int,
+    data_type: str,
+) -> torch.nn.Module:
+    """The model with its weights rounded, and `scale` beside each of them."""
     auto_round, tokenizer = _library()
     before = {name: model.get_parameter(name).detach().clone() for name in names}
-    dataset = [{"input_ids": torch.from_numpy(tokens_T[None].copy())} for tokens_T in sequences_NT]
+    dataset = [{"input_ids": torch.from_numpy(tokens_T[None].copy())} for tokens_T in sequences_QT]
     with _quiet():
         tuned, _ = auto_round(
             model,
@@ -57,12 +127,12 @@ def rounded(
             bits=4,
             group_size=GROUP_SIZE,
             sym=True,
-            # By this name, since under "int" it leaves every matrix out whose sides are no multiples of 32.
-            data_type="int_sym",
+            # By such a name, since under "int" it leaves every matrix out whose sides are no multiples of 32.
+            data_type=data_type,
             scale_dtype="fp16",
             dataset=dataset,
             iters=iterations,
-            seqlen=sequences_NT.shape[1],
+            seqlen=sequences_QT.shape[1],
             nsamples=len(dataset),
             batch_size=min(BATCH_SIZE, len(dataset)),
             device_map="cpu",
@@ -70,11 +140,12 @@ def rounded(
             enable_torch_compile=False,
             seed=0,
         ).quantize()
-    parameters = dict(tuned.named_parameters())
-    decoded = {name: parameters[name].detach().float().numpy().copy() for name in names}
-    if same := [name for name in names if before[name].any() and torch.equal(parameters[name], before[name])]:
+    found: torch.nn.Module = tuned
+    if same := [
+        name for name in names if before[name].any() and torch.equal(found.get_parameter(name), before[name])
+    ]:
         raise InputError(f"expected auto-round to quantize {same[0]}, got it as it was")
-    return decoded
+    return found
 
 
 def _library() -> tuple[Any, Any]:

@@ -5,7 +5,8 @@ Bases that need nothing but the weights are decoded in `models.stored`; those th
 
 Bytes are those of the stored form, not of the simulation: codes, and the tables that decode them. NF4 and
 int4 as our packages write them (float32 scales), SqueezeLLM with 16 float16 centroids a row, auto-round with
-a float16 scale a group of 128 (its zero point is always 8 and stored nowhere).
+a float16 scale a group of 128 (its zero point is always 8 and stored nowhere); auto-round-int4 is int4 in
+groups of 128 as packages hold it, rounded by auto-round.
 """
 
 from collections.abc import Iterable
@@ -20,10 +21,11 @@ from permille.errors import InputError
 from permille.evaluate import codebooks, rounding
 from permille.evaluate.models import ROUNDED, Decoded, linear_weights, stored
 from permille.evaluate.specification import Base
-from permille.quantization.types import packed_size, scales_shape
+from permille.quantization import dequantize
+from permille.quantization.types import Scheme, packed_size, scales_shape
 from permille.sensitivity.fisher import fisher_scores
 
-CALIBRATED = frozenset({Base.SQUEEZELLM, Base.AUTO_ROUND})
+CALIBRATED = frozenset({Base.SQUEEZELLM, Base.AUTO_ROUND, Base.AUTO_ROUND_INT4})
 """Bases that need text."""
 
 _UNQUANTIZED = {Base.FLOAT32: 4, Base.BF16: 2}
@@ -71,6 +73,9 @@ def calibrated(
     names = linear_weights(model)
     if base is Base.AUTO_ROUND:
         return rounding.rounded(model, names, sequences_NT, iterations=iterations)
+    if base is Base.AUTO_ROUND_INT4:
+        layers = rounding.rounded_int4(model, names, sequences_NT, iterations=iterations)
+        return {name: dequantize(layer) for name, layer in layers.items()}
     if base is Base.SQUEEZELLM:
         scores = fisher_scores(model, sequences_NT)
         return {
@@ -98,6 +103,8 @@ def _table_bytes(base: Base, shape: tuple[int, int]) -> int:
         return 4 * prod(scales_shape(ROUNDED[base][0], shape, ROUNDED[base][1]))
     if base is Base.SQUEEZELLM:
         return 2 * codebooks.CENTROIDS * rows
+    if base is Base.AUTO_ROUND_INT4:
+        return 4 * prod(scales_shape(Scheme.INT4, shape, rounding.GROUP_SIZE))
     if base is Base.AUTO_ROUND:
         return 2 * rows * -(-columns // rounding.GROUP_SIZE)
     return 0

@@ -40,6 +40,7 @@ class Base(StrEnum):
     INT4_G128 = "int4-g128"
     SQUEEZELLM = "squeezellm"
     AUTO_ROUND = "auto-round"
+    AUTO_ROUND_INT4 = "auto-round-int4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,8 @@ def _checked(sweep: Sweep) -> Sweep:
         raise InputError(
             'expected peft for adapters, which is not installed: pip install "permille[evaluate]"'
         )
-    if Base.AUTO_ROUND in sweep.bases and importlib.util.find_spec("auto_round") is None:
+    rounded = {Base.AUTO_ROUND, Base.AUTO_ROUND_INT4} & set(sweep.bases)
+    if rounded and importlib.util.find_spec("auto_round") is None:
         raise InputError('expected auto-round, which is not installed: pip install "permille[evaluate]"')
     return sweep
 

@@ -44,7 +44,7 @@ ROW_COPIES = 6  # a row as text, prompt, answers, group
 COPIES, COPIES_OF_TASK_MASK, COPIES_OF_ALL, COPIES_OF_DYNAMIC = 4, 11, 22, 40
 # Activations of a layer, in hidden vectors a token, that a gradient keeps.
 LAYER_VECTORS = 20
-CALIBRATED = {Base.SQUEEZELLM, Base.AUTO_ROUND}  # bases that need the corpus
+CALIBRATED = {Base.SQUEEZELLM, Base.AUTO_ROUND, Base.AUTO_ROUND_INT4}  # bases that need the corpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from permille.errors import InputError
 from permille.evaluate import models, rounding, schemes
 from permille.evaluate.codebooks import row_codebooks
 from permille.evaluate.specification import Base
-from permille.quantization import quantize
+from permille.package.blobs import BlobFolder
+from permille.package.layers import write_dense
+from permille.quantization import Scheme, dequantize, quantize
 from permille.sensitivity.fisher import fisher_scores
 from tests.unit.engines.tiny import tiny_model
 
@@ -91,6 +94,40 @@ def test_auto_round_gives_four_bits_to_every_linear_weight(folder: Path) -> None
         np.testing.assert_array_equal(again[name], found_NK)
 
 
+def test_auto_round_makes_int4_layers_as_packages_hold_them(folder: Path, tmp_path: Path) -> None:
+    model = models.stored(folder, Base.FLOAT32)
+    names = models.linear_weights(model)
+    weights = {name: model.get_parameter(name).detach().numpy().copy() for name in names}
+    found = rounding.rounded_int4(model, names, SEQUENCES_NT, iterations=3)
+    assert list(found) == names
+    decoded = schemes.calibrated(folder, Base.AUTO_ROUND_INT4, SEQUENCES_NT, iterations=3)
+    blobs = BlobFolder(tmp_path)
+    layer = write_dense(blobs, found.items(), Scheme.INT4)
+    stored = load_file(blobs.path(layer.digest))
+    moved = 0
+    for name, w_NK in weights.items():
+        np.testing.assert_array_equal(stored[name], found[name].packed)
+        np.testing.assert_array_equal(dequantize(found[name]), decoded[name])
+        assert np.linalg.norm(decoded[name] - w_NK) < 0.2 * np.linalg.norm(w_NK)
+        moved += int((decoded[name] != dequantize(quantize(w_NK, Scheme.INT4, 128))).sum())
+    assert moved > 0  # it rounds otherwise than to the nearest
+    ours, theirs = (schemes.stored_bytes(base, SHAPES) for base in (Base.AUTO_ROUND_INT4, Base.INT4_G128))
+    assert ours == theirs
+
+
+def test_weights_that_are_no_codes_times_scales_are_refused() -> None:
+    scale_NG = np.full((2, 1), 0.5, np.float32)
+    w_NK = np.array([[0.5, -4.0, 3.5], [0.0, 1.0, -1.5]], np.float32)
+    np.testing.assert_array_equal(dequantize(rounding._int4("w", w_NK, scale_NG)), w_NK)
+    for wrong_NK in (w_NK + np.float32(0.1), w_NK * 2, w_NK * np.float32("nan")):
+        with pytest.raises(InputError, match="codes times scales in w, got other weights"):
+            rounding._int4("w", wrong_NK, scale_NG)
+    with pytest.raises(InputError, match="a positive scale a group of w"):
+        rounding._int4("w", w_NK, -scale_NG)
+    with pytest.raises(InputError, match="a positive scale a group of w"):
+        rounding._int4("w", w_NK, np.full((2, 2), 0.5, np.float32))
+
+
 def on_a_grid(w_NK: NDArray[np.float32]) -> bool:
     """Whether each group holds multiples of a step, from -8 to 8."""
     for first in range(0, w_NK.shape[1], rounding.GROUP_SIZE):
@@ -123,5 +160,5 @@ def test_weights_that_auto_round_leaves_out_are_not_passed_for_quantized(
 
 
 def test_a_base_without_calibration_is_refused(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"one of auto-round, squeezellm, got nf4"):
+    with pytest.raises(InputError, match=r"one of auto-round, auto-round-int4, squeezellm, got nf4"):
         schemes.calibrated(folder, Base.NF4, SEQUENCES_NT)
