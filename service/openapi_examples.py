@@ -76,6 +76,18 @@ QUANTIZATION_EXAMPLES: Final[dict[str, Example]] = {
         "summary": "int4 in groups of 32",
         "value": {"model_id": _MODEL, "options": {"scheme": "int4", "group_size": 32}},
     },
+    "auto-round": {
+        "summary": "int4 in groups of 128, calibrated on texts",
+        "value": {
+            "model_id": _MODEL,
+            "options": {
+                "scheme": "int4",
+                "group_size": 128,
+                "rounding": "auto-round",
+                "calibration_corpus_id": _CORPUS,
+            },
+        },
+    },
 }
 BUILD_EXAMPLES: Final[dict[str, Example]] = {
     "usual": {

@@ -95,10 +95,17 @@ class QuantizationPayload(_Closed):
     mask_id: str | None = None
     evaluation_corpus_id: str | None = None
     evaluation_tokens: int = 8192
+    rounding: str = "nearest"
+    calibration_corpus_id: str | None = None
+    calibration_sequences: int = 128
+    calibration_length: int = 512
 
     def options(self) -> dict[str, Any]:
         """What is stored of the quantization: everything but what it was made of."""
-        return self.model_dump(include={"scheme", "group_size", "evaluation_tokens"})
+        names = {"scheme", "group_size", "evaluation_tokens"}
+        if self.rounding != "nearest":
+            names |= {"rounding", "calibration_corpus_id", "calibration_sequences", "calibration_length"}
+        return self.model_dump(include=names)
 
 
 class PackagePayload(_Closed):

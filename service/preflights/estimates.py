@@ -11,7 +11,7 @@ from math import prod
 from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.bases import BasisOptions
 from permille.schemas.masks import FisherMask, WeightMask
-from permille.schemas.quantizations import Int4, Nf4
+from permille.schemas.quantizations import Int4, Nf4, Rounding
 
 FLOAT_BYTES = 4
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
@@ -24,6 +24,10 @@ EIGEN_FLOPS = 10  # of a symmetric matrix, for the cube of its size
 PRECISION_DIRECTIONS, PRECISION_TOKENS = 32, 128
 PRECISION_PASSES = PRECISION_DIRECTIONS * (2 * 4 * 2 + 2)
 PRECISION_COPIES = 64
+# auto-round as `permille.evaluate.rounding` calls it: steps a block, of so many sequences; copies of the
+# model, hidden vectors that are kept of each token of the text, and of each token of a step.
+ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
+ROUNDING_COPIES, ROUNDING_CACHES, ROUNDING_VECTORS = 4, 4, 64
 SECONDS_A_WEIGHT = 60e-9  # reading, coding and writing one weight on one core
 
 
@@ -113,8 +117,15 @@ def quantization_needs(sizes: Sizes, options: Nf4 | Int4, *, evaluated: bool, fl
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
     seconds = sizes.scoped * SECONDS_A_WEIGHT
+    if isinstance(options, Int4) and options.rounding is Rounding.AUTO_ROUND:
+        tokens = options.calibration_sequences * options.calibration_length
+        batch = min(ROUNDING_BATCH, options.calibration_sequences) * options.calibration_length
+        activations = sizes.hidden * (ROUNDING_CACHES * tokens + ROUNDING_VECTORS * batch)
+        memory = PROCESS_BYTES + (ROUNDING_COPIES * sizes.parameters + activations) * FLOAT_BYTES
+        seconds += float(ROUNDING_STEPS) * batch * sizes.scoped * FISHER_FLOPS / flops_per_s
     if evaluated:
-        memory = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest) * FLOAT_BYTES
+        evaluation = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest) * FLOAT_BYTES
+        memory = max(memory, evaluation)
         seconds += 2 * FORWARD_FLOPS * float(options.evaluation_tokens) * sizes.parameters / flops_per_s
     return Needs(memory_bytes=memory, disk_bytes=codes + plain, seconds=seconds)
 

@@ -47,6 +47,7 @@ def needs_of_quantization(
     with service.database.read() as session:
         sizes = _sizes(session, tenant_id, body.model_id, "all")
         _check_corpus(session, tenant_id, body.evaluation_corpus_id)
+        _check_calibration(session, tenant_id, body.options)
         if body.mask_id is not None:
             mask = results.get_mask(session, tenant_id=tenant_id, mask_id=body.mask_id)
             if mask.model_id != body.model_id:
@@ -83,6 +84,7 @@ def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine:
         own_corpus = body.mask.corpus_id if isinstance(body.mask, FisherMask) else None
         check_precision(session, tenant_id, body, own_corpus)
         _check_corpus(session, tenant_id, body.evaluation_corpus_id)
+        _check_calibration(session, tenant_id, body.quantization)
         _check_corpus(session, tenant_id, None if body.basis is None else body.basis.corpus_id)
         whole = _sizes(session, tenant_id, body.model_id, "all")
     if sizes is None or whole is None:
@@ -164,6 +166,10 @@ def _check_rank(rank: int, sequences: int) -> None:
 
 def _check_mask(session: Session, tenant_id: str, mask: FisherMask | WeightMask) -> None:
     _check_corpus(session, tenant_id, mask.corpus_id if isinstance(mask, FisherMask) else None)
+
+
+def _check_calibration(session: Session, tenant_id: str, options: Nf4 | Int4) -> None:
+    _check_corpus(session, tenant_id, options.calibration_corpus_id if isinstance(options, Int4) else None)
 
 
 def _check_corpus(session: Session, tenant_id: str, corpus_id: str | None) -> None:

@@ -112,6 +112,9 @@ def test_repeated_request_is_answered_even_when_the_machine_is_full_now(tmp_path
         assert api.post("/v1/masks", body, key="other").status_code == 409
 
 
+AUTO_ROUND = {"scheme": "int4", "group_size": 128, "rounding": "auto-round"}
+
+
 def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
     model_id = add_model(stocked)
     nobody = "01jd3kq8z7m4n5p6r7s8t9v0wx"
@@ -129,6 +132,21 @@ def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
             {"model_id": model_id, "options": {"scheme": "nf4", "group_size": 32}},
             422,
         ),
+        "unknown corpus to calibrate on": (
+            "/v1/quantizations",
+            {"model_id": model_id, "options": {**AUTO_ROUND, "calibration_corpus_id": f"corpus_{nobody}"}},
+            404,
+        ),
+        "a build with it": (
+            "/v1/builds",
+            {
+                "model_id": model_id,
+                "mask": MASK,
+                "quantization": {**AUTO_ROUND, "calibration_corpus_id": f"corpus_{nobody}"},
+            },
+            404,
+        ),
+        "nothing to calibrate on": ("/v1/quantizations", {"model_id": model_id, "options": AUTO_ROUND}, 422),
         "unknown mask": ("/v1/quantizations", {"model_id": model_id, "mask_id": f"mask_{nobody}"}, 404),
         "unknown parts": (
             "/v1/packages",

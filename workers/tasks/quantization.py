@@ -1,7 +1,7 @@
 """The quantization job: a dense layer, the layer of what stays as it is, and what that costs."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,12 @@ from permille.store import results
 from permille.store.tables import Mask
 from workers.context import Publish, Result, TaskContext
 from workers.payloads import QuantizationPayload, parse_payload
+from workers.tasks.calibration import calibrated_layers
 from workers.tasks.layers import layer_record, read_mask
 from workers.tasks.sources import SourceCorpus, SourceModel, open_corpus, open_model, versions
 
 Indices = Mapping[str, NDArray[np.uint32]]
+Coded = Callable[[], Iterator[tuple[str, QuantizedTensor]]]
 _QUANTIZED = 0.6  # of the time, where there is text to measure on
 _EVALUATION_SEED = 0
 _LONGEST_EVALUATION = 512
@@ -35,8 +37,10 @@ def run(context: TaskContext) -> Publish:
     """Quantize the model of the payload.
 
     Raises:
-        InputError: a mask of another model, a scheme that does not exist, a model that does not serve.
+        InputError: a mask of another model, a scheme or rounding that does not exist, a model that does not
+            serve, too little text to calibrate on.
         RetryableError: a hub or data set that cannot be reached.
+        OperatorError: this worker was installed without auto-round, and it is asked for.
     """
     payload = parse_payload(QuantizationPayload, context.claim.payload)
     if payload.scheme not in set(Scheme):
@@ -47,18 +51,19 @@ def run(context: TaskContext) -> Publish:
     mask_row = _mask_row(context, payload)
     mask = None if mask_row is None else read_mask(context.blobs, mask_row.mask_digest)
     errors = ErrorReport()
-    tensors = _quantized(context, model.checkpoint, scheme, payload, mask, errors)
+    coded, calibration = _coded(context, model.checkpoint, scheme, payload, mask)
+    tensors = _measured(context, model.checkpoint, coded(), mask, errors)
     dense = write_dense(context.blobs, tensors, scheme)
     context.progress(_QUANTIZED, "writing the plain layer")
     plain = write_plain(context.blobs, plain_tensors(model.checkpoint))
     summary = errors.summary()
-    perplexity = _perplexity(context, model, payload, scheme, mask_row, mask)
+    perplexity = _perplexity(context, model, payload, coded, mask_row, mask)
     provenance: dict[str, JSON] = {
         "model": model.provenance,
         "scheme": scheme.value,
         "group_size": payload.group_size,
         "mask": None if mask_row is None else mask_row.mask_digest,
-        "versions": versions(),
+        **calibration,
     }
     content = {**summary, "perplexity": perplexity, "provenance": provenance}
     report_digest = context.blobs.put_bytes(json.dumps(content, allow_nan=False, sort_keys=True).encode())
@@ -95,22 +100,40 @@ def _mask_row(context: TaskContext, payload: QuantizationPayload) -> Mask | None
     return row
 
 
-def _quantized(
+def _coded(
     context: TaskContext,
     checkpoint: Checkpoint,
     scheme: Scheme,
     payload: QuantizationPayload,
     mask: Indices | None,
+) -> tuple[Coded, dict[str, JSON]]:
+    """The codes, as often as they are asked for, and their provenance. To the nearest code each time anew:
+    cheaper than reading them back, and no two tensors are held at once."""
+    if payload.rounding == "nearest":
+
+        def nearest() -> Iterator[tuple[str, QuantizedTensor]]:
+            for name, shape in scoped_tensors(checkpoint.config):
+                keep = None if mask is None else keep_of(mask[name], shape)
+                yield name, quantize(checkpoint.float32(name), scheme, payload.group_size, keep, name=name)
+
+        return nearest, {"versions": versions()}
+    layers, provenance = calibrated_layers(context, checkpoint, scheme, payload)
+    return lambda: iter(layers.items()), provenance
+
+
+def _measured(
+    context: TaskContext,
+    checkpoint: Checkpoint,
+    coded: Iterator[tuple[str, QuantizedTensor]],
+    mask: Indices | None,
     errors: ErrorReport,
 ) -> Iterator[tuple[str, QuantizedTensor]]:
-    """Quantize tensor by tensor; `errors` measures on the way, the overlay in place."""
-    scoped = scoped_tensors(checkpoint.config)
-    for index, (name, shape) in enumerate(scoped):
-        context.progress(_QUANTIZED * index / len(scoped), f"quantize {index}/{len(scoped)}")
+    """Tensor by tensor; `errors` measures on the way, the overlay in place."""
+    number = len(scoped_tensors(checkpoint.config))
+    for index, (name, quantized) in enumerate(coded):
+        context.progress(_QUANTIZED * (index + 1) / number, f"quantize {index + 1}/{number}")
         w_NK = checkpoint.float32(name)
         indices = None if mask is None else mask[name]
-        keep = None if indices is None else keep_of(indices, shape)
-        quantized = quantize(w_NK, scheme, payload.group_size, keep, name=name)
         errors.add(name, w_NK, overlaid(dequantize(quantized), w_NK, indices))
         yield name, quantized
 
@@ -119,7 +142,7 @@ def _perplexity(
     context: TaskContext,
     model: SourceModel,
     payload: QuantizationPayload,
-    scheme: Scheme,
+    coded: Coded,
     mask_row: Mask | None,
     mask: Indices | None,
 ) -> dict[str, Any] | None:
@@ -144,8 +167,7 @@ def _perplexity(
         return progress
 
     before = perplexity(loaded, sequences, progress=part(0.62, "before"))
-    again = _quantized_again(model.checkpoint, scheme, payload, mask)
-    apply_quantized(loaded, again, mask)
+    apply_quantized(loaded, coded(), mask)
     after = perplexity(loaded, sequences, progress=part(0.8, "after"))
     return {
         "tokens": before["tokens"],
@@ -158,15 +180,6 @@ def _perplexity(
     }
 
 
-def _quantized_again(
-    checkpoint: Checkpoint, scheme: Scheme, payload: QuantizationPayload, mask: Indices | None
-) -> Iterator[tuple[str, QuantizedTensor]]:
-    """The same codes once more: cheaper than reading them back, and no two tensors are held at once."""
-    for name, shape in scoped_tensors(checkpoint.config):
-        keep = None if mask is None else keep_of(mask[name], shape)
-        yield name, quantize(checkpoint.float32(name), scheme, payload.group_size, keep, name=name)
-
-
 def evaluation_sequences(
     context: TaskContext,
     tokenizer: Tokenizer,
@@ -175,7 +188,7 @@ def evaluation_sequences(
     used_tokens: int,
     checkpoint: Checkpoint,
 ) -> tuple[NDArray[np.int64], bool]:
-    """[N, T] tokens to measure on, and whether they lie after the `used_tokens` that chose the mask.
+    """[N, T] tokens to measure on, and whether they lie after the `used_tokens` that chose mask or codes.
 
     Of a small corpus as much is taken as there is, at last without passing over the used part (and said so).
     """
@@ -196,6 +209,10 @@ def evaluation_sequences(
 
 
 def _used_tokens(payload: QuantizationPayload, mask_row: Mask | None) -> int:
-    if mask_row is None or mask_row.corpus_id != payload.evaluation_corpus_id:
-        return 0
-    return POOL * int(mask_row.options["sequences"]) * int(mask_row.options["length"])
+    """Of the evaluation corpus, what the choice of the mask and the calibration of codes could have drawn."""
+    used = 0
+    if mask_row is not None and mask_row.corpus_id == payload.evaluation_corpus_id:
+        used = POOL * int(mask_row.options["sequences"]) * int(mask_row.options["length"])
+    if payload.calibration_corpus_id == payload.evaluation_corpus_id:
+        used = max(used, POOL * payload.calibration_sequences * payload.calibration_length)
+    return used

@@ -97,6 +97,28 @@ def test_fisher_needs_a_corpus_and_the_others_refuse_one() -> None:
             adapter.validate_python(wrong)
 
 
+def test_auto_round_needs_a_corpus_and_knows_no_mask() -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(quantizations.QuantizationCreate)
+    model, corpus = "model_01jd3kq8z7m4n5p6r7s8t9v0wx", "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx"
+    int4 = {"scheme": "int4", "group_size": 128, "calibration_corpus_id": corpus, "rounding": "auto-round"}
+    options = adapter.validate_python({"model_id": model, "options": int4}).options
+    assert quantizations.calibrates(options) and options.calibration_sequences == 128
+    wrong: dict[str, dict[str, Any]] = {
+        "128 with rounding auto-round, got 32": {"options": int4 | {"group_size": 32}},
+        "expected calibration_corpus_id": {"options": int4 | {"calibration_corpus_id": None}},
+        "with calibration_corpus_id, got nearest": {"options": int4 | {"rounding": "nearest"}},
+        "no mask_id": {"options": int4, "mask_id": "mask_01jd3kq8z7m4n5p6r7s8t9v0wx"},
+        "Extra inputs": {"options": int4 | {"scheme": "nf4", "group_size": 64}},
+    }
+    for told, body in wrong.items():
+        with pytest.raises(ValidationError, match=told):
+            adapter.validate_python({"model_id": model, **body})
+    build = {"model_id": model, "mask": {"method": "random"}, "quantization": int4}
+    assert builds.BuildCreate.model_validate(build).quantization == options
+    with pytest.raises(ValidationError, match="mask_aware false"):
+        builds.BuildCreate.model_validate(build | {"mask_aware": True})
+
+
 def test_metrics_have_no_place_for_a_text() -> None:
     schema = json.dumps(runs.RunMetrics.model_json_schema())
     texts = [

@@ -8,7 +8,7 @@ from permille.evaluate import schemes
 from permille.schemas.bases import BasisOptions
 from permille.schemas.evaluations import EvaluationOptions
 from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
-from permille.schemas.quantizations import Nf4, SchemeName
+from permille.schemas.quantizations import Int4, Nf4, SchemeName
 from permille.sensitivity.basis import block_columns
 from service.preflights.estimates import (
     PROCESS_BYTES,
@@ -67,6 +67,19 @@ def test_perplexity_costs_memory_and_time() -> None:
     without = quantization_needs(SIZES, options, evaluated=False, flops_per_s=1e9)
     assert with_it.seconds - without.seconds == pytest.approx(8192 * SIZES.parameters * 4 / 1e9)
     assert with_it.memory_bytes > without.memory_bytes
+
+
+def test_auto_round_holds_the_model_and_takes_steps() -> None:
+    texts = {"calibration_corpus_id": "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx", "calibration_length": 64}
+    options = Int4.model_validate({"scheme": "int4", "group_size": 128, "rounding": "auto-round", **texts})
+    nearest = Int4(scheme=SchemeName.INT4, group_size=128)
+    with_it = quantization_needs(SIZES, options, evaluated=False, flops_per_s=1e9)
+    without = quantization_needs(SIZES, nearest, evaluated=False, flops_per_s=1e9)
+    assert with_it.seconds - without.seconds == pytest.approx(200 * 8 * 64 * SIZES.scoped * 8 / 1e9)
+    assert with_it.memory_bytes >= PROCESS_BYTES + 4 * SIZES.parameters * 4
+    assert with_it.disk_bytes == without.disk_bytes
+    evaluated = quantization_needs(SIZES, options, evaluated=True, flops_per_s=1e9)
+    assert evaluated.memory_bytes >= with_it.memory_bytes
 
 
 def test_steps_in_a_row_need_the_larger_memory_and_the_sum_of_the_rest() -> None:

@@ -174,6 +174,58 @@ def test_int4_packages(bench: Bench, group_size: int) -> None:
     assert Manifest.from_bytes(row.manifest).scheme.group_size == group_size
 
 
+AUTO_ROUND = {
+    "scheme": "int4",
+    "group_size": 128,
+    "rounding": "auto-round",
+    "calibration_sequences": 4,
+    "calibration_length": 16,
+}
+
+
+def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(bench: Bench) -> None:
+    options = {**AUTO_ROUND, "calibration_corpus_id": bench.corpus.id, "evaluation_tokens": 512}
+    payload = build_payload(bench, quantization=options, mask_aware=False)
+    row = package_of(bench, bench.finish("build", payload))
+    package = Package.open(bench.blobs, row.digest)
+    nearest = quantization_of(bench, scheme="int4", group_size=128)
+    with bench.db.read() as session:
+        (ours,) = (
+            found
+            for found in results.list_quantizations(session, tenant_id=bench.tenant_id).items
+            if found.id != nearest.id
+        )
+    assert ours.options == options
+    assert ours.provenance["rounding"] == "auto-round"
+    assert ours.provenance["calibration"] | {"corpus": None} == {
+        "corpus": None,
+        "sequences": 4,
+        "length": 16,
+        "seed": 0,
+    }
+    assert "auto-round" in ours.provenance["versions"]
+    report, plain = bench.report(ours.report_digest), bench.report(nearest.report_digest)
+    assert len(report["tensors"]) == 14
+    # Nearest is nearest: what the rest of a block makes up for costs a weight alone.
+    errors = [sum(tensor["relative_error"] for tensor in one["tensors"]) for one in (report, plain)]
+    assert errors[1] < errors[0] < 3 * errors[1]
+    assert report["perplexity"]["before"] != report["perplexity"]["after"]
+    name = report["tensors"][0]["name"]
+    assert package.quantized(name).group_size == 128
+    assert ours.dense_digest != nearest.dense_digest
+
+
+def test_what_auto_round_cannot_do_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = {"model_id": bench.model.id, **AUTO_ROUND, "calibration_corpus_id": bench.corpus.id}
+    assert "rounding nearest or auto-round" in failed(bench, "quantization", payload | {"rounding": "up"})
+    assert "int4 without a mask" in failed(bench, "quantization", payload | {"scheme": "nf4"})
+    assert "a corpus" in failed(bench, "quantization", payload | {"calibration_corpus_id": None})
+    too_much = payload | {"calibration_sequences": 4000, "calibration_length": 4000}
+    assert "tokens" in failed(bench, "quantization", too_much)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "permille[workers,evaluate]" in failed(bench, "quantization", payload)
+
+
 def failed(bench: Bench, kind: str, payload: dict[str, Any]) -> str:
     job = bench.finish(kind, payload)
     assert job.state == "failed"
