@@ -90,7 +90,7 @@ bench-personalise: $(VENV)/.native  ## Held-out loss of several users, three see
 	$(BIN)/python -m benchmarks.personalise
 
 bench-users: $(VENV)/.native  ## Own, pooled and strangers' states of many people (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m benchmarks.users --restore docs/results/users.json --output docs/results
+	$(BIN)/python -m benchmarks.users --onward --restore docs/results/users.json --output docs/results
 
 bench-estimators: $(VENV)/.native  ## Held-out loss by estimator at equal cost (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m benchmarks.estimators --output docs/results

@@ -104,7 +104,7 @@ def turn_table(rows: Sequence[Row], nothing: str = "No density has been compared
         "| claim | model, density | verdict | effect | interval | texts, seeds | p | |",
         "|---" * 8 + "|",
     ]
-    lines += [f"| {row.claim.key} | {_row(row)} |" for row in decided]
+    lines += [f"| {row.claim.sentence} | {_row(row)} |" for row in decided]
     return lines if decided else [nothing]
 
 

@@ -121,11 +121,10 @@ def measured(bench: Bench, pair: tuple[Person, Person], others: Sequence[User]) 
     }
 
 
-def measured_onward(
-    bench: Bench, pair: tuple[Person, Person], others: Sequence[User], result: Result
-) -> Result:
-    """A pair's result with the states that train on: on the person's own text, from the pooled and from the
-    own state. What those were comes from the runs of before."""
+def measured_onward(bench: Bench, pair: tuple[Person, Person], others: Sequence[User]) -> Result:
+    """As `measured`, with the states that train on: on the person's own text, from the pooled and from the
+    own state. All of them are of this machine: runs of before are read, or made anew where they are gone."""
+    result = measured(bench, pair, others)
     begun = time.process_time()
     people = []
     for person, record in zip(pair, result["people"], strict=True):
@@ -223,7 +222,7 @@ def _run(
             settings = settings_of(bench, model, collection, pair)
             result = cells.once(FIGURE, settings, partial(measured, bench, pair, users))
             if arguments.onward and not is_onward(result):
-                cells.keep(FIGURE, settings, measured_onward(bench, pair, users, result))
+                cells.keep(FIGURE, settings, measured_onward(bench, pair, users))
 
 
 if __name__ == "__main__":

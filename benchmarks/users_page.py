@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.cells import Cells, Result, Settings
 from permille.errors import InputError
-from permille.evaluate.personal import FURTHER, PersonalOutcome, markdown
+from permille.evaluate.personal import FEWEST, FURTHER, PersonalOutcome, markdown
 from permille.files import write_atomic
 
 FIGURE, DATA = "users", "users.json"
@@ -46,7 +46,9 @@ def restore(file: Path, cells: Cells) -> None:
     Raises:
         InputError: the file cannot be read, or is none of this benchmark; nothing is taken up then.
     """
-    new = [(at, result) for at, result in _read(file) if _lacks(cells, at, result)]
+    new = [
+        (at, result) for at, result in _read(file) if _lacks(cells, at, result) and _agrees(cells, at, result)
+    ]
     replaced = [at for at, _ in new]
     try:
         # As it will be shown: what makes no page is not taken up.
@@ -58,11 +60,27 @@ def restore(file: Path, cells: Cells) -> None:
 
 
 def _lacks(cells: Cells, at: Settings, result: Result) -> bool:
-    """Whether the pair is not here, or without the states that train on."""
-    if not cells.has(FIGURE, at):
-        return True
-    here = next(found for settings, found in cells.of(FIGURE) if settings == at)
-    return is_onward(result) and not is_onward(here)
+    """Whether the pair is not here, or here without the states that train on."""
+    here = _here(cells, at)
+    return here is None or (is_onward(result) and not is_onward(here))
+
+
+def _agrees(cells: Cells, at: Settings, result: Result) -> bool:
+    """Whether the pair is not here, or the same but for the states that train on."""
+    here = _here(cells, at)
+    return here is None or _shared(result) == _shared(here)
+
+
+def _here(cells: Cells, at: Settings) -> Result | None:
+    return next((found for settings, found in cells.of(FIGURE) if settings == at), None)
+
+
+def _shared(result: Result) -> list[dict[str, float]]:
+    """Each person's losses under the states that every pair has."""
+    return [
+        {state: nats for state, nats in person["nats"].items() if state not in FURTHER}
+        for person in result["people"]
+    ]
 
 
 _UNFIT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InputError)
@@ -80,7 +98,7 @@ def _read(file: Path) -> list[tuple[Settings, Result]]:
         rows = [(row["settings"], row["result"]) for row in found]
         for settings, result in rows:
             people = [PersonalOutcome.of(record).user for record in result["people"]]
-            if not people or people != settings["people"]:
+            if len(people) != 2 or people != settings["people"]:
                 raise ValueError(f"people {people}, not {settings['people']}")
     except (OSError, *_UNFIT) as exc:
         raise _unfit(file, exc) from exc
@@ -106,7 +124,8 @@ def page(pairs: Sequence[tuple[Settings, Result]], bad_rows: dict[str, list[str]
         "select part. *Swapped*: the state of a stranger from the same collection. *Pooled-own*, *own-own*,",
         "where a group has them: on the person's own text, from the pooled and from the own state",
         "(twice the steps in all). A gain is positive where the first is better; p of all comparisons",
-        "on this page are corrected together.",
+        f"on this page are corrected together. Groups of fewer than {FEWEST} people have no p: none could be",
+        "below 0.05.",
         "",
     ]
     for name, reasons in bad_rows.items():

@@ -21,6 +21,7 @@ equals: AT LEAST and WITHIN are decided only where the second method is better t
 5% (or the first one better than it).
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -34,6 +35,8 @@ from permille.evaluate.report import MIN_CLUSTERS, countable
 from permille.evaluate.statistics import EQUIVALENCE_MARGIN, holm_adjusted
 
 ALPHA = 0.05
+MANY_TIMES = 100
+"""As narrow an interval as nobody will measure."""
 MIN_SEEDS = 3
 EQUIVALENCE_SEEDS = 5
 LOSS_MARGIN = 0.01
@@ -314,10 +317,27 @@ def _judged(row: Row) -> Row:
             note = "better by more than the margin" if low > 0 else "worse by more than the margin"
     if fails:
         return replace(row, verdict=Verdict.FAILS, reason=note)
-    width = (high - low) / 2 / row.margin
-    if row.claim.relation is not Relation.BETTER and width > 1:
-        return replace(row, reason=f"needs an interval {width:.1f} times as narrow: more items or seeds")
-    return replace(row, reason="needs a smaller interval: more items or seeds")
+    leaning, distance = _nearest_decision(row)
+    width = (high - low) / 2 / distance if distance > 0 else math.inf
+    if width > MANY_TIMES:
+        return replace(row, reason="the effect lies on the border")
+    wanted = (
+        f"an interval {width:.1f} times as narrow" if width > 1 else "more, for the correction over all rows"
+    )
+    return replace(row, reason=f"seems to {leaning}; needs {wanted}: more items or seeds")
+
+
+def _nearest_decision(row: Row) -> tuple[str, float]:
+    """On which side of the border the effect lies, and how far from it."""
+    assert row.found is not None
+    effect = row.found.effect
+    match row.claim.relation:
+        case Relation.BETTER:
+            return ("hold", effect) if effect > 0 else ("fail", row.margin - effect)
+        case Relation.AT_LEAST:
+            return ("hold" if effect > -row.margin else "fail", abs(effect + row.margin))
+        case Relation.WITHIN:
+            return ("hold" if abs(effect) < row.margin else "fail", abs(row.margin - abs(effect)))
 
 
 def _learned(second: Sequence[Record], records: Sequence[Record], by_loss: bool) -> bool:

@@ -5,7 +5,6 @@ The outcome of each test item is in the record, so that any two methods can be c
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +45,6 @@ class Cell:
     def tuning_key(self) -> str:
         """Names what its seeds share."""
         return "/".join((self.model.name, self.base.value, self.method.name, self.task.value))
-
-
-def first_and_more(keys: Sequence[str]) -> str:
-    """The first of some cells by name, the others by number."""
-    return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
 
 
 @dataclass(frozen=True, slots=True)

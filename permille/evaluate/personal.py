@@ -41,6 +41,9 @@ class State(StrEnum):
 FURTHER = (State.POOLED_OWN, State.OWN_OWN)
 """Trained on from another state. People who have none of them are compared by the four others."""
 
+FEWEST = 6
+"""People of a group that is tested: of five, Wilcoxon's test has no p below 0.05."""
+
 COMPARISONS = (
     (State.OWN, State.BASE),
     (State.POOLED, State.BASE),
@@ -115,30 +118,27 @@ class PersonalOutcome:
         return self.nats[state] / math.log(2) / self.bytes
 
 
-def states_of(outcomes: Sequence[PersonalOutcome]) -> list[State]:
-    """Those that all of these people have."""
-    return [state for state in State if all(state in outcome.nats for outcome in outcomes)]
-
-
 def personal_tests(groups: Mapping[str, Sequence[PersonalOutcome]]) -> dict[str, list[UserTest]]:
-    """All comparisons of all groups of people (model and collection), corrected together; of each group those
-    of the states that all its people have.
+    """All comparisons of all groups of people (model and collection), corrected together. A comparison is of
+    the people who have both states; of fewer than `FEWEST` there is none.
 
     Raises:
-        InputError: a group of fewer than two people, or a person twice in one.
+        InputError: a person twice in a group.
     """
     found: dict[str, list[UserTest]] = {}
     for group, outcomes in groups.items():
         if len({outcome.user for outcome in outcomes}) < len(outcomes):
             raise InputError("expected each person once in a group, got one twice")
-        loss_N = {
-            state: np.array([outcome.loss(state) for outcome in outcomes]) for state in states_of(outcomes)
-        }
-        found[group] = [
-            user_test(f"{first.value} against {second.value}", loss_N[first], loss_N[second])
-            for first, second in COMPARISONS
-            if first in loss_N and second in loss_N
-        ]
+        found[group] = []
+        for first, second in COMPARISONS:
+            both = [outcome for outcome in outcomes if {first, second} <= outcome.nats.keys()]
+            if len(both) < FEWEST:
+                continue
+            name = f"{first.value} against {second.value}"
+            if len(both) < len(outcomes):
+                name += f" ({len(both)} people)"
+            losses = [np.array([outcome.loss(state) for outcome in both]) for state in (first, second)]
+            found[group].append(user_test(name, *losses))
     corrected = iter(holm([test for tests in found.values() for test in tests]))
     return {group: [next(corrected) for _ in tests] for group, tests in found.items()}
 
@@ -158,12 +158,32 @@ def _section(group: str, outcomes: Sequence[PersonalOutcome], tests: Sequence[Us
         "| state | mean loss, nats a token | perplexity (of the mean) | mean bits per byte |",
         "|---|---|---|---|",
     ]
-    states = states_of(outcomes)
+    states = [state for state in State if any(state in outcome.nats for outcome in outcomes)]
     for state in states:
-        loss = float(np.mean([outcome.loss(state) for outcome in outcomes]))
-        bits = float(np.mean([outcome.bits_per_byte(state) for outcome in outcomes]))
-        lines.append(f"| {state.value} | {loss:.4f} | {math.exp(loss):.2f} | {bits:.4f} |")
+        have = [outcome for outcome in outcomes if state in outcome.nats]
+        loss = float(np.mean([outcome.loss(state) for outcome in have]))
+        bits = float(np.mean([outcome.bits_per_byte(state) for outcome in have]))
+        of = "" if len(have) == len(outcomes) else f" ({len(have)} people)"
+        lines.append(f"| {state.value}{of} | {loss:.4f} | {math.exp(loss):.2f} | {bits:.4f} |")
+    lines += _compared(tests)
     lines += [
+        f"| person | tokens: own, pooled, test | perplexity: {', '.join(states)} "
+        f"| bits per byte: {', '.join(states)} |",
+        "|---|---|---|---|",
+    ]
+    for outcome in outcomes:
+        known = outcome.nats.keys()
+        perplexities = " ".join(f"{outcome.perplexity(s):.2f}" if s in known else "-" for s in states)
+        bits_per_byte = " ".join(f"{outcome.bits_per_byte(s):.3f}" if s in known else "-" for s in states)
+        sizes = f"{outcome.train_tokens} {outcome.pooled_tokens} {outcome.tokens}"
+        lines.append(f"| {outcome.user} | {sizes} | {perplexities} | {bits_per_byte} |")
+    return [*lines, ""]
+
+
+def _compared(tests: Sequence[UserTest]) -> list[str]:
+    if not tests:
+        return ["", f"Fewer than {FEWEST} people: nothing is tested.", ""]
+    return [
         "",
         "| comparison | mean gain, nats a token | interval (95 %) | median gain | people worse off "
         "| p (Wilcoxon, Holm) |",
@@ -174,13 +194,4 @@ def _section(group: str, outcomes: Sequence[PersonalOutcome], tests: Sequence[Us
             for test in tests
         ),
         "",
-        f"| person | tokens: own, pooled, test | perplexity: {', '.join(states)} "
-        f"| bits per byte: {', '.join(states)} |",
-        "|---|---|---|---|",
     ]
-    for outcome in outcomes:
-        perplexities = " ".join(f"{outcome.perplexity(state):.2f}" for state in states)
-        bits_per_byte = " ".join(f"{outcome.bits_per_byte(state):.3f}" for state in states)
-        sizes = f"{outcome.train_tokens} {outcome.pooled_tokens} {outcome.tokens}"
-        lines.append(f"| {outcome.user} | {sizes} | {perplexities} | {bits_per_byte} |")
-    return [*lines, ""]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.evaluate.contrasts import clusters
-from permille.evaluate.outcomes import Json, first_and_more
+from permille.evaluate.outcomes import Json
 from permille.evaluate.prompts import Task
 from permille.evaluate.statistics import average_ranks, beats_by
 
@@ -46,7 +46,7 @@ def markdown(
         count = f"{len(left_out)}, such as {left_out[0]:.300}"
         tables.append(f"Rows of the files that were left out: {count}. The results name all.\n")
     if failed:
-        reasons = [f"- {first_and_more(keys)}: {' '.join(why.split())}" for why, keys in failed.items()]
+        reasons = [f"- {' '.join(why.split())}: {', '.join(keys)}" for why, keys in failed.items()]
         tables.append("\n".join(["Cells that could not be measured:", "", *reasons, ""]))
     return "\n".join(tables)
 

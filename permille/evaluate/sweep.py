@@ -12,7 +12,7 @@ from pathlib import Path
 from permille.errors import InputError
 from permille.evaluate.cells import Bench
 from permille.evaluate.methods import Order
-from permille.evaluate.outcomes import Cell, Json, first_and_more
+from permille.evaluate.outcomes import Cell, Json
 from permille.evaluate.specification import Sweep
 from permille.evaluate.sweep_results import Results, alone, open_results
 from permille.evaluate.tuning import Trial, tune, tuning_seed
@@ -34,12 +34,16 @@ class CellsFailedError(InputError):
         self.reasons: dict[str, list[str]] = {}
         for key, error in failed.items():
             self.reasons.setdefault(str(error), []).append(key)
-        told = [f"{first_and_more(keys)}: {reason}" for reason, keys in self.reasons.items()]
+        told = [f"{keys[0]}{_and_more(len(keys) - 1)}: {reason}" for reason, keys in self.reasons.items()]
         left = f"; and {len(told) - _TOLD} reasons more" if len(told) > _TOLD else ""
         super().__init__(
             f"expected all of {len(failed) + len(records)} cells, got {len(records)}, which are kept; "
             f"{'; '.join(told[:_TOLD])}{left}"
         )
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""
 
 
 Progress = Callable[[int, int, str], None]

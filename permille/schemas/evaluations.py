@@ -137,7 +137,7 @@ class Evaluation(Closed):
     options: EvaluationOptions
     cells: Count = Field(description="that were measured")
     failed_cells: Count = Field(
-        description="that could not be measured (a damaged model, say); the report says why"
+        description="that could not be measured, their input being wrong; the report names them and says why"
     )
     bad_rows: Count = Field(
         description="rows of task files that could not be read, and examples whose answer does not fit "

@@ -41,7 +41,10 @@ def create_evaluation(
     """
     body = request_of(sweep)
     with connect(context, as_json=as_json) as session:
-        follow(session, session.client.post("/v1/evaluations", body, key=key), wait=wait)
+        done = follow(session, session.client.post("/v1/evaluations", body, key=key), wait=wait)
+        lacking = session.client.get(done["result"])["failed_cells"] if done else 0
+        if lacking:
+            session.output.say(f"warning: {lacking} cells could not be measured; the report says why")
 
 
 @evaluations.command("list")

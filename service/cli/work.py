@@ -391,12 +391,12 @@ def quantization_options(
     return options if group_size is None else {**options, "group_size": group_size}
 
 
-def follow(session: Session, job: dict[str, Any], *, wait: bool) -> None:
-    """Wait for a job's end, or show it as it is."""
+def follow(session: Session, job: dict[str, Any], *, wait: bool) -> dict[str, Any] | None:
+    """Wait for a job's end, or show it as it is; the ended job, if it was waited for."""
     if wait:
-        watch(session.client, session.output, job["id"])
-    else:
-        session.output.show(job)
+        return watch(session.client, session.output, job["id"])
+    session.output.show(job)
+    return None
 
 
 def _report(session: Session, path: str, picture: Path | None) -> None:

@@ -16,7 +16,7 @@ from benchmarks.users_page import FIGURE, groups_of, is_onward, page, restore, w
 from edge_agent.options import TrainOptions
 from edge_agent.training_job import package_tokenizer
 from permille.errors import InputError
-from permille.evaluate.personal import State
+from permille.evaluate.personal import FURTHER, State
 from permille.evaluate.user_texts import Collection, User, own_words
 from permille.zo.estimators import Batch
 from tests.bigram_engine import bigram_engine
@@ -124,7 +124,7 @@ def test_training_goes_on_from_the_pooled_and_from_the_own_state(bench: Bench, t
     users = people(4)
     (pair,) = pairs(bench, users, 2)
     result = measured(bench, pair, users)
-    further = measured_onward(bench, pair, users, result)
+    further = measured_onward(bench, pair, users)
     assert is_onward(further) and not is_onward(result)
     person = pair[0]
     pooled_K, _ = bench.train(bench.pooled(person, users), "pooled")
@@ -147,13 +147,27 @@ def test_training_goes_on_from_the_pooled_and_from_the_own_state(bench: Bench, t
         file.write_text(json.dumps([{"settings": settings, "result": there}]))
         restore(file, cells)
         assert cells.of(FIGURE) == [(settings, json.loads(json.dumps(further)))]
-        assert "| pooled-own against own-own | " in page(cells.of(FIGURE), {})
-    assert "own-own against" not in page([(settings, result)], {})
+        assert "| pooled-own | " in page(cells.of(FIGURE), {})
+        assert write(tmp_path, cells, "new\n", elsewhere=tmp_path / "else") == tmp_path
+    assert "own-own | " not in page([(settings, result)], {})
+    # A page of other losses replaces nothing that was measured here, and is not replaced by less.
+    halved = json.loads(json.dumps(further))
+    halved["people"][0]["nats"]["own"] /= 2
+    file.write_text(json.dumps([{"settings": settings, "result": halved}]))
+    measured_here = Cells(tmp_path / "here.jsonl")
+    measured_here.keep(FIGURE, settings, result)
+    restore(file, measured_here)
+    assert measured_here.of(FIGURE) == [(settings, json.loads(json.dumps(result)))]
+    assert write(tmp_path, measured_here, "less\n", elsewhere=tmp_path / "else") == tmp_path / "else"
 
 
 def row(number: int, *names: str, **changed: Any) -> dict[str, Any]:
     """A finished pair."""
-    of_person = {"nats": {state.value: 10.0 for state in State}, "tokens": 5, "bytes": 20}
+    of_person = {
+        "nats": {state.value: 10.0 for state in State if state not in FURTHER},
+        "tokens": 5,
+        "bytes": 20,
+    }
     of_person |= {"train_tokens": 9, "pooled_tokens": 9} | changed
     settings = {"model": "m", "collection": "lamp7", "steps": 2, "seed": 0, "people": list(names)}
     settings |= {"options": TrainOptions(steps=2).definition(), "package": f"p{number}"}

@@ -60,13 +60,24 @@ def test_a_personal_gain_is_own_against_pooled_and_not_own_against_base() -> Non
 
 
 def test_the_share_of_people_worse_off_is_told() -> None:
-    outcomes = [outcome("a", 5, 4, 4.5, 4.4), outcome("b", 5, 5.5, 4.5, 4.4), outcome("c", 5, 4, 4.5, 4.4)]
+    outcomes = [outcome(user, 5, 5.5 if user in "be" else 4, 4.5, 4.4) for user in "abcdef"]
     (own_base, *_) = personal_tests({"g": outcomes})["g"]
-    assert own_base.users == 3
+    assert own_base.users == 6
     assert own_base.worsened == pytest.approx(1 / 3)
     assert own_base.gain == pytest.approx(0.5)
     assert own_base.median == 1.0
-    assert "| own against base | +0.5000 | -1.651 to +2.651 | +1.0000 | 33 % |" in markdown({"g": outcomes})
+    assert "| own against base | +0.5000 | -0.313 to +1.313 | +1.0000 | 33 % |" in markdown({"g": outcomes})
+
+
+def test_few_people_are_shown_and_not_tested() -> None:
+    """Five could not be significant, whatever they are, and would take from the others' p."""
+    tests = personal_tests({"few": people(5), "many": people(6)})
+    assert (tests["few"], len(tests["many"])) == ([], len(OF_FOUR))
+    assert [test.p_value for test in tests["many"]] == [
+        test.p_value for test in personal_tests({"many": people(6)})["many"]
+    ]
+    page = markdown({"few": people(5)})
+    assert "Fewer than 6 people: nothing is tested." in page and page.count("\n| u") == 5
 
 
 def test_all_comparisons_of_a_page_are_corrected_together() -> None:
@@ -83,8 +94,8 @@ def test_perplexity_and_bits_per_byte_are_of_the_test_text() -> None:
 
 
 def test_the_page_holds_every_person_and_every_comparison() -> None:
-    page = markdown({"m, c": people(3)})
-    assert page.count("\n| u") == 3
+    page = markdown({"m, c": people(6)})
+    assert page.count("\n| u") == 6
     assert page.count(" against ") == len(OF_FOUR)
     assert "| own | " in page
     assert "0 %" in page
@@ -113,7 +124,7 @@ def test_a_record_that_is_no_outcome_is_refused() -> None:
         personal_tests({"g": [*people(2), people(1)[0]]})
 
 
-def test_states_that_train_on_are_compared_once_all_people_have_them() -> None:
+def test_states_that_train_on_are_compared_over_who_has_them() -> None:
     """On top of a pooled state by 0.3, of which longer training alone is 0.1."""
     four = people(12)
     six = [
@@ -132,7 +143,13 @@ def test_states_that_train_on_are_compared_once_all_people_have_them() -> None:
     assert tests[State.OWN_OWN, State.OWN].gain == pytest.approx(0.105)
     assert tests[State.POOLED_OWN, State.OWN_OWN].gain == pytest.approx(0.185)
     assert tests[State.POOLED_OWN, State.OWN].p_value < 0.01
-    assert len(personal_tests({"g": [*six[:-1], four[-1]]})["g"]) == len(OF_FOUR)
+    # Of who has not: compared without them, and said.
+    part = personal_tests({"g": [*six[:-1], four[-1]]})["g"]
+    assert [test.users for test in part] == [12] * len(OF_FOUR) + [11] * 4
+    page = markdown({"g": [*six[:-1], four[-1]]})
+    assert "| pooled-own against own (11 people) | +0.2" in page and "| pooled-own (11 people) |" in page
+    assert page.rstrip().splitlines()[-1].count(" - -") == 2
+    assert len(personal_tests({"g": [*six[:5], *four[5:]]})["g"]) == len(OF_FOUR)
     page = markdown({"g": six, "h": four})
     assert "perplexity: base, own, pooled, swapped, pooled-own, own-own |" in page
     assert "perplexity: base, own, pooled, swapped |" in page

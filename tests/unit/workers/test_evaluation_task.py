@@ -17,7 +17,7 @@ from permille.evaluate.outcomes import Cell, Outcome
 from permille.evaluate.specification import Sweep
 from permille.store import claims, corpora, evaluations, jobs, models
 from permille.store.database import Database
-from permille.store.tables import Evaluation, Job
+from permille.store.tables import Evaluation, Job, Model
 from tests.tiny_model import write_sst2
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.test_tasks import failed, succeeded
@@ -238,23 +238,31 @@ def test_cells_of_changed_task_files_are_not_mixed(bench: Bench, monkeypatch: py
     assert sum(line["kind"] == "cell" for line in lines_of(bench, evaluation)) == 3
 
 
-def test_cells_that_cannot_be_measured_take_nothing_from_the_others(bench: Bench) -> None:
-    folder = bench.root / "models" / "damaged"
+def not_a_number(bench: Bench, name: str) -> Model:
+    """A registered model with a weight that is none."""
+    folder = bench.root / "models" / name
     save_model(folder, seed=1)
     weights = load_file(folder / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] = math.nan
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with bench.db.write() as session:
-        damaged = models.register(
-            session, tenant_id=bench.tenant_id, name="damaged", kind="folder", location="damaged"
-        )
-    payload = payload_of(bench, model_ids=[damaged.id, bench.model.id], methods=["zero-shot", "icl:1"])
+        return models.register(session, tenant_id=bench.tenant_id, name=name, kind="folder", location=name)
+
+
+def test_cells_that_cannot_be_measured_take_nothing_from_the_others(bench: Bench) -> None:
+    damaged = [not_a_number(bench, name).id for name in ("damaged", "worse")]
+    payload = payload_of(bench, model_ids=[*damaged, bench.model.id], methods=["zero-shot", "icl:1"])
     evaluation = evaluation_of(bench, bench.finish("evaluation", payload))
-    assert (evaluation.cells, evaluation.failed_cells) == (2, 2)
+    assert (evaluation.cells, evaluation.failed_cells) == (2, 4)
     assert {line["model"] for line in lines_of(bench, evaluation) if line["kind"] == "cell"} == {"tiny"}
     table = bench.blobs.read(evaluation.report_digest, limit=1 << 20).decode()
-    assert "## tiny, nf4" in table and "- damaged/nf4/zero-shot/sst2/0 and 1 more: expected " in table
-    alone = payload_of(bench, model_ids=[damaged.id], methods=["zero-shot"])
+    assert "## tiny, nf4" in table
+    told = table.partition("could not be measured:")[2]
+    cells = [
+        f"{name}/nf4/{method}/sst2/0" for name in ("damaged", "worse") for method in ("zero-shot", "icl:1")
+    ]
+    assert all(told.count(cell) == 1 for cell in cells)  # each by name: nothing else has them
+    alone = payload_of(bench, model_ids=damaged[:1], methods=["zero-shot"])
     assert "expected all of 1 cells, got 0" in failed(bench, "evaluation", alone)
 
 
