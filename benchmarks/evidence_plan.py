@@ -42,7 +42,7 @@ REAL_PREFIX = ("zo:prefix-real-5",)
 NF4_ADAPTERS = ("zo:lora-8", *REAL_PREFIX)
 """What the sensitive-sparse paper compares with sensitive weights on the same 4-bit base."""
 NF4_REFERENCES = ("zero-shot", "fo:lora-8", "fo:sensitive-c4")
-SCHEMES = ("int4-g32", "int4-g128", "squeezellm", "auto-round")
+SCHEMES = ("int4-g32", "int4-g128", "squeezellm", "auto-round", "auto-round-int4")
 """Beside bf16 and nf4, which have their cells in the table."""
 SCHEME_METHODS = ("zero-shot", "zo:sensitive-c4")
 LONGER = 5

@@ -234,7 +234,8 @@ def test_longer_runs_stand_beside_the_tables_with_verdicts_of_their_own(tmp_path
     assert "| model, task, method | steps 200 | steps 1000 |" in table
     assert "| tiny, text, zo:sensitive-c4 | (0.701 ± 0.001) | (0.401 ± 0.001) |" in table
     assert "| tiny, text, zo:lora-8 | (1.001 ± 0.001) | (1.001 ± 0.001) |" in table
-    (verdict,) = (line for line in table.splitlines() if line.startswith("| sensitive-random |"))
+    (claim,) = (claim for claim in CLAIMS if claim.key == "sensitive-random")
+    (verdict,) = (line for line in table.splitlines() if line.startswith(f"| {claim.sentence} |"))
     assert (
         " | tiny, 0.001 | undecided (loss of text) | +0.2000 nats | " in verdict
     )  # items that are all alike
