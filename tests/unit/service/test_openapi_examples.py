@@ -16,6 +16,7 @@ KINDS = {
     "model_id": Prefix.MODEL,
     "model_ids": Prefix.MODEL,
     "quantization_id": Prefix.QUANTIZATION,
+    "calibration_corpus_id": Prefix.CORPUS,
 }
 EXAMPLES = [name for name in vars(openapi_examples) if name.endswith("_EXAMPLES")]
 
