@@ -81,9 +81,7 @@ QUANTIZATION_EXAMPLES: Final[dict[str, Example]] = {
         "value": {
             "model_id": _MODEL,
             "options": {
-                "scheme": "int4",
-                "group_size": 128,
-                "rounding": "auto-round",
+                "scheme": "auto-round",
                 "calibration_corpus_id": _CORPUS,
             },
         },

@@ -1,14 +1,10 @@
 """Builds: mask, quantization, package, and a basis if asked for, in one request."""
 
-from typing import Self
-
-from pydantic import model_validator
-
 from permille.schemas.bases import BasisRequest
 from permille.schemas.fields import Closed, Digest, Id, Timestamp
 from permille.schemas.jobs import JobState
 from permille.schemas.masks import MaskRequest
-from permille.schemas.quantizations import Nf4, QuantizationOptions, SchemeName, calibrates
+from permille.schemas.quantizations import Nf4, QuantizationOptions, SchemeName
 
 
 class BuildCreate(Closed):
@@ -26,12 +22,6 @@ class BuildCreate(Closed):
     fisher_exponents: bool = False
     measure_precision: bool = False
     precision_corpus_id: Id | None = None
-
-    @model_validator(mode="after")
-    def _knows_no_mask_where_it_calibrates(self) -> Self:
-        if self.mask_aware and calibrates(self.quantization):
-            raise ValueError("expected mask_aware false with rounding auto-round, which knows of no mask")
-        return self
 
 
 class Build(Closed):

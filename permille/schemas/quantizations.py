@@ -1,9 +1,10 @@
 """Quantizations: the dense layer of a package, and what it costs."""
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter
 
 from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp, WholeNumber
 
@@ -13,6 +14,7 @@ class SchemeName(StrEnum):
 
     NF4 = "nf4"
     INT4 = "int4"
+    AUTO_ROUND = "auto-round"
 
 
 EvaluationTokens = Annotated[int, Field(strict=True, ge=256, le=10_000_000, examples=[8192]), WholeNumber]
@@ -30,44 +32,52 @@ class Nf4(Closed):
     evaluation_tokens: EvaluationTokens = 8192
 
 
-class Rounding(StrEnum):
-    """How a weight finds its code: the nearest one, or with the outputs of its block in view."""
-
-    NEAREST = "nearest"
-    AUTO_ROUND = "auto-round"
-
-
 class Int4(Closed):
-    """Symmetric integers in groups along a row. `auto-round` (groups of 128) calibrates rounding and scales
-    on texts of a corpus: it loses less, and holds the whole model in memory, for minutes or hours."""
+    """Symmetric integers in groups along a row."""
 
     scheme: Literal[SchemeName.INT4]
     group_size: Annotated[Literal[32, 128], WholeNumber] = 32
     evaluation_tokens: EvaluationTokens = 8192
-    rounding: Rounding = Rounding.NEAREST
-    calibration_corpus_id: Id | None = Field(default=None, description="for `auto-round`, which needs it")
+
+
+class AutoRound(Closed):
+    """int4 in groups of 128 whose rounding and scales auto-round calibrates on texts of a corpus. It loses
+    less, knows of no mask, and holds the whole model in memory, for minutes or hours; devices read it as any
+    int4."""
+
+    scheme: Literal[SchemeName.AUTO_ROUND]
+    group_size: Annotated[Literal[128], WholeNumber] = 128
+    evaluation_tokens: EvaluationTokens = 8192
+    calibration_corpus_id: Id
     calibration_sequences: CalibrationSequences = 128
     calibration_length: CalibrationLength = Field(
         default=512, description="tokens of a sequence; at most the model's positions"
     )
 
-    @model_validator(mode="after")
-    def _has_what_it_needs(self) -> Self:
-        if self.rounding is Rounding.NEAREST and self.calibration_corpus_id is not None:
-            raise ValueError("expected rounding auto-round with calibration_corpus_id, got nearest")
-        if self.rounding is Rounding.AUTO_ROUND and self.calibration_corpus_id is None:
-            raise ValueError("expected calibration_corpus_id with rounding auto-round, got none")
-        if self.rounding is Rounding.AUTO_ROUND and self.group_size != 128:
-            raise ValueError(f"expected group_size 128 with rounding auto-round, got {self.group_size}")
-        return self
+
+AnyOptions = Nf4 | Int4 | AutoRound
 
 
-def calibrates(options: Nf4 | Int4) -> bool:
-    """Whether the codes depend on text."""
-    return isinstance(options, Int4) and options.rounding is Rounding.AUTO_ROUND
+def payload_of(options: AnyOptions) -> dict[str, Any]:
+    """As a worker and the database have them: by the scheme that devices read, and how it is rounded."""
+    found = options.model_dump(mode="json")
+    if isinstance(options, AutoRound):
+        found |= {"scheme": SchemeName.INT4.value, "rounding": SchemeName.AUTO_ROUND.value}
+    return found
 
 
-QuantizationOptions = Annotated[Nf4 | Int4, Field(discriminator="scheme")]
+def options_of(payload: Mapping[str, Any]) -> AnyOptions:
+    """The inverse of `payload_of`. Raises ValidationError."""
+    if payload.get("rounding") == SchemeName.AUTO_ROUND.value:
+        rest = {name: value for name, value in payload.items() if name != "rounding"}
+        return AutoRound.model_validate({**rest, "scheme": SchemeName.AUTO_ROUND})
+    return _OPTIONS.validate_python(dict(payload))
+
+
+QuantizationOptions = Annotated[AnyOptions, Field(discriminator="scheme")]
+
+
+_OPTIONS: TypeAdapter[AnyOptions] = TypeAdapter(QuantizationOptions)
 
 
 class QuantizationCreate(Closed):
@@ -77,12 +87,6 @@ class QuantizationCreate(Closed):
     mask_id: Id | None = None
     evaluation_corpus_id: Id | None = None
     options: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
-
-    @model_validator(mode="after")
-    def _knows_no_mask_where_it_calibrates(self) -> Self:
-        if self.mask_id is not None and calibrates(self.options):
-            raise ValueError("expected no mask_id with rounding auto-round, which knows of no mask")
-        return self
 
 
 class Quantization(Closed):

@@ -9,6 +9,7 @@ from permille.schemas.builds import Build, BuildCreate
 from permille.schemas.fields import Page
 from permille.schemas.jobs import Job, JobKind, JobState
 from permille.schemas.problems import ProblemType
+from permille.schemas.quantizations import payload_of
 from permille.store import jobs, results, tables
 from service.access.principals import Viewer
 from service.context import Served
@@ -36,7 +37,7 @@ def create_build(
         "model_id": body.model_id,
         "corpus_id": corpus_of(body.mask),
         "mask": options_of(body.mask),
-        "quantization": body.quantization.model_dump(mode="json"),
+        "quantization": payload_of(body.quantization),
         "mask_aware": body.mask_aware,
         "evaluation_corpus_id": body.evaluation_corpus_id,
         "basis": None if body.basis is None else body.basis.model_dump(mode="json"),

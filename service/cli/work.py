@@ -387,7 +387,7 @@ def quantization_options(
     if calibrate_on is not None:
         if scheme != "int4":
             raise CommandError(f"expected --scheme int4 with --calibrate-on, got {scheme}", Exit.USAGE)
-        options |= {"rounding": "auto-round", "calibration_corpus_id": calibrate_on, "group_size": 128}
+        options |= {"scheme": "auto-round", "calibration_corpus_id": calibrate_on}
     return options if group_size is None else {**options, "group_size": group_size}
 
 

@@ -11,7 +11,7 @@ from math import prod
 from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.bases import BasisOptions
 from permille.schemas.masks import FisherMask, WeightMask
-from permille.schemas.quantizations import Int4, Nf4, Rounding
+from permille.schemas.quantizations import AnyOptions, AutoRound
 
 FLOAT_BYTES = 4
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
@@ -111,13 +111,13 @@ def basis_needs(sizes: Sizes, options: BasisOptions, *, k: int, flops_per_s: flo
     )
 
 
-def quantization_needs(sizes: Sizes, options: Nf4 | Int4, *, evaluated: bool, flops_per_s: float) -> Needs:
+def quantization_needs(sizes: Sizes, options: AnyOptions, *, evaluated: bool, flops_per_s: float) -> Needs:
     """What quantizing needs; measuring perplexity holds the whole model in float32 and runs it twice."""
     codes = sizes.scoped // 2 + sizes.scoped // options.group_size * FLOAT_BYTES
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
     seconds = sizes.scoped * SECONDS_A_WEIGHT
-    if isinstance(options, Int4) and options.rounding is Rounding.AUTO_ROUND:
+    if isinstance(options, AutoRound):
         tokens = options.calibration_sequences * options.calibration_length
         batch = min(ROUNDING_BATCH, options.calibration_sequences) * options.calibration_length
         activations = sizes.hidden * (ROUNDING_CACHES * tokens + ROUNDING_VECTORS * batch)

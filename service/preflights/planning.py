@@ -9,7 +9,7 @@ from permille.schemas.builds import BuildCreate
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
 from permille.schemas.packages import PackageCreate
 from permille.schemas.problems import ProblemType
-from permille.schemas.quantizations import Int4, Nf4, QuantizationCreate
+from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate
 from permille.store import corpora, models, results
 from service.context import Service
 from service.preflights.estimates import (
@@ -47,7 +47,7 @@ def needs_of_quantization(
     with service.database.read() as session:
         sizes = _sizes(session, tenant_id, body.model_id, "all")
         _check_corpus(session, tenant_id, body.evaluation_corpus_id)
-        _check_calibration(session, tenant_id, body.options)
+        _check_calibration(session, tenant_id, body.options, knows_mask=body.mask_id is not None)
         if body.mask_id is not None:
             mask = results.get_mask(session, tenant_id=tenant_id, mask_id=body.mask_id)
             if mask.model_id != body.model_id:
@@ -84,7 +84,7 @@ def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine:
         own_corpus = body.mask.corpus_id if isinstance(body.mask, FisherMask) else None
         check_precision(session, tenant_id, body, own_corpus)
         _check_corpus(session, tenant_id, body.evaluation_corpus_id)
-        _check_calibration(session, tenant_id, body.quantization)
+        _check_calibration(session, tenant_id, body.quantization, knows_mask=body.mask_aware)
         _check_corpus(session, tenant_id, None if body.basis is None else body.basis.corpus_id)
         whole = _sizes(session, tenant_id, body.model_id, "all")
     if sizes is None or whole is None:
@@ -168,8 +168,14 @@ def _check_mask(session: Session, tenant_id: str, mask: FisherMask | WeightMask)
     _check_corpus(session, tenant_id, mask.corpus_id if isinstance(mask, FisherMask) else None)
 
 
-def _check_calibration(session: Session, tenant_id: str, options: Nf4 | Int4) -> None:
-    _check_corpus(session, tenant_id, options.calibration_corpus_id if isinstance(options, Int4) else None)
+def _check_calibration(session: Session, tenant_id: str, options: AnyOptions, *, knows_mask: bool) -> None:
+    if not isinstance(options, AutoRound):
+        return
+    _check_corpus(session, tenant_id, options.calibration_corpus_id)
+    if knows_mask:
+        raise ApiError(
+            ProblemType.CONFLICT, "expected auto-round without a mask, of which it knows nothing, got one"
+        )
 
 
 def _check_corpus(session: Session, tenant_id: str, corpus_id: str | None) -> None:
@@ -181,5 +187,5 @@ def _mask(sizes: Sizes, mask: FisherMask | WeightMask, machine: Machine) -> Need
     return mask_needs(sizes, mask, memory_bytes=machine.memory_bytes, flops_per_s=machine.flops_per_s)
 
 
-def _quantization(sizes: Sizes, options: Nf4 | Int4, machine: Machine, *, evaluated: bool) -> Needs:
+def _quantization(sizes: Sizes, options: AnyOptions, machine: Machine, *, evaluated: bool) -> Needs:
     return quantization_needs(sizes, options, evaluated=evaluated, flops_per_s=machine.flops_per_s)

@@ -3,12 +3,11 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
-from pydantic import TypeAdapter
 
 from permille.schemas.fields import Page
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
-from permille.schemas.quantizations import Int4, Nf4, Quantization, QuantizationCreate, QuantizationOptions
+from permille.schemas.quantizations import Quantization, QuantizationCreate, options_of, payload_of
 from permille.store import results, tables
 from service.access.principals import Viewer
 from service.context import Served
@@ -25,7 +24,6 @@ router = APIRouter(
     tags=["quantizations"],
     responses=documented(*PRIVATE, ProblemType.NOT_FOUND),
 )
-_OPTIONS: TypeAdapter[Nf4 | Int4] = TypeAdapter(QuantizationOptions)
 
 
 @router.post("", status_code=202, responses=JOB_RESPONSES)
@@ -38,7 +36,7 @@ def create_quantization(
         "model_id": body.model_id,
         "mask_id": body.mask_id,
         "evaluation_corpus_id": body.evaluation_corpus_id,
-        **body.options.model_dump(mode="json"),
+        **payload_of(body.options),
     }
     return submission.start(JobKind.QUANTIZATION, payload, check_quantization, body)
 
@@ -98,7 +96,7 @@ def present(row: tables.QuantizationRow) -> Quantization:
         model_id=row.model_id,
         mask_id=row.mask_id,
         job_id=row.job_id,
-        options=_OPTIONS.validate_python(row.options),
+        options=options_of(row.options),
         evaluation_corpus_id=row.evaluation_corpus_id,
         digest=row.dense_digest,
         size_bytes=row.size_bytes,

@@ -112,7 +112,7 @@ def test_repeated_request_is_answered_even_when_the_machine_is_full_now(tmp_path
         assert api.post("/v1/masks", body, key="other").status_code == 409
 
 
-AUTO_ROUND = {"scheme": "int4", "group_size": 128, "rounding": "auto-round"}
+AUTO_ROUND = {"scheme": "auto-round"}
 
 
 def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:

@@ -97,26 +97,26 @@ def test_fisher_needs_a_corpus_and_the_others_refuse_one() -> None:
             adapter.validate_python(wrong)
 
 
-def test_auto_round_needs_a_corpus_and_knows_no_mask() -> None:
-    adapter: TypeAdapter[Any] = TypeAdapter(quantizations.QuantizationCreate)
-    model, corpus = "model_01jd3kq8z7m4n5p6r7s8t9v0wx", "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx"
-    int4 = {"scheme": "int4", "group_size": 128, "calibration_corpus_id": corpus, "rounding": "auto-round"}
-    options = adapter.validate_python({"model_id": model, "options": int4}).options
-    assert quantizations.calibrates(options) and options.calibration_sequences == 128
-    wrong: dict[str, dict[str, Any]] = {
-        "128 with rounding auto-round, got 32": {"options": int4 | {"group_size": 32}},
-        "expected calibration_corpus_id": {"options": int4 | {"calibration_corpus_id": None}},
-        "with calibration_corpus_id, got nearest": {"options": int4 | {"rounding": "nearest"}},
-        "no mask_id": {"options": int4, "mask_id": "mask_01jd3kq8z7m4n5p6r7s8t9v0wx"},
-        "Extra inputs": {"options": int4 | {"scheme": "nf4", "group_size": 64}},
-    }
-    for told, body in wrong.items():
-        with pytest.raises(ValidationError, match=told):
-            adapter.validate_python({"model_id": model, **body})
-    build = {"model_id": model, "mask": {"method": "random"}, "quantization": int4}
-    assert builds.BuildCreate.model_validate(build).quantization == options
-    with pytest.raises(ValidationError, match="mask_aware false"):
-        builds.BuildCreate.model_validate(build | {"mask_aware": True})
+def test_auto_round_needs_a_corpus_and_is_int4_to_workers() -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(quantizations.QuantizationOptions)
+    body = {"scheme": "auto-round", "calibration_corpus_id": "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx"}
+    options = adapter.validate_python(body)
+    payload = quantizations.payload_of(options)
+    assert (payload["scheme"], payload["rounding"], payload["group_size"]) == ("int4", "auto-round", 128)
+    assert quantizations.options_of(payload) == options
+    for plain in ({"scheme": "nf4"}, {"scheme": "int4", "group_size": 128}):
+        found = adapter.validate_python(plain)
+        assert "rounding" not in quantizations.payload_of(found)
+        assert quantizations.options_of(quantizations.payload_of(found)) == found
+    wrong: list[dict[str, Any]] = [
+        {"scheme": "auto-round"},
+        body | {"group_size": 32},
+        body | {"scheme": "int4"},
+        body | {"calibration_length": 4},
+    ]
+    for one in wrong:
+        with pytest.raises(ValidationError):
+            adapter.validate_python(one)
 
 
 def test_metrics_have_no_place_for_a_text() -> None:

@@ -8,7 +8,7 @@ from permille.evaluate import schemes
 from permille.schemas.bases import BasisOptions
 from permille.schemas.evaluations import EvaluationOptions
 from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
-from permille.schemas.quantizations import Int4, Nf4, SchemeName
+from permille.schemas.quantizations import AutoRound, Int4, Nf4, SchemeName
 from permille.sensitivity.basis import block_columns
 from service.preflights.estimates import (
     PROCESS_BYTES,
@@ -71,7 +71,7 @@ def test_perplexity_costs_memory_and_time() -> None:
 
 def test_auto_round_holds_the_model_and_takes_steps() -> None:
     texts = {"calibration_corpus_id": "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx", "calibration_length": 64}
-    options = Int4.model_validate({"scheme": "int4", "group_size": 128, "rounding": "auto-round", **texts})
+    options = AutoRound.model_validate({"scheme": "auto-round", **texts})
     nearest = Int4(scheme=SchemeName.INT4, group_size=128)
     with_it = quantization_needs(SIZES, options, evaluated=False, flops_per_s=1e9)
     without = quantization_needs(SIZES, nearest, evaluated=False, flops_per_s=1e9)
