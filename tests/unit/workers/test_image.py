@@ -116,8 +116,10 @@ def test_the_image_reaches_database_and_broker(extra: str, driver: str) -> None:
 
 
 def test_evaluations_need_more_than_other_jobs() -> None:
-    """What is looked for is found: without its extra, an evaluation lacks what no other kind asks for."""
+    """What is looked for is found: without its extra, an evaluation lacks what no other kind asks for, but
+    for quantizations that are calibrated."""
     without = distributions(image_extras() - {"evaluate"})
     lacking = {kind: imported(f"workers.tasks.{kind}") - without for kind in TASKS}
     assert {"scipy", "peft", "auto-round"} <= lacking.pop("evaluation")
+    assert lacking.pop("quantization") == {"auto-round"}
     assert set().union(*lacking.values()) == set()
