@@ -22,9 +22,9 @@ from benchmarks.quantization_quality import texts as public_texts
 from benchmarks.settings import FOLDER
 from permille.corpora.sequences import POOL, token_sequences
 from permille.evaluate.quantizers import HeldOut, held_out, markdown, measure
-from permille.evaluate.rounding import ITERATIONS
 from permille.evaluate.specification import Base
 from permille.models.loading import FileTokenizer
+from permille.quantization.rounding import ITERATIONS
 
 FIGURE = "quantizer"
 SEQUENCES, LENGTH = 64, 128

@@ -322,7 +322,9 @@ def _judged(row: Row) -> Row:
     if width > MANY_TIMES:
         return replace(row, reason="the effect lies on the border")
     wanted = (
-        f"an interval {width:.1f} times as narrow" if width > 1 else "more, for the correction over all rows"
+        f"an interval {math.ceil(10 * width) / 10:.1f} times as narrow"
+        if width > 1
+        else "more, for the correction over all rows"
     )
     return replace(row, reason=f"seems to {leaning}; needs {wanted}: more items or seeds")
 

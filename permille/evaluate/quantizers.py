@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from permille.corpora.sequences import Tokenizer, token_sequences
 from permille.errors import InputError
 from permille.evaluate import models, schemes
-from permille.evaluate.rounding import ITERATIONS
 from permille.evaluate.specification import Base
 from permille.quantization.perplexity import perplexity
+from permille.quantization.rounding import ITERATIONS
 
 Json = dict[str, Any]
 

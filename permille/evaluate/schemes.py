@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate import codebooks, rounding
+from permille.evaluate import codebooks
 from permille.evaluate.models import ROUNDED, Decoded, linear_weights, stored
 from permille.evaluate.specification import Base
-from permille.quantization import dequantize
+from permille.quantization import dequantize, rounding
 from permille.quantization.types import Scheme, packed_size, scales_shape
 from permille.sensitivity.fisher import fisher_scores
 

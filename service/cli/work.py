@@ -44,12 +44,13 @@ PrecisionCorpus = Annotated[
     str | None, typer.Option("--precision-corpus", help="Corpus to measure it on; else the mask's.")
 ]
 Rank = Annotated[int, typer.Option(help="Directions; at most 7/8 of the sequences.")]
-Scheme = Annotated[str, typer.Option(help="nf4 or int4.")]
-GroupSize = Annotated[int | None, typer.Option(help="nf4: 64; int4: 32 or 128.")]
+Scheme = Annotated[str, typer.Option(help="nf4, int4 or auto-round: int4 calibrated on texts.")]
+GroupSize = Annotated[int | None, typer.Option(help="nf4: 64; int4: 32 or 128; auto-round: 128.")]
 Calibrate = Annotated[
     str | None,
     typer.Option(
-        "--calibrate-on", help="Corpus that auto-round calibrates int4 on: better codes, in minutes or hours."
+        "--calibrate-on",
+        help="Corpus that auto-round takes its texts from: better codes, in minutes or hours.",
     ),
 ]
 Evaluate = Annotated[str | None, typer.Option("--evaluate-on", help="Corpus to measure perplexity on.")]
@@ -153,7 +154,7 @@ def create_quantization(
 
       permille quantizations create --model model_01j... --scheme nf4 --evaluate-on corpus_01j...
 
-      permille quantizations create --model model_01j... --scheme int4 --calibrate-on corpus_01j...
+      permille quantizations create --model model_01j... --scheme auto-round --calibrate-on corpus_01j...
     """
     body = {
         "model_id": model,
@@ -384,10 +385,14 @@ def quantization_options(
 ) -> dict[str, Any]:
     """The request's part that says how dense weights are coded."""
     options: dict[str, Any] = {"scheme": scheme, "evaluation_tokens": tokens}
+    if (scheme == "auto-round") != (calibrate_on is not None):
+        given = "no corpus" if calibrate_on is None else calibrate_on
+        raise CommandError(
+            f"expected --calibrate-on with --scheme auto-round and with no other, got {given} with {scheme}",
+            Exit.USAGE,
+        )
     if calibrate_on is not None:
-        if scheme != "int4":
-            raise CommandError(f"expected --scheme int4 with --calibrate-on, got {scheme}", Exit.USAGE)
-        options |= {"scheme": "auto-round", "calibration_corpus_id": calibrate_on}
+        options["calibration_corpus_id"] = calibrate_on
     return options if group_size is None else {**options, "group_size": group_size}
 
 

@@ -24,7 +24,7 @@ EIGEN_FLOPS = 10  # of a symmetric matrix, for the cube of its size
 PRECISION_DIRECTIONS, PRECISION_TOKENS = 32, 128
 PRECISION_PASSES = PRECISION_DIRECTIONS * (2 * 4 * 2 + 2)
 PRECISION_COPIES = 64
-# auto-round as `permille.evaluate.rounding` calls it: steps a block, of so many sequences; copies of the
+# auto-round as `permille.quantization.rounding` calls it: steps a block, of so many sequences; copies of the
 # model, hidden vectors that are kept of each token of the text, and of each token of a step.
 ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
 ROUNDING_COPIES, ROUNDING_CACHES, ROUNDING_VECTORS = 4, 4, 64

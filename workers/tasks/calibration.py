@@ -27,8 +27,8 @@ def calibrated_layers(
         OperatorError: auto-round is not installed.
     """
     _check(scheme, payload)
-    from permille.evaluate.rounding import GROUP_SIZE, rounded_int4
     from permille.models.loading import FileTokenizer, load_model
+    from permille.quantization.rounding import GROUP_SIZE, rounded_int4
 
     if payload.group_size != GROUP_SIZE or payload.calibration_corpus_id is None:
         raise InputError(

@@ -184,7 +184,15 @@ def test_noise_is_no_advantage_and_no_equality() -> None:
     for key, second in (("sensitive-random", "zo:random"), ("c4-task", "zo:sensitive-task")):
         row = row_of(key, noisy("zo:sensitive-c4") + noisy(second))
         assert row.verdict is Verdict.UNDECIDED, key
-        assert row.reason.startswith("seems to ") and row.reason.endswith("more items or seeds")
+        assert row.reason.endswith("more items or seeds")
+        assert row.found is not None and row.interval is not None
+        # Where the effect lies decides what it seems to be, and its distance from the border what is missing.
+        inside = row.found.effect > 0 if key == "sensitive-random" else abs(row.found.effect) < 0.01
+        assert row.reason.startswith("seems to hold" if inside else "seems to fail")
+        if key == "c4-task":
+            half, distance = (row.interval[1] - row.interval[0]) / 2, abs(0.01 - abs(row.found.effect))
+            wanted = float(row.reason.partition("an interval ")[2].partition(" times")[0])
+            assert half / distance <= wanted < half / distance + 0.11
 
 
 def test_a_seed_that_is_luck_widens_the_interval() -> None:

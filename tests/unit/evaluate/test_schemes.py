@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from permille.errors import InputError
-from permille.evaluate import models, rounding, schemes
+from permille.evaluate import models, schemes
 from permille.evaluate.codebooks import row_codebooks
 from permille.evaluate.specification import Base
 from permille.package.blobs import BlobFolder
 from permille.package.layers import write_dense
-from permille.quantization import Scheme, dequantize, quantize
+from permille.quantization import Scheme, dequantize, quantize, rounding
 from permille.sensitivity.fisher import fisher_scores
 from tests.unit.engines.tiny import tiny_model
 
@@ -122,9 +122,9 @@ def test_weights_that_are_no_codes_times_scales_are_refused() -> None:
     for wrong_NK in (w_NK + np.float32(0.1), w_NK * 2, w_NK * np.float32("nan")):
         with pytest.raises(InputError, match="codes times scales in w, got other weights"):
             rounding._int4("w", wrong_NK, scale_NG)
-    with pytest.raises(InputError, match="a positive scale a group of w"):
+    with pytest.raises(InputError, match="a positive scale for each group of w"):
         rounding._int4("w", w_NK, -scale_NG)
-    with pytest.raises(InputError, match="a positive scale a group of w"):
+    with pytest.raises(InputError, match="a positive scale for each group of w"):
         rounding._int4("w", w_NK, np.full((2, 2), 0.5, np.float32))
 
 

@@ -97,7 +97,10 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
         scales=scale_NG.copy(),
     )
     if scale_NG.shape != scales_shape(Scheme.INT4, found.shape, GROUP_SIZE) or scale_NG.min() < 0:
-        raise InputError(f"expected a positive scale a group of {name}, got {scale_NG.shape} from auto-round")
+        raise InputError(
+            f"expected a positive scale for each group of {name}, got {scale_NG.shape} from auto-round, the "
+            f"least {scale_NG.min()}"
+        )
     if not np.array_equal(dequantize(found), w_NK):
         raise InputError(f"expected codes times scales in {name}, got other weights from auto-round")
     return found
