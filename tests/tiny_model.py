@@ -1,12 +1,15 @@
 """A model folder as `transformers` saves it, and a corpus file: tiny, random, made on the spot."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save_file as save_tensors
 
 from permille.models.families import expected_tensors
 from tests.packages import TINY_LLAMA, sentences, tiny_tokenizer
@@ -42,3 +45,10 @@ def write_sst2(path: Path, *, rows: int = 24) -> Path:
     lines = [f"{text}\t{number % 2}\n" for number, text in enumerate(sentences(rows))]
     path.write_text("".join(lines) + "no label\n")
     return path
+
+
+def spoil_weights(folder: Path) -> None:
+    """Put a weight that is no number into a model, of whatever type its weights are."""
+    weights = load_tensors(folder / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    save_tensors(weights, folder / "model.safetensors", {"format": "pt"})

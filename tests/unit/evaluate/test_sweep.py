@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from permille.errors import InputError
 from permille.evaluate import cells
@@ -22,6 +21,7 @@ from permille.evaluate.sweep import CellsFailedError, run_sweep
 from permille.evaluate.training import Trained
 from permille.evaluate.tuning import GRID_FACTOR, tuning_seed
 from tests.sweep_files import EXAMPLE_MODEL, ROOT, WORDS
+from tests.tiny_model import spoil_weights
 
 SQUAD_SWEEP = """
 models = ["{model}"]
@@ -132,9 +132,7 @@ def test_a_corpus_without_text_is_refused_before_any_cell(
 def _not_a_number(model: Path) -> Path:
     """A copy of the example model with a weight that is none."""
     shutil.copytree(EXAMPLE_MODEL, model)
-    weights = load_file(model / "model.safetensors")
-    next(iter(weights.values())).view(-1)[0] = math.nan
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    spoil_weights(model)
     return model
 
 

@@ -1,14 +1,12 @@
 """The evaluation job on a tiny random model: found, resumed, refused."""
 
 import json
-import math
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from permille.evaluate import sweep as sweeps
 from permille.evaluate.__main__ import main as evaluate
@@ -18,7 +16,7 @@ from permille.evaluate.specification import Sweep
 from permille.store import claims, corpora, evaluations, jobs, models
 from permille.store.database import Database
 from permille.store.tables import Evaluation, Job, Model
-from tests.tiny_model import write_sst2
+from tests.tiny_model import spoil_weights, write_sst2
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.test_tasks import failed, succeeded
 from workers.child import attempt
@@ -242,9 +240,7 @@ def not_a_number(bench: Bench, name: str) -> Model:
     """A registered model with a weight that is none."""
     folder = bench.root / "models" / name
     save_model(folder, seed=1)
-    weights = load_file(folder / "model.safetensors")
-    next(iter(weights.values())).view(-1)[0] = math.nan
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    spoil_weights(folder)
     with bench.db.write() as session:
         return models.register(session, tenant_id=bench.tenant_id, name=name, kind="folder", location=name)
 
