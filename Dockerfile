@@ -14,6 +14,7 @@ COPY permille permille
 COPY service service
 COPY workers workers
 COPY edge_agent edge_agent
+COPY lab/permille_lab lab/permille_lab
 ARG TORCH_INDEX=
 RUN python -m venv /opt/permille \
  && /opt/permille/bin/pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \

@@ -20,9 +20,9 @@ from permille.store import access, results
 from permille.store.database import Clock, Database
 from permille.store.results import LayerRecord
 from permille.store.tables import Role
-from service.app import create_app
-from service.context import Service
-from service.settings import Settings
+from permille_service.app import create_app
+from permille_service.context import Service
+from permille_service.settings import Settings
 from tests.packages import tiny_package
 
 URL = "http://127.0.0.1"

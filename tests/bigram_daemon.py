@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent.daemon import Daemon, World
-from edge_agent.home import Home, open_home
-from edge_agent.lock import hold_daemon_lock, hold_lock
-from edge_agent.options import TrainOptions
-from edge_agent.policy import Machine
-from edge_agent.training_child import TrainingRequest
-from edge_agent.training_job import run_training
+from permille_agent.daemon import Daemon, World
+from permille_agent.home import Home, open_home
+from permille_agent.lock import hold_daemon_lock, hold_lock
+from permille_agent.options import TrainOptions
+from permille_agent.policy import Machine
+from permille_agent.training_child import TrainingRequest
+from permille_agent.training_job import run_training
 from tests.bigram_engine import bigram_engine
 
 IDLE = Machine(on_ac=True, battery=None, load=0.0)

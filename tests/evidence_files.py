@@ -4,12 +4,12 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.evidence_plan import Unit
-from benchmarks.evidence_records import SUMMARY
-from benchmarks.evidence_runner import Runner
-from permille.evaluate.specification import sweep_of
-from permille.evaluate.sweep import cells_of
-from permille.evaluate.sweep_results import open_results
+from permille_lab.benchmarks.evidence_plan import Unit
+from permille_lab.benchmarks.evidence_records import SUMMARY
+from permille_lab.benchmarks.evidence_runner import Runner
+from permille_lab.evaluate.specification import sweep_of
+from permille_lab.evaluate.sweep import cells_of
+from permille_lab.evaluate.sweep_results import open_results
 
 
 def arguments(materials: Path, folder: Path, *more: str) -> list[str]:

@@ -44,7 +44,7 @@ class Running:
 def permille(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the operator's command line, away from the caller's own settings."""
     return subprocess.run(
-        [sys.executable, "-m", "service.cli.main", *arguments],
+        [sys.executable, "-m", "permille_service.cli.main", *arguments],
         capture_output=True,
         text=True,
         env=environment(),
@@ -63,7 +63,16 @@ def environment(**more: str) -> dict[str, str]:
 def running_service(folder: Path, *options: str, **settings: str) -> Iterator[Running]:
     """`permille up` with its data below `folder`, stopped by SIGTERM at the end."""
     data_dir = folder / "data"
-    command = [sys.executable, "-m", "service.cli.main", "up", "--data-dir", str(data_dir), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "permille_service.cli.main",
+        "up",
+        "--data-dir",
+        str(data_dir),
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen(
         [*command, "--json", *options],
         stdout=subprocess.PIPE,

@@ -4,19 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from permille.evaluate.methods import TrainedSet
-from permille.evaluate.prompts import Task, Wording
-from permille.evaluate.specification import Base
-from permille.evaluate.tuning import TUNING_SEED_OFFSET
 from permille.schemas.fields import Closed, Count, Density, Digest, Id, Timestamp, WholeNumber
 from permille.schemas.models import RelativePath
 from permille.zo.log import EstimatorKind
+from permille_lab.evaluate.methods import TrainedSet
+from permille_lab.evaluate.prompts import Task, Wording
+from permille_lab.evaluate.specification import Base
+from permille_lab.evaluate.tuning import TUNING_SEED_OFFSET
 
 _SIZE = "([1-9][0-9]?|1[0-9]{2}|2[0-4][0-9]|25[0-6])"
 _SIZED = (TrainedSet.LORA, TrainedSet.LORA_FA, TrainedSet.PREFIX, TrainedSet.PREFIX_REAL)
 _PLAIN = "|".join(kind for kind in TrainedSet if kind not in _SIZED)
 METHOD_PATTERN = rf"^(zero-shot|icl:{_SIZE}|(zo|fo):({_PLAIN}|({'|'.join(_SIZED)})-{_SIZE}))$"
-"""What `permille.evaluate.methods.method` parses, written out for a validator and a document alike."""
+"""What `permille_lab.evaluate.methods.method` parses, written out for a validator and a document alike."""
 
 TASK_PATTERN = f"^({'|'.join(Task)})$"
 

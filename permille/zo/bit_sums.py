@@ -3,7 +3,7 @@
 For every bit position of the generator's stream: `sum_t c_t * bit_t`. A centred binomial is a sum of bits, so
 replay needs nothing else. Steps are taken 16 at a time: a 16 x 16 bit transpose turns their words into one
 16-bit index per position, and a table of the 65,536 subset sums of their coefficients turns 16 multiply-adds
-into one look-up (`benchmarks/replay.py`). Where the native kernels are built, they do the same (ADR 92).
+into one look-up (`make bench-replay`). Where the native kernels are built, they do the same (ADR 92).
 
 Shapes: G = 16 steps of a group, B = generator blocks, L = 8 lanes of 16 bits in a block, E = table entries.
 """

@@ -1,8 +1,8 @@
-"""SIGKILL at random moments changes nothing of a run's end. Fifty: `python -m benchmarks.kill_agent`."""
+"""SIGKILL at random moments changes nothing of a run's end. Fifty: `make kill-agent`."""
 
 from pathlib import Path
 
-from benchmarks.kill_agent import bigram_command, kill_runs
+from permille_lab.benchmarks.kill_agent import bigram_command, kill_runs
 
 
 def test_ten_kills_change_no_bit(tmp_path: Path) -> None:

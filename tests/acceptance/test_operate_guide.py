@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from edge_agent.console import ExitCode
 from permille.store.settings import StoreSettings, layout
-from service.cli.exits import Exit
-from service.settings import Settings
-from workers.settings import WorkerSettings
+from permille_agent.console import ExitCode
+from permille_service.cli.exits import Exit
+from permille_service.settings import Settings
+from permille_workers.settings import WorkerSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "operate.md").read_text(encoding="utf-8")
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from edge_agent import cli
-from edge_agent.activation import active_model
-from edge_agent.home import Home
-from edge_agent.personal import canonical_log, checked_replay, chosen_log, model_values
-from edge_agent.run_folder import find_run
 from permille.errors import PackageError
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
+from permille_agent import cli
+from permille_agent.activation import active_model
+from permille_agent.home import Home
+from permille_agent.personal import canonical_log, checked_replay, chosen_log, model_values
+from permille_agent.run_folder import find_run
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
 STEPS = "24"

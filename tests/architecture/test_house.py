@@ -1,5 +1,6 @@
 """The house rules that a tool can hold: import contracts that bite, light extras, one version number."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,12 +13,16 @@ import pytest
 import permille
 
 ROOT = Path(permille.__file__).resolve().parents[1]
-ROOMS = ("permille", "service", "workers", "edge_agent")
+ROOMS = ("permille", "service", "workers", "edge_agent", "lab")
 
 
 def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("lint-imports")
-    return subprocess.run([program, "--no-cache"], cwd=folder, capture_output=True, text=True, check=False)
+    places = [folder, *(folder / room for room in ROOMS if room != "permille")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    return subprocess.run(
+        [program, "--no-cache"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +38,42 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
-        ("service/planted.py", "import workers", "programs never import each other"),
-        ("permille/zo/planted.py", "import edge_agent", "the library knows no program"),
-        ("edge_agent/planted.py", "import permille.store", "only service and workers reach the store"),
-        ("edge_agent/planted.py", "import sqlalchemy", "only service and workers reach the store"),
-        ("service/planted.py", "import torch", "the API process needs no torch"),
-        ("service/planted.py", "import permille.sensitivity.fisher", "the API process needs no torch"),
-        ("service/planted.py", "import permille.evaluate.cells", "the API process needs no torch"),
+        (
+            "service/permille_service/planted.py",
+            "import permille_workers",
+            "programs never import each other",
+        ),
+        ("permille/zo/planted.py", "import permille_agent", "the library knows no program"),
+        (
+            "edge_agent/permille_agent/planted.py",
+            "import permille.store",
+            "only service and workers reach the store",
+        ),
+        (
+            "edge_agent/permille_agent/planted.py",
+            "import sqlalchemy",
+            "only service and workers reach the store",
+        ),
+        ("service/permille_service/planted.py", "import torch", "the API process needs no torch"),
+        (
+            "service/permille_service/planted.py",
+            "import permille.sensitivity.fisher",
+            "the API process needs no torch",
+        ),
+        (
+            "workers/permille_workers/planted.py",
+            "import permille_lab.evaluate.cells",
+            "no program imports the lab",
+        ),
+        ("permille/zo/planted.py", "import permille_lab", "no program imports the lab"),
         ("permille/zo/planted.py", "import pydantic", "zo and package stay light"),
         ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
         ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
-        ("edge_agent/planted.py", "import torch", "the agent reaches torch only through an engine"),
+        (
+            "edge_agent/permille_agent/planted.py",
+            "import torch",
+            "the agent reaches torch only through an engine",
+        ),
     ],
 )
 def test_a_planted_violation_breaks_its_contract(copy: Path, file: str, line: str, contract: str) -> None:
@@ -92,8 +122,8 @@ def test_there_is_one_version_number() -> None:
         ("permille.zo.replay", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille.package.reader", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille.engines.light_engine", {"torch", "transformers", "pydantic", "sqlalchemy", "httpx"}),
-        ("edge_agent.cli", {"torch", "transformers", "fastapi", "sqlalchemy", "celery"}),
-        ("service.app", {"torch", "transformers", "bitsandbytes", "datasets"}),
+        ("permille_agent.cli", {"torch", "transformers", "fastapi", "sqlalchemy", "celery"}),
+        ("permille_service.app", {"torch", "transformers", "bitsandbytes", "datasets"}),
     ],
 )
 def test_importing_a_room_loads_nothing_that_it_may_not(module: str, forbidden: set[str]) -> None:

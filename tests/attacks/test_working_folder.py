@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.chat import ChatTemplate
-from edge_agent.home import open_home
-from edge_agent.training_child import TrainingRequest, train_in_child
 from permille.errors import OperatorError
-from service.cli.up import _start
-from workers.supervisor import CHILD_COMMAND
+from permille_agent.chat import ChatTemplate
+from permille_agent.home import open_home
+from permille_agent.training_child import TrainingRequest, train_in_child
+from permille_service.cli.up import _start
+from permille_workers.supervisor import CHILD_COMMAND
 
-PLANTED = ("permille", "service", "workers", "edge_agent", "jinja2", "numpy", "json")
+PLANTED = ("permille", "permille_service", "permille_workers", "permille_agent", "jinja2", "numpy", "json")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_child_that_works(marker: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("module", ["service", "workers"])
+@pytest.mark.parametrize("module", ["permille_service", "permille_workers"])
 def test_the_processes_of_permille_up(marker: Path, module: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PERMILLE_")}
     assert _start(module, environment).wait() in (1, 2)  # the settings are missing

@@ -60,7 +60,7 @@ class AgentSite:
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """Start a command."""
         return subprocess.Popen(
-            [sys.executable, "-m", "edge_agent", "--home", str(self.home), *arguments],
+            [sys.executable, "-m", "permille_agent", "--home", str(self.home), *arguments],
             env=self._environment,
             cwd=self.home.parent,
             stdin=subprocess.DEVNULL,

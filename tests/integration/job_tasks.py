@@ -17,10 +17,10 @@ from sqlalchemy.orm import Session
 from permille.errors import InputError, RetryableError
 from permille.files import write_atomic
 from permille.store import results
-from workers.__main__ import run_worker
-from workers.child import run_child
-from workers.context import Publish, Result, TaskContext
-from workers.settings import WorkerSettings
+from permille_workers.__main__ import run_worker
+from permille_workers.child import run_child
+from permille_workers.context import Publish, Result, TaskContext
+from permille_workers.settings import WorkerSettings
 
 CHILD_COMMAND = (sys.executable, "-m", "tests.integration.job_tasks", "child")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.cli.main import main
+from permille_service.cli.main import main
 from tests.running_service import Running, environment, permille, running_service
 from tests.tiny_model import write_corpus, write_model, write_sst2
 
@@ -278,7 +278,9 @@ def _alive(pid: int) -> bool:
 
 
 def test_import_of_the_command_line_is_light() -> None:
-    code = "import sys, service.cli.main; print('sqlalchemy' in sys.modules, 'fastapi' in sys.modules)"
+    code = (
+        "import sys, permille_service.cli.main; print('sqlalchemy' in sys.modules, 'fastapi' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -13,12 +13,12 @@ from permille.store import claims, evaluations
 from permille.store.evaluations import Findings
 from permille.store.settings import StoreSettings
 from permille.store.tables import Role
+from permille_workers.child import attempt
+from permille_workers.settings import WorkerSettings
+from permille_workers.tasks import TASKS
 from tests.api_service import Api
 from tests.integration.test_api_jobs import add_corpus, add_model, stocked
 from tests.tiny_model import write_sst2
-from workers.child import attempt
-from workers.settings import WorkerSettings
-from workers.tasks import TASKS
 
 __all__ = ["stocked"]
 

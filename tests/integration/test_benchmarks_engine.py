@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import decode, memory, packed_training, prefix_time, step_time
-from benchmarks.cells import Cells
-from benchmarks.dense import batch_loss, dense_model
-from benchmarks.engine_page import page
-from benchmarks.engine_steps import EngineStep, opened, random_batch
-from benchmarks.machine import interleaved
-from benchmarks.memory_limit import ratio
-from benchmarks.mezo import Mezo
-from benchmarks.packed_training import bind_values, packed_model
-from benchmarks.random_packages import SHAPES, random_package
 from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError
 from permille.models.families import layer_of
 from permille.quantization import Scheme
+from permille_lab.benchmarks import decode, memory, packed_training, prefix_time, step_time
+from permille_lab.benchmarks.cells import Cells
+from permille_lab.benchmarks.dense import batch_loss, dense_model
+from permille_lab.benchmarks.engine_page import page
+from permille_lab.benchmarks.engine_steps import EngineStep, opened, random_batch
+from permille_lab.benchmarks.machine import interleaved
+from permille_lab.benchmarks.memory_limit import ratio
+from permille_lab.benchmarks.mezo import Mezo
+from permille_lab.benchmarks.packed_training import bind_values, packed_model
+from permille_lab.benchmarks.random_packages import SHAPES, random_package
 
 TINY = SHAPES["tiny"]
 
@@ -89,7 +89,7 @@ def test_first_order_training_starts_at_the_engines_loss_with_its_derivative(
     model, values_K = packed_model(package)
     values_K.requires_grad_(True)
     bind_values(model, values_K)
-    from benchmarks.dense import mean_loss
+    from permille_lab.benchmarks.dense import mean_loss
 
     found = mean_loss(model, batch)
     found.backward()  # type: ignore[no-untyped-call]

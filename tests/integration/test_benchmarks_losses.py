@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compute_types, estimators, first_order, time_to_loss
-from benchmarks.cells import Cells
-from benchmarks.loss_page import FIRST_ORDER, LINEAR, OURS, page
-from benchmarks.loss_pictures import lowest_so_far, write
-from benchmarks.model_packages import Sources
-from benchmarks.trajectories import descend, lowest, seconds_to, train_agent
-from benchmarks.user_text import user_text
-from edge_agent.evaluate import mean_loss
 from permille.engines.torch_engine import TorchEngine
+from permille_agent.evaluate import mean_loss
+from permille_lab.benchmarks import compute_types, estimators, first_order, time_to_loss
+from permille_lab.benchmarks.cells import Cells
+from permille_lab.benchmarks.loss_page import FIRST_ORDER, LINEAR, OURS, page
+from permille_lab.benchmarks.loss_pictures import lowest_so_far, write
+from permille_lab.benchmarks.model_packages import Sources
+from permille_lab.benchmarks.trajectories import descend, lowest, seconds_to, train_agent
+from permille_lab.benchmarks.user_text import user_text
 from tests.packages import sentences
 from tests.tiny_model import write_model
 

@@ -4,7 +4,7 @@ command goes on with."""
 import json
 from pathlib import Path
 
-from permille.evaluate.__main__ import main as evaluate
+from permille_lab.evaluate.__main__ import main as evaluate
 from tests.running_service import running_service
 from tests.tiny_model import write_corpus, write_model, write_sst2
 

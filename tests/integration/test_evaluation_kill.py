@@ -58,7 +58,7 @@ def submitted(site: Site) -> Job:
 def start(site: Site) -> "subprocess.Popen[bytes]":
     with (site.root / "worker.log").open("ab") as log:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "workers"], env=site.environment(), stdout=log, stderr=log
+            [sys.executable, "-m", "permille_workers"], env=site.environment(), stdout=log, stderr=log
         )
     site.processes.append(worker)
     return worker

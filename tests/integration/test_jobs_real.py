@@ -1,4 +1,4 @@
-"""`python -m workers` as it is installed, with the real tasks: a build of a tiny model, to its package."""
+"""The workers as they are installed, with the real tasks: a build of a tiny model, to its package."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_the_worker_process_makes_a_package(site: Site) -> None:
         )
     with (site.root / "worker.log").open("wb") as log:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "workers"], env=site.environment(), stdout=log, stderr=log
+            [sys.executable, "-m", "permille_workers"], env=site.environment(), stdout=log, stderr=log
         )
     site.processes.append(worker)
     after = site.wait_for_state(build, "succeeded")

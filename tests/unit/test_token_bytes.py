@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from permille.evaluate.cell_data import CellData, Encoder
-from permille.evaluate.examples import BadRow, Example
-from permille.evaluate.splits import Splits
 from permille.token_bytes import token_bytes
+from permille_lab.evaluate.cell_data import CellData, Encoder
+from permille_lab.evaluate.examples import BadRow, Example
+from permille_lab.evaluate.splits import Splits
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
 

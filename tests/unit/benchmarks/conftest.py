@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from benchmarks.evidence import main
+from permille_lab.benchmarks.evidence import main
 from tests.evidence_files import arguments
 from tests.tiny_model import write_corpus, write_model, write_sst2
 

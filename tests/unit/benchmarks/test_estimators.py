@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cells import Cells
-from benchmarks.estimator_page import FIGURE, loss_at, page, seconds_to
-from benchmarks.estimator_runs import Contender, first_rows, measure, step_passes
-from benchmarks.estimators import CONTENDERS, budget, cells_of
 from permille.package.reader import Package
 from permille.zo.header import EstimatorKind
+from permille_lab.benchmarks.cells import Cells
+from permille_lab.benchmarks.estimator_page import FIGURE, loss_at, page, seconds_to
+from permille_lab.benchmarks.estimator_runs import Contender, first_rows, measure, step_passes
+from permille_lab.benchmarks.estimators import CONTENDERS, budget, cells_of
 from tests.packages import layered_package, tiny_package
 from tests.unit.edge_agent.runs import user_text
 from tests.unit.zo.logs import kind_fields, make_header

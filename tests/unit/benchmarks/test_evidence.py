@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence import main
-from benchmarks.evidence_materials import find_materials
-from benchmarks.evidence_records import progress, read_records
-from benchmarks.evidence_runner import Runner, TimeIsUpError
+from permille_lab.benchmarks.evidence import main
+from permille_lab.benchmarks.evidence_materials import find_materials
+from permille_lab.benchmarks.evidence_records import progress, read_records
+from permille_lab.benchmarks.evidence_runner import Runner, TimeIsUpError
 from tests.evidence_files import arguments, files_of
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence import main
-from benchmarks.evidence_materials import find_materials
-from benchmarks.evidence_plan import FRACTIONS, size_for, units
-from benchmarks.evidence_records import read_records
-from benchmarks.evidence_runner import Runner
+from permille_lab.benchmarks.evidence import main
+from permille_lab.benchmarks.evidence_materials import find_materials
+from permille_lab.benchmarks.evidence_plan import FRACTIONS, size_for, units
+from permille_lab.benchmarks.evidence_records import read_records
+from permille_lab.benchmarks.evidence_runner import Runner
 from tests.evidence_files import arguments, files_of, measured_elsewhere
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence import STAGES
-from benchmarks.evidence_materials import find_materials
-from benchmarks.evidence_plan import (
+from permille.errors import InputError
+from permille_lab.benchmarks.evidence import STAGES
+from permille_lab.benchmarks.evidence_materials import find_materials
+from permille_lab.benchmarks.evidence_plan import (
     DENSITY,
     DYNAMIC,
     FRACTIONS,
@@ -19,13 +20,12 @@ from benchmarks.evidence_plan import (
     size_for,
     units,
 )
-from benchmarks.evidence_records import by_density, by_scheme, by_steps, flat_density
-from benchmarks.evidence_runner import Runner
-from permille.errors import InputError
-from permille.evaluate.claims import DECIDING, EQUIVALENCE_SEEDS
-from permille.evaluate.outcomes import Json
-from permille.evaluate.paper_claims import CLAIMS, Relation
-from permille.evaluate.specification import read_sweep
+from permille_lab.benchmarks.evidence_records import by_density, by_scheme, by_steps, flat_density
+from permille_lab.benchmarks.evidence_runner import Runner
+from permille_lab.evaluate.claims import DECIDING, EQUIVALENCE_SEEDS
+from permille_lab.evaluate.outcomes import Json
+from permille_lab.evaluate.paper_claims import CLAIMS, Relation
+from permille_lab.evaluate.specification import read_sweep
 
 
 def test_every_sweep_is_one_that_the_product_reads(materials_file: Path, tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cells import Cells
-from benchmarks.evidence import main
-from benchmarks.evidence_cells import FigureCells
-from benchmarks.evidence_plan import Materials, Unit
-from benchmarks.evidence_planner import Planner
-from benchmarks.evidence_prior import Learned, learned, settings
-from benchmarks.evidence_records import read_records
-from benchmarks.evidence_runner import Runner
-from permille.evaluate.sweep_results import PROCEDURE
+from permille_lab.benchmarks.cells import Cells
+from permille_lab.benchmarks.evidence import main
+from permille_lab.benchmarks.evidence_cells import FigureCells
+from permille_lab.benchmarks.evidence_plan import Materials, Unit
+from permille_lab.benchmarks.evidence_planner import Planner
+from permille_lab.benchmarks.evidence_prior import Learned, learned, settings
+from permille_lab.benchmarks.evidence_records import read_records
+from permille_lab.benchmarks.evidence_runner import Runner
+from permille_lab.evaluate.sweep_results import PROCEDURE
 from tests.evidence_files import arguments
 
 ITEMS = [f"t:{n}" for n in range(400)]

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence_materials import find_materials
-from benchmarks.evidence_pictures import fraction_pictures
-from benchmarks.evidence_plan import QUICK, units
-from benchmarks.evidence_records import unfinished_claims
-from benchmarks.evidence_runner import Runner
-from benchmarks.evidence_tables import (
+from permille_lab.benchmarks.evidence_materials import find_materials
+from permille_lab.benchmarks.evidence_pictures import fraction_pictures
+from permille_lab.benchmarks.evidence_plan import QUICK, units
+from permille_lab.benchmarks.evidence_records import unfinished_claims
+from permille_lab.benchmarks.evidence_runner import Runner
+from permille_lab.benchmarks.evidence_tables import (
     begun_anew,
     budget_table,
     method_table,
@@ -18,9 +18,9 @@ from benchmarks.evidence_tables import (
     turn_table,
     verdict_table,
 )
-from permille.evaluate.claims import verdicts
-from permille.evaluate.outcomes import Json
-from permille.evaluate.paper_claims import CLAIMS
+from permille_lab.evaluate.claims import verdicts
+from permille_lab.evaluate.outcomes import Json
+from permille_lab.evaluate.paper_claims import CLAIMS
 from tests.evidence_files import measured_elsewhere
 from tests.tiny_model import write_corpus, write_model
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.cells import Cells
-from benchmarks.user_runs import Bench, targets
-from benchmarks.users import POOL, main, measured, measured_onward, pairs, settings_of
-from benchmarks.users_page import FIGURE, groups_of, is_onward, page, restore, write
-from edge_agent.options import TrainOptions
-from edge_agent.training_job import package_tokenizer
 from permille.errors import InputError
-from permille.evaluate.personal import FURTHER, State
-from permille.evaluate.user_texts import Collection, User, own_words
 from permille.zo.estimators import Batch
+from permille_agent.options import TrainOptions
+from permille_agent.training_job import package_tokenizer
+from permille_lab.benchmarks.cells import Cells
+from permille_lab.benchmarks.user_runs import Bench, targets
+from permille_lab.benchmarks.users import POOL, main, measured, measured_onward, pairs, settings_of
+from permille_lab.benchmarks.users_page import FIGURE, groups_of, is_onward, page, restore, write
+from permille_lab.evaluate.personal import FURTHER, State
+from permille_lab.evaluate.user_texts import Collection, User, own_words
 from tests.bigram_engine import bigram_engine
 from tests.packages import sentences
 from tests.unit.edge_agent.runs import home_with_package

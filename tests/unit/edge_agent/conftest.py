@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.client import Connection
-from edge_agent.enrolment import Enrolment, enroll
-from edge_agent.home import Home, open_home
 from permille.package.reader import Package
+from permille_agent.client import Connection
+from permille_agent.enrolment import Enrolment, enroll
+from permille_agent.home import Home, open_home
 from tests.device_service import INVITATION, DeviceService, serving
 from tests.packages import tiny_package
 

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_agent.data import DataReport, read_documents
-from edge_agent.home import Home, open_home
-from edge_agent.options import TrainOptions
-from edge_agent.prepare import prepare
-from edge_agent.releases import InstalledRelease, record_installed
-from edge_agent.rows import TrainingBatches
-from edge_agent.setup import Setup, measured_epsilon, training_layers
-from edge_agent.training_job import package_tokenizer
 from permille.engines.interface import Engine
 from permille.package.reader import Package
+from permille_agent.data import DataReport, read_documents
+from permille_agent.home import Home, open_home
+from permille_agent.options import TrainOptions
+from permille_agent.prepare import prepare
+from permille_agent.releases import InstalledRelease, record_installed
+from permille_agent.rows import TrainingBatches
+from permille_agent.setup import Setup, measured_epsilon, training_layers
+from permille_agent.training_job import package_tokenizer
 from tests.packages import sentences, tiny_package
 
 QUICK = TrainOptions(seed=0, steps=12, queries=4, batch_rows=2, row_tokens=32)

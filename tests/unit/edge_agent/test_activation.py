@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.activation import (
+from permille.errors import InputError, OperatorError, RetryableError
+from permille_agent.activation import (
     MAX_HISTORY,
     Active,
     activate,
@@ -15,9 +16,8 @@ from edge_agent.activation import (
     reset,
     rollback,
 )
-from edge_agent.home import Home, open_home
-from edge_agent.releases import InstalledRelease, record_installed
-from permille.errors import InputError, OperatorError, RetryableError
+from permille_agent.home import Home, open_home
+from permille_agent.releases import InstalledRelease, record_installed
 
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 BASE = Active(package=OLD)

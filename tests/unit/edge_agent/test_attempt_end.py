@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from edge_agent.attempt_end import End, best_of, end_of
-from edge_agent.run_folder import Evaluation
+from permille_agent.attempt_end import End, best_of, end_of
+from permille_agent.run_folder import Evaluation
 
 
 def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[End | None]:

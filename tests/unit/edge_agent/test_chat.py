@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from edge_agent.chat import ChatTemplate
 from permille.errors import InputError, PackageError
+from permille_agent.chat import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"

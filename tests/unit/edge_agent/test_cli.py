@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 import typer
 
-from edge_agent.activation import Active, activate, active_model
-from edge_agent.cli import app, main
-from edge_agent.commands_daemon import JsonLines
-from edge_agent.console import EXIT_CODE_HELP, ExitCode, exit_code_of
-from edge_agent.home import Home
-from edge_agent.report import enqueue, read_report
 from permille import __version__
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.reader import Package
+from permille_agent.activation import Active, activate, active_model
+from permille_agent.cli import app, main
+from permille_agent.commands_daemon import JsonLines
+from permille_agent.console import EXIT_CODE_HELP, ExitCode, exit_code_of
+from permille_agent.home import Home
+from permille_agent.report import enqueue, read_report
 from tests.device_service import INVITATION, DeviceService, Fault
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 from tests.unit.edge_agent.test_lock import another_process_holds
@@ -295,7 +295,7 @@ def test_one_pass_of_the_daemon_ends_by_itself(enrolled: Agent, package: Package
 def test_a_daemon_ends_cleanly_on_sigterm_and_is_the_only_one(
     enrolled: Agent, home: Home, package: Package
 ) -> None:
-    command = [sys.executable, "-m", "edge_agent", "--home", str(home.root), "run"]
+    command = [sys.executable, "-m", "permille_agent", "--home", str(home.root), "run"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as daemon:
         while not home.releases.exists() or "installed" not in home.releases.read_text():
             assert daemon.poll() is None
@@ -350,6 +350,6 @@ def test_version(agent: Agent) -> None:
 def test_the_start_is_light() -> None:
     """No torch, tokenizer, network library or number cruncher to print help."""
     heavy = {"torch", "transformers", "tokenizers", "httpx", "numpy", "pydantic", "cryptography", "jinja2"}
-    code = "import sys, edge_agent.cli; print(*sys.modules)"
+    code = "import sys, permille_agent.cli; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert heavy & set(result.stdout.split()) == set()

@@ -8,7 +8,9 @@ from email.utils import format_datetime
 
 import pytest
 
-from edge_agent.client import (
+from permille import __version__
+from permille.errors import InputError, OperatorError
+from permille_agent.client import (
     AccessRefusedError,
     Connection,
     RequestRefusedError,
@@ -16,8 +18,6 @@ from edge_agent.client import (
     check_server,
     read_object,
 )
-from permille import __version__
-from permille.errors import InputError, OperatorError
 from tests.device_service import DeviceService, Fault
 
 

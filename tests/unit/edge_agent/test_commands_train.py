@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import permille.engines.factory
-from edge_agent import cli
-from edge_agent.home import Home
-from edge_agent.lock import hold_lock
-from edge_agent.options import TrainOptions
-from edge_agent.report import Delivery, read_reports
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.log import EstimatorKind, decode_canonical
+from permille_agent import cli
+from permille_agent.home import Home
+from permille_agent.lock import hold_lock
+from permille_agent.options import TrainOptions
+from permille_agent.report import Delivery, read_reports
 from tests.bigram_engine import BigramEngine
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
@@ -194,7 +194,7 @@ def test_train_waits_for_nobody_who_writes(home: Home, tmp_path: Path) -> None:
         command = [
             sys.executable,
             "-m",
-            "edge_agent",
+            "permille_agent",
             "--home",
             str(home.root),
             "train",

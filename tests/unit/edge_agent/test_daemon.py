@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.daemon import POLL_LIMIT_S, POLL_S, Daemon, World
-from edge_agent.daemon_state import data_fingerprint, read_daemon_state
-from edge_agent.enrolment import Enrolment
-from edge_agent.home import Home
-from edge_agent.lock import LockedError, hold_lock
-from edge_agent.policy import Machine
-from edge_agent.references import add_references
-from edge_agent.releases import installed_release
-from edge_agent.report import enqueue
-from edge_agent.training_child import TrainingRequest
 from permille.errors import InputError, OperatorError, PermilleError, RetryableError
+from permille_agent.daemon import POLL_LIMIT_S, POLL_S, Daemon, World
+from permille_agent.daemon_state import data_fingerprint, read_daemon_state
+from permille_agent.enrolment import Enrolment
+from permille_agent.home import Home
+from permille_agent.lock import LockedError, hold_lock
+from permille_agent.policy import Machine
+from permille_agent.references import add_references
+from permille_agent.releases import installed_release
+from permille_agent.report import enqueue
+from permille_agent.training_child import TrainingRequest
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent import data
-from edge_agent.data import read_documents
-from edge_agent.documents import Completion, Conversation, PlainText, characters
-from edge_agent.paragraphs import SECTION_CHARACTERS, normalised, sections
 from permille.errors import InputError
+from permille_agent import data
+from permille_agent.data import read_documents
+from permille_agent.documents import Completion, Conversation, PlainText, characters
+from permille_agent.paragraphs import SECTION_CHARACTERS, normalised, sections
 from tests.packages import sentences
 
 

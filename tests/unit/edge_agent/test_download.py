@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from edge_agent.api import DeviceApi
-from edge_agent.client import ServiceUnavailableError
-from edge_agent.download import Download
-from edge_agent.enrolment import Enrolment, open_api
-from edge_agent.home import Home
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder, digest_of
+from permille_agent.api import DeviceApi
+from permille_agent.client import ServiceUnavailableError
+from permille_agent.download import Download
+from permille_agent.enrolment import Enrolment, open_api
+from permille_agent.home import Home
 from tests.device_service import DeviceService, Fault, serving
 from tests.unit.edge_agent.conftest import fast_connection
 

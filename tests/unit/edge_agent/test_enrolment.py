@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.api import Credentials, DeviceApi
-from edge_agent.client import AccessRefusedError, ServiceUnavailableError
-from edge_agent.enrolment import Enrolment, enroll, load_enrolment, open_api, require_enrolment
-from edge_agent.home import Home, open_home
-from edge_agent.identity import load_identity, load_or_create_identity
 from permille.errors import InputError, OperatorError, RetryableError
 from permille.package.signing import key_id_of, public_bytes
+from permille_agent.api import Credentials, DeviceApi
+from permille_agent.client import AccessRefusedError, ServiceUnavailableError
+from permille_agent.enrolment import Enrolment, enroll, load_enrolment, open_api, require_enrolment
+from permille_agent.home import Home, open_home
+from permille_agent.identity import load_identity, load_or_create_identity
 from tests.device_service import INVITATION, DeviceService, Fault, new_id
 from tests.unit.edge_agent.conftest import fast_connection
 

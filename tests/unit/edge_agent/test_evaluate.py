@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent.evaluate import DocumentLosses, document_losses, mean_loss, paired_bootstrap
-from edge_agent.rows import document_rows
-from edge_agent.tokens import TokenizedDocument
 from permille.errors import InputError
+from permille_agent.evaluate import DocumentLosses, document_losses, mean_loss, paired_bootstrap
+from permille_agent.rows import document_rows
+from permille_agent.tokens import TokenizedDocument
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.home import Home, open_home, read_state, write_state
-from edge_agent.settings import read_settings
 from permille.errors import InputError, OperatorError
+from permille_agent.home import Home, open_home, read_state, write_state
+from permille_agent.settings import read_settings
 
 
 def mode(path: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from benchmarks.random_packages import Shape, random_package
+from permille_lab.benchmarks.random_packages import Shape, random_package
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "requirements" / "light-agent.txt"
@@ -26,8 +26,8 @@ class Gate:
 
 sys.path.insert(0, root)
 sys.meta_path.insert(0, Gate())
-import edge_agent
-for found in pkgutil.walk_packages(edge_agent.__path__, "edge_agent."):
+import permille_agent
+for found in pkgutil.walk_packages(permille_agent.__path__, "edge_agent."):
     if not found.name.endswith("__main__"):
         importlib.import_module(found.name)
 import typer.rich_utils, rich.markdown

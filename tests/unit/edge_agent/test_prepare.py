@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from edge_agent.data import DataReport
-from edge_agent.documents import Conversation, Document, PlainText
-from edge_agent.prepare import prepare, tokenize
-from edge_agent.rows import target_count
-from edge_agent.splits import Split
-from edge_agent.tokens import TextTokenizer
 from permille.errors import PackageError
+from permille_agent.data import DataReport
+from permille_agent.documents import Conversation, Document, PlainText
+from permille_agent.prepare import prepare, tokenize
+from permille_agent.rows import target_count
+from permille_agent.splits import Split
+from permille_agent.tokens import TextTokenizer
 from tests.packages import sentences, tiny_tokenizer
 
 

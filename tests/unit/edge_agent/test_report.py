@@ -6,12 +6,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from edge_agent.api import DeviceApi
-from edge_agent.client import AccessRefusedError, ServiceUnavailableError
-from edge_agent.consent import set_share_log, shares_log
-from edge_agent.enrolment import Enrolment, open_api
-from edge_agent.home import Home
-from edge_agent.report import (
+from permille.errors import InputError, OperatorError
+from permille.schemas.runs import MAX_LOG_BYTES
+from permille_agent.api import DeviceApi
+from permille_agent.client import AccessRefusedError, ServiceUnavailableError
+from permille_agent.consent import set_share_log, shares_log
+from permille_agent.enrolment import Enrolment, open_api
+from permille_agent.home import Home
+from permille_agent.report import (
     Delivery,
     deliver,
     enqueue,
@@ -21,10 +23,8 @@ from edge_agent.report import (
     want_deletion,
     withdraw_logs,
 )
-from edge_agent.run_folder import RunFolder
-from edge_agent.run_reports import collect_reports
-from permille.errors import InputError, OperatorError
-from permille.schemas.runs import MAX_LOG_BYTES
+from permille_agent.run_folder import RunFolder
+from permille_agent.run_reports import collect_reports
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.rows import (
+from permille_agent.rows import (
     TrainingBatches,
     batch_of,
     document_rows,
@@ -16,7 +16,7 @@ from edge_agent.rows import (
     rows_digest,
     target_count,
 )
-from edge_agent.tokens import TokenizedDocument
+from permille_agent.tokens import TokenizedDocument
 
 
 def _documents(lengths: list[int]) -> list[TokenizedDocument]:

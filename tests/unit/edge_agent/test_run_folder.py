@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.home import Home, open_home
-from edge_agent.run_folder import (
+from permille.errors import OperatorError
+from permille_agent.home import Home, open_home
+from permille_agent.run_folder import (
     Evaluation,
     RunFolder,
     find_run,
@@ -15,7 +16,6 @@ from edge_agent.run_folder import (
     open_run,
     prune_runs,
 )
-from permille.errors import OperatorError
 
 
 @pytest.fixture

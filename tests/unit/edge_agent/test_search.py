@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_agent.home import open_home
-from edge_agent.run_folder import RunFolder, open_run
-from edge_agent.search import (
+from permille.engines.interface import Batch
+from permille.package.reader import Package
+from permille.package.writer import add_measurements
+from permille.zo.log import EstimatorKind
+from permille_agent.home import open_home
+from permille_agent.run_folder import RunFolder, open_run
+from permille_agent.search import (
     EPSILON_NORM,
     RACE_FACTOR,
     STEP_NORM,
@@ -20,11 +24,7 @@ from edge_agent.search import (
     find_learning_rate,
     search_seed,
 )
-from edge_agent.setup import Phase, Setup
-from permille.engines.interface import Batch
-from permille.package.reader import Package
-from permille.package.writer import add_measurements
-from permille.zo.log import EstimatorKind
+from permille_agent.setup import Phase, Setup
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import setup_of, user_text

@@ -8,20 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_agent import trainer
-from edge_agent.activation import Active
-from edge_agent.home import Home, open_home
-from edge_agent.options import DEFAULT_QUERIES, TrainOptions, estimator_named
-from edge_agent.pace import lengths_by_time
-from edge_agent.personal import canonical_log, model_values
-from edge_agent.progress import SilentProgress
-from edge_agent.releases import InstalledRelease, record_installed
-from edge_agent.run_clock import RunClock
-from edge_agent.run_folder import RunFolder, open_run
-from edge_agent.search import STEP_NORM, SearchFailed, find_epsilon, find_learning_rate
-from edge_agent.setup import Phase, block_split, step_spread, training_layers, widest_block
-from edge_agent.trainer import Chosen, attempt_header, make_plan, train_attempts
-from edge_agent.training_job import run_training
 from permille.engines.interface import Batch
 from permille.engines.sharing import layer_spans, plan_sharing
 from permille.errors import InputError, PackageError
@@ -36,6 +22,20 @@ from permille.zo.log import decode_canonical
 from permille.zo.package_layers import layers_of
 from permille.zo.replay import replay
 from permille.zo.step_directions import directions_of
+from permille_agent import trainer
+from permille_agent.activation import Active
+from permille_agent.home import Home, open_home
+from permille_agent.options import DEFAULT_QUERIES, TrainOptions, estimator_named
+from permille_agent.pace import lengths_by_time
+from permille_agent.personal import canonical_log, model_values
+from permille_agent.progress import SilentProgress
+from permille_agent.releases import InstalledRelease, record_installed
+from permille_agent.run_clock import RunClock
+from permille_agent.run_folder import RunFolder, open_run
+from permille_agent.search import STEP_NORM, SearchFailed, find_epsilon, find_learning_rate
+from permille_agent.setup import Phase, block_split, step_spread, training_layers, widest_block
+from permille_agent.trainer import Chosen, attempt_header, make_plan, train_attempts
+from permille_agent.training_job import run_training
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import layered_package, tiny_package
 from tests.unit.edge_agent.runs import QUICK, setup_of, user_text

@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
-from edge_agent import splits as rules
-from edge_agent.splits import Split, assign, count, position
 from permille.errors import InputError
+from permille_agent import splits as rules
+from permille_agent.splits import Split, assign, count, position
 
 
 def _groups(number: int) -> list[str]:

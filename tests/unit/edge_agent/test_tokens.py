@@ -6,10 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from edge_agent.chat import ChatTemplate
-from edge_agent.documents import Completion, Conversation, PlainText
-from edge_agent.tokens import TextTokenizer
 from permille.errors import InputError, PackageError
+from permille_agent.chat import ChatTemplate
+from permille_agent.documents import Completion, Conversation, PlainText
+from permille_agent.tokens import TextTokenizer
 from tests.packages import SPECIAL_TOKENS, sentences, tiny_tokenizer
 
 NO_TEMPLATE = ChatTemplate(None, {})

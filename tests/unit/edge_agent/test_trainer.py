@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_agent import trainer
-from edge_agent.attempt_end import End, end_of
-from edge_agent.home import open_home
-from edge_agent.progress import SilentProgress
-from edge_agent.run_clock import RunClock
-from edge_agent.run_folder import Evaluation, Json, RunFolder, open_run
-from edge_agent.trainer import (
+from permille.engines.interface import Batch, Engine
+from permille.package.reader import Package
+from permille.zo.journal import read_journal
+from permille.zo.log import StepFlag
+from permille_agent import trainer
+from permille_agent.attempt_end import End, end_of
+from permille_agent.home import open_home
+from permille_agent.progress import SilentProgress
+from permille_agent.run_clock import RunClock
+from permille_agent.run_folder import Evaluation, Json, RunFolder, open_run
+from permille_agent.trainer import (
     MAX_ATTEMPTS,
     Chosen,
     attempt_header,
@@ -23,10 +27,6 @@ from edge_agent.trainer import (
     state_of,
     train_attempts,
 )
-from permille.engines.interface import Batch, Engine
-from permille.package.reader import Package
-from permille.zo.journal import read_journal
-from permille.zo.log import StepFlag
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import setup_of, user_text

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.random_packages import Shape, random_package
 from permille.engines.light import blas
 from permille.engines.light.architecture import architecture_of
 from permille.engines.light.packing import pack
@@ -22,6 +21,7 @@ from permille.package.config_files import clean_config
 from permille.package.reader import Package
 from permille.quantization import Scheme
 from permille.zo.estimators import Batch
+from permille_lab.benchmarks.random_packages import Shape, random_package
 from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.tiny import (
     CONFIGS,

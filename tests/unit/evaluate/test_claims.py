@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate import claims
-from permille.evaluate.claims import Row, Verdict, counted_tasks, overall, verdicts
-from permille.evaluate.contrasts import Contrast, Record, contrast
-from permille.evaluate.paper_claims import CLAIMS, Relation
-from permille.evaluate.statistics import holm_adjusted
+from permille_lab.evaluate import claims
+from permille_lab.evaluate.claims import Row, Verdict, counted_tasks, overall, verdicts
+from permille_lab.evaluate.contrasts import Contrast, Record, contrast
+from permille_lab.evaluate.paper_claims import CLAIMS, Relation
+from permille_lab.evaluate.statistics import holm_adjusted
 
 ITEMS = 400
 SEEDS = (0, 1, 2, 3, 4)

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate.codebooks import CELLS, CENTROIDS, row_codebooks
+from permille_lab.evaluate.codebooks import CELLS, CENTROIDS, row_codebooks
 
 
 def rows(seed: int = 0, shape: tuple[int, int] = (6, 60)) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

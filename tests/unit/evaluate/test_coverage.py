@@ -5,11 +5,11 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate.coverage import LinearWeights, held_shares, layer_shares
-from permille.evaluate.figures import Line, Panel, lines_picture, split_picture
-from permille.evaluate.models import task_mask
-from permille.evaluate.trainables import masked_weights
 from permille.zo.estimators import Batch
+from permille_lab.evaluate.coverage import LinearWeights, held_shares, layer_shares
+from permille_lab.evaluate.figures import Line, Panel, lines_picture, split_picture
+from permille_lab.evaluate.models import task_mask
+from permille_lab.evaluate.trainables import masked_weights
 from tests.unit.engines.tiny import tiny_batch, tiny_model
 
 SCORES = {

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from permille.errors import InputError
-from permille.evaluate import trainables
-from permille.evaluate.examples import Example
-from permille.evaluate.free_text import exact_match_of_text, with_candidate, write
-from permille.evaluate.scoring import Answer, Choices
-from permille.evaluate.trainables import Trainable
+from permille_lab.evaluate import trainables
+from permille_lab.evaluate.examples import Example
+from permille_lab.evaluate.free_text import exact_match_of_text, with_candidate, write
+from permille_lab.evaluate.scoring import Answer, Choices
+from permille_lab.evaluate.trainables import Trainable
 from tests.unit.engines.tiny import tiny_model
 
 MASK = {"model.layers.0.mlp.up_proj.weight": np.array([3, 40], np.uint32)}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate.personal import (
+from permille_lab.evaluate.personal import (
     COMPARISONS,
     FURTHER,
     PersonalOutcome,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from permille.evaluate.prior import prior_losses
-from permille.evaluate.scoring import Answer, Choices
+from permille_lab.evaluate.prior import prior_losses
+from permille_lab.evaluate.scoring import Answer, Choices
 
 
 def example(label: int, *, prompt: tuple[int, ...] = (1, 2), answers: tuple[int, ...] = (1, 3)) -> Choices:

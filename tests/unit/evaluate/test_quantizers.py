@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cells import Cells
-from benchmarks.quantizers import CASES, FIGURE, page, settings_of
 from permille.errors import InputError
-from permille.evaluate import models
-from permille.evaluate.quantizers import HeldOut, held_out, markdown, measure
-from permille.evaluate.schemes import stored_bytes
-from permille.evaluate.specification import Base
 from permille.quantization.perplexity import perplexity
+from permille_lab.benchmarks.cells import Cells
+from permille_lab.benchmarks.quantizers import CASES, FIGURE, page, settings_of
+from permille_lab.evaluate import models
+from permille_lab.evaluate.quantizers import HeldOut, held_out, markdown, measure
+from permille_lab.evaluate.schemes import stored_bytes
+from permille_lab.evaluate.specification import Base
 from tests.unit.engines.tiny import tiny_model
 
 WINDOWS_NT = np.random.default_rng(1).integers(1, 60, (5, 16))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate.report import countable, markdown, paired
+from permille_lab.evaluate.report import countable, markdown, paired
 
 
 def outcome(method: str, correct: str, *, seed: int = 0, validation_loss: float = 1.0) -> dict[str, object]:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate import rows
-from permille.evaluate.examples import majority_share
-from permille.evaluate.prompts import Task, Wording
-from permille.evaluate.rows import read_file
+from permille_lab.evaluate import rows
+from permille_lab.evaluate.examples import majority_share
+from permille_lab.evaluate.prompts import Task, Wording
+from permille_lab.evaluate.rows import read_file
 
 ROWS: dict[Task, dict[str, Any]] = {
     Task.RTE: {"premise": "A cat sat.", "hypothesis": "A cat slept.", "label": "not_entailment"},

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from permille.errors import InputError
-from permille.evaluate import models, schemes
-from permille.evaluate.codebooks import row_codebooks
-from permille.evaluate.specification import Base
 from permille.package.blobs import BlobFolder
 from permille.package.layers import write_dense
 from permille.quantization import Scheme, dequantize, quantize, rounding
 from permille.sensitivity.fisher import fisher_scores
+from permille_lab.evaluate import models, schemes
+from permille_lab.evaluate.codebooks import row_codebooks
+from permille_lab.evaluate.specification import Base
 from tests.unit.engines.tiny import tiny_model
 
 SEQUENCES_NT = np.random.default_rng(0).integers(1, 60, (4, 12))

@@ -5,9 +5,9 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate.examples import Example
-from permille.evaluate.scoring import encode_example, f1_of_text, mean_losses, score, training_batch
 from permille.zo.estimators import Batch
+from permille_lab.evaluate.examples import Example
+from permille_lab.evaluate.scoring import encode_example, f1_of_text, mean_losses, score, training_batch
 
 
 def encode(text: str) -> list[int]:

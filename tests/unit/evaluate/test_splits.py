@@ -5,8 +5,8 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from permille.errors import InputError
-from permille.evaluate.examples import Example
-from permille.evaluate.splits import Splits, split
+from permille_lab.evaluate.examples import Example
+from permille_lab.evaluate.splits import Splits, split
 
 
 def example(group: int, number: int) -> Example:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate.statistics import (
+from permille_lab.evaluate.statistics import (
     UserTest,
     average_ranks,
     beats_by,

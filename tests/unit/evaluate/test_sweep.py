@@ -13,13 +13,13 @@ import torch
 import transformers
 
 from permille.errors import InputError
-from permille.evaluate import cells
-from permille.evaluate.__main__ import main
-from permille.evaluate.report import markdown
-from permille.evaluate.specification import read_sweep
-from permille.evaluate.sweep import CellsFailedError, run_sweep
-from permille.evaluate.training import Trained
-from permille.evaluate.tuning import GRID_FACTOR, tuning_seed
+from permille_lab.evaluate import cells
+from permille_lab.evaluate.__main__ import main
+from permille_lab.evaluate.report import markdown
+from permille_lab.evaluate.specification import read_sweep
+from permille_lab.evaluate.sweep import CellsFailedError, run_sweep
+from permille_lab.evaluate.training import Trained
+from permille_lab.evaluate.tuning import GRID_FACTOR, tuning_seed
 from tests.sweep_files import EXAMPLE_MODEL, ROOT, WORDS
 from tests.tiny_model import spoil_weights
 

@@ -1,4 +1,4 @@
-"""`python -m permille.evaluate` and `permille evaluate`: messages, exit statuses, signals."""
+"""`python -m permille_lab.evaluate` and `permille evaluate`: messages, exit statuses, signals."""
 
 import contextlib
 import fcntl
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from permille.evaluate import __main__ as command
-from permille.evaluate import cells
-from permille.evaluate.__main__ import main
+from permille_lab.evaluate import __main__ as command
+from permille_lab.evaluate import cells
+from permille_lab.evaluate.__main__ import main
 
 
 def test_the_command_prints_the_table_and_refuses_with_a_message(
@@ -52,7 +52,7 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
 def test_the_operators_command_runs_a_sweep_and_tells_refusals(
     sweep_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from service.cli.main import main as permille
+    from permille_service.cli.main import main as permille
 
     sweep_file.write_text(sweep_file.read_text().replace('"zero-shot", "icl:1", ', '"zero-shot"]\n#'))
     table = tmp_path / "table.md"
@@ -101,7 +101,7 @@ def test_the_operators_command_takes_its_process_with_it(number: signal.Signals,
     # A shell's background job ignores SIGINT, and whatever it starts inherits that.
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from service.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        "from permille_service.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     arguments = [sys.executable, "-c", code, "evaluate", str(sweep_file)]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, RetryableError
-from permille.evaluate.report import markdown
-from permille.evaluate.specification import read_sweep
-from permille.evaluate.sweep import cells_of, run_sweep
-from permille.evaluate.sweep_results import PROCEDURE
+from permille_lab.evaluate.report import markdown
+from permille_lab.evaluate.specification import read_sweep
+from permille_lab.evaluate.sweep import cells_of, run_sweep
+from permille_lab.evaluate.sweep_results import PROCEDURE
 
 
 def test_a_results_file_that_was_edited_is_refused_with_its_line(sweep_file: Path, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from permille.errors import InputError
-from permille.evaluate import trainables
-from permille.evaluate.distinct_rows import distinct_rows
-from permille.evaluate.packed_rows import PACKABLE, can_pack, packed_parts
-from permille.evaluate.trainables import Trainable
 from permille.zo.estimators import Batch
+from permille_lab.evaluate import trainables
+from permille_lab.evaluate.distinct_rows import distinct_rows
+from permille_lab.evaluate.packed_rows import PACKABLE, can_pack, packed_parts
+from permille_lab.evaluate.trainables import Trainable
 from tests.unit.engines.tiny import CONFIGS, tiny_batch, tiny_model
 
 MASK = {"model.layers.0.mlp.up_proj.weight": np.array([3, 40], np.uint32)}

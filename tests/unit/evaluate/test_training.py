@@ -9,10 +9,17 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.evaluate import trainables, training
-from permille.evaluate.methods import Order, TrainedSet, method
-from permille.evaluate.training import Recipe, Trained, train, train_safely
-from permille.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS, TUNING_SEED_OFFSET, Trial, tune, tuning_seed
+from permille_lab.evaluate import trainables, training
+from permille_lab.evaluate.methods import Order, TrainedSet, method
+from permille_lab.evaluate.training import Recipe, Trained, train, train_safely
+from permille_lab.evaluate.tuning import (
+    GRID_FACTOR,
+    MAX_ATTEMPTS,
+    TUNING_SEED_OFFSET,
+    Trial,
+    tune,
+    tuning_seed,
+)
 from tests.unit.engines.tiny import tiny_batch, tiny_model
 
 

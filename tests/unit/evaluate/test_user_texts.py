@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError
-from permille.evaluate import user_texts
-from permille.evaluate.user_texts import Collection, cohort, own_words, read_users
+from permille_lab.evaluate import user_texts
+from permille_lab.evaluate.user_texts import Collection, cohort, own_words, read_users
 
 FILES = {
     Collection.SHAKESPEARE: "shakespeare/tinyshakespeare_by_speaker.jsonl",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.fuzz_reader import ReaderFuzzer
+from permille_lab.benchmarks.fuzz_reader import ReaderFuzzer
 from tests.attacks.test_every_code import documented_codes
 
 

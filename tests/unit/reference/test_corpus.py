@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
-from reference.grams import Forbidden, Seen, word_ids
-from reference.prepare import pieces, prepare
-from reference.sources import Source, SourceList, read_sources
-from reference.texts import documents
-from reference.tokenizer import read_tokenizer
-from reference.unseen import unseen_texts
+from permille_lab.reference.grams import Forbidden, Seen, word_ids
+from permille_lab.reference.prepare import pieces, prepare
+from permille_lab.reference.sources import Source, SourceList, read_sources
+from permille_lab.reference.texts import documents
+from permille_lab.reference.tokenizer import read_tokenizer
+from permille_lab.reference.unseen import unseen_texts
 
 WORDS = [
     f"{a}{b}" for a in ("stone", "river", "light", "garden", "winter") for b in ("s", "ed", "ing", "er", "y")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import reference.fetch
+import permille_lab.reference.fetch as fetch_module
 from permille.errors import InputError
-from reference.fetch import fetch
-from reference.sources import Source
+from permille_lab.reference.fetch import fetch
+from permille_lab.reference.sources import Source
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -145,7 +145,7 @@ def test_all_texts_are_asked_for_at_once(
     tmp_path: Path, source: Source, mirror: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A promisor's checkout asks for each file that it lacks: a round trip a file."""
-    run, lacking = reference.fetch._git, []
+    run, lacking = fetch_module._git, []
 
     def git_watched(folder: Path, *arguments: str, **settings: str) -> str:
         if "checkout" in arguments:
@@ -153,7 +153,7 @@ def test_all_texts_are_asked_for_at_once(
             lacking.append({line[1:] for line in listed.splitlines() if line.startswith("?")})
         return run(folder, *arguments, **settings)
 
-    monkeypatch.setattr(reference.fetch, "_git", git_watched)
+    monkeypatch.setattr(fetch_module, "_git", git_watched)
     fetch(source, tmp_path / "texts", mirror)
     unwanted = {
         git(tmp_path / "owner/books", "rev-parse", f"{source.commit}:{name}")
@@ -183,7 +183,7 @@ def test_patterns_of_no_file_are_named(tmp_path: Path, source: Source, mirror: s
 
 def at_removal(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
     """Have `then` happen when `fetch` removes what is there."""
-    run = reference.fetch._git
+    run = fetch_module._git
 
     def git_and_then(folder: Path, *arguments: str, **settings: str) -> str:
         found = run(folder, *arguments, **settings)
@@ -191,7 +191,7 @@ def at_removal(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> N
             then()
         return found
 
-    monkeypatch.setattr(reference.fetch, "_git", git_and_then)
+    monkeypatch.setattr(fetch_module, "_git", git_and_then)
 
 
 def test_a_source_with_a_stamp_of_another_form_is_fetched_anew(

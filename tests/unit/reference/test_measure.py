@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from permille.errors import InputError
-from reference.measure import measure
+from permille_lab.reference.measure import measure
 
 
 class Uniform:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reference.measure import measure
+from permille_lab.reference.measure import measure
 
-FOLDER = Path(__file__).parents[3] / "reference/reference-6M"
+FOLDER = Path(__file__).parents[3] / "lab/reference-6M"
 TEXT = (
     "The members of the committee were asked to vote on the new law before the end of the year. "
     "Most of them had read the report, and the rest said that they would do so in the morning."

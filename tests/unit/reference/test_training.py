@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import reference.muon
+import permille_lab.reference.muon as muon_module
 from permille.errors import InputError
-from reference.model import initial, loss, rotation
-from reference.muon import Optimizer, orthogonal
-from reference.train import Run, train_decay, train_stable
-from reference.windows import Windows
+from permille_lab.reference.model import initial, loss, rotation
+from permille_lab.reference.muon import Optimizer, orthogonal
+from permille_lab.reference.train import Run, train_decay, train_stable
+from permille_lab.reference.windows import Windows
 from tests.unit.reference.tiny import RECIPE, SHAPE, write_corpus
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_killed_at_any_time_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole = run(tmp_path, "whole")
     train_stable(whole, steps=60, minutes=None, save_every=7)
-    command = [sys.executable, "-m", "reference.train", "--corpus", str(tmp_path / "corpus")]
+    command = [sys.executable, "-m", "permille_lab.reference.train", "--corpus", str(tmp_path / "corpus")]
     command += ["--run", str(tmp_path / "killed"), "--steps", "60", "--save-every", "7"]
     run(tmp_path, "killed").pin()  # shape and recipe
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -171,7 +171,7 @@ def test_bfloat16_computes_products_and_muon_in_it_and_validates_in_float32(
         return orthogonal(g)
 
     monkeypatch.setattr(torch.nn.functional, "linear", product)
-    monkeypatch.setattr(reference.muon, "orthogonal", iterated)
+    monkeypatch.setattr(muon_module, "orthogonal", iterated)
     for compute, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         recipe = replace(RECIPE, compute=compute)
         learning = Run(tmp_path / "corpus", tmp_path / compute, SHAPE, recipe, "cpu")

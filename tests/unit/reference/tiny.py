@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from reference.model import Shape
-from reference.train import Recipe
+from permille_lab.reference.model import Shape
+from permille_lab.reference.train import Recipe
 
 SHAPE = Shape(vocabulary=64, hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1)
 RECIPE = Recipe(context=12, batch=4, micro=2, warmup=2)

@@ -10,11 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from permille.errors import InputError
-from permille.evaluate.methods import method
-from permille.evaluate.prompts import Task
-from permille.evaluate.specification import Sweep
 from permille.schemas.evaluations import EvaluationCreate, EvaluationOptions
-from workers.payloads import EvaluationPayload
+from permille_lab.evaluate.methods import method
+from permille_lab.evaluate.prompts import Task
+from permille_lab.evaluate.specification import Sweep
+from permille_workers.payloads import EvaluationPayload
 
 BODY: dict[str, Any] = {
     "model_ids": ["model_01jd3kq8z7m4n5p6r7s8t9v0wx"],

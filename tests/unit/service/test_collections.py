@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from service.cli import collections, evaluations, fleet, inputs, main, work
+from permille_service.cli import collections, evaluations, fleet, inputs, main, work
 
 MODULES = (collections, evaluations, fleet, inputs, work)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.packages.content import parse_range
-from service.problems import ApiError
+from permille_service.packages.content import parse_range
+from permille_service.problems import ApiError
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from permille.evaluate import schemes
 from permille.schemas.bases import BasisOptions
 from permille.schemas.evaluations import EvaluationOptions
 from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
 from permille.schemas.quantizations import AutoRound, Int4, Nf4, SchemeName
 from permille.sensitivity.basis import block_columns
-from service.preflights.estimates import (
+from permille_lab.evaluate import schemes
+from permille_service.preflights.estimates import (
     PROCESS_BYTES,
     Needs,
     basis_needs,
@@ -18,10 +18,10 @@ from service.preflights.estimates import (
     quantization_needs,
     sizes_of,
 )
-from service.preflights.evaluation_costs import CALIBRATED, TaskFacts, cells_of, evaluation_needs
-from service.preflights.machine import Machine
-from service.preflights.verdict import judge, require
-from service.problems import ApiError
+from permille_service.preflights.evaluation_costs import CALIBRATED, TaskFacts, cells_of, evaluation_needs
+from permille_service.preflights.machine import Machine
+from permille_service.preflights.verdict import judge, require
+from permille_service.problems import ApiError
 from tests.packages import TINY_LLAMA
 
 CORPUS = "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx"

@@ -6,7 +6,7 @@ import pytest
 from cryptography.exceptions import InvalidTag
 
 from permille.errors import OperatorError
-from service.keys import Seal, signing_key
+from permille_service.keys import Seal, signing_key
 
 
 def test_key_is_made_once_and_kept(tmp_path: Path) -> None:

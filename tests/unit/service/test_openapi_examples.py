@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from permille.store.ids import Prefix
-from service import openapi_examples
+from permille_service import openapi_examples
 
 KINDS = {
     "corpus_id": Prefix.CORPUS,

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from service.cli.exits import CommandError, Exit
-from service.cli.main import _show_error
-from service.cli.output import fields_of, table_of
+from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.main import _show_error
+from permille_service.cli.output import fields_of, table_of
 
 TEXT = "[a-z0-9]{1,63} [bold]not bold[/bold] [/]"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.cli.exits import CommandError
-from service.cli.work import quantization_options
+from permille_service.cli.exits import CommandError
+from permille_service.cli.work import quantization_options
 
 
 def test_auto_round_and_a_corpus_come_together() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.problems import ApiError
-from service.rate_limit import MAX_ADDRESSES, RateLimit
+from permille_service.problems import ApiError
+from permille_service.rate_limit import MAX_ADDRESSES, RateLimit
 
 
 def test_burst_is_bounded_and_refills_with_time() -> None:

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from permille.store.settings import explain
-from service.settings import client_url, is_loopback, load, local_url
+from permille_service.settings import client_url, is_loopback, load, local_url
 
 
 def test_everything_is_below_the_data_folder_unless_named(tmp_path: Path) -> None:

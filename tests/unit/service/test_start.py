@@ -6,14 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from service.__main__ import listen
-from service.settings import Settings
+from permille_service.__main__ import listen
+from permille_service.settings import Settings
 
 HEAVY = ("torch", "transformers", "bitsandbytes", "datasets", "matplotlib", "celery", "pandas", "scipy")
 
 
 def test_app_is_imported_without_the_heavy_libraries() -> None:
-    code = "import sys, service.app, service.__main__, service.cli.main; print(*sys.modules, sep='\\n')"
+    modules = "permille_service.app, permille_service.__main__, permille_service.cli.main"
+    code = f"import sys, {modules}; print(*sys.modules, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "fastapi" in loaded

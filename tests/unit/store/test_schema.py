@@ -106,7 +106,7 @@ def test_what_fails_in_a_migration_says_so_itself(tmp_path: Path) -> None:
 
 def test_a_program_without_its_database_says_so_in_a_line(tmp_path: Path) -> None:
     settings = {"PERMILLE_DATA_DIR": str(tmp_path), "PERMILLE_DATABASE_URL": f"sqlite:///{tmp_path}/no/x.db"}
-    for program in ("workers", "service"):
+    for program in ("permille_workers", "permille_service"):
         command = [sys.executable, "-m", program]
         done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2

@@ -16,10 +16,10 @@ from permille.store.blobs import FolderBlobStore
 from permille.store.database import Database
 from permille.store.schema import migrate
 from permille.store.tables import Corpus, Job, Model
+from permille_workers.child import attempt
+from permille_workers.settings import WorkerSettings
+from permille_workers.tasks import TASKS
 from tests.packages import TINY_LLAMA, sentences, tiny_tokenizer
-from workers.child import attempt
-from workers.settings import WorkerSettings
-from workers.tasks import TASKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

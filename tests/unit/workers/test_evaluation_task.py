@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from permille.evaluate import sweep as sweeps
-from permille.evaluate.__main__ import main as evaluate
-from permille.evaluate.cells import Bench as SweepBench
-from permille.evaluate.outcomes import Cell, Outcome
-from permille.evaluate.specification import Sweep
 from permille.store import claims, corpora, evaluations, jobs, models
 from permille.store.database import Database
 from permille.store.tables import Evaluation, Job, Model
+from permille_lab.evaluate import sweep as sweeps
+from permille_lab.evaluate.__main__ import main as evaluate
+from permille_lab.evaluate.cells import Bench as SweepBench
+from permille_lab.evaluate.outcomes import Cell, Outcome
+from permille_lab.evaluate.specification import Sweep
+from permille_workers.child import attempt
+from permille_workers.context import Progress
+from permille_workers.tasks import TASKS
+from permille_workers.work_folders import remove_ended
 from tests.tiny_model import spoil_weights, write_sst2
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.test_tasks import failed, succeeded
-from workers.child import attempt
-from workers.context import Progress
-from workers.tasks import TASKS
-from workers.work_folders import remove_ended
 
 SMALL: dict[str, Any] = {
     "methods": ["zero-shot", "zo:random", "fo:sensitive-c4"],
@@ -173,7 +173,7 @@ def test_progress_counts_cells_and_names_the_one_that_runs(
     def spy(_: object, fraction: float, message: str) -> None:
         told.append((fraction, message))
 
-    monkeypatch.setattr("workers.context.Progress.__call__", spy)
+    monkeypatch.setattr("permille_workers.context.Progress.__call__", spy)
     succeeded(bench.finish("evaluation", payload_of(bench, methods=UNTRAINED)))
     messages = [message for _, message in told]
     assert messages[-4:] == [
@@ -194,7 +194,7 @@ def test_a_cancelled_evaluation_stops_between_cells_and_goes_on_when_it_is_retri
                 jobs.request_cancel(session, tenant_id=bench.tenant_id, job_id=job.id)
 
     # Progress writes at most once a second; here it must not pass over the cancel.
-    monkeypatch.setattr("workers.context.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("permille_workers.context.REPORT_EVERY_S", 0.0)
     with monkeypatch.context() as patched:
         before = spied(patched, cancel)
         job = first_attempt(bench, methods=UNTRAINED)

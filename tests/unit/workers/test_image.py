@@ -13,10 +13,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from workers.tasks import TASKS
+from permille_workers.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[3]
-PROGRAMS = ("permille", "service", "workers", "edge_agent")
+PROGRAMS = ("permille", "permille_service", "permille_workers", "permille_agent", "permille_lab")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Chosen by a URL of the settings, not by an import.
 DRIVERS = {"postgres": "psycopg", "celery": "redis"}
@@ -101,10 +101,12 @@ def _file(module: str) -> Path | None:
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_the_image_can_run_every_kind_of_job(kind: str) -> None:
-    assert imported(f"workers.tasks.{kind}") - distributions(image_extras()) == set()
+    assert imported(f"permille_workers.tasks.{kind}") - distributions(image_extras()) == set()
 
 
-@pytest.mark.parametrize("program", ["service.cli.main", "service.__main__", "workers.__main__"])
+@pytest.mark.parametrize(
+    "program", ["permille_service.cli.main", "permille_service.__main__", "permille_workers.__main__"]
+)
 def test_the_image_can_start_the_programs(program: str) -> None:
     assert imported(program) - distributions(image_extras()) == set()
 
@@ -119,7 +121,7 @@ def test_evaluations_need_more_than_other_jobs() -> None:
     """What is looked for is found: without its extra, an evaluation lacks what no other kind asks for, but
     for quantizations that are calibrated."""
     without = distributions(image_extras() - {"evaluate"})
-    lacking = {kind: imported(f"workers.tasks.{kind}") - without for kind in TASKS}
+    lacking = {kind: imported(f"permille_workers.tasks.{kind}") - without for kind in TASKS}
     assert {"scipy", "peft", "auto-round"} <= lacking.pop("evaluation")
     assert lacking.pop("quantization") == {"auto-round"}
     assert set().union(*lacking.values()) == set()

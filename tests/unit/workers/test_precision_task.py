@@ -10,6 +10,9 @@ from permille.package.measurements import best_epsilon, precision_rows
 from permille.package.reader import Package, verify_package
 from permille.store import claims, results
 from permille.store.tables import PackageRow
+from permille_workers.context import JobCancelledError, TaskContext
+from permille_workers.tasks import TASKS
+from permille_workers.work_folders import locked_work_folder
 from tests.unit.workers.conftest import Bench
 from tests.unit.workers.test_tasks import (
     build_payload,
@@ -18,9 +21,6 @@ from tests.unit.workers.test_tasks import (
     package_of,
     quantization_of,
 )
-from workers.context import JobCancelledError, TaskContext
-from workers.tasks import TASKS
-from workers.work_folders import locked_work_folder
 
 NO_TEXTS = {"method": "random", "corpus_id": None, "sequences": None, "length": None}
 

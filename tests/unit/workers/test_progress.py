@@ -17,11 +17,11 @@ from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.schema import migrate
 from permille.store.tables import Job
-from workers.child import record_failure
-from workers.context import JobCancelledError, Progress
-from workers.handover import decode_handover, encode_handover
-from workers.settings import WorkerSettings
-from workers.work_folders import locked_work_folder, remove_ended
+from permille_workers.child import record_failure
+from permille_workers.context import JobCancelledError, Progress
+from permille_workers.handover import decode_handover, encode_handover
+from permille_workers.settings import WorkerSettings
+from permille_workers.work_folders import locked_work_folder, remove_ended
 
 
 @pytest.fixture
@@ -152,8 +152,8 @@ def test_work_folders_go_with_their_jobs(db: Database, claim: Claim, tmp_path: P
     ("module", "absent"),
     [
         ("permille.store.dispatch", ("celery", "kombu", "redis")),
-        ("workers.__main__", ("celery", "torch", "transformers", "matplotlib")),
-        ("workers.child", ("torch", "transformers", "matplotlib", "datasets")),
+        ("permille_workers.__main__", ("celery", "torch", "transformers", "matplotlib")),
+        ("permille_workers.child", ("torch", "transformers", "matplotlib", "datasets")),
     ],
 )
 def test_processes_import_only_what_they_need(module: str, absent: tuple[str, ...]) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import load
+from permille_service.settings import load
+from permille_workers.settings import WorkerSettings
 from tests.running_service import environment
-from workers.settings import WorkerSettings
 
 SHARED = ("database_url", "blob_root", "model_root", "corpus_root", "work_root")
 
@@ -31,7 +31,7 @@ def test_worker_and_service_derive_the_same_places(tmp_path: Path, monkeypatch: 
 )
 def test_worker_that_misses_a_setting_says_so_in_one_line(settings: dict[str, str], expected: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "workers"],
+        [sys.executable, "-m", "permille_workers"],
         capture_output=True,
         text=True,
         env=environment(**settings),

@@ -30,10 +30,10 @@ from permille.zo.log import (
 )
 from permille.zo.package_layers import exponents_of
 from permille.zo.replay import replay
+from permille_workers.context import JobCancelledError, TaskContext
+from permille_workers.tasks import TASKS
+from permille_workers.work_folders import locked_work_folder
 from tests.unit.workers.conftest import Bench, save_model
-from workers.context import JobCancelledError, TaskContext
-from workers.tasks import TASKS
-from workers.work_folders import locked_work_folder
 
 FISHER = {"method": "fisher", "density": 0.01, "sequences": 6, "length": 32, "seed": 5}
 BenchMaker = Callable[[str], Bench]

@@ -1,0 +1,7 @@
+"""`python -m permille_agent` is `permille-agent`."""
+
+import sys
+
+from permille_agent.cli import main
+
+sys.exit(main())

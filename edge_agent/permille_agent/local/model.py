@@ -1,0 +1,173 @@
+"""The models that can be used here: the package's base and, where there is one, the active personalisation.
+
+Both share one engine and its weights in four bits; they differ in the sparse values that are handed over.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.interface import Engine
+from permille.errors import InputError, OperatorError
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille_agent.activation import Active, active_model
+from permille_agent.chat import ChatTemplate
+from permille_agent.home import Home
+from permille_agent.personal import model_values
+from permille_agent.tokens import TextTokenizer
+from permille_agent.training_job import package_tokenizer
+
+
+class Variant(StrEnum):
+    """Which sparse values are used."""
+
+    BASE = "base"
+    PERSONAL = "personal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How text is generated; see `permille.engines.interface.Engine.generate`."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_p: float = 0.95
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Generated:
+    """Counts of one generation, complete once its text is read to the end."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    finish_reason: str = "stop"
+
+
+class LocalModel:
+    """The active package, opened. Close it, or use it as a context: a chat template has a child process."""
+
+    def __init__(self, home: Home, engine_of: Callable[[Package], Engine]) -> None:
+        """Open what is active.
+
+        Raises:
+            OperatorError: nothing is installed.
+            PackageError: the package or the run's state is not what it claims to be.
+        """
+        active = active_model(home)
+        if active is None:
+            raise OperatorError("expected an installed package, found none: run `permille-agent pull`")
+        self.active: Active = active
+        self.package = Package.open(BlobFolder(home.blobs), active.package)
+        self.tokenizer: TextTokenizer = package_tokenizer(self.package)
+        self.engine = engine_of(self.package)
+        base_K = self.package.values()
+        self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
+        if active.run is not None:
+            self._values[Variant.PERSONAL] = model_values(home, active, self.package)
+        self._template: ChatTemplate | None = None
+
+    def __enter__(self) -> "LocalModel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What can be asked for, the active one first."""
+        return tuple(reversed(self._values))
+
+    def values(self, variant: Variant) -> NDArray[np.float32]:
+        """The sparse values of a variant.
+
+        Raises:
+            InputError: nothing personal is active.
+        """
+        if variant not in self._values:
+            raise InputError("expected an active personalisation, there is none: run `permille-agent train`")
+        return self._values[variant]
+
+    def complete(self, prompt: str, variant: Variant, sampling: Sampling) -> tuple[Generated, Iterator[str]]:
+        """Continue `prompt`; the text comes piece by piece.
+
+        Raises:
+            InputError: the prompt is empty or too long, or a number is outside its range.
+        """
+        return self._generate(self.tokenizer.prompt(prompt), variant, sampling)
+
+    def reply(
+        self, messages: Sequence[tuple[str, str]], variant: Variant, sampling: Sampling
+    ) -> tuple[Generated, Iterator[str]]:
+        """The assistant's next turn; the text comes piece by piece.
+
+        Raises:
+            InputError: as `complete`, or a message contains a special token.
+            PackageError: the chat template fails.
+        """
+        if self._template is None:
+            self._template = self.tokenizer.chat_template()
+        return self._generate(self.tokenizer.chat_prompt(self._template, messages), variant, sampling)
+
+    def close(self) -> None:
+        """End the chat template's child."""
+        if self._template is not None:
+            self._template.close()
+
+    def _generate(
+        self, prompt_ids: NDArray[np.int64], variant: Variant, sampling: Sampling
+    ) -> tuple[Generated, Iterator[str]]:
+        generated = Generated(prompt_tokens=len(prompt_ids))
+        positions = int(self.package.config.get("max_position_embeddings") or 1 << 31)
+        limit = min(sampling.max_new_tokens, positions - len(prompt_ids))
+        ids = self.engine.generate(
+            self.values(variant),
+            prompt_ids,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stop_ids=self.tokenizer.stop_ids,
+        )
+        pieces = self.tokenizer.stream(_counted(ids, generated, limit))
+        return generated, until_stop(pieces, sampling.stop, generated)
+
+
+def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated) -> Iterator[str]:
+    """`pieces` up to the first of the stop strings, which is not part of the text.
+
+    What could be the beginning of a stop string is held back until it is known not to be one.
+    """
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [place for word in stop if (place := held.find(word)) >= 0]
+        if found:
+            generated.finish_reason = "stop"
+            if text := held[: min(found)]:
+                yield text
+            return
+        keep = max((_overlap(held, word) for word in stop), default=0)
+        if text := held[: len(held) - keep]:
+            yield text
+        held = held[len(held) - keep :]
+    if held:
+        yield held
+
+
+def _overlap(text: str, word: str) -> int:
+    """Length of the longest end of `text` that `word` begins with."""
+    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)
+
+
+def _counted(ids: Iterator[int], generated: Generated, limit: int) -> Iterator[int]:
+    for token in ids:
+        generated.completion_tokens += 1
+        if generated.completion_tokens >= limit:
+            generated.finish_reason = "length"
+        yield token

@@ -1,0 +1,170 @@
+"""The examples of a cell in a model's tokens, and its batches: functions of (splits, model, seed)."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.token_bytes import token_bytes
+from permille.zo.estimators import Batch
+from permille_lab.evaluate import free_text
+from permille_lab.evaluate.examples import BadRow, Example
+from permille_lab.evaluate.rows import MAX_BAD_SHARE
+from permille_lab.evaluate.scoring import Choices, document_text, encode_example, training_batch
+from permille_lab.evaluate.splits import Splits
+
+
+class Encoder:
+    """Text to tokens of one model, and the token with which its texts begin."""
+
+    def __init__(self, folder: Path) -> None:
+        import tokenizers
+
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as exc:  # the library raises no kind of its own
+            raise InputError(f"expected a tokenizer that can be read in {path}, got {exc!s:.200}") from exc
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a text that names one does not hold it
+        plain, special = self("a"), tuple(self._tokenizer.encode("a").ids)
+        begins = len(special) > len(plain) and special[1 : 1 + len(plain)] == plain
+        self.begin: int | None = special[0] if begins else None
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def token_bytes(self, text: str) -> NDArray[np.int64]:
+        """How many bytes of the text each of its tokens stands for, int64 [T]."""
+        ends = [end for _, end in self._tokenizer.encode(text, add_special_tokens=False).offsets]
+        return token_bytes(text, np.array(ends, dtype=np.int64))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+class CellData:
+    """Train, validation and test examples that fit; of what does not, `unfit` is told.
+
+    Args:
+        shots: solved examples before each prompt.
+        max_tokens: of prompt and answer together.
+    """
+
+    def __init__(
+        self,
+        splits: Splits,
+        encoder: Encoder,
+        *,
+        seed: int,
+        shots: int,
+        batch_size: int,
+        max_tokens: int,
+        unfit: Callable[[BadRow], object],
+    ) -> None:
+        self._splits = splits
+        self._encoder = encoder
+        self.seed = seed
+        self.decode = encoder.decode
+        self._shots = shots
+        self._batch_size = batch_size
+        self._max_tokens = max_tokens
+        self._unfit = unfit
+
+    @cached_property
+    def train(self) -> list[Choices]:
+        """Examples to learn from."""
+        return [choices for _, choices in self._fitting(self._splits.train)]
+
+    @cached_property
+    def validation(self) -> list[Choices]:
+        """Examples to select by."""
+        return [choices for _, choices in self._fitting(self._splits.validation)]
+
+    @cached_property
+    def test(self) -> list[Choices]:
+        """Examples to report."""
+        return [choices for _, choices in self._test]
+
+    @cached_property
+    def tested(self) -> list[Example]:
+        """What `test` holds in tokens."""
+        return [example for example, _ in self._test]
+
+    @cached_property
+    def test_bytes(self) -> int:
+        """Bytes of UTF-8 that the scored tokens of `test` stand for, where it is documents.
+
+        A character whose tokens `max_tokens` parts has its bytes where its first token is.
+        """
+        total = 0
+        for example, item in self._test:
+            assert item.span is not None  # it is a document
+            bytes_T = self._encoder.token_bytes("".join(document_text(example, self._max_tokens)))
+            total += int(bytes_T[slice(*item.span)].sum())
+        return total
+
+    @cached_property
+    def _test(self) -> list[tuple[Example, Choices]]:
+        return self._fitting(self._splits.test)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step: drawn with the seed, without repetition within it."""
+        rng = np.random.default_rng([self.seed, step])
+        size = min(self._batch_size, len(self.train))
+        return training_batch(
+            [self.train[index] for index in rng.choice(len(self.train), size, replace=False)]
+        )
+
+    def batches_from(self, first: int) -> Callable[[int], Batch]:
+        """Batches of a later segment."""
+        return lambda step: self.batch(first + step)
+
+    def _fitting(self, examples: Sequence[Example]) -> list[tuple[Example, Choices]]:
+        """Examples in tokens; one whose answer does not fit is a bad row of this model.
+
+        Raises:
+            InputError: of one part more are bad than a twentieth of all parts together: `max_tokens` is too
+                small for the task.
+        """
+        found: list[tuple[Example, Choices]] = []
+        reason = ""
+        for example in examples:
+            try:
+                choices = encode_example(
+                    free_text.with_candidate(example),
+                    self._encoder,
+                    begin=self._encoder.begin,
+                    max_tokens=self._max_tokens,
+                    demonstrations=self._demonstrations,
+                )
+            except InputError as exc:
+                reason = str(exc)
+                self._unfit(BadRow(name=example.name, reason=reason))
+                continue
+            found.append((example, choices))
+        bad = len(examples) - len(found)
+        splits = self._splits
+        if bad > MAX_BAD_SHARE * (len(splits.train) + len(splits.validation) + len(splits.test)):
+            raise InputError(
+                f"expected examples that fit {self._max_tokens} tokens, got {bad} of {len(examples)} that do "
+                f"not; the last one: {reason}"
+            )
+        return found
+
+    @cached_property
+    def _demonstrations(self) -> tuple[str, ...]:
+        """Solved training examples, for in-context learning: drawn with the seed."""
+        if not self._shots:
+            return ()
+        train = self._splits.train
+        rng = np.random.default_rng([self.seed, 1])
+        chosen = rng.choice(len(train), min(self._shots, len(train)), replace=False)
+        solved = [free_text.with_candidate(train[index]) for index in chosen]
+        return tuple(f"{item.prompt}{item.candidates[item.label]}\n\n" for item in solved)

@@ -1,0 +1,248 @@
+"""Runs of a sweep's cells (a model, a base, a method, a task, a seed), and the trials of their tuning.
+
+Everything here is a function of (sweep, cell): batches of (seed, step), splits of the seed, masks of the
+model and the seed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.corpora.sequences import token_sequences
+from permille.corpora.sources import FileCorpus, ReadReport, read_texts
+from permille.errors import InputError
+from permille.models.loading import FileTokenizer
+from permille.sensitivity.masks import Mask, MaskMethod
+from permille_lab.evaluate import free_text, models, schemes
+from permille_lab.evaluate.cell_data import CellData, Encoder
+from permille_lab.evaluate.examples import Pool
+from permille_lab.evaluate.methods import DYNAMIC, IN_SEGMENTS, TASK_MASKS, Order, TrainedSet
+from permille_lab.evaluate.outcomes import Cell, Outcome
+from permille_lab.evaluate.prompts import Task
+from permille_lab.evaluate.rows import read_file
+from permille_lab.evaluate.scoring import (
+    Choices,
+    mean_losses,
+    score,
+    training_batch,
+)
+from permille_lab.evaluate.specification import Base, Sweep
+from permille_lab.evaluate.splits import Splits, split
+from permille_lab.evaluate.trainables import Trainable, masked_weights
+from permille_lab.evaluate.training import Recipe, Trained, train, train_safely
+from permille_lab.evaluate.tuning import Trial
+
+_MASK_EXAMPLES = 64
+# Directions of one segment are no other segment's.
+_SEGMENT_SEEDS = 1_000_003
+
+
+class Bench:
+    """A sweep's files, read once and kept: pools, and what the corpus decides of masks and weights."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self._bad_rows: dict[str, None] = {}
+        self.pool = lru_cache(maxsize=None)(self._pool)
+        self.mask_of_corpus = lru_cache(maxsize=4)(self._mask_of_corpus)
+        self.decoded = lru_cache(maxsize=4)(self._decoded)
+
+    def run(self, cell: Cell, seed: int, step_factor: float | None) -> Outcome:
+        """Train (where the method does) and score one cell with a seed."""
+        begin = time.perf_counter()
+        data = self.data(cell, seed)
+        if cell.method.order is None:
+            trainable, trained = Trainable(self._stored(cell), []), None
+            values_K = trainable.base_K
+        else:
+            recipe = self._recipe(cell.method.order, seed, step_factor)
+            trainable, trained = self._trained(cell, data, recipe, train_safely)
+            values_K = trained.values_K
+        tested = score(lambda batch: trainable.token_losses(values_K, batch), data.test)
+        written = None
+        if cell.task is Task.SQUAD:
+            model = trainable.installed(values_K)
+            written = free_text.write(model, data.test, data.tested, data.decode)
+            tested = replace(tested, correct_N=written.exact_N)
+        return Outcome(cell, data, trained, tested, time.perf_counter() - begin, written)
+
+    def trial(self, cell: Cell, order: Order, seed: int, step_factor: float) -> Trial:
+        """What tuning compares: one run, never scored on test items."""
+        recipe = self._recipe(order, seed, step_factor)
+        trained = self._trained(cell, self.data(cell, seed), recipe, train)[1]
+        return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in IN_SEGMENTS)
+
+    def read(self) -> None:
+        """Read all task files, see that they can be divided and that the corpus has text: rather now than
+        when a cell needs them.
+
+        Raises:
+            InputError: one is not its task's, or has too little; or the corpus has no text.
+        """
+        report = ReadReport()
+        corpus = self.sweep.corpus
+        if next(read_texts(FileCorpus(path=corpus.name), corpus.parent, report), None) is None:
+            bad = ", ".join(f"{count} {reason.value}" for reason, count in report.bad.items())
+            raise InputError(
+                f"expected a corpus with text, such as JSON lines with `text`, got {report.rows} rows "
+                f"({bad or 'none'}) in {corpus}"
+            )
+        for task, files in self.sweep.tasks.items():
+            for path in (files.train, files.test):
+                if path is not None:
+                    self.pool(task, path)
+            for seed in self.sweep.seeds:
+                self._splits(task, seed)
+
+    def bad_rows(self) -> list[str]:
+        """Every row of the files read so far that is no example, and every example that did not fit the cells
+        so far, with its reason."""
+        return list(self._bad_rows)
+
+    def _recipe(self, order: Order, seed: int, step_factor: float | None) -> Recipe:
+        sweep = self.sweep
+        return Recipe(
+            order=order,
+            steps=sweep.zo_steps if order is Order.ZEROTH else sweep.fo_steps,
+            step_factor=step_factor or 1.0,
+            seed=seed,
+            queries=sweep.queries,
+            estimator=sweep.estimator,
+            evaluations=sweep.evaluations,
+        )
+
+    def _pool(self, task: Task, path: Path) -> Pool:
+        found = read_file(task, path, self.sweep.wording)
+        self._bad_rows.update((f"{task.value}: {bad.name}: {bad.reason}", None) for bad in found.bad)
+        return found
+
+    def data(self, cell: Cell, seed: int) -> CellData:
+        """The examples of a cell."""
+        return CellData(
+            self._splits(cell.task, seed),
+            Encoder(cell.model),
+            seed=seed,
+            shots=cell.method.shots,
+            batch_size=self.sweep.batch_size,
+            max_tokens=self.sweep.max_tokens,
+            unfit=lambda bad: self._bad_rows.setdefault(
+                f"{cell.task.value}, {cell.model.name}: {bad.name}: {bad.reason}"
+            ),
+        )
+
+    def _splits(self, task: Task, seed: int) -> Splits:
+        files = self.sweep.tasks[task]
+        pool = self.pool(task, files.train).examples
+        test_pool = None if files.test is None else self.pool(task, files.test).examples
+        try:
+            return split(pool, seed, test_pool=test_pool, sizes=self.sweep.sizes)
+        except InputError as exc:
+            groups = len({example.group for example in pool})
+            raise InputError(
+                f"{task.value}: {exc}, of {len(pool)} examples in {groups} groups in {files.train}"
+            ) from exc
+
+    def _mask_of_corpus(self, model: Path) -> Mask:
+        return models.corpus_mask(
+            models.stored(model, Base.BF16), self.corpus_sequences(model), self.sweep.density
+        )
+
+    def _decoded(self, model: Path, base: Base) -> models.Decoded:
+        return schemes.calibrated(model, base, self.corpus_sequences(model))
+
+    def _stored(self, cell: Cell, mask: Mask | None = None) -> Any:
+        decoded = self.decoded(cell.model, cell.base) if cell.base in schemes.CALIBRATED else None
+        return models.stored(cell.model, cell.base, mask, decoded)
+
+    def corpus_sequences(self, model: Path) -> NDArray[np.int64]:
+        """Sequences of the corpus in the model's tokens, [sequences, tokens]."""
+        sweep = self.sweep
+        texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
+        return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
+
+    def _trained(
+        self, cell: Cell, data: CellData, recipe: Recipe, training: Callable[..., Trained]
+    ) -> tuple[Trainable, Trained]:
+        """
+        Args:
+            training: `train` or `train_safely`; segments go back to each one's best anyway.
+        """
+        if cell.method.trained in IN_SEGMENTS:
+            return self._trained_in_segments(cell, data, recipe)
+        mask = self._mask(cell, data, 0, lambda: models.stored(cell.model, Base.BF16))
+        model = self._stored(cell, mask)
+        trainable = (
+            models.adapted(model, cell.method, recipe.seed) if mask is None else masked_weights(model, mask)
+        )
+        return trainable, training(trainable, data.batch, _validation(trainable, data.validation), recipe)
+
+    def _trained_in_segments(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
+        """Segments of `refresh_steps`, each with a new mask where it moves; what was learned stays.
+
+        A segment ends with its best evaluation, and the next one begins there; the schedule runs over all.
+        The step size follows from the segment's first gradients: it grows as these shrink.
+        """
+        model = self._stored(cell)
+        own = models.stored(cell.model, Base.BF16)
+        every = self.sweep.refresh_steps
+        curve: list[tuple[int, float]] = []
+        step, learned = 0, set[tuple[str, int]]()
+        mask = self._mask(cell, data, 0, lambda: model)
+        for first in range(0, recipe.steps, every):
+            if first and cell.method.trained in DYNAMIC:
+                mask = self._mask(cell, data, first // every, lambda: model)
+            assert mask is not None  # every set in segments has one
+            models.give_own_values(model, own, mask, learned)
+            trainable = masked_weights(model, mask)
+            part = replace(
+                recipe,
+                steps=min(every, recipe.steps - first),
+                seed=recipe.seed + first * _SEGMENT_SEEDS,
+                evaluations=max(1, recipe.evaluations * every // recipe.steps),
+                first_step=first,
+                total_steps=recipe.steps,
+            )
+            trained = train(
+                trainable, data.batches_from(first), _validation(trainable, data.validation), part
+            )
+            trainable.token_losses(trained.values_K, data.batch(0))  # installs them for the next segment
+            curve += [(first + at, loss) for at, loss in trained.curve]
+            step = first + trained.step if trained.step else step
+        return trainable, replace(trained, step=step, curve=tuple(curve))
+
+    def _mask(self, cell: Cell, data: CellData, segment: int, model: Callable[[], Any]) -> Mask | None:
+        density = self.sweep.density
+        match cell.method.trained:
+            case TrainedSet.SENSITIVE_C4:
+                return self.mask_of_corpus(cell.model)
+            case trained if trained in TASK_MASKS:
+                singles = [training_batch([item]) for item in data.train[:_MASK_EXAMPLES]]
+                return models.task_mask(model(), singles, density)
+            case TrainedSet.RANDOM | TrainedSet.RANDOM_DYNAMIC:
+                seed = data.seed * 1000 + segment
+                return models.weight_mask(model(), MaskMethod.RANDOM, density, seed)
+            case TrainedSet.OUTLIERS:
+                return models.weight_mask(model(), MaskMethod.MAGNITUDE, density, 0)
+            case _:
+                return None
+
+
+def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDArray[np.float32]], float]:
+    """Mean loss of the right answers: one pass, the wrong candidates are not needed."""
+    parts = [items[first : first + 32] for first in range(0, len(items), 32)]
+    batches = [training_batch(part) for part in parts]
+
+    def loss(values_K: NDArray[np.float32]) -> float:
+        means = [
+            mean_losses(trainable.token_losses(values_K, batch), part)
+            for batch, part in zip(batches, parts, strict=True)
+        ]
+        return float(np.concatenate(means).mean())
+
+    return loss

@@ -1,0 +1,181 @@
+"""The difference of two methods, with items and seeds both taken as drawn from many.
+
+A test of items alone says what these trained models do on other items; a claim about a method is about other
+seeds too. So an item counts with every seed, `d[i, s] = mu + a_i + b_s + e_is`, and the variance of the mean
+is estimated by what item means and seed means spread, each over its own number (the error is counted twice:
+on the safe side). Items of one passage or text are a cluster: their sums are what varies
+(`permille_lab.evaluate.statistics.clustered_variance`). Degrees of freedom after Satterthwaite. Tasks are pooled
+with equal weights; tasks that share items do not exist. They do share seeds: a random mask and the directions
+of a seed are the same for every task, so it is the seed means over all tasks that vary, and the seeds that
+all tasks have that count.
+
+# Legend: I items, S seeds.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille_lab.evaluate.statistics import TINY_VARIANCE, clustered_variance
+
+Record = Mapping[str, Any]
+"""A cell of a results file; see `permille_lab.evaluate.cells`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contrast:
+    """How much better the first method is: accuracy, or loss with its sign turned.
+
+    Attributes:
+        effect: mean difference; positive where the first is better.
+        error: its standard error; 0 where no cluster and no seed differs from another.
+        freedom: degrees of freedom; at least 1.
+        clusters: of test items of all tasks together: those of one passage or text are one.
+        seeds: that every task has.
+    """
+
+    effect: float
+    error: float
+    freedom: float
+    clusters: int
+    seeds: int
+    tasks: tuple[str, ...]
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """Two-sided confidence interval."""
+        from scipy import stats
+
+        reach = self.error * float(stats.t.ppf((1 + level) / 2, self.freedom))
+        return self.effect - reach, self.effect + reach
+
+    def p_above(self, bound: float) -> float:
+        """One-sided p-value that the effect is no more than `bound`."""
+        from scipy import stats
+
+        if self.error == 0:
+            # All clusters say one number. Others may differ; how many is not known from these.
+            return _hidden(self) if self.effect > bound else 1.0
+        return float(stats.t.sf((self.effect - bound) / self.error, self.freedom))
+
+    def p_below(self, bound: float) -> float:
+        """One-sided p-value that the effect is no less than `bound`."""
+        from scipy import stats
+
+        if self.error == 0:
+            return _hidden(self) if self.effect < bound else 1.0
+        return float(stats.t.cdf((self.effect - bound) / self.error, self.freedom))
+
+
+def contrast(
+    first: Sequence[Record], second: Sequence[Record], *, by_loss: bool, fixed: bool = False
+) -> Contrast | None:
+    """Compare the records of two methods, task by task, on the items and seeds that both have.
+
+    Args:
+        by_loss: the loss of each item's right answer instead of whether it was chosen.
+        fixed: `second` has nothing random (zero-shot): its one record stands beside every seed.
+
+    Returns:
+        None where no task has both methods, a task has one cluster, or fewer than two seeds are common to
+        the tasks.
+
+    Raises:
+        InputError: a record names an item twice, or a seed has two records.
+    """
+    parts: list[_Part] = []
+    for task in dict.fromkeys(record["task"] for record in first):
+        mine = _by_seed([record for record in first if record["task"] == task])
+        theirs = _by_seed([record for record in second if record["task"] == task])
+        if not theirs:
+            continue
+        seeds = sorted(mine) if fixed else sorted(mine.keys() & theirs.keys())
+        any_of_theirs = next(iter(theirs.values()))
+        rows = [_differences(mine[s], any_of_theirs if fixed else theirs[s], by_loss) for s in seeds]
+        items = [item for item in (rows[0] if rows else ()) if all(item in row for row in rows)]
+        of_item = clusters([*mine.values(), *theirs.values()])
+        cluster_I = np.array([of_item[item] for item in items])
+        if len(seeds) < 2 or len(np.unique(cluster_I)) < 2:
+            return None
+        difference_IS = np.array([[row[item] for row in rows] for item in items])
+        parts.append(_Part(task, difference_IS, cluster_I, tuple(seeds)))
+    return _pooled(parts) if parts else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Differences of one task, the cluster of each item, and the seeds."""
+
+    task: str
+    difference_IS: NDArray[np.float64]
+    cluster_I: NDArray[np.str_]
+    seeds: tuple[int, ...]
+
+    def of_seeds(self, seeds: Sequence[int]) -> "_Part":
+        """With some of its seeds."""
+        places = [self.seeds.index(seed) for seed in seeds]
+        return replace(self, difference_IS=self.difference_IS[:, places], seeds=tuple(seeds))
+
+
+def _pooled(parts: Sequence[_Part]) -> Contrast | None:
+    seeds = sorted(set.intersection(*(set(part.seeds) for part in parts)))
+    if len(seeds) < 2:
+        return None
+    parts = [part.of_seeds(seeds) for part in parts]
+    of_items = [clustered_variance(part.difference_IS.mean(axis=1), part.cluster_I) for part in parts]
+    mean_S = np.mean([part.difference_IS.mean(axis=0) for part in parts], axis=0)
+    variances = [(variance / len(parts) ** 2, freedom) for variance, freedom in of_items]
+    variances.append(clustered_variance(mean_S, np.arange(len(seeds))))
+    total = sum(variance for variance, _ in variances)
+    if total < TINY_VARIANCE:
+        total = 0.0
+    weight = sum(variance**2 / freedom for variance, freedom in variances)
+    return Contrast(
+        effect=float(np.mean([part.difference_IS.mean() for part in parts])),
+        error=math.sqrt(total),
+        freedom=max(1.0, total**2 / weight) if weight > 0 else 1.0,
+        clusters=sum(len(np.unique(part.cluster_I)) for part in parts),
+        seeds=len(seeds),
+        tasks=tuple(part.task for part in parts),
+    )
+
+
+def clusters(records: Iterable[Record]) -> dict[str, str]:
+    """The cluster of each item of records of one task, from any record that names it (`groups`).
+
+    An item of which none does is a cluster of its own.
+    """
+    known = list(records)
+    found = {item: f"item {item}" for record in known for item in record["items"]}
+    for record in known:
+        if "groups" in record:
+            found.update(zip(record["items"], map(str, record["groups"]), strict=True))
+    return found
+
+
+def _by_seed(records: Sequence[Record]) -> dict[int, Record]:
+    found = {record["seed"]: record for record in records}
+    if len(found) < len(records):
+        raise InputError(f"expected one record a seed, got {len(records)} of {len(found)} seeds")
+    return found
+
+
+def _differences(first: Record, second: Record, by_loss: bool) -> dict[str, float]:
+    one, other = _outcomes(first, by_loss), _outcomes(second, by_loss)
+    return {item: value - other[item] for item, value in one.items() if item in other}
+
+
+def _outcomes(record: Record, by_loss: bool) -> dict[str, float]:
+    if len(set(record["items"])) < len(record["items"]):
+        raise InputError(f"expected items with names of their own in {record['method']}, got a name twice")
+    values = [-loss for loss in record["item_losses"]] if by_loss else map(float, record["correct"])
+    return dict(zip(record["items"], values, strict=True))
+
+
+def _hidden(found: Contrast) -> float:
+    """The chance that a hundredth of other clusters was never met, in as many of them."""
+    return float(0.99**found.clusters)

@@ -1,0 +1,135 @@
+"""What a cell of a sweep is, and what came of it: a record of plain numbers.
+
+The outcome of each test item is in the record, so that any two methods can be compared in pairs later.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from permille_lab.evaluate import free_text
+from permille_lab.evaluate.cell_data import CellData
+from permille_lab.evaluate.examples import majority_share
+from permille_lab.evaluate.methods import Method
+from permille_lab.evaluate.prior import prior_losses
+from permille_lab.evaluate.prompts import Task
+from permille_lab.evaluate.scoring import Scored
+from permille_lab.evaluate.specification import Base
+from permille_lab.evaluate.training import Trained
+
+Json = dict[str, Any]
+
+_SPLIT_NAMES = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What is trained and tested once."""
+
+    model: Path
+    base: Base
+    method: Method
+    task: Task
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Names the cell in the results file."""
+        return "/".join((self.tuning_key, str(self.seed)))
+
+    @property
+    def tuning_key(self) -> str:
+        """Names what its seeds share."""
+        return "/".join((self.model.name, self.base.value, self.method.name, self.task.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a cell gave."""
+
+    cell: Cell
+    data: CellData
+    trained: Trained | None
+    tested: Scored
+    seconds: float
+    written: free_text.Written | None = None
+
+    def record(self) -> Json:
+        """The line of the results file; in free text what is right is an exact match, and F1 is beside it.
+        Language modelling has nothing to be right about: no accuracy, no majority, no outcome but losses."""
+        return self._plain() | (
+            {}
+            if self.written is None
+            else {
+                "f1": float(self.written.f1_N.mean()),
+                "item_f1": [round(f1, 5) for f1 in self.written.f1_N.tolist()],
+                "written": list(self.written.texts),
+            }
+        )
+
+    def _bits_per_byte(self) -> float | None:
+        """Of language modelling, over the scored bytes of all documents alike: comparable between tokenizers
+        where `max_tokens` cuts none."""
+        if self.cell.task is not Task.TEXT:
+            return None
+        targets_N = np.array([item.answers[item.label].targets for item in self.data.test])
+        size = self.data.test_bytes
+        return float(self.tested.loss_N @ targets_N) / math.log(2) / size if size else None
+
+    def _majority(self) -> float | None:
+        if self.cell.task is Task.TEXT:
+            return None
+        return majority_share(self.data.tested) if self.written is None else 0.0
+
+    def _prior_loss(self) -> float | None:
+        """Of the best guess that is the same for every prompt; nothing where answers differ by example."""
+        found = prior_losses(self.data.test)
+        return None if found is None else float(found.mean())
+
+    def _plain(self) -> Json:
+        return {
+            "model": self.cell.model.name,
+            "base": self.cell.base.value,
+            "method": self.cell.method.name,
+            "task": self.cell.task.value,
+            "seed": self.cell.seed,
+            "accuracy": None if self.cell.task is Task.TEXT else self.tested.accuracy,
+            "loss": self.tested.loss,
+            "bits_per_byte": self._bits_per_byte(),
+            "majority": self._majority(),
+            "prior_loss": self._prior_loss(),
+            "examples": dict(
+                zip(
+                    _SPLIT_NAMES,
+                    (len(self.data.train), len(self.data.validation), len(self.data.test)),
+                    strict=True,
+                )
+            ),
+            "items": [example.name for example in self.data.tested],
+            "groups": [_digest(example.group) for example in self.data.tested],
+            "correct": None
+            if self.cell.task is Task.TEXT
+            else "".join("01"[int(right)] for right in self.tested.correct_N),
+            "item_losses": [round(loss, 5) for loss in self.tested.loss_N.tolist()],
+            "shots": float(np.mean([item.shots for item in self.data.test])),
+            "cut_examples": sum(item.cut > 0 for item in self.data.test),
+            "validation_loss": None if self.trained is None else self.trained.loss,
+            "best_step": None if self.trained is None else self.trained.step,
+            "curve": None if self.trained is None else _finite_curve(self.trained),
+            "attempts": None if self.trained is None else self.trained.attempts,
+            "step_factor": None if self.trained is None else self.trained.step_factor,
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def _digest(text: str) -> str:
+    """A short name of a passage, the same in every record: 48 bits tell some thousand of them apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _finite_curve(trained: Trained) -> list[list[float | None]]:
+    return [[step, loss if np.isfinite(loss) else None] for step, loss in trained.curve]

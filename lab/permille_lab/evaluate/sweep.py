@@ -1,0 +1,157 @@
+"""Running a sweep: cell by cell, each trial of a search and each result durable before the next begins.
+
+A sweep that is killed goes on after the last whole line of its results file (`sweep_results.py`). A cell
+whose input is wrong (a damaged model) takes nothing from the others: it is told when they are done.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from permille.errors import InputError
+from permille_lab.evaluate.cells import Bench
+from permille_lab.evaluate.methods import Order
+from permille_lab.evaluate.outcomes import Cell, Json
+from permille_lab.evaluate.specification import Sweep
+from permille_lab.evaluate.sweep_results import Results, alone, open_results
+from permille_lab.evaluate.tuning import Trial, tune, tuning_seed
+
+_TOLD = 3
+"""Cells that failed and are named; the others are counted."""
+
+
+class CellsFailedError(InputError):
+    """Some cells could not be measured; the others were.
+
+    Attributes:
+        records: of the others, in the order of `cells_of`.
+        reasons: why the failed ones could not be measured, with their keys.
+    """
+
+    def __init__(self, failed: Mapping[str, InputError], records: list[Json]) -> None:
+        self.records = records
+        self.reasons: dict[str, list[str]] = {}
+        for key, error in failed.items():
+            self.reasons.setdefault(str(error), []).append(key)
+        told = [f"{keys[0]}{_and_more(len(keys) - 1)}: {reason}" for reason, keys in self.reasons.items()]
+        left = f"; and {len(told) - _TOLD} reasons more" if len(told) > _TOLD else ""
+        super().__init__(
+            f"expected all of {len(failed) + len(records)} cells, got {len(records)}, which are kept; "
+            f"{'; '.join(told[:_TOLD])}{left}"
+        )
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""
+
+
+Progress = Callable[[int, int, str], None]
+"""Called with cells done, cells in all, and what is next: a cell, or a trial of its search. What it raises
+stops the sweep there (an `InputError` before a trial is the cell's)."""
+
+
+def cells_of(sweep: Sweep) -> list[Cell]:
+    """All cells, those that share a tuning together."""
+    return [
+        Cell(model=model, base=base, method=method, task=task, seed=seed)
+        for model in sweep.models
+        for base in sweep.bases
+        for task in sweep.tasks
+        for method in sweep.methods
+        for seed in sweep.seeds
+    ]
+
+
+def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
+    """Run what the results file lacks; returns the records of all cells, in the order of `cells_of`.
+
+    Raises:
+        InputError: the file is of another sweep or damaged before its last line; or a task's file or the
+            corpus is not as expected.
+        CellsFailedError: the input of some cells is wrong; the others are done and kept.
+        RetryableError: another process is at it.
+    """
+    with alone(results):
+        return _run_missing(sweep, results, progress)
+
+
+def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
+    done = open_results(sweep, results)
+    bench = Bench(sweep)
+    with done.bad_rows_of(bench):
+        bench.read()
+    cells = cells_of(sweep)
+    failed: dict[str, InputError] = {}
+    for number, cell in enumerate(cells):
+        tell = partial(progress, number, len(cells))
+        tell(cell.key)
+        if cell.key not in done.cells:
+            try:
+                record = _run(bench, cell, done, tell)
+            except InputError as exc:
+                failed[cell.key] = exc
+            else:
+                done.append({"kind": "cell", "key": cell.key, **record})
+    progress(len(cells), len(cells), "")
+    records = [done.cells[cell.key] for cell in cells if cell.key not in failed]
+    if failed:
+        raise CellsFailedError(failed, records)
+    return records
+
+
+def _run(bench: Bench, cell: Cell, done: Results, tell: Callable[[str], None]) -> Json:
+    """The record of a cell; what it finds of bad rows is durable before its trials and its record are."""
+    order = cell.method.order
+    if order is None:
+        with done.bad_rows_of(bench):
+            return bench.run(cell, cell.seed, None).record() | {"tuned_step_factor": None, "on_edge": False}
+    if cell.tuning_key not in done.tunings:
+        _tune(bench, cell, order, done, tell)
+    tuning = done.tunings[cell.tuning_key]
+    chosen = {"tuned_step_factor": tuning["step_factor"], "on_edge": tuning["on_edge"]}
+    with done.bad_rows_of(bench):
+        return bench.run(cell, cell.seed, tuning["step_factor"]).record() | chosen
+
+
+def _tune(bench: Bench, cell: Cell, order: Order, done: Results, tell: Callable[[str], None]) -> None:
+    """Search a step factor for the cells of a tuning; goes on after the last trial that is known."""
+
+    def trial(seed: int, step_factor: float) -> Trial:
+        key = f"{cell.tuning_key}/{seed}/{step_factor:.6g}"
+        if key not in done.trials:
+            tell(f"{cell.key}: trial of step factor {step_factor:.3g}, seed {seed}")
+            with done.bad_rows_of(bench):
+                found = bench.trial(cell, order, seed, step_factor)
+            done.append({"kind": "trial", "key": key, "loss": _finite(found.loss), "rose": found.rose})
+        known = done.trials[key]
+        return Trial(loss=math.nan if known["loss"] is None else known["loss"], rose=known["rose"])
+
+    seed = tuning_seed(cell.seed)
+    tuned = tune(
+        *(partial(trial, seed + number) for number in range(bench.sweep.tuning_seeds)),
+        trials=bench.sweep.trials,
+    )
+    done.append(
+        {
+            "kind": "tuning",
+            "key": cell.tuning_key,
+            "seed": seed,
+            "step_factor": tuned.step_factor,
+            "losses": _by_power(tuned.losses),
+            "medians": _by_power(tuned.medians),
+            "runs": [
+                {str(power): [_finite(trial.loss), trial.rose] for power, trial in sorted(of_seed.items())}
+                for of_seed in tuned.runs
+            ],
+            "on_edge": tuned.on_edge,
+        }
+    )
+
+
+def _by_power(losses: Mapping[int, float]) -> dict[str, float | None]:
+    return {str(power): _finite(loss) for power, loss in sorted(losses.items())}
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None

@@ -1,0 +1,203 @@
+"""Training any `Trainable` by zeroth or first order, with the checkpoint chosen on validation loss.
+
+Zeroth order uses the estimators, the lattice and the update of the product itself; first order is AdamW on
+the same flat vector with a linear schedule. Both see batches that are a function of (seed, step), evaluate at
+the same cadence and return the values of the best evaluation: the papers' "checkpoint by best
+validation loss".
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.zo.directions import Distribution
+from permille.zo.estimators import Batch, apply_record, forward_mode, take_step
+from permille.zo.lattice import step_unit_exponent_for, values
+from permille.zo.log import EstimatorKind, LogHeader, Schedule
+from permille_lab.evaluate.methods import Order
+from permille_lab.evaluate.trainables import Trainable
+from permille_lab.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS
+
+Batches = Callable[[int], Batch]
+"""The batch of a step."""
+
+Validate = Callable[[NDArray[np.float32]], float]
+"""Validation loss of some values."""
+
+STEP_NORM = 0.4
+"""Where a step size search begins: `learning_rate * g_rms * sqrt(k / q)` (docs/adr/0071)."""
+
+EPSILON_NORM = 0.5
+_NO_PACKAGE = "sha256:" + "0" * 64
+_PROBE_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How one run trains; the step size is relative, so that one grid serves every method.
+
+    Attributes:
+        step_factor: multiplies the method's natural step size: for zeroth order the one of norm `STEP_NORM`,
+            for first order AdamW's 1e-3.
+        queries: directions a step; zeroth order only.
+        evaluations: how often validation is looked at, evenly, the end included.
+        first_step: where the run stands in the schedule of a longer one, whose steps are `total_steps`.
+    """
+
+    order: Order
+    steps: int
+    step_factor: float
+    seed: int
+    queries: int = 1
+    estimator: EstimatorKind = EstimatorKind.SPSA
+    evaluations: int = 10
+    first_step: int = 0
+    total_steps: int | None = None
+
+    @property
+    def schedule_steps(self) -> int:
+        """Where the linear schedule ends."""
+        return self.steps if self.total_steps is None else self.total_steps
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.evaluations < 1 or not self.step_factor > 0:
+            raise InputError(
+                f"expected steps, evaluations and a step factor above 0, got {self.steps}, "
+                f"{self.evaluations} and {self.step_factor}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The values of the best evaluation and the curve that chose them.
+
+    Attributes:
+        curve: (step, validation loss), step 0 is the base; not finite where training diverged.
+        step_factor: that they were trained with.
+        attempts: runs from the base that it took.
+    """
+
+    values_K: NDArray[np.float32]
+    step: int
+    loss: float
+    curve: tuple[tuple[int, float], ...]
+    step_factor: float
+    attempts: int = 1
+
+    @property
+    def rose(self) -> bool:
+        """Whether some evaluation was not finite or above the base's: the steps were too long."""
+        base = self.curve[0][1]
+        return any(not loss <= base for _, loss in self.curve[1:])
+
+
+def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
+    """Train from the base. Stops early only where the loss is not finite: then the best before it counts."""
+    move = _zeroth_order if recipe.order is Order.ZEROTH else _first_order
+    values_K = trainable.base_K
+    best_K, best_step, best_loss = values_K.copy(), 0, validate(values_K)
+    curve = [(0, best_loss)]
+    due = {math.ceil(recipe.steps * (n + 1) / recipe.evaluations) for n in range(recipe.evaluations)}
+    for step, values_K in enumerate(move(trainable, batches, recipe), start=1):
+        if step not in due:
+            continue
+        loss = validate(values_K) if np.isfinite(values_K).all() else math.nan
+        curve.append((step, loss))
+        if not math.isfinite(loss):
+            break
+        if loss < best_loss:
+            best_K, best_step, best_loss = values_K.copy(), step, loss
+    return Trained(
+        values_K=best_K, step=best_step, loss=best_loss, curve=tuple(curve), step_factor=recipe.step_factor
+    )
+
+
+def train_safely(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
+    """Train; where the loss rose above the base's, train again from the base with the next smaller step size.
+
+    The best attempt on validation counts. Agents do likewise with half steps (docs/adr/0077): a step size
+    that suited the seed that chose it is too long for others now and then, and what a comparison says would
+    else be decided by whether a seed diverged.
+    """
+    best = train(trainable, batches, validate, recipe)
+    attempts, rose = 1, best.rose
+    while rose and attempts < MAX_ATTEMPTS:
+        recipe = replace(recipe, step_factor=recipe.step_factor / GRID_FACTOR)
+        trained = train(trainable, batches, validate, recipe)
+        attempts, rose = attempts + 1, trained.rose
+        best = min(best, trained, key=lambda one: one.loss)
+        del trained  # its values are as large as all weights where these are trained
+    return replace(best, attempts=attempts)
+
+
+def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:
+    """States of the lattice, step by step."""
+    header = _header(trainable, batches, recipe)
+    s_K = np.zeros(trainable.k, dtype=np.int64)
+    for step in range(recipe.steps):
+        number = recipe.first_step + step
+        record = take_step(trainable, batches(step), header, trainable.base_K, s_K, number, clip=None)
+        apply_record(s_K, record, header)
+        yield values(trainable.base_K, s_K, header.step_unit_exponent)
+
+
+def _header(trainable: Trainable, batches: Batches, recipe: Recipe) -> LogHeader:
+    """The header of the run: epsilon by its norm, the step size from the size of the first gradients."""
+    epsilon = EPSILON_NORM / math.sqrt(trainable.k)
+    probe = _plain_header(trainable, recipe, epsilon=epsilon, learning_rate=1.0, exponent=0)
+    s_K = np.zeros(trainable.k, dtype=np.int64)
+    squares: list[float] = []
+    for step in range(_PROBE_STEPS):
+        _, g_Q = forward_mode(trainable, batches(step), probe, trainable.base_K, s_K, step)
+        squares += (g_Q**2).tolist()
+    g_rms = math.sqrt(sum(squares) / len(squares))
+    if not (math.isfinite(g_rms) and g_rms > 0):
+        raise InputError(f"expected a finite gradient other than 0 at the base, got rms {g_rms}")
+    natural = STEP_NORM * math.sqrt(recipe.queries) / (g_rms * math.sqrt(trainable.k))
+    learning_rate = recipe.step_factor * natural
+    return _plain_header(
+        trainable,
+        recipe,
+        epsilon=epsilon,
+        learning_rate=learning_rate,
+        exponent=step_unit_exponent_for(learning_rate, g_rms, recipe.queries),
+    )
+
+
+def _plain_header(
+    trainable: Trainable, recipe: Recipe, *, epsilon: float, learning_rate: float, exponent: int
+) -> LogHeader:
+    return LogHeader(
+        package_digest=_NO_PACKAGE,
+        mask_digest=_NO_PACKAGE,
+        seed=recipe.seed,
+        distribution=Distribution.RADEMACHER,
+        estimator=recipe.estimator,
+        queries=recipe.queries,
+        epsilon=epsilon,
+        learning_rate=learning_rate,
+        schedule=Schedule.LINEAR,
+        total_steps=recipe.schedule_steps,
+        step_unit_exponent=exponent,
+        counts=(trainable.k,),
+    )
+
+
+def _first_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:
+    """AdamW on the flat vector; its weight decay is 0, as for the papers' references."""
+    values_K = torch.from_numpy(trainable.base_K.copy()).requires_grad_(True)
+    optimizer = torch.optim.AdamW([values_K], lr=recipe.step_factor * 1e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - (recipe.first_step + step) / recipe.schedule_steps
+    )
+    for step in range(recipe.steps):
+        _, gradient_K = trainable.gradient(values_K.detach().numpy(), batches(step))
+        values_K.grad = torch.from_numpy(gradient_K)
+        optimizer.step()
+        schedule.step()
+        yield values_K.detach().numpy()

@@ -1,0 +1,79 @@
+"""`python -m permille_service`: one API process, with settings from the environment (`PERMILLE_DATA_DIR`,
+`PERMILLE_PORT`, ...).
+
+With port 0 the system chooses; the URL is written to `service.url` in the data folder once the socket
+listens.
+"""
+
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from permille.errors import OperatorError, RetryableError
+from permille.files import write_atomic
+from permille.store.settings import explain
+from permille_service.app import create_app
+from permille_service.settings import Settings, client_url, load
+
+EXIT_USAGE, EXIT_RETRY = 2, 75
+"""75: EX_TEMPFAIL of sysexits.h, for whoever starts it again."""
+SHUTDOWN_S = 5
+
+
+def main() -> int:
+    """Serve until SIGINT or SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    try:
+        settings = load()
+    except ValueError as exc:
+        print(f"permille: {explain(exc)}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        app = create_app(settings)
+        listening = listen(settings)
+    except (OperatorError, RetryableError, OSError) as exc:
+        print(f"permille: {exc}", file=sys.stderr)
+        return EXIT_RETRY if isinstance(exc, RetryableError) else EXIT_USAGE
+    url = client_url(settings, listening.getsockname()[1])
+    url_path = settings.data_dir / "service.url"
+    write_atomic(url_path, f"{url}\n".encode(), mode=0o600)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        server_header=False,
+        date_header=True,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)  # uvicorn shuts down first, then raises the signal again
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        url_path.unlink(missing_ok=True)
+    return 0
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """A listening socket, so that the port is known before the first request."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # The protocol is named, else asyncio leaves Nagle on and every answer waits for a delayed ACK (40 ms).
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((settings.host, settings.port))
+    listening.listen(128)
+    return listening
+
+
+if __name__ == "__main__":
+    sys.exit(main())

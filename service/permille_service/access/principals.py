@@ -1,0 +1,142 @@
+"""Who calls: an operator with a role, or a device. Every route but health, enrolment and device tokens has
+one.
+
+A principal is found by its bearer token in the database at every request, so that a revoked one is refused
+at its next. What a principal may not see does not exist for it (404); what its role may not do is refused
+(403).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+from fastapi import Depends, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from permille.schemas.access import Role
+from permille.schemas.problems import ProblemType
+from permille.store import access, devices
+from permille.store.secrets import DEVICE_TOKEN_PREFIX, OPERATOR_TOKEN_PREFIX
+from permille_service.context import Served, Service
+from permille_service.problems import ApiError
+
+RANK = {Role.VIEWER: 0, Role.OPERATOR: 1, Role.ADMIN: 2}
+MAX_TOKEN_CHARACTERS = 200
+_SEEN_EVERY = timedelta(minutes=1)
+
+bearer = HTTPBearer(
+    auto_error=False,
+    scheme_name="bearer",
+    description="An operator token (`pmo_...`), or on a device's own routes its access token (`pmd_...`).",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """A person or program that calls the operator's routes."""
+
+    tenant_id: str
+    token_id: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePrincipal:
+    """An enrolled device, with the release that it follows."""
+
+    tenant_id: str
+    device_id: str
+    release: str
+    alias: str
+
+
+Principal = Operator | DevicePrincipal
+
+
+def find_principal(service: Service, secret: str) -> Principal | None:
+    """The principal of a bearer token, or None: unknown, expired or revoked."""
+    if len(secret) > MAX_TOKEN_CHARACTERS or not secret.isascii():
+        return None
+    if secret.startswith(OPERATOR_TOKEN_PREFIX):
+        return _find_operator(service, secret)
+    if secret.startswith(DEVICE_TOKEN_PREFIX):
+        return _find_device(service, secret)
+    return None
+
+
+def authenticate(
+    service: Served,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)],
+) -> Principal:
+    """The principal of this request. Raises ApiError (`unauthenticated`)."""
+    if credentials is None:
+        raise ApiError(
+            ProblemType.UNAUTHENTICATED,
+            "expected an Authorization header with a bearer token, got none",
+            headers={"WWW-Authenticate": 'Bearer realm="permille"'},
+        )
+    principal = find_principal(service, credentials.credentials)
+    if principal is None:
+        raise ApiError(
+            ProblemType.UNAUTHENTICATED,
+            "expected a token that is valid, got one that is unknown, expired or revoked",
+            headers={"WWW-Authenticate": 'Bearer realm="permille", error="invalid_token"'},
+        )
+    return principal
+
+
+def operator_with(role: Role) -> Callable[..., Operator]:
+    """A dependency: an operator of at least this role."""
+
+    def require(principal: Annotated[Principal, Depends(authenticate)]) -> Operator:
+        if not isinstance(principal, Operator):
+            raise ApiError(ProblemType.FORBIDDEN, "expected an operator's token, got a device's")
+        if RANK[principal.role] < RANK[role]:
+            raise ApiError(ProblemType.FORBIDDEN, f"expected the role {role}, got {principal.role}")
+        return principal
+
+    return require
+
+
+def require_device(principal: Annotated[Principal, Depends(authenticate)]) -> DevicePrincipal:
+    """A dependency: a device."""
+    if not isinstance(principal, DevicePrincipal):
+        raise ApiError(ProblemType.FORBIDDEN, "expected a device's token, got an operator's")
+    return principal
+
+
+Viewer = Annotated[Operator, Depends(operator_with(Role.VIEWER))]
+Maker = Annotated[Operator, Depends(operator_with(Role.OPERATOR))]
+Admin = Annotated[Operator, Depends(operator_with(Role.ADMIN))]
+CallingDevice = Annotated[DevicePrincipal, Depends(require_device)]
+Anyone = Annotated[Principal, Depends(authenticate)]
+
+
+def _find_operator(service: Service, secret: str) -> Operator | None:
+    with service.database.read() as session:
+        token = access.authenticate_operator(session, secret)
+    if token is None:
+        return None
+    if _is_stale(token.last_used_at):
+        with service.database.write() as session:
+            access.touch_token(session, token_id=token.id)
+    return Operator(tenant_id=token.tenant_id, token_id=token.id, role=Role(token.role))
+
+
+def _find_device(service: Service, secret: str) -> DevicePrincipal | None:
+    with service.database.read() as session:
+        device = devices.authenticate_device(session, secret)
+    if device is None:
+        return None
+    if _is_stale(device.last_seen_at):
+        with service.database.write() as session:
+            devices.touch(session, device_id=device.id)
+    return DevicePrincipal(
+        tenant_id=device.tenant_id, device_id=device.id, release=device.release, alias=device.alias
+    )
+
+
+def _is_stale(seen_at: datetime | None) -> bool:
+    """Whether it is time to note that a principal was seen: reading requests should not all write."""
+    return seen_at is None or datetime.now(UTC) - seen_at > _SEEN_EVERY

@@ -1,0 +1,140 @@
+"""Routes of access: tenants and operator tokens. For administrators."""
+
+from datetime import timedelta
+
+from fastapi import APIRouter, Response
+from sqlalchemy.orm import Session
+
+from permille.schemas.access import Role, Tenant, TenantCreate, Token, TokenCreate, TokenSecret
+from permille.schemas.fields import Page
+from permille.schemas.problems import ProblemType
+from permille.store import access, database, tables
+from permille_service.access.principals import Admin, Operator
+from permille_service.context import Served
+from permille_service.idempotency import IdempotencyKey, once
+from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
+from permille_service.parameters import TokenId
+from permille_service.problems import PRIVATE, ApiError, documented
+
+router = APIRouter(prefix="/v1", tags=["access"], responses=documented(*PRIVATE))
+
+
+@router.post(
+    "/tenants",
+    status_code=201,
+    responses=documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT),
+)
+def create_tenant(body: TenantCreate, service: Served, operator: Admin, key: IdempotencyKey = None) -> Tenant:
+    """Add a tenant. For an administrator of the first tenant."""
+
+    def make(session: Session) -> Tenant:
+        _require_first_tenant(session, operator)
+        return present_tenant(access.create_tenant(session, name=body.name))
+
+    return once(
+        service,
+        tenant_id=operator.tenant_id,
+        key=key,
+        operation="create_tenant",
+        body=body,
+        answer_type=Tenant,
+        make=make,
+    )
+
+
+@router.get("/tenants")
+def list_tenants(
+    service: Served, operator: Admin, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
+) -> Page[Tenant]:
+    """List tenants. For an administrator of the first tenant."""
+    with service.database.read() as session:
+        _require_first_tenant(session, operator)
+        page = access.list_tenants(session, limit=limit, cursor=store_cursor(cursor))
+    return page_of(page, present_tenant)
+
+
+@router.post(
+    "/tokens",
+    status_code=201,
+    responses=documented(ProblemType.NOT_FOUND, ProblemType.IDEMPOTENCY_CONFLICT),
+)
+def create_token(
+    body: TokenCreate, response: Response, service: Served, operator: Admin, key: IdempotencyKey = None
+) -> TokenSecret:
+    """Make an operator token. Its secret is shown here only."""
+
+    def make(session: Session) -> TokenSecret:
+        tenant_id = body.tenant_id or operator.tenant_id
+        if tenant_id != operator.tenant_id:
+            _require_first_tenant(session, operator)
+        days = body.expires_in_days
+        row, secret = access.create_token(
+            session,
+            tenant_id=tenant_id,
+            name=body.name,
+            role=tables.Role(body.role.value),
+            expires_at=None if days is None else database.now(session) + timedelta(days=days),
+        )
+        return TokenSecret(**present_token(row).model_dump(), secret=secret)
+
+    token = once(
+        service,
+        tenant_id=operator.tenant_id,
+        key=key,
+        operation=f"create_token {operator.token_id}",  # its secret is for the first receiver alone
+        body=body,
+        answer_type=TokenSecret,
+        make=make,
+    )
+    response.headers["Cache-Control"] = "no-store"
+    return token
+
+
+@router.get("/tokens")
+def list_tokens(
+    service: Served, operator: Admin, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
+) -> Page[Token]:
+    """List the operator tokens of the caller's tenant, without their secrets."""
+    with service.database.read() as session:
+        page = access.list_tokens(
+            session, tenant_id=operator.tenant_id, limit=limit, cursor=store_cursor(cursor)
+        )
+    return page_of(page, present_token)
+
+
+@router.delete(
+    "/tokens/{token_id}", status_code=204, responses=documented(ProblemType.NOT_FOUND, ProblemType.CONFLICT)
+)
+def delete_token(token_id: TokenId, service: Served, operator: Admin) -> None:
+    """Revoke an operator token, with effect on its next request. Idempotent. Nobody revokes the token in
+    use."""
+    if token_id == operator.token_id:
+        raise ApiError(
+            ProblemType.CONFLICT, "expected another token than the one that this request came with"
+        )
+    with service.database.write() as session:
+        access.revoke_token(session, tenant_id=operator.tenant_id, token_id=token_id)
+
+
+def present_tenant(row: tables.Tenant) -> Tenant:
+    """The record of a tenant."""
+    return Tenant(id=row.id, name=row.name, created_at=row.created_at)
+
+
+def present_token(row: tables.OperatorToken) -> Token:
+    """The record of a token."""
+    return Token(
+        id=row.id,
+        tenant_id=row.tenant_id,
+        name=row.name,
+        role=Role(row.role),
+        created_at=row.created_at,
+        last_used_at=row.last_used_at,
+        expires_at=row.expires_at,
+    )
+
+
+def _require_first_tenant(session: Session, operator: Operator) -> None:
+    first = access.first_tenant(session)
+    if first is None or first.id != operator.tenant_id:
+        raise ApiError(ProblemType.FORBIDDEN, "expected an administrator of the first tenant, got another's")

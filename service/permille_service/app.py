@@ -1,0 +1,79 @@
+"""The app: settings in, FastAPI out. Nothing happens at import."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from fastapi import FastAPI
+
+import permille
+from permille_service import console, guard, health, openapi, problems
+from permille_service.access import routes as access_routes
+from permille_service.access.bootstrap import ensure_token
+from permille_service.bases import routes as basis_routes
+from permille_service.builds import routes as build_routes
+from permille_service.context import Service
+from permille_service.corpora import routes as corpus_routes
+from permille_service.devices import enrolment
+from permille_service.devices import routes as device_routes
+from permille_service.evaluations import routes as evaluation_routes
+from permille_service.jobs import routes as job_routes
+from permille_service.masks import routes as mask_routes
+from permille_service.models import routes as model_routes
+from permille_service.packages import routes as package_routes
+from permille_service.preflights import routes as preflight_routes
+from permille_service.quantizations import routes as quantization_routes
+from permille_service.releases import routes as release_routes
+from permille_service.runs import routes as run_routes
+from permille_service.settings import Settings
+
+ROUTERS = (
+    health.router,
+    model_routes.router,
+    corpus_routes.router,
+    build_routes.router,
+    mask_routes.router,
+    basis_routes.router,
+    quantization_routes.router,
+    evaluation_routes.router,
+    package_routes.router,
+    release_routes.router,
+    job_routes.router,
+    preflight_routes.router,
+    device_routes.router,
+    enrolment.router,
+    enrolment.own,
+    run_routes.router,
+    access_routes.router,
+)
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Open what the settings name (folders, database, keys, first token) and make the app on it."""
+    service = Service.open(settings)
+    ensure_token(service)
+    app = FastAPI(
+        title=openapi.TITLE,
+        version=permille.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=problems.operation_id,
+        lifespan=_closing(service),
+    )
+    app.state.service = service
+    for router in ROUTERS:
+        app.include_router(router)
+    console.install(app)
+    openapi.install(app)
+    problems.install(app, (*ROUTERS, console.router))
+    app.add_middleware(guard.Guard, settings=settings)
+    return app
+
+
+def _closing(service: Service) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    return lifespan

@@ -1,0 +1,174 @@
+"""The thin client under every command: one request, one answer, errors as `CommandError`.
+
+URL and token come from flags, else from PERMILLE_URL and PERMILLE_TOKEN, else from the files that `permille
+up` writes to the data folder.
+"""
+
+import json
+import os
+import ssl
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from permille_service.cli.exits import CommandError, Exit, exit_of_status
+
+TIMEOUT_S = 30.0
+CONNECT_S = 5.0
+
+
+def default_data_dir() -> Path:
+    """PERMILLE_DATA_DIR, or `permille` below the user's data folder."""
+    named = os.environ.get("PERMILLE_DATA_DIR")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "permille"
+
+
+def find_url(flag: str | None, data_dir: Path) -> str:
+    """Where the service is. Raises CommandError when nothing says so."""
+    found = flag or os.environ.get("PERMILLE_URL") or _first_line(data_dir / "service.url")
+    if not found:
+        raise CommandError(
+            f"expected --url, PERMILLE_URL or a running service of {data_dir} (`permille up`), got none",
+            Exit.RETRY,
+        )
+    return found.rstrip("/")
+
+
+def find_token(flag: str | None, data_dir: Path) -> str:
+    """The operator token. Raises CommandError when there is none."""
+    found = flag or os.environ.get("PERMILLE_TOKEN") or _first_line(data_dir / "operator.token")
+    if not found:
+        raise CommandError(
+            f"expected --token, PERMILLE_TOKEN or {data_dir / 'operator.token'}, got none", Exit.ACCESS
+        )
+    return found
+
+
+class Client:
+    """A connection to one service as one operator."""
+
+    def __init__(self, url: str, token: str, *, ca_file: Path | None = None) -> None:
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S),
+            verify=True if ca_file is None else ssl.create_default_context(cafile=ca_file),
+            trust_env=False,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def get(self, path: str, **params: str | int | None) -> Any:
+        """The JSON of a GET. Raises CommandError."""
+        given = {name: value for name, value in params.items() if value is not None}
+        return _json(self._send("GET", path, params=given))
+
+    def get_bytes(self, path: str) -> bytes:
+        """The bytes of a GET. Raises CommandError."""
+        return self._send("GET", path).content
+
+    def post(self, path: str, body: Any = None, *, key: str | None = None) -> Any:
+        """The JSON of a POST that makes something; sent with a fresh idempotency key unless one is given.
+
+        A request that was cut off is sent once more, which the key makes safe.
+        """
+        headers = {"Idempotency-Key": key or f"cli-{uuid.uuid4()}"}
+        try:
+            response = self._send("POST", path, json=body, headers=headers)
+        except CommandError as exc:
+            if exc.code is not Exit.RETRY or exc.problem is not None:
+                raise
+            response = self._send("POST", path, json=body, headers=headers)
+        return _json(response)
+
+    def put(self, path: str, body: Any) -> Any:
+        """The JSON of a PUT. Raises CommandError."""
+        return _json(self._send("PUT", path, json=body))
+
+    def delete(self, path: str) -> None:
+        """A DELETE. Raises CommandError."""
+        self._send("DELETE", path)
+
+    def pages(self, path: str, *, limit: int | None = None, **params: str | int | None) -> list[Any]:
+        """Items of a list, page by page, at most `limit`."""
+        items: list[Any] = []
+        cursor: str | None = None
+        while True:
+            left = 200 if limit is None else min(200, limit - len(items))
+            page = self.get(path, limit=left, cursor=cursor, **params)
+            items += page["items"]
+            cursor = page["next_cursor"]
+            if cursor is None or (limit is not None and len(items) >= limit):
+                return items
+
+    def events(self, job_id: str) -> Iterator[dict[str, Any]]:
+        """A job's events as they come, until it ends; a stream that breaks is resumed."""
+        last = 0
+        while True:
+            headers = {"Last-Event-ID": str(last)}
+            path = f"/v1/jobs/{job_id}/events/stream"
+            try:
+                with self._http.stream("GET", path, headers=headers, timeout=60.0) as response:
+                    if response.status_code == 204:
+                        return
+                    if response.is_error:
+                        response.read()
+                        raise _error(response)
+                    for line in response.iter_lines():
+                        if line.startswith("data:"):
+                            event = json.loads(line.removeprefix("data:"))
+                            last = event["seq"]
+                            yield event
+            except httpx.TransportError as exc:
+                raise _unreachable(self._http, exc) from exc
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.TransportError as exc:
+            raise _unreachable(self._http, exc) from exc
+        if response.is_error:
+            raise _error(response)
+        return response
+
+
+def _json(response: httpx.Response) -> Any:
+    return response.json() if response.content else None
+
+
+def _error(response: httpx.Response) -> CommandError:
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = {}
+    problem = problem if isinstance(problem, dict) else {}
+    message = f"{problem.get('title', response.reason_phrase)}: {problem.get('detail', response.status_code)}"
+    return CommandError(
+        message, exit_of_status(response.status_code), problem or {"status": response.status_code}
+    )
+
+
+def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:
+    return CommandError(
+        f"expected a service at {http.base_url}, got {str(exc) or type(exc).__name__}", Exit.RETRY
+    )
+
+
+def _first_line(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip() or None
+    except OSError:
+        return None

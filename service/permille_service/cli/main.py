@@ -1,0 +1,186 @@
+"""`permille`: the operator's command line. Starts the service (`up`), and calls it (everything else)."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from permille import __version__
+from permille.files import write_atomic
+from permille_service.cli import fleet, inputs, work
+from permille_service.cli.evaluate import evaluate
+from permille_service.cli.evaluations import evaluations
+from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.output import make_output, print_json
+from permille_service.cli.session import AsJson, Place
+from permille_service.settings import DEFAULT_PORT
+
+EXIT_HELP = (
+    "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "
+    "5 try again later; 6 no access."
+)
+
+app = typer.Typer(
+    name="permille",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    epilog=EXIT_HELP,
+    help="Turn a pre-trained language model into packages that devices personalise.",
+)
+for _name, _commands in (
+    ("models", inputs.models),
+    ("corpora", inputs.corpora),
+    ("builds", work.builds),
+    ("masks", work.masks),
+    ("bases", work.bases),
+    ("evaluations", evaluations),
+    ("quantizations", work.quantizations),
+    ("packages", work.packages),
+    ("jobs", work.jobs),
+    ("releases", fleet.releases),
+    ("invitations", fleet.invitations),
+    ("devices", fleet.devices),
+    ("runs", fleet.runs),
+    ("tokens", fleet.tokens),
+    ("tenants", fleet.tenants),
+):
+    app.add_typer(_commands, name=_name)
+app.command("preflight")(work.preflight)
+app.command("evaluate")(evaluate)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"permille {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _place(
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Option(help="Service to call. Default: PERMILLE_URL, or the data folder's.")
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Operator token. Default: PERMILLE_TOKEN, or the data folder's.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the service. Default: PERMILLE_DATA_DIR, or the user's.")
+    ] = None,
+    ca_file: Annotated[
+        Path | None, typer.Option(envvar="PERMILLE_CA_FILE", help="PEM file of who vouches for the service.")
+    ] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    context.obj = Place(url=url, token=token, data_dir=data_dir, ca_file=ca_file)
+
+
+@app.command("up")
+def start(
+    context: typer.Context,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of rows, blobs, keys and token.")] = None,
+    host: Annotated[
+        str, typer.Option(envvar="PERMILLE_HOST", help="Address to bind; other than loopback needs TLS.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="PERMILLE_PORT", min=0, max=65_535, help="0: any free one.")
+    ] = DEFAULT_PORT,
+    port_file: Annotated[
+        Path | None, typer.Option(help="Write the port to this file once it answers.")
+    ] = None,
+    model_root: Annotated[
+        Path | None, typer.Option(help="Folder below which models may be registered.")
+    ] = None,
+    corpus_root: Annotated[
+        Path | None, typer.Option(help="Folder below which corpora may be registered.")
+    ] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM certificate chain.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM private key.")] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Host name to answer to; repeat for more.")
+    ] = None,
+    worker: Annotated[bool, typer.Option("--worker/--no-worker", help="Start a local worker too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Start the service: API and worker, until Ctrl-C or SIGTERM.
+
+    Examples:
+
+      permille up
+
+      permille up --data-dir ./data --model-root ./models --corpus-root ./texts --port 0 --port-file port.txt
+    """
+    from permille.store.settings import explain
+    from permille_service.cli.up import port_of, running, wait
+    from permille_service.settings import load
+
+    folder = data_dir or context.ensure_object(Place).folder
+    given = {
+        "model_root": _absolute(model_root),
+        "corpus_root": _absolute(corpus_root),
+        "tls_certificate": _absolute(tls_certificate),
+        "tls_key": _absolute(tls_key),
+        "allowed_hosts": tuple(allow_host) if allow_host else None,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        settings = load(data_dir=folder.absolute(), host=host, port=port, **chosen)
+    except ValueError as exc:
+        raise CommandError(explain(exc), Exit.USAGE) from exc
+    output = make_output(as_json=as_json)
+    if port_file is not None:
+        port_file.unlink(missing_ok=True)  # one of an earlier run: who waits for the file must not read it
+    with running(settings, with_worker=worker) as up:
+        if port_file is not None:
+            write_atomic(port_file, f"{port_of(up.url)}\n".encode())
+        answer = {"url": up.url, "token_file": str(up.token_path), "console": f"{up.url}/docs"}
+        if as_json:
+            print_json(answer)
+            sys.stdout.flush()
+        else:
+            output.say(f"permille {__version__} at [bold]{up.url}[/bold]")
+            output.say(f"console  {up.url}/docs")
+            output.say(f"token    {up.token_path}")
+            output.say("Ctrl-C stops it.")
+        code = wait(up)
+    if code:
+        raise CommandError(f"expected the service to run, got exit code {code} of a process", Exit.FAILED)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the return value is the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(args=arguments, prog_name="permille")
+    except CommandError as exc:
+        _show_error(exc, as_json="--json" in arguments)
+        return int(exc.code)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(Exit.DONE)
+    return int(Exit.DONE)
+
+
+def _show_error(error: CommandError, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"error": str(error), "exit_code": int(error.code), "problem": error.problem})
+        return
+    console = make_output(as_json=False).errors
+    console.print(f"[red]permille:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+    figures = (error.problem or {}).get("figures")
+    if isinstance(figures, list):
+        from permille_service.cli.output import table_of
+
+        console.print(table_of(figures, ("name", "unit", "needed", "available", "enough")))
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

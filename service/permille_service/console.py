@@ -1,0 +1,50 @@
+"""The admin's console: Swagger UI on the service's own OpenAPI document, from vendored files, without a
+network."""
+
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.staticfiles import StaticFiles
+
+from permille_service.guard import CONSOLE_POLICY
+
+STATIC: Final = Path(__file__).parent / "static"
+PAGE: Final = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>permille</title>
+<link rel="icon" href="/static/favicon-32x32.png">
+<link rel="stylesheet" href="/static/swagger-ui.css">
+<link rel="stylesheet" href="/static/console.css">
+</head>
+<body>
+<div id="console"></div>
+<script src="/static/swagger-ui-bundle.js"></script>
+<script src="/static/console.js"></script>
+</body>
+</html>
+"""
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/docs")
+def console() -> HTMLResponse:
+    """The console's page."""
+    return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONSOLE_POLICY})
+
+
+@router.get("/")
+def root() -> RedirectResponse:
+    """People who open the server in a browser want the console."""
+    return RedirectResponse("/docs")
+
+
+def install(app: FastAPI) -> None:
+    """Add the console and its files."""
+    app.include_router(router)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")

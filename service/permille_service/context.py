@@ -1,0 +1,70 @@
+"""What endpoints are handed: the service's own things, and the principal of the request.
+
+A principal is found by its bearer token, every time, in the database: a revoked one is refused at its next
+request.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fastapi import Depends, Request
+
+from permille.store.blobs import FolderBlobStore
+from permille.store.database import Database
+from permille.store.dispatch import Dispatcher, open_dispatcher
+from permille.store.schema import migrate
+from permille_service import keys
+from permille_service.rate_limit import RateLimit
+from permille_service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Everything that endpoints share."""
+
+    settings: Settings
+    database: Database
+    blobs: FolderBlobStore
+    signing_key: Ed25519PrivateKey
+    seal: keys.Seal
+    enrolments: RateLimit
+    dispatcher: Dispatcher
+
+    @classmethod
+    def open(cls, settings: Settings) -> "Service":
+        """Make the folders, bring the database up to date, read or make the signing key."""
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (settings.blob_root, settings.model_root, settings.corpus_root):
+            folder.mkdir(parents=True, exist_ok=True)
+        broker = settings.broker_url
+        url = settings.database_url.get_secret_value()
+        migrate(url)
+        return cls(
+            settings=settings,
+            database=Database(url),
+            blobs=FolderBlobStore(settings.blob_root),
+            signing_key=keys.signing_key(settings.keys_dir),
+            seal=keys.Seal(settings.keys_dir),
+            enrolments=RateLimit(settings.enrolments_per_minute, clock=time.monotonic),
+            dispatcher=open_dispatcher(broker.get_secret_value() if broker else None),
+        )
+
+    def close(self) -> None:
+        """Release what is held."""
+        self.database.close()
+
+
+def service_of(request: Request) -> Service:
+    """The service that this app was made with."""
+    service = request.app.state.service
+    if not isinstance(service, Service):
+        raise TypeError(f"expected app.state.service to be a Service, got {type(service).__name__}")
+    return service
+
+
+Served = Annotated[Service, Depends(service_of)]

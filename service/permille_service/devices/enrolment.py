@@ -1,0 +1,129 @@
+"""Routes by which a device enrols, proves its key, and looks at itself.
+
+Enrolment and tokens have no principal yet: an invitation, or a signature over a nonce, stands for it. Both
+are limited by address.
+"""
+
+from typing import Annotated
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from fastapi import APIRouter, Depends, Request, Response
+
+from permille.package.signing import decode_base64url
+from permille.schemas.devices import (
+    Device,
+    DeviceNonce,
+    DeviceToken,
+    DeviceTokenCreate,
+    Enrolment,
+    EnrolmentCreate,
+    NonceCreate,
+    SigningKey,
+    token_message,
+)
+from permille.schemas.problems import ProblemType
+from permille.store import database, devices, releases
+from permille.store.devices import InvitationError
+from permille_service.access.principals import CallingDevice
+from permille_service.context import Served
+from permille_service.devices.records import present
+from permille_service.problems import OPEN, PRIVATE, ApiError, documented
+from permille_service.releases.routes import register_key
+
+
+def limited(request: Request, service: Served) -> None:
+    """Count one call of this address. Raises ApiError (`too-many-requests`)."""
+    service.enrolments.check(request.client.host if request.client else "")
+
+
+Limited = Annotated[None, Depends(limited)]
+router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*OPEN, ProblemType.TOO_MANY_REQUESTS))
+own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRIVATE))
+
+
+@router.post(
+    "/enrolments",
+    status_code=201,
+    responses={
+        200: {"model": Enrolment, "description": "the same key enrolled before"},
+        **documented(ProblemType.FORBIDDEN),
+    },
+)
+def create_enrolment(body: EnrolmentCreate, response: Response, service: Served, _: Limited) -> Enrolment:
+    """Enrol a device by an invitation and its public key. The same key again is the same device."""
+    with service.database.write() as session:
+        try:
+            enrolment = devices.enrol(
+                session,
+                code=body.invitation,
+                public_key=body.public_key,
+                name=body.name,
+                agent_version=body.agent_version,
+            )
+        except InvitationError as exc:
+            raise ApiError(ProblemType.FORBIDDEN, str(exc)) from exc
+        device = enrolment.device
+        register_key(service, session, device.tenant_id)
+        keys = releases.list_signing_keys(session, tenant_id=device.tenant_id)
+        at = database.now(session)
+    response.status_code = 201 if enrolment.created else 200
+    return Enrolment(
+        device_id=device.id,
+        tenant_id=device.tenant_id,
+        release=device.release,
+        alias=device.alias,
+        signing_keys=[SigningKey(key_id=key.key_id, public_key=key.public_key) for key in keys],
+        server_time=at,
+    )
+
+
+@router.post("/device-tokens/nonces", status_code=201, responses=documented(ProblemType.NOT_FOUND))
+def create_nonce(body: NonceCreate, service: Served, _: Limited) -> DeviceNonce:
+    """Get a nonce to sign: good once, for five minutes."""
+    with service.database.write() as session:
+        devices.purge_expired(session)
+        nonce, expires_at = devices.create_nonce(session, device_id=body.device_id)
+    return DeviceNonce(nonce=nonce, expires_at=expires_at)
+
+
+@router.post("/device-tokens", status_code=201, responses=documented(ProblemType.UNAUTHENTICATED))
+def create_device_token(
+    body: DeviceTokenCreate, response: Response, service: Served, _: Limited
+) -> DeviceToken:
+    """Get a token for one hour by a signed nonce. A nonce is used up even by a wrong signature."""
+    with service.database.write() as session:
+        device = devices.use_nonce(session, device_id=body.device_id, nonce=body.nonce)
+        proved = device is not None and _is_signed(device.public_key, body)
+        issued = devices.issue_token(session, device=device) if device is not None and proved else None
+        at = database.now(session)
+    if issued is None:
+        raise ApiError(
+            ProblemType.UNAUTHENTICATED, "expected a fresh nonce signed by the device's key, got none such"
+        )
+    secret, expires_at = issued
+    response.headers["Cache-Control"] = "no-store"
+    return DeviceToken(access_token=secret, expires_in=int((expires_at - at).total_seconds()))
+
+
+@own.get("")
+def get_own_device(service: Served, device: CallingDevice) -> Device:
+    """What the service knows of the calling device."""
+    with service.database.read() as session:
+        return present(devices.get(session, tenant_id=device.tenant_id, device_id=device.device_id))
+
+
+@own.delete("", status_code=204)
+def delete_own_device(service: Served, device: CallingDevice) -> None:
+    """Leave: the calling device's tokens end at once. A new invitation lets it come back."""
+    with service.database.write() as session:
+        devices.unenrol(session, tenant_id=device.tenant_id, device_id=device.device_id)
+
+
+def _is_signed(public_key: str, body: DeviceTokenCreate) -> bool:
+    key = Ed25519PublicKey.from_public_bytes(decode_base64url(public_key))
+    try:
+        key.verify(decode_base64url(body.signature), token_message(body.device_id, body.nonce))
+    except InvalidSignature:
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""Routes by which operators invite, list and revoke devices."""
+
+from fastapi import APIRouter, Response
+from sqlalchemy.orm import Session
+
+from permille.schemas.devices import Device, Invitation, InvitationCreate, InvitationRecord
+from permille.schemas.fields import Page
+from permille.schemas.problems import ProblemType
+from permille.store import database, devices
+from permille_service.access.principals import Maker, Viewer
+from permille_service.context import Served
+from permille_service.devices.records import present, present_invitation
+from permille_service.idempotency import IdempotencyKey, once
+from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
+from permille_service.parameters import DeviceId, InvitationId
+from permille_service.problems import PRIVATE, documented
+
+router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*PRIVATE))
+
+
+@router.post("/invitations", status_code=201, responses=documented(ProblemType.IDEMPOTENCY_CONFLICT))
+def create_invitation(
+    body: InvitationCreate, response: Response, service: Served, operator: Maker, key: IdempotencyKey = None
+) -> Invitation:
+    """Invite one device to follow a release. The code is shown here only, is good for 24 hours and for one
+    device."""
+
+    def make(session: Session) -> Invitation:
+        row, code = devices.invite(
+            session, tenant_id=operator.tenant_id, release=body.release, alias=body.alias
+        )
+        return Invitation(
+            id=row.id, invitation=code, release=row.release, alias=row.alias, expires_at=row.expires_at
+        )
+
+    invitation = once(
+        service,
+        tenant_id=operator.tenant_id,
+        key=key,
+        operation=f"create_invitation {operator.token_id}",  # its code is for the first receiver alone
+        body=body,
+        answer_type=Invitation,
+        make=make,
+    )
+    response.headers["Cache-Control"] = "no-store"
+    return invitation
+
+
+@router.get("/invitations")
+def list_invitations(
+    service: Served, operator: Viewer, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
+) -> Page[InvitationRecord]:
+    """List invitations, newest first, without their codes."""
+    with service.database.read() as session:
+        at = database.now(session)
+        page = devices.list_invitations(
+            session, tenant_id=operator.tenant_id, limit=limit, cursor=store_cursor(cursor)
+        )
+    return page_of(page, lambda row: present_invitation(row, at))
+
+
+@router.post(
+    "/invitations/{invitation_id}/revoke", status_code=204, responses=documented(ProblemType.NOT_FOUND)
+)
+def revoke_invitation(invitation_id: InvitationId, service: Served, operator: Maker) -> None:
+    """Make an invitation useless. Idempotent; a device that used it already stays."""
+    with service.database.write() as session:
+        devices.revoke_invitation(session, tenant_id=operator.tenant_id, invitation_id=invitation_id)
+
+
+@router.get("/devices")
+def list_devices(
+    service: Served, operator: Viewer, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
+) -> Page[Device]:
+    """List devices, newest first, those that left included."""
+    with service.database.read() as session:
+        page = devices.list_devices(
+            session, tenant_id=operator.tenant_id, limit=limit, cursor=store_cursor(cursor)
+        )
+    return page_of(page, present)
+
+
+@router.get("/devices/{device_id}", responses=documented(ProblemType.NOT_FOUND))
+def get_device(device_id: DeviceId, service: Served, operator: Viewer) -> Device:
+    """Read one device."""
+    with service.database.read() as session:
+        return present(devices.get(session, tenant_id=operator.tenant_id, device_id=device_id))
+
+
+@router.post("/devices/{device_id}/revoke", responses=documented(ProblemType.NOT_FOUND))
+def revoke_device(device_id: DeviceId, service: Served, operator: Maker) -> Device:
+    """Shut a device out for good, with effect on its next request. Idempotent."""
+    with service.database.write() as session:
+        return present(devices.revoke(session, tenant_id=operator.tenant_id, device_id=device_id))

@@ -1,0 +1,114 @@
+"""What every request passes before any route: the Host check, the limit of the body, and headers that
+browsers obey.
+
+The Host check keeps a page of another site from reaching a service on loopback through DNS rebinding. There
+is no CORS: no other origin may read an answer.
+"""
+
+import re
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from permille.schemas.problems import ProblemType
+from permille_service.problems import ApiError, problem_response
+from permille_service.settings import Settings
+
+LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
+SECURITY_HEADERS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'",
+}
+CONSOLE_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+_LOG_PATH = re.compile(r"/v1/runs/[^/]+/log", re.ASCII)
+
+
+class Guard:
+    """Pure ASGI middleware: refuses foreign hosts and large bodies, adds the security headers."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+        self._hosts = frozenset(
+            (*LOOPBACK_NAMES, _bracketed(settings.host), *(host.lower() for host in settings.allowed_hosts))
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an HTTP request on, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        guarded_send = _with_security_headers(send, private=scope["path"].startswith("/v1/"))
+        headers = Headers(scope=scope)
+        limit = self._body_limit(scope)
+        refusal = self._refusal(scope["path"], headers, limit)
+        if refusal is not None:
+            await refusal(scope, receive, guarded_send)
+            return
+        await self._app(scope, _limited(receive, limit), guarded_send)
+
+    def _refusal(self, path: str, headers: Headers, limit: int) -> ASGIApp | None:
+        host = _host_name(headers.get("host", ""))
+        if host not in self._hosts:
+            detail = "expected a host name that this server was configured with"
+            return problem_response(path, ProblemType.MISDIRECTED, detail)
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            return problem_response(
+                path, ProblemType.TOO_LARGE, _too_large(limit), headers={"Connection": "close"}
+            )
+        return None
+
+    def _body_limit(self, scope: Scope) -> int:
+        log = scope["method"] == "PUT" and _LOG_PATH.fullmatch(scope["path"])
+        return self._settings.max_log_bytes if log else self._settings.max_body_bytes
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    seen = 0
+
+    async def limited() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > limit:
+            raise ApiError(ProblemType.TOO_LARGE, _too_large(limit), headers={"Connection": "close"})
+        return message
+
+    return limited
+
+
+def _too_large(limit: int) -> str:
+    return f"expected a body of at most {limit} bytes"
+
+
+def _host_name(host: str) -> str:
+    """The name of a Host header without its port, in lower case."""
+    name, _, port = host.lower().rpartition(":")
+    return name if name and port.isdecimal() else host.lower()
+
+
+def _bracketed(host: str) -> str:
+    """An address as a Host header has it."""
+    return f"[{host}]" if ":" in host else host.lower()
+
+
+def _with_security_headers(send: Send, *, private: bool) -> Send:
+    async def guarded(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in SECURITY_HEADERS.items():
+                headers.setdefault(name, value)
+            if private:  # only blobs and reports say otherwise
+                headers.setdefault("Cache-Control", "no-store")
+        await send(message)
+
+    return guarded

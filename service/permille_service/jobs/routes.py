@@ -1,0 +1,131 @@
+"""Routes of jobs."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials
+
+from permille.schemas.fields import MAX_INTEGER, Page
+from permille.schemas.jobs import Job, JobEvent, JobKind, JobState
+from permille.schemas.problems import ProblemType
+from permille.store import jobs
+from permille.store.dispatch import dispatch
+from permille.store.tables import ENDED
+from permille_service.access.principals import Maker, Viewer, bearer, find_principal
+from permille_service.context import Served
+from permille_service.jobs import records
+from permille_service.jobs.stream import stream_events
+from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
+from permille_service.parameters import JobId
+from permille_service.problems import PRIVATE, documented
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
+
+STREAM_SCHEMA = {
+    "type": "object",
+    "description": "one event of the stream; `data` is a JobEvent as one line of JSON",
+    "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
+    "required": ["id", "event", "data"],
+}
+Credentials = Annotated[HTTPAuthorizationCredentials, Depends(bearer)]
+After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="events with a larger `seq`")]
+LastEventId = Annotated[
+    int | None,
+    Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description="resume after this event", examples=[0]),
+]
+
+
+@router.get("")
+def list_jobs(
+    service: Served,
+    operator: Viewer,
+    kind: JobKind | None = None,
+    state: JobState | None = None,
+    limit: Limit = DEFAULT_LIMIT,
+    cursor: Cursor = None,
+) -> Page[Job]:
+    """List jobs, newest first; the parts of builds are in the list."""
+    with service.database.read() as session:
+        page = jobs.list_jobs(
+            session,
+            tenant_id=operator.tenant_id,
+            kind=kind,
+            state=state,
+            limit=limit,
+            cursor=store_cursor(cursor),
+        )
+        return page_of(page, lambda row: records.present(session, row))
+
+
+@router.get("/{job_id}")
+def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
+    """Read one job: its state, progress, and what it made."""
+    with service.database.read() as session:
+        return records.present(session, jobs.get(session, tenant_id=operator.tenant_id, job_id=job_id))
+
+
+@router.post("/{job_id}/cancel", status_code=202)
+def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
+    """Ask a job to stop: at once while it is queued, at its next check while it runs. Idempotent."""
+    with service.database.write() as session:
+        row = jobs.request_cancel(session, tenant_id=operator.tenant_id, job_id=job_id)
+        return records.present(session, row)
+
+
+@router.post("/{job_id}/retry", status_code=202, responses=documented(ProblemType.CONFLICT))
+def retry_job(job_id: JobId, service: Served, operator: Maker) -> Job:
+    """Queue a job again that failed, died or was cancelled."""
+    with service.database.write() as session:
+        row = jobs.retry(session, tenant_id=operator.tenant_id, job_id=job_id)
+        record = records.present(session, row)
+    dispatch(service.dispatcher, record.children or [record.id])
+    return record
+
+
+@router.get("/{job_id}/events")
+def list_job_events(
+    job_id: JobId, service: Served, operator: Viewer, after: After = 0, limit: Limit = DEFAULT_LIMIT
+) -> list[JobEvent]:
+    """List a job's events, oldest first."""
+    with service.database.read() as session:
+        rows = jobs.events_after(session, tenant_id=operator.tenant_id, job_id=job_id, seq=after, limit=limit)
+        return [records.present_event(row) for row in rows]
+
+
+@router.get(
+    "/{job_id}/events/stream",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "the events; the stream ends with the job",
+            "content": {"text/event-stream": {"schema": STREAM_SCHEMA}},
+        },
+        204: {"description": "the job has ended and every event was told: stop asking"},
+    },
+)
+def stream_job_events(
+    job_id: JobId,
+    service: Served,
+    operator: Viewer,
+    credentials: Credentials,
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow a job's events as they come (server-sent events)."""
+    after = last_event_id or 0
+    with service.database.read() as session:
+        job = jobs.get(session, tenant_id=operator.tenant_id, job_id=job_id)
+        if last_event_id is not None and job.state in ENDED and job.event_seq <= after:
+            return Response(status_code=204)
+    lines = stream_events(
+        service,
+        tenant_id=operator.tenant_id,
+        job_id=job_id,
+        after=after,
+        still_allowed=lambda: find_principal(service, credentials.credentials) is not None,
+    )
+    return StreamingResponse(
+        lines,
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )

@@ -1,0 +1,58 @@
+"""A job's events as server-sent events: resumed by `Last-Event-ID`, kept alive by comments, ended with the
+job."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from fastapi.concurrency import run_in_threadpool
+
+from permille.schemas.jobs import JobEvent
+from permille.store import jobs
+from permille.store.tables import ENDED
+from permille_service.context import Service
+from permille_service.jobs.records import present_event
+
+POLL_S = 0.5
+HEARTBEAT_S = 15.0
+
+
+async def stream_events(
+    service: Service, *, tenant_id: str, job_id: str, after: int, still_allowed: Callable[[], bool]
+) -> AsyncIterator[bytes]:
+    """The lines of the stream, from the event after `after` on.
+
+    Ends when the job has ended and all is told, when the time of a stream is over (clients then resume), or
+    at a heartbeat when the caller's token is no longer valid.
+    """
+    deadline = time.monotonic() + service.settings.stream_s
+    heartbeat = time.monotonic() + HEARTBEAT_S
+    yield b"retry: 1000\n\n"
+    while True:
+        events, ended = await run_in_threadpool(_read, service, tenant_id, job_id, after)
+        for event in events:
+            after = event.seq
+            yield encode(event)
+        if (ended and not events) or time.monotonic() > deadline:
+            return
+        if time.monotonic() > heartbeat:
+            heartbeat = time.monotonic() + HEARTBEAT_S
+            if not await run_in_threadpool(still_allowed):
+                return
+            yield b": alive\n\n"
+        if not events:
+            await asyncio.sleep(POLL_S)
+
+
+def encode(event: JobEvent) -> bytes:
+    """One event of the stream; its data is one line of JSON."""
+    data = json.dumps(event.model_dump(mode="json"), separators=(",", ":"))
+    return f"id: {event.seq}\nevent: {event.kind}\ndata: {data}\n\n".encode()
+
+
+def _read(service: Service, tenant_id: str, job_id: str, after: int) -> tuple[Sequence[JobEvent], bool]:
+    with service.database.read() as session:
+        job = jobs.get(session, tenant_id=tenant_id, job_id=job_id)
+        rows = jobs.events_after(session, tenant_id=tenant_id, job_id=job_id, seq=after)
+        return [present_event(row) for row in rows], job.state in ENDED

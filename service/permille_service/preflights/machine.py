@@ -1,0 +1,69 @@
+"""What this machine has: free memory (the control group's limit included), free disk, and an assumed
+speed."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from permille_service.settings import Settings
+
+FLOPS_A_CORE = 8e9  # float32 matrix products on a modest core; `flops_per_s` replaces it
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a job may use. None: unknown, and then nothing is refused for it."""
+
+    memory_bytes: int | None
+    disk_bytes: int | None
+    flops_per_s: float
+    max_job_s: float
+
+
+def look(settings: Settings) -> Machine:
+    """Measure the machine now."""
+    free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
+    return Machine(
+        memory_bytes=free,
+        disk_bytes=_free_disk(settings.blob_root),
+        flops_per_s=settings.flops_per_s or FLOPS_A_CORE * (os.cpu_count() or 1),
+        max_job_s=settings.max_job_s,
+    )
+
+
+def available_memory() -> int | None:
+    """Bytes that a new process could use: the smaller of the system's and the control group's. None if
+    unknown.
+    """
+    found = [amount for amount in (_system_memory(), _group_memory()) if amount is not None]
+    return min(found) if found else None
+
+
+def _system_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    available = fields.get("MemAvailable", "").split()
+    return int(available[0]) * 1024 if available else None
+
+
+def _group_memory() -> int | None:
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = (_CGROUP / "memory.current").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return max(0, int(limit) - int(used)) if limit.isdecimal() else None
+
+
+def _free_disk(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(
+            next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        ).free
+    except OSError:
+        return None

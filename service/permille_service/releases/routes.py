@@ -1,0 +1,180 @@
+"""Routes of releases: operators publish, yank and alias; devices ask what their alias means."""
+
+from datetime import UTC, datetime, timedelta
+
+from fastapi import APIRouter, Response
+from sqlalchemy.orm import Session
+
+from permille.package import signing
+from permille.schemas.fields import Name, Page
+from permille.schemas.problems import ProblemType
+from permille.schemas.releases import Alias, AliasPut, Release, ReleaseCreate, ReleaseRecord, ReleaseYank
+from permille.store import database, releases, results, tables
+from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer
+from permille_service.context import Served, Service
+from permille_service.idempotency import IdempotencyKey, once
+from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
+from permille_service.parameters import AliasName, ReleaseName, VersionNumber
+from permille_service.problems import PRIVATE, ApiError, documented
+
+router = APIRouter(
+    prefix="/v1/releases", tags=["releases"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
+)
+
+
+@router.post(
+    "", status_code=201, responses=documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT)
+)
+def create_release(
+    body: ReleaseCreate, response: Response, service: Served, operator: Maker, key: IdempotencyKey = None
+) -> ReleaseRecord:
+    """Publish a package: sign it as the next version of a name, and point an alias at it if one is named."""
+    record = once(
+        service,
+        tenant_id=operator.tenant_id,
+        key=key,
+        operation="create_release",
+        body=body,
+        answer_type=ReleaseRecord,
+        make=lambda session: _publish(service, session, operator.tenant_id, body),
+    )
+    response.headers["Location"] = f"/v1/releases/{record.name}/versions/{record.version}"
+    return record
+
+
+@router.get("")
+def list_releases(
+    service: Served,
+    operator: Viewer,
+    name: Name | None = None,
+    limit: Limit = DEFAULT_LIMIT,
+    cursor: Cursor = None,
+) -> Page[ReleaseRecord]:
+    """List published versions, newest first."""
+    with service.database.read() as session:
+        page = releases.list_releases(
+            session, tenant_id=operator.tenant_id, name=name, limit=limit, cursor=store_cursor(cursor)
+        )
+        return page_of(page, lambda row: present_record(session, row))
+
+
+@router.get("/{name}/versions/{version}")
+def get_release(
+    name: ReleaseName, version: VersionNumber, service: Served, operator: Viewer
+) -> ReleaseRecord:
+    """Read one published version."""
+    with service.database.read() as session:
+        row = releases.get(session, tenant_id=operator.tenant_id, name=name, version=version)
+        return present_record(session, row)
+
+
+@router.post("/{name}/versions/{version}/yank")
+def yank_release(
+    name: ReleaseName, version: VersionNumber, body: ReleaseYank, service: Served, operator: Maker
+) -> ReleaseRecord:
+    """Withdraw a version: devices no longer install it. It cannot be undone; publish a new version
+    instead."""
+    with service.database.write() as session:
+        row = releases.yank(
+            session, tenant_id=operator.tenant_id, name=name, version=version, reason=body.reason
+        )
+        return present_record(session, row)
+
+
+@router.get("/{name}/aliases")
+def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[Alias]:
+    """List the aliases of a release."""
+    with service.database.read() as session:
+        rows = releases.list_aliases(session, tenant_id=operator.tenant_id, name=name)
+        return [Alias(release=row.name, alias=row.alias, version=row.version) for row in rows]
+
+
+@router.get("/{name}/aliases/{alias}")
+def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Anyone) -> Release:
+    """What an alias means now: the signed release that a device checks and installs."""
+    if isinstance(principal, DevicePrincipal) and (principal.release, principal.alias) != (name, alias):
+        raise ApiError(ProblemType.NOT_FOUND, f"no alias {alias!r} of release {name!r} for this device")
+    with service.database.read() as session:
+        row = releases.resolve_alias(session, tenant_id=principal.tenant_id, name=name, alias=alias)
+        return present(session, row)
+
+
+@router.put("/{name}/aliases/{alias}", responses=documented(ProblemType.CONFLICT))
+def put_alias(name: ReleaseName, alias: AliasName, body: AliasPut, service: Served, operator: Maker) -> Alias:
+    """Point an alias at a version that is not yanked."""
+    with service.database.write() as session:
+        row = releases.set_alias(
+            session, tenant_id=operator.tenant_id, name=name, alias=alias, version=body.version
+        )
+        return Alias(release=row.name, alias=row.alias, version=row.version)
+
+
+@router.delete("/{name}/aliases/{alias}", status_code=204)
+def delete_alias(name: ReleaseName, alias: AliasName, service: Served, operator: Maker) -> None:
+    """Remove an alias; devices that follow it keep what they have."""
+    with service.database.write() as session:
+        releases.delete_alias(session, tenant_id=operator.tenant_id, name=name, alias=alias)
+
+
+def present(session: Session, row: tables.Release) -> Release:
+    """What devices see of a version."""
+    package = results.get_package(session, tenant_id=row.tenant_id, digest=row.package_digest)
+    return Release(
+        name=row.name,
+        version=row.version,
+        manifest_digest=row.package_digest,
+        expires_at=int(row.expires_at.timestamp()),
+        key_id=row.key_id,
+        signature=row.signature,
+        size_bytes=package.size_bytes + len(package.manifest),
+        yanked=row.yanked_at is not None,
+    )
+
+
+def present_record(session: Session, row: tables.Release) -> ReleaseRecord:
+    """What operators see of a version."""
+    aliases = releases.list_aliases(session, tenant_id=row.tenant_id, name=row.name)
+    return ReleaseRecord(
+        **present(session, row).model_dump(),
+        published_at=row.created_at,
+        aliases=[alias.alias for alias in aliases if alias.version == row.version],
+        yanked_reason=row.yanked_reason,
+    )
+
+
+def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCreate) -> ReleaseRecord:
+    package = results.get_package(session, tenant_id=tenant_id, digest=body.package_digest)
+    expires_s = int(database.now(session).timestamp()) + int(
+        timedelta(days=body.expires_in_days).total_seconds()
+    )
+    register_key(service, session, tenant_id)
+
+    def sign(version: int) -> releases.Signature:
+        release = signing.Release(
+            name=body.name, version=version, manifest_digest=package.digest, expires_at=expires_s
+        )
+        signed = signing.sign_release(service.signing_key, release)
+        return releases.Signature(key_id=signed.key_id, signature=signing.encode_base64url(signed.signature))
+
+    row = releases.publish(
+        session,
+        tenant_id=tenant_id,
+        name=body.name,
+        package=package,
+        expires_at=datetime.fromtimestamp(expires_s, UTC),
+        sign=sign,
+        version=body.version,
+        alias=body.alias,
+    )
+    return present_record(session, row)
+
+
+def register_key(service: Service, session: Session, tenant_id: str) -> None:
+    """Store the public half of the signing key for a tenant, so that its devices pin it."""
+    public_key = signing.public_bytes(service.signing_key)
+    releases.register_signing_key(
+        session,
+        tenant_id=tenant_id,
+        key_id=signing.key_id_of(public_key),
+        public_key=signing.encode_base64url(public_key),
+    )

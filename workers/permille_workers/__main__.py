@@ -1,0 +1,86 @@
+"""`python -m permille_workers` is a worker. With a broker in the settings a Celery worker, else a local one.
+
+Settings come from the environment (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...). SIGTERM drains: no new
+jobs, running ones get `PERMILLE_DRAIN_S` seconds, then they go back to the queue. A second SIGTERM does not
+wait.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from permille.errors import OperatorError, RetryableError
+from permille.store.database import Database
+from permille.store.schema import migrate
+from permille.store.settings import explain
+from permille_workers.local import LocalWorker
+from permille_workers.settings import WorkerSettings
+from permille_workers.supervisor import CHILD_COMMAND, Shutdown
+
+EXIT_USAGE, EXIT_RETRY = 2, 75
+"""75: EX_TEMPFAIL of sysexits.h, for whoever starts it again."""
+
+
+def run_worker(settings: WorkerSettings, *, child_command: Sequence[str] = CHILD_COMMAND) -> None:
+    """Work until SIGTERM or SIGINT. The schema is brought up to date first.
+
+    Raises:
+        OperatorError, RetryableError: of `migrate`.
+    """
+    url = settings.database_url.get_secret_value()
+    migrate(url)
+    db = Database(url)
+    shutdown = Shutdown()
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    try:
+        if settings.broker_url is None:
+            _on_signals(shutdown, settings.drain_s)
+            LocalWorker(
+                db=db, settings=settings, shutdown=shutdown, name=name, child_command=child_command
+            ).run()
+        else:
+            from permille_workers.celery_app import run_celery_worker
+
+            run_celery_worker(
+                settings.broker_url.get_secret_value(),
+                db=db,
+                settings=settings,
+                shutdown=shutdown,
+                name=f"permille@{name}",
+                child_command=child_command,
+            )
+    finally:
+        db.close()
+
+
+def _on_signals(shutdown: Shutdown, drain_s: float) -> None:
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        shutdown.ask(drain_s)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def main() -> int:
+    """Work until SIGTERM or SIGINT; the return value is the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    try:
+        settings = WorkerSettings.model_validate({})
+    except ValueError as exc:
+        print(f"permille: {explain(exc)}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        run_worker(settings)
+    except (OperatorError, RetryableError) as exc:
+        print(f"permille: {exc}", file=sys.stderr)
+        return EXIT_RETRY if isinstance(exc, RetryableError) else EXIT_USAGE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

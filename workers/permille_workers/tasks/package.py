@@ -1,0 +1,153 @@
+"""The package job: a mask and a quantization of one model, the masked values, the files, and if asked for
+a basis, powers of two and the measured error of the projected gradient.
+
+The reader verifies the package, as a stranger would, before its row is written.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError
+from permille.package.canonical import JSON
+from permille.package.direction_layers import write_exponents
+from permille.package.manifest import Layer, Quantization
+from permille.package.reader import Package, verify_package
+from permille.packing import mask_counts, write_package
+from permille.quantization import Scheme
+from permille.sensitivity.basis import fisher_exponents
+from permille.sensitivity.scores import load_scores
+from permille.store import results
+from permille.store.results import LayerRecord
+from permille.store.tables import Basis, Mask, QuantizationRow
+from permille_workers.context import Publish, Result, TaskContext
+from permille_workers.payloads import PackagePayload, parse_payload
+from permille_workers.tasks.layers import layer_of, read_mask
+from permille_workers.tasks.precision import add_precision
+from permille_workers.tasks.sources import SourceModel, open_model
+
+
+def run(context: TaskContext) -> Publish:
+    """Make the package of the payload and verify it as a stranger would.
+
+    Raises:
+        InputError: parts of different models or weights, a quantization that was made for another mask, a
+            precision that is to be measured on no text or has nothing to compare with.
+        PackageError: a stored part is damaged, or a file of the model may not be in a package.
+    """
+    payload = parse_payload(PackagePayload, context.claim.payload)
+    mask_row, quantization = _parts(context, payload)
+    context.progress(0.0, "opening the model")
+    model = open_model(context, mask_row.model_id)
+    _check_same_weights(model.provenance, mask_row, quantization)
+    mask = read_mask(context.blobs, mask_row.mask_digest)
+    basis_row = _basis(context, payload, mask_row)
+    optional = [] if basis_row is None else [layer_of(basis_row.layer)]
+    if payload.fisher_exponents:
+        context.progress(0.1, "scaling")
+        optional.append(_exponents(context, model, mask_row, mask))
+    context.progress(0.2, "writing the values")
+    stored = (quantization.dense_layer, quantization.plain_layer, mask_row.layer)
+    dense, plain, mask_layer = (layer_of(record) for record in stored)
+    manifest = write_package(
+        context.blobs,
+        model.checkpoint,
+        mask,
+        layers=(dense, plain, mask_layer),
+        optional=optional,
+        scheme=_scheme(quantization),
+        method=str(mask_row.options["method"]),
+        density=str(mask_row.options["density"]),
+        scope=str(mask_row.options["scope"]),
+        provenance=_provenance(mask_row, quantization, basis_row),
+    )
+    digest = manifest.digest
+    if payload.measure_precision:
+        digest = add_precision(context, digest, model, payload.precision_corpus_id or mask_row.corpus_id)
+    context.progress(0.9 if payload.measure_precision else 0.6, "verifying")
+    verify_package(context.blobs, digest)
+    manifest = Package.open(context.blobs, digest).manifest
+
+    def publish(session: Session) -> Result:
+        row = results.add_package(
+            session,
+            tenant_id=context.claim.tenant_id,
+            job_id=context.claim.job_id,
+            model_id=mask_row.model_id,
+            mask_id=mask_row.id,
+            quantization_id=quantization.id,
+            digest=digest,
+            manifest=manifest.to_bytes(),
+            k=manifest.mask.k,
+            layers=[
+                LayerRecord(
+                    role=layer.role.value,
+                    media_type=layer.media_type,
+                    digest=layer.digest,
+                    size_bytes=layer.size_bytes,
+                )
+                for layer in manifest.layers
+            ],
+        )
+        return Result(kind="package", id=row.id)
+
+    return publish
+
+
+def _parts(context: TaskContext, payload: PackagePayload) -> tuple[Mask, QuantizationRow]:
+    tenant_id = context.claim.tenant_id
+    with context.db.read() as session:
+        mask = results.get_mask(session, tenant_id=tenant_id, mask_id=payload.mask_id)
+        quantization = results.get_quantization(
+            session, tenant_id=tenant_id, quantization_id=payload.quantization_id
+        )
+    if mask.model_id != quantization.model_id:
+        raise InputError(f"expected parts of one model, got {mask.model_id} and {quantization.model_id}")
+    if quantization.mask_id not in (None, mask.id):
+        raise InputError(
+            f"expected a quantization for {mask.id} or for any mask, got {quantization.mask_id}'s"
+        )
+    return mask, quantization
+
+
+def _basis(context: TaskContext, payload: PackagePayload, mask: Mask) -> Basis | None:
+    if payload.basis_id is None:
+        return None
+    with context.db.read() as session:
+        basis = results.get_basis(session, tenant_id=context.claim.tenant_id, basis_id=payload.basis_id)
+    if basis.provenance["mask"] != mask.mask_digest:
+        raise InputError(f"expected a basis of {mask.mask_digest}, got one of {basis.provenance['mask']}")
+    return basis
+
+
+def _exponents(
+    context: TaskContext, model: SourceModel, mask_row: Mask, mask: dict[str, NDArray[np.uint32]]
+) -> Layer:
+    """Powers of two from the scores that chose the mask."""
+    if mask_row.scores_digest is None:
+        raise InputError(f"expected a mask with scores, got {mask_row.id}, which has none")
+    scores = load_scores(context.blobs.path(mask_row.scores_digest))
+    counts = mask_counts(model.checkpoint, mask)
+    masked = [scores[name].reshape(-1)[mask[name]] for name in counts if counts[name]]
+    return write_exponents(context.blobs, fisher_exponents(np.concatenate(masked)), counts)
+
+
+def _check_same_weights(model: dict[str, JSON], mask: Mask, quantization: QuantizationRow) -> None:
+    for part in (mask, quantization):
+        made_of = part.provenance["model"]["digest"]
+        if made_of != model["digest"]:
+            raise InputError(f"expected {part.id} to be made of {model['digest']}, got {made_of}")
+
+
+def _scheme(quantization: QuantizationRow) -> Quantization:
+    return Quantization(
+        name=Scheme(quantization.options["scheme"]),
+        group_size=int(quantization.options["group_size"]),
+        mask_aware=quantization.mask_id is not None,
+    )
+
+
+def _provenance(mask: Mask, quantization: QuantizationRow, basis: Basis | None) -> dict[str, JSON]:
+    """Where it comes from: no clock, no row ids, so that the same inputs give the same package."""
+    found: dict[str, JSON] = {"mask": mask.provenance, "quantization": quantization.provenance}
+    return found if basis is None else {**found, "basis": basis.provenance}

@@ -1,0 +1,218 @@
+"""The quantization job: a dense layer, the layer of what stays as it is, and what that costs."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy.orm import Session
+
+from permille.corpora.sequences import POOL, Tokenizer, token_sequences
+from permille.errors import InputError
+from permille.models.checkpoint import Checkpoint
+from permille.models.families import scoped_tensors
+from permille.package.canonical import JSON
+from permille.package.layers import write_dense, write_plain
+from permille.packing import plain_tensors
+from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
+from permille.quantization.report import ErrorReport, keep_of, overlaid
+from permille.sensitivity.plots import error_picture
+from permille.store import results
+from permille.store.tables import Mask
+from permille_workers.context import Publish, Result, TaskContext
+from permille_workers.payloads import QuantizationPayload, parse_payload
+from permille_workers.tasks.calibration import calibrated_layers
+from permille_workers.tasks.layers import layer_record, read_mask
+from permille_workers.tasks.sources import SourceCorpus, SourceModel, open_corpus, open_model, versions
+
+Indices = Mapping[str, NDArray[np.uint32]]
+Coded = Callable[[], Iterator[tuple[str, QuantizedTensor]]]
+_QUANTIZED = 0.6  # of the time, where there is text to measure on
+_EVALUATION_SEED = 0
+_LONGEST_EVALUATION = 512
+
+
+def run(context: TaskContext) -> Publish:
+    """Quantize the model of the payload.
+
+    Raises:
+        InputError: a mask of another model, a scheme or rounding that does not exist, a model that does not
+            serve, too little text to calibrate on.
+        RetryableError: a hub or data set that cannot be reached.
+        OperatorError: this worker was installed without auto-round, and it is asked for.
+    """
+    payload = parse_payload(QuantizationPayload, context.claim.payload)
+    if payload.scheme not in set(Scheme):
+        raise InputError(f"expected a scheme of {', '.join(Scheme)}, got {payload.scheme!r}")
+    scheme = Scheme(payload.scheme)
+    context.progress(0.0, "opening the model")
+    model = open_model(context, payload.model_id)
+    mask_row = _mask_row(context, payload)
+    mask = None if mask_row is None else read_mask(context.blobs, mask_row.mask_digest)
+    errors = ErrorReport()
+    coded, calibration = _coded(context, model.checkpoint, scheme, payload, mask)
+    tensors = _measured(context, model.checkpoint, coded(), mask, errors)
+    dense = write_dense(context.blobs, tensors, scheme)
+    context.progress(_QUANTIZED, "writing the plain layer")
+    plain = write_plain(context.blobs, plain_tensors(model.checkpoint))
+    summary = errors.summary()
+    perplexity = _perplexity(context, model, payload, coded, mask_row, mask)
+    provenance: dict[str, JSON] = {
+        "model": model.provenance,
+        "scheme": scheme.value,
+        "group_size": payload.group_size,
+        "mask": None if mask_row is None else mask_row.mask_digest,
+        **calibration,
+    }
+    content = {**summary, "perplexity": perplexity, "provenance": provenance}
+    report_digest = context.blobs.put_bytes(json.dumps(content, allow_nan=False, sort_keys=True).encode())
+    picture = error_picture({row["name"]: row["relative_error"] for row in summary["tensors"]})
+    picture_digest = context.blobs.put_bytes(picture)
+
+    def publish(session: Session) -> Result:
+        row = results.add_quantization(
+            session,
+            tenant_id=context.claim.tenant_id,
+            job_id=context.claim.job_id,
+            model_id=payload.model_id,
+            mask_id=payload.mask_id,
+            evaluation_corpus_id=payload.evaluation_corpus_id,
+            options=payload.options(),
+            dense_layer=layer_record(dense),
+            plain_layer=layer_record(plain),
+            provenance=provenance,
+            report_digest=report_digest,
+            picture_digest=picture_digest,
+        )
+        return Result(kind="quantization", id=row.id)
+
+    return publish
+
+
+def _mask_row(context: TaskContext, payload: QuantizationPayload) -> Mask | None:
+    if payload.mask_id is None:
+        return None
+    with context.db.read() as session:
+        row = results.get_mask(session, tenant_id=context.claim.tenant_id, mask_id=payload.mask_id)
+    if row.model_id != payload.model_id:
+        raise InputError(f"expected a mask of model {payload.model_id}, got one of {row.model_id}")
+    return row
+
+
+def _coded(
+    context: TaskContext,
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    payload: QuantizationPayload,
+    mask: Indices | None,
+) -> tuple[Coded, dict[str, JSON]]:
+    """The codes, as often as they are asked for, and their provenance. To the nearest code each time anew:
+    cheaper than reading them back, and no two tensors are held at once."""
+    if payload.rounding == "nearest":
+
+        def nearest() -> Iterator[tuple[str, QuantizedTensor]]:
+            for name, shape in scoped_tensors(checkpoint.config):
+                keep = None if mask is None else keep_of(mask[name], shape)
+                yield name, quantize(checkpoint.float32(name), scheme, payload.group_size, keep, name=name)
+
+        return nearest, {"versions": versions()}
+    layers, provenance = calibrated_layers(context, checkpoint, scheme, payload)
+    return lambda: iter(layers.items()), provenance
+
+
+def _measured(
+    context: TaskContext,
+    checkpoint: Checkpoint,
+    coded: Iterator[tuple[str, QuantizedTensor]],
+    mask: Indices | None,
+    errors: ErrorReport,
+) -> Iterator[tuple[str, QuantizedTensor]]:
+    """Tensor by tensor; `errors` measures on the way, the overlay in place."""
+    number = len(scoped_tensors(checkpoint.config))
+    for index, (name, quantized) in enumerate(coded):
+        context.progress(_QUANTIZED * (index + 1) / number, f"quantize {index + 1}/{number}")
+        w_NK = checkpoint.float32(name)
+        indices = None if mask is None else mask[name]
+        errors.add(name, w_NK, overlaid(dequantize(quantized), w_NK, indices))
+        yield name, quantized
+
+
+def _perplexity(
+    context: TaskContext,
+    model: SourceModel,
+    payload: QuantizationPayload,
+    coded: Coded,
+    mask_row: Mask | None,
+    mask: Indices | None,
+) -> dict[str, Any] | None:
+    """Before and after, on text that the mask was not chosen by where the corpus is large enough."""
+    if payload.evaluation_corpus_id is None:
+        return None
+    from permille.models.loading import FileTokenizer, load_model
+    from permille.quantization.perplexity import apply_quantized, perplexity
+
+    corpus = open_corpus(context, payload.evaluation_corpus_id)
+    context.progress(_QUANTIZED, "reading the evaluation text")
+    folder = model.checkpoint.folder
+    sequences, held_out = evaluation_sequences(
+        context, FileTokenizer(folder), corpus, payload, _used_tokens(payload, mask_row), model.checkpoint
+    )
+    loaded = load_model(folder)
+
+    def part(first: float, name: str) -> Any:
+        def progress(done: int, total: int) -> None:
+            context.progress(first + 0.18 * done / total, f"{name} {done}/{total}")
+
+        return progress
+
+    before = perplexity(loaded, sequences, progress=part(0.62, "before"))
+    apply_quantized(loaded, coded(), mask)
+    after = perplexity(loaded, sequences, progress=part(0.8, "after"))
+    return {
+        "tokens": before["tokens"],
+        "before": before["perplexity"],
+        "after": after["perplexity"],
+        "loss_before": before["loss"],
+        "loss_after": after["loss"],
+        "held_out": held_out,
+        "corpus": corpus.provenance,
+    }
+
+
+def evaluation_sequences(
+    context: TaskContext,
+    tokenizer: Tokenizer,
+    corpus: SourceCorpus,
+    payload: QuantizationPayload,
+    used_tokens: int,
+    checkpoint: Checkpoint,
+) -> tuple[NDArray[np.int64], bool]:
+    """[N, T] tokens to measure on, and whether they lie after the `used_tokens` that chose mask or codes.
+
+    Of a small corpus as much is taken as there is, at last without passing over the used part (and said so).
+    """
+    longest = int(checkpoint.config.get("max_position_embeddings", _LONGEST_EVALUATION))
+    length = min(_LONGEST_EVALUATION, longest)
+    wanted = max(1, payload.evaluation_tokens // length)
+    for skip in dict.fromkeys((-(-used_tokens // length), 0)):
+        number = wanted
+        while number >= 1:
+            try:
+                texts = corpus.texts(context)
+                found = token_sequences(tokenizer, texts, number, length, _EVALUATION_SEED, skip=skip)
+            except InputError:
+                number //= 2
+                continue
+            return found, skip * length >= used_tokens
+    raise InputError(f"expected an evaluation corpus of at least {length} tokens, got less")
+
+
+def _used_tokens(payload: QuantizationPayload, mask_row: Mask | None) -> int:
+    """Of the evaluation corpus, what the choice of the mask and the calibration of codes could have drawn."""
+    used = 0
+    if mask_row is not None and mask_row.corpus_id == payload.evaluation_corpus_id:
+        used = POOL * int(mask_row.options["sequences"]) * int(mask_row.options["length"])
+    if payload.calibration_corpus_id == payload.evaluation_corpus_id:
+        used = max(used, POOL * payload.calibration_sequences * payload.calibration_length)
+    return used

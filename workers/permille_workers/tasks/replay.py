@@ -1,0 +1,144 @@
+"""The replay job: an uploaded log, replayed from its integers, compared with what the device says it reached.
+
+A log that is malformed, of another package, or too large is refused with the reason; the job itself then
+succeeds. The log is foreign bytes: read with a limit, decoded by the strict reader, never executed.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError, OperatorError, PackageError
+from permille.package.limits import Role
+from permille.package.manifest import Manifest
+from permille.package.reader import Package
+from permille.store import results, runs
+from permille.store.errors import NotFoundError
+from permille.store.tables import LogState, Run
+from permille.zo.header import MAX_STEPS
+from permille.zo.lattice import state_digest
+from permille.zo.layers import NO_LAYERS, DirectionLayers
+from permille.zo.log import CanonicalLog, decode_canonical
+from permille.zo.package_layers import layers_of, needs_layers
+from permille.zo.replay import replay
+from permille_workers.context import Publish, Result, TaskContext
+from permille_workers.payloads import ReplayPayload, parse_payload
+
+MAX_LOG_BYTES = 64 << 20
+# Coefficients times weights: some hours of one core. A night's log of a 7B model has 1e5 times 7e6.
+MAX_WORK = 10**13
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the replay found."""
+
+    state: LogState
+    reason: str | None = None
+    state_digest: str | None = None
+
+
+def run(context: TaskContext) -> Publish:
+    """Replay the log of the payload's run.
+
+    Raises:
+        InputError: the run or its log is gone.
+        OperatorError: a stored blob is missing or damaged; the log is then not judged.
+    """
+    payload = parse_payload(ReplayPayload, context.claim.payload)
+    with context.db.read() as session:
+        row = runs.get(session, tenant_id=context.claim.tenant_id, run_id=payload.run_id)
+    log_digest = row.log_digest
+    if log_digest is None:
+        raise InputError(f"expected a log of run {payload.run_id}, got one that was deleted")
+    context.progress(0.0, "reading the log")
+    verdict = judge(context, row, log_digest)
+
+    def publish(session: Session) -> Result:
+        runs.finish_log(
+            session,
+            tenant_id=context.claim.tenant_id,
+            run_id=payload.run_id,
+            log_digest=log_digest,
+            state=verdict.state,
+            reason=verdict.reason,
+            state_digest=verdict.state_digest,
+        )
+        return Result(kind="run", id=payload.run_id)
+
+    return publish
+
+
+def judge(context: TaskContext, run_row: Run, log_digest: str) -> Verdict:
+    """Decode, compare with the package, replay, compare with the device's state.
+
+    Raises:
+        OperatorError: the log or a layer that it needs cannot be read from our own blobs.
+    """
+    try:
+        data = _stored_log(context, log_digest)
+        log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
+        manifest = _manifest(context, run_row)
+        _check_bound_to(log, manifest)
+        _check_work(log)
+    except (PackageError, InputError) as exc:
+        return Verdict(state=LogState.REFUSED, reason=str(exc))
+    context.progress(0.1, "replaying")
+    layers = _layers(context, manifest, log)
+    try:
+        s_K = replay(log.header, log.coefficients_TQ, layers, threads=context.settings.threads or 1)
+    except (PackageError, InputError) as exc:
+        return Verdict(state=LogState.REFUSED, reason=str(exc))
+    found = state_digest(
+        s_K, mask_digest=log.header.mask_digest, step_unit_exponent=log.header.step_unit_exponent
+    )
+    claimed = run_row.metrics.get("state_digest")
+    if claimed is not None and claimed != found:
+        reason = f"state-differs: expected the device's {claimed}, got {found} by replay"
+        return Verdict(state=LogState.REFUSED, reason=reason, state_digest=found)
+    return Verdict(state=LogState.VERIFIED, state_digest=found)
+
+
+def _manifest(context: TaskContext, run_row: Run) -> Manifest:
+    digest = str(run_row.metrics.get("package_digest"))
+    with context.db.read() as session:
+        try:
+            package = results.get_package(session, tenant_id=run_row.tenant_id, digest=digest)
+        except NotFoundError as exc:
+            raise PackageError("log-foreign", f"expected a package of ours, got {digest}") from exc
+    return Manifest.from_bytes(package.manifest)
+
+
+def _stored_log(context: TaskContext, log_digest: str) -> bytes:
+    try:
+        return context.blobs.read(log_digest, limit=MAX_LOG_BYTES)
+    except PackageError as exc:
+        if exc.code == "blob-size":  # too large for us: the device's
+            raise
+        raise OperatorError(f"expected the log {log_digest} whole among the blobs, got {exc}") from exc
+
+
+def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
+    header = log.header
+    expected = (manifest.digest, manifest.layer(Role.MASK).digest, manifest.counts)
+    if (header.package_digest, header.mask_digest, header.counts) != expected:
+        raise PackageError(
+            "log-foreign",
+            f"expected a log of package {manifest.digest} and its mask, got one of {header.package_digest}",
+        )
+
+
+def _layers(context: TaskContext, manifest: Manifest, log: CanonicalLog) -> DirectionLayers:
+    """The package's layers that the log's directions are made with; most logs need none."""
+    if not needs_layers(log.header):
+        return NO_LAYERS
+    try:
+        return layers_of(Package.open(context.blobs, manifest.digest), log.header)
+    except PackageError as exc:
+        raise OperatorError(f"expected package {manifest.digest} whole among the blobs, got {exc}") from exc
+
+
+def _check_work(log: CanonicalLog) -> None:
+    work = log.coefficients_TQ.size * sum(log.header.counts)
+    if work > MAX_WORK:
+        raise PackageError("log-limit", f"expected at most {MAX_WORK} coefficients times weights, got {work}")
