@@ -4,9 +4,9 @@
 """
 
 from permille.engines.interface import Engine
-from permille.engines.light.architecture import architecture_of
 from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
+from permille.models.architecture import architecture_of
 from permille.package.reader import Package
 
 AUTO, LIGHT, LIGHT_INT8, TORCH = "auto", "light", "light-int8", "torch"
@@ -62,7 +62,7 @@ def _light(
 ) -> Engine:
     if device != "cpu" or compute_dtype != "float32":
         raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "{name}"')
-    from permille.engines.light_engine import LightEngine
+    from permille.engines.light.engine import LightEngine
 
     return LightEngine(package, threads=threads, prefix_cache=prefix_cache, int8=name == LIGHT_INT8)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from permille.zo.estimators import Batch, LossEngine
 
-__all__ = ["Batch", "Engine", "EngineInfo", "LossEngine"]
+__all__ = ["Batch", "Engine", "EngineInfo", "GradientEngine", "LossEngine"]
 
 
 class EngineInfo(TypedDict):
@@ -106,4 +106,23 @@ class Engine(LossEngine, Protocol):
 
     def info(self) -> EngineInfo:
         """Name, version, compute dtype, threads and device."""
+        ...
+
+
+class GradientEngine(Engine, Protocol):
+    """An engine that also differentiates backward: every masked weight's derivative in one call."""
+
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        """The mean loss over the batch's target tokens, and its gradient by the sparse values.
+
+        Args:
+            values_K: float32 [k].
+            batch: as `losses`.
+
+        Returns:
+            The loss, and float32 [k]: `d loss / d values`; not finite where the forward pass was not.
+
+        Raises:
+            InputError: as `losses`.
+        """
         ...

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from permille.engines.factory import open_engine
 from permille.engines.interface import Engine
-from permille.engines.light_engine import LightEngine
+from permille.engines.light.engine import LightEngine
 from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.package.reader import Package

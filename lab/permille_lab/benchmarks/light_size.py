@@ -45,7 +45,7 @@ import sys, time
 begin = time.perf_counter()
 import permille_agent.cli
 from permille.engines.factory import open_engine
-from permille.engines.light_engine import LightEngine
+from permille.engines.light.engine import LightEngine
 imported = time.perf_counter()
 from pathlib import Path
 from permille.package.blobs import BlobFolder

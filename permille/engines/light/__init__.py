@@ -1,1 +1,1 @@
-"""A forward pass in numpy: the parts of `permille.engines.light_engine`. No torch, no transformers."""
+"""The engine that devices run: a forward pass in numpy and our own kernels. No torch, no transformers."""

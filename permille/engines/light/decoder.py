@@ -1,6 +1,6 @@
 """One decoder layer, written once for all that runs through it: variants, tangents, one token of a text.
 
-A `Run` knows what its states are and does the parts; the order of the parts is here. States are [G, M, H]:
+A `Pass` knows what its states are and does the parts; the order of the parts is here. States are [G, M, H]:
 groups of variants, or a primal with its tangents. The residual is changed in place.
 
 Three stretches of work memory serve a layer beside the residual. "normed" holds what goes into a part of the
@@ -16,14 +16,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light.architecture import Architecture, BlockKind
 from permille.engines.light.linear import LightLinear
 from permille.engines.light.model import LightLayer, Norm
+from permille.models.architecture import Architecture, BlockKind
 
 Array = NDArray[np.float32]
 
 
-class Run(Protocol):
+class Pass(Protocol):
     """What a decoder layer is made of. Names are those of work memory that `buffers` keeps."""
 
     def buffers(self, name: str, x_GMK: Array, *widths: int) -> list[Array]:
@@ -52,7 +52,7 @@ class Run(Protocol):
         ...
 
 
-def run_layer(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> None:
+def run_layer(run: Pass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> None:
     """The layer's output takes the place of its input."""
     kind = architecture.block
     attended_GMH = _attention(run, architecture, layer, x_GMH)
@@ -74,7 +74,7 @@ def run_layer(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: Ar
         run.norm(layer.norm_mlp, x_GMH, x_GMH)
 
 
-def _attention(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> Array:
+def _attention(run: Pass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> Array:
     head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
     norm = None if architecture.block is BlockKind.POST else layer.norm_attention
     normed_GMH = _normed(run, norm, x_GMH)
@@ -93,7 +93,7 @@ def _attention(run: Run, architecture: Architecture, layer: LightLayer, x_GMH: A
 
 
 def _query_key_value(
-    run: Run, layer: LightLayer, x_GMH: Array, heads: int, kv_heads: int, head: int
+    run: Pass, layer: LightLayer, x_GMH: Array, heads: int, kv_heads: int, head: int
 ) -> tuple[Array, Array, Array]:
     """Views [G, M, heads, D]."""
     if layer.fused is not None:
@@ -108,7 +108,7 @@ def _query_key_value(
     return q, k, v
 
 
-def _mlp(run: Run, layer: LightLayer, x_GMH: Array, *, normed: bool = True) -> Array:
+def _mlp(run: Pass, layer: LightLayer, x_GMH: Array, *, normed: bool = True) -> Array:
     normed_GMH = _normed(run, layer.norm_mlp if normed else None, x_GMH)
     (inner_GMI,) = run.buffers("inner", x_GMH, layer.up.rows)
     run.feed_forward(layer.gate, layer.up, normed_GMH, inner_GMI)
@@ -117,7 +117,7 @@ def _mlp(run: Run, layer: LightLayer, x_GMH: Array, *, normed: bool = True) -> A
     return result_GMH
 
 
-def _normed(run: Run, norm: Norm | None, x_GMH: Array) -> Array:
+def _normed(run: Pass, norm: Norm | None, x_GMH: Array) -> Array:
     if norm is None:
         return x_GMH
     (normed_GMH,) = run.buffers("normed", x_GMH, x_GMH.shape[2])

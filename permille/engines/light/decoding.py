@@ -1,4 +1,4 @@
-"""Text, token by token: the run that remembers keys and values.
+"""Text, token by token: the pass that remembers keys and values.
 
 One token needs no weight in memory: `packed_product` multiplies from the codes, and what the sparse values
 change is added, `(value - decoded value) x`, computed once for a whole text. The prompt goes through tiles,
@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light import layers as numbers
-from permille.engines.light.architecture import Architecture
-from permille.engines.light.crew import blocks
 from permille.engines.light.linear import Correction, LightLinear, Tools
 from permille.engines.light.model import LightLayer, LightModel
-from permille.engines.light.packing import Packed
-from permille.engines.light.runs import VariantRun, Workspace
+from permille.engines.light.passes import LossPass, Workspace
+from permille.engines.light.sequences import JoinedSequences
+from permille.engines.light.threads import blocks
+from permille.models.architecture import Architecture
 from permille.native.products import packed_product, sparse_product
 
 Array = NDArray[np.float32]
@@ -26,7 +26,7 @@ Array = NDArray[np.float32]
 _TASK_WEIGHTS = 1 << 18
 
 
-class TextRun(VariantRun):
+class TextPass(LossPass):
     """One variant of the values and one sequence that grows."""
 
     def __init__(self, tools: Tools, model: LightModel, value_K: Array, room: int) -> None:
@@ -42,31 +42,31 @@ class TextRun(VariantRun):
 
     def begin(self, count: int) -> NDArray[np.int64]:
         """The next `count` tokens follow: their positions."""
-        self._packed = _tokens(self.length, count)
+        self._joined = _tokens(self.length, count)
         self._tables = {}
-        return self._packed.position_M
+        return self._joined.position_M
 
     def end(self) -> None:
         """They have gone through all layers."""
-        self.length += len(self._packed.position_M)
+        self.length += len(self._joined.position_M)
 
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
-        """See `Run`."""
+        """See `Pass`."""
         if x_GMK.shape[1] > 1 or not all(layer.multiplies_codes for layer in layers):
             super().linear(layers, x_GMK, outs)
             return
-        crew = self._tools.crew
+        threads = self._tools.threads
 
         def part(task: tuple[LightLinear, Array, slice]) -> None:
             layer, out_1MN, rows = task
             packed_product(layer.weight, x_GMK[0], out_1MN[0], rows.start, rows.stop)
 
-        crew.each(
+        threads.each(
             part,
             [
                 (layer, out, rows)
                 for layer, out in zip(layers, outs, strict=True)
-                for rows in blocks(layer.rows, _rows_each(layer, crew.threads))
+                for rows in blocks(layer.rows, _rows_each(layer, threads.count))
             ],
         )
         for layer, out_1MN in zip(layers, outs, strict=True):
@@ -78,7 +78,7 @@ class TextRun(VariantRun):
                 out_1MN += layer.bias_N
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
-        """See `Run`."""
+        """See `Pass`."""
         if x_GMH.shape[1] > 1:
             super().feed_forward(gate, up, x_GMH, out_GMI)
             return
@@ -93,7 +93,7 @@ class TextRun(VariantRun):
         out_GMI *= up_GMI
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
-        """See `Run`. New keys and values join those of the tokens before."""
+        """See `Pass`. New keys and values join those of the tokens before."""
         key_SBD, value_SBD = self._memory(layer)
         stop = self.length + k.shape[1]
         key_SBD[self.length : stop], value_SBD[self.length : stop] = k[0], v[0]
@@ -128,9 +128,9 @@ def _rows_each(layer: LightLinear, threads: int) -> int:
     return max(-(-layer.rows // threads), -(-_TASK_WEIGHTS // layer.columns))
 
 
-def _tokens(first: int, count: int) -> Packed:
+def _tokens(first: int, count: int) -> JoinedSequences:
     nothing = np.empty(0, np.int64)
-    return Packed(
+    return JoinedSequences(
         id_M=nothing,
         position_M=np.arange(first, first + count),
         sequences=(slice(0, count),),

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light.crew import blocks
 from permille.engines.light.linear import Tools
-from permille.engines.light.table import Table
+from permille.engines.light.stored import StoredMatrix
+from permille.engines.light.threads import blocks
 
 Array = NDArray[np.float32]
 
@@ -41,7 +41,7 @@ class _Running:
 class LightHead:
     """Logits, losses and their gradients with respect to hidden states."""
 
-    def __init__(self, tools: Tools, table: Table, softcap: float | None) -> None:
+    def __init__(self, tools: Tools, table: StoredMatrix, softcap: float | None) -> None:
         """`softcap` c: logits are `c * tanh(logits / c)` (Gemma 2); None: as they are."""
         self._tools = tools
         self._table = table
@@ -79,7 +79,7 @@ class LightHead:
             self._tools.blas.product(hidden_RH, self._weight(rows), logit_RD[:, rows])
             self._cap(logit_RD[:, rows])
 
-        self._tools.crew.each(block, self._blocks)
+        self._tools.threads.each(block, self._blocks)
         return logit_RD
 
     def _run(self, hidden_RH: Array, target_R: NDArray[np.int64], *, gradients: bool) -> list[_Running]:
@@ -88,13 +88,13 @@ class LightHead:
         ]
         for rows in self._blocks:
             weight_BH = self._shared_weight(rows)
-            self._tools.crew.each(self._step(weight_BH, rows.start), parts)
+            self._tools.threads.each(self._step(weight_BH, rows.start), parts)
         return parts
 
     def _step(self, weight_BH: Array, first: int) -> Callable[[_Running], None]:
         def step(part: _Running) -> None:
             width = len(weight_BH)
-            logit_RB = self._tools.crew.scratch("logits", len(part.target_R) * width).reshape(-1, width)
+            logit_RB = self._tools.threads.scratch("logits", len(part.target_R) * width).reshape(-1, width)
             self._tools.blas.product(part.hidden_RH, weight_BH, logit_RB)
             slope_RB = self._cap(logit_RB)
             row = np.flatnonzero((part.target_R >= first) & (part.target_R < first + width))
@@ -118,7 +118,7 @@ class LightHead:
             return
         if slope_RB is not None:
             logit_RB *= slope_RB
-        added_RH = self._tools.crew.scratch("added", part.gradient_RH.size).reshape(part.gradient_RH.shape)
+        added_RH = self._tools.threads.scratch("added", part.gradient_RH.size).reshape(part.gradient_RH.shape)
         self._tools.blas.plain_product(logit_RB, weight_BH, added_RH)
         part.gradient_RH *= shrink_R[:, None]
         part.gradient_RH += added_RH
@@ -128,18 +128,18 @@ class LightHead:
         size = (rows.stop - rows.start) * self._table.width
         if self._table.is_float32:
             return self._table.block(rows, np.empty(0, np.float32))
-        out_BH = self._tools.crew.scratch("head", size).reshape(-1, self._table.width)
+        out_BH = self._tools.threads.scratch("head", size).reshape(-1, self._table.width)
 
         def widen(part: slice) -> None:
             moved = slice(rows.start + part.start, rows.start + part.stop)
             self._table.block(moved, out_BH[part].reshape(-1))
 
-        self._tools.crew.each(widen, blocks(len(out_BH), 128))
+        self._tools.threads.each(widen, blocks(len(out_BH), 128))
         return out_BH
 
     def _weight(self, rows: slice) -> Array:
         size = 0 if self._table.is_float32 else (rows.stop - rows.start) * self._table.width
-        return self._table.block(rows, self._tools.crew.scratch("head block", size))
+        return self._table.block(rows, self._tools.threads.scratch("head block", size))
 
     def _cap(self, logit_RB: Array) -> Array | None:
         """Cap logits in place; returns their derivative with respect to those before the cap."""

@@ -15,7 +15,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light.architecture import Activation, NormKind
+from permille.models.architecture import Activation, NormKind
 from permille.native import layers as native
 
 Array = NDArray[np.float32]

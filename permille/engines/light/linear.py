@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light.blas import Blas
-from permille.engines.light.crew import Crew, blocks
+from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
 from permille.native.int8 import RUN, has_int8, int8_product, int8_rows, scratch_floats
 from permille.native.products import compressed_rows
@@ -45,7 +45,7 @@ class Tools:
     """
 
     blas: Blas
-    crew: Crew
+    threads: Threads
     int8: bool = False
 
 
@@ -130,7 +130,7 @@ class LightLinear:
     ) -> None:
         """Columns `rows` of the layer's output, for each group of variants."""
         if inputs.q_GMP is None:
-            for group, weight_RK in self.weights(tools.crew, rows, values_GC):
+            for group, weight_RK in self.weights(tools.threads, rows, values_GC):
                 self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, out_GMN[group, :, rows])
             return
         for group, part_MR in self.products(tools, inputs, values_GC, rows, "product"):
@@ -141,16 +141,16 @@ class LightLinear:
     ) -> Iterator[tuple[int, Array]]:
         """(group, columns `rows` of its output [M, R]) in scratch memory of this name: the same each time, so
         use it before the next."""
-        crew = tools.crew
+        threads = tools.threads
         tokens, width = inputs.x_GMK.shape[1], rows.stop - rows.start
-        part_MR = crew.scratch(name, tokens * width).reshape(tokens, width)
+        part_MR = threads.scratch(name, tokens * width).reshape(tokens, width)
         if inputs.q_GMP is None or inputs.scale_GM is None:
-            for group, weight_RK in self.weights(crew, rows, values_GC):
+            for group, weight_RK in self.weights(threads, rows, values_GC):
                 self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, part_MR)
                 yield group, part_MR
             return
         codes = int8_rows(
-            self.weight, rows.start, rows.stop, crew.scratch("weight", scratch_floats(width, self.columns))
+            self.weight, rows.start, rows.stop, threads.scratch("weight", scratch_floats(width, self.columns))
         )
         changes = self._changes(rows, values_GC)
         for group in range(len(values_GC)):
@@ -183,8 +183,8 @@ class LightLinear:
         of this name."""
         count, tokens = x_QMK.shape[:2]
         width = rows.stop - rows.start
-        part_QMR = tools.crew.scratch(name, count * tokens * width).reshape(count, tokens, width)
-        _, weight_RK = next(self.weights(tools.crew, rows, value_C[None]))
+        part_QMR = tools.threads.scratch(name, count * tokens * width).reshape(count, tokens, width)
+        _, weight_RK = next(self.weights(tools.threads, rows, value_C[None]))
         tools.blas.product(x_QMK.reshape(-1, self.columns), weight_RK, part_QMR.reshape(-1, width))
         if self.bias_N is not None:
             part_QMR[0] += self.bias_N[rows]
@@ -199,11 +199,11 @@ class LightLinear:
             )
         return part_QMR
 
-    def weights(self, crew: Crew, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
+    def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
         """(group, tile [R, K] with its values): the same memory each time, so use it before the next."""
         width = rows.stop - rows.start
         if self._cache_NK is None:
-            tile_RK = crew.scratch("weight", width * self.columns).reshape(width, self.columns)
+            tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
             dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
         else:
             tile_RK = self._cache_NK[rows]

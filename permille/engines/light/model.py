@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.inputs import ModelLimits
-from permille.engines.light.architecture import Architecture, LayerSettings, NormKind, architecture_of
 from permille.engines.light.head import LightHead
 from permille.engines.light.linear import LightLinear, Tools
-from permille.engines.light.table import Table
+from permille.engines.light.stored import StoredMatrix
 from permille.engines.sharing import layer_spans
+from permille.models.architecture import Architecture, LayerSettings, NormKind, architecture_of
 from permille.native.weights import PackedRows
 from permille.package.reader import Package
 
@@ -63,8 +63,8 @@ class LightModel:
     """A package, ready to run."""
 
     architecture: Architecture
-    embedding: Table
-    learned_positions: Table | None
+    embedding: StoredMatrix
+    learned_positions: StoredMatrix | None
     project_in_HE: Array | None
     project_out_EH: Array | None
     layers: tuple[LightLayer, ...]
@@ -87,13 +87,13 @@ def load_model(package: Package, tools: Tools, *, cached: bool) -> LightModel:
     """
     architecture = architecture_of(package.config)
     parts = _Parts(package, architecture, cached)
-    embedding = Table(package.plain(f"{architecture.embedding}.weight"))
-    head = embedding if architecture.tied else Table(package.plain("lm_head.weight"))
+    embedding = StoredMatrix(package.plain(f"{architecture.embedding}.weight"))
+    head = embedding if architecture.tied else StoredMatrix(package.plain("lm_head.weight"))
     has_positions = architecture.learned_positions is not None
     return LightModel(
         architecture=architecture,
         embedding=embedding,
-        learned_positions=Table(package.plain("model.decoder.embed_positions.weight"))
+        learned_positions=StoredMatrix(package.plain("model.decoder.embed_positions.weight"))
         if has_positions
         else None,
         project_in_HE=parts.matrix("model.decoder.project_in.weight"),

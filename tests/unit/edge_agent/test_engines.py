@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from permille.engines.interface import EngineInfo
-from permille.engines.light_engine import LightEngine
+from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.quantization import Scheme

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from permille.engines.light.decoding import TextRun
-from permille.engines.light_engine import LightEngine
+from permille.engines.light.decoding import TextPass
+from permille.engines.light.engine import LightEngine
 from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.quantization import Scheme
@@ -97,7 +97,7 @@ def test_int8_activations_leave_text_and_derivatives_in_float32(scope: str, tmp_
     assert loss == same_loss
     np.testing.assert_array_equal(slope_Q, same_Q)
     logits = [
-        engine._next_logits(TextRun(engine._exact, engine._model, values_K, 8), prompt)
+        engine._next_logits(TextPass(engine._exact, engine._model, values_K, 8), prompt)
         for engine in (exact, rounded)
     ]
     np.testing.assert_array_equal(logits[0], logits[1])

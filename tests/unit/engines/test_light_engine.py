@@ -9,12 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.engines.light import blas
-from permille.engines.light.architecture import architecture_of
-from permille.engines.light.packing import pack
-from permille.engines.light.rope import rope_of
-from permille.engines.light_engine import LightEngine
+from permille.engines.light.engine import LightEngine
+from permille.engines.light.sequences import join_sequences
 from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
+from permille.models.architecture import architecture_of
+from permille.models.rope import rope_of
 from permille.native.library import VARIABLE, paths
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config
@@ -208,12 +208,12 @@ def test_a_sequence_ends_before_its_last_target_and_one_without_is_left_out() ->
     ids_BT = np.arange(24).reshape(4, 6)
     batch = Batch(input_ids_BT=ids_BT, attention_BT=np.ones((4, 6), bool), target_BT=target_BT)
 
-    (whole,) = pack(batch, 100)
+    (whole,) = join_sequences(batch, 100)
     assert whole.id_M.tolist() == [0, 1, 2, 12, 13, 14, 15, 16, 18, 19]
     assert whole.position_M.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1]
     assert whole.target_R.tolist() == [1, 3, 17, 20]
     assert whole.state_R.tolist() == [0, 2, 7, 9]
-    parts = list(pack(batch, 7))
+    parts = list(join_sequences(batch, 7))
     assert [part.id_M.tolist() for part in parts] == [[0, 1, 2], [12, 13, 14, 15, 16, 18, 19]]
     assert np.concatenate([part.target_R for part in parts]).tolist() == [1, 3, 17, 20]
 

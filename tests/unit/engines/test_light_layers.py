@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.engines.light import layers
-from permille.engines.light.architecture import Activation, NormKind
+from permille.models.architecture import Activation, NormKind
 from permille.native import layers as native
 from permille.native.library import VARIABLE, paths
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.engines.light_engine import LightEngine
+from permille.engines.light.engine import LightEngine
 from permille.engines.overlay import OverlayLinear
 from permille.engines.prefix_cache import PrefixCache
 from permille.engines.torch_engine import TorchEngine

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light.settings import positive, unsupported
+from permille.models.settings import positive, unsupported
 
 _KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),

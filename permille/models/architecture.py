@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from permille.engines.light.rope import Rope, rope_of
-from permille.engines.light.settings import Settings, unsupported
 from permille.models.families import Family, family_of, is_tied
+from permille.models.rope import Rope, rope_of
+from permille.models.settings import Settings, unsupported
 
 
 class NormKind(StrEnum):

@@ -14,7 +14,7 @@ from permille.zo.estimators import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Packed:
+class JoinedSequences:
     """Some sequences of a batch.
 
     Attributes:
@@ -31,12 +31,12 @@ class Packed:
     state_R: NDArray[np.int64]
     target_R: NDArray[np.int64]
 
-    def only(self, chosen: Sequence[int]) -> "Packed":
+    def only(self, chosen: Sequence[int]) -> "JoinedSequences":
         """The chosen sequences alone, without targets."""
         parts = [self.sequences[index] for index in chosen]
         lengths = [part.stop - part.start for part in parts]
         stops = np.cumsum(lengths).tolist()
-        return Packed(
+        return JoinedSequences(
             id_M=np.concatenate([self.id_M[part] for part in parts]),
             position_M=np.concatenate([self.position_M[part] for part in parts]),
             sequences=tuple(slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)),
@@ -45,7 +45,7 @@ class Packed:
         )
 
 
-def pack(batch: Batch, most_tokens: int) -> Iterator[Packed]:
+def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
     """The batch in parts of at most `most_tokens` tokens, or of one sequence where that is longer."""
     length_B = _needed(batch.target_BT)
     rows: list[int] = []
@@ -53,11 +53,11 @@ def pack(batch: Batch, most_tokens: int) -> Iterator[Packed]:
     for row in np.flatnonzero(length_B).tolist():
         length = int(length_B[row])
         if rows and tokens + length > most_tokens:
-            yield _packed(batch, rows, length_B)
+            yield _joined(batch, rows, length_B)
             rows, tokens = [], 0
         rows.append(row)
         tokens += length
-    yield _packed(batch, rows, length_B)
+    yield _joined(batch, rows, length_B)
 
 
 def _needed(target_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -67,12 +67,12 @@ def _needed(target_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
     return needed_B
 
 
-def _packed(batch: Batch, rows: list[int], length_B: NDArray[np.int64]) -> Packed:
+def _joined(batch: Batch, rows: list[int], length_B: NDArray[np.int64]) -> JoinedSequences:
     length_R = length_B[rows]
     stops = np.cumsum(length_R)
     starts = stops - length_R
     row_R, column_R = np.nonzero(batch.target_BT[rows])
-    return Packed(
+    return JoinedSequences(
         id_M=np.concatenate([batch.input_ids_BT[row, : length_B[row]] for row in rows]),
         position_M=np.concatenate([np.arange(length) for length in length_R]),
         sequences=tuple(

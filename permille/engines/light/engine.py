@@ -28,13 +28,13 @@ import permille
 from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values
 from permille.engines.interface import EngineInfo
 from permille.engines.light.blas import Blas
-from permille.engines.light.crew import Crew
 from permille.engines.light.decoder import run_layer
-from permille.engines.light.decoding import TextRun
+from permille.engines.light.decoding import TextPass
 from permille.engines.light.linear import Tools
 from permille.engines.light.model import LightModel, Norm, load_model
-from permille.engines.light.packing import Packed, pack
-from permille.engines.light.runs import TangentRun, VariantRun, Workspace
+from permille.engines.light.passes import LossPass, TangentPass, Workspace
+from permille.engines.light.sequences import JoinedSequences, join_sequences
+from permille.engines.light.threads import Threads
 from permille.engines.prefix_cache import PrefixCache, row_key
 from permille.engines.sampling import Sampling, next_token
 from permille.engines.sharing import LayerGroups, first_masked_layer, plan_sharing
@@ -89,7 +89,7 @@ class LightEngine:
             raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
         if threads is not None and threads < 1:
             raise InputError(f"expected at least 1 thread, got {threads}")
-        self._exact = Tools(blas=Blas(), crew=Crew(threads))
+        self._exact = Tools(blas=Blas(), threads=Threads(threads))
         self._tools = replace(self._exact, int8=int8)
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class LightEngine:
             version=f"permille {permille.__version__}, numpy {np.__version__}, "
             f"{self._tools.blas.name}, kernels {cpu_path()}",
             compute_dtype="int8-activations" if self._tools.int8 else "float32",
-            threads=self._tools.crew.threads,
+            threads=self._tools.threads.count,
             device="cpu",
         )
 
@@ -151,8 +151,8 @@ class LightEngine:
             for first in range(0, len(z_QK), queries):
                 part = slice(first, first + queries)
                 loss_sum = 0.0
-                for packed in pack(batch, max(1, self._max_tokens // (queries + 1))):
-                    loss, sums = self._derivative_sums(values_K, z_QK[part], packed)
+                for joined in join_sequences(batch, max(1, self._max_tokens // (queries + 1))):
+                    loss, sums = self._derivative_sums(values_K, z_QK[part], joined)
                     loss_sum += loss
                     sums_Q[part] += sums
         targets = int(batch.target_BT.sum())
@@ -182,7 +182,7 @@ class LightEngine:
         room = sampling.max_new_tokens
         if self._model.limits.positions is not None:
             room = min(room, self._model.limits.positions - len(prompt_ids))
-        run = TextRun(self._exact, self._model, values_K, len(prompt_ids) + room)
+        run = TextPass(self._exact, self._model, values_K, len(prompt_ids) + room)
         ids = prompt_ids
         for _ in range(room):
             # Per token, so that a consumer that pauses does not keep the engine from others.
@@ -194,7 +194,7 @@ class LightEngine:
             yield token
             ids = np.array([token], dtype=np.int64)
 
-    def _next_logits(self, run: TextRun, ids: NDArray[np.int64]) -> Array:
+    def _next_logits(self, run: TextPass, ids: NDArray[np.int64]) -> Array:
         """Logits after the last of `ids`, which follow what the run has seen."""
         position_M = run.begin(len(ids))
         x_1MH = np.empty((1, len(ids), self._model.hidden), np.float32)
@@ -212,81 +212,81 @@ class LightEngine:
         rows = max(self._max_tokens // len(values_VK), min(_FEW_TOKENS, self._max_tokens))
         with self._lock, np.errstate(all="ignore"):
             return np.concatenate(
-                [self._part_losses(values_VK, packed) for packed in pack(batch, rows)], axis=1
+                [self._part_losses(values_VK, joined) for joined in join_sequences(batch, rows)], axis=1
             )
 
-    def _part_losses(self, values_VK: Array, packed: Packed) -> Array:
+    def _part_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
         """[v, R] in as many forward passes as the bound on tokens asks for."""
-        most = max(1, self._max_tokens // len(packed.id_M))
+        most = max(1, self._max_tokens // len(joined.id_M))
         return np.concatenate(
             [
-                self._pass_losses(values_VK[first : first + most], packed)
+                self._pass_losses(values_VK[first : first + most], joined)
                 for first in range(0, len(values_VK), most)
             ]
         )
 
-    def _pass_losses(self, values_VK: Array, packed: Packed) -> Array:
+    def _pass_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
         """[v, R] in one forward pass."""
         plan = plan_sharing(values_VK, self._model.spans)
-        run = VariantRun(self._tools, self._model.architecture, self._workspace, packed)
-        states_GMH = self._residual(plan[-1].count, packed, self._tools)
+        run = LossPass(self._tools, self._model.architecture, self._workspace, joined)
+        states_GMH = self._residual(plan[-1].count, joined, self._tools)
         first = self._first_masked
         x_GMH = states_GMH[:1]
         for groups, layer in zip(plan[first:], self._model.layers[first:], strict=True):
             x_GMH = _split(states_GMH, groups)
             run.set_values(values_VK[groups.first_G])
             run_layer(run, self._model.architecture, layer, x_GMH)
-        states_GRH = self._finish(run, self._before_targets(x_GMH, packed))
+        states_GRH = self._finish(run, self._before_targets(x_GMH, joined))
         count = len(states_GRH)
         losses_GR = self._model.head.losses(
-            states_GRH.reshape(-1, states_GRH.shape[2]), np.tile(packed.target_R, count)
+            states_GRH.reshape(-1, states_GRH.shape[2]), np.tile(joined.target_R, count)
         ).reshape(count, -1)
         return losses_GR[plan[-1].group_V]
 
     def _derivative_sums(
-        self, value_K: Array, z_QK: Array, packed: Packed
+        self, value_K: Array, z_QK: Array, joined: JoinedSequences
     ) -> tuple[float, NDArray[np.float64]]:
         """Sum over the part's targets of the token losses, and of their derivative along each direction [q].
 
         A derivative is the tangent of the hidden state times the head's gradient, which all directions share.
         """
-        run = TangentRun(self._exact, self._model.architecture, self._workspace, packed, value_K, z_QK)
+        run = TangentPass(self._exact, self._model.architecture, self._workspace, joined, value_K, z_QK)
         with np.errstate(all="ignore"):
-            x_QMH = self._residual(1 + len(z_QK), packed, self._exact)
+            x_QMH = self._residual(1 + len(z_QK), joined, self._exact)
             x_QMH[1:] = 0
             for layer in self._model.layers[self._first_masked :]:
                 run_layer(run, self._model.architecture, layer, x_QMH)
-            states_QRH = self._finish(run, self._before_targets(x_QMH, packed))
-            loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], packed.target_R)
+            states_QRH = self._finish(run, self._before_targets(x_QMH, joined))
+            loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], joined.target_R)
             sums_Q = [
                 np.einsum("rh,rh->r", tangent_RH, gradient_RH).sum(dtype=np.float64)
                 for tangent_RH in states_QRH[1:]
             ]
         return float(loss_R.sum(dtype=np.float64)), np.array(sums_Q)
 
-    def _residual(self, states: int, packed: Packed, tools: Tools) -> Array:
+    def _residual(self, states: int, joined: JoinedSequences, tools: Tools) -> Array:
         """Work memory [states, M, H] whose first state is what enters the first masked layer."""
-        x_GMH = self._workspace.take("residual", (states, len(packed.id_M), self._model.hidden))
+        x_GMH = self._workspace.take("residual", (states, len(joined.id_M), self._model.hidden))
         # What is kept is what losses compute with.
         if self._prefix_cache is None or self._first_masked == 0 or tools.int8 != self._tools.int8:
-            self._compute_prefix(packed, x_GMH[:1], tools)
+            self._compute_prefix(joined, x_GMH[:1], tools)
         else:
-            self._recall_prefix(self._prefix_cache, packed, x_GMH[0])
+            self._recall_prefix(self._prefix_cache, joined, x_GMH[0])
         return x_GMH
 
-    def _compute_prefix(self, packed: Packed, out_1MH: Array, tools: Tools) -> None:
+    def _compute_prefix(self, joined: JoinedSequences, out_1MH: Array, tools: Tools) -> None:
         """Embedded tokens, and the layers that no value has a part in."""
-        self._embed(packed.id_M, packed.position_M, out_1MH[0])
-        run = VariantRun(tools, self._model.architecture, self._workspace, packed)
+        self._embed(joined.id_M, joined.position_M, out_1MH[0])
+        run = LossPass(tools, self._model.architecture, self._workspace, joined)
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._first_masked]:
             run_layer(run, self._model.architecture, layer, out_1MH)
 
-    def _recall_prefix(self, cache: PrefixCache, packed: Packed, out_MH: Array) -> None:
+    def _recall_prefix(self, cache: PrefixCache, joined: JoinedSequences, out_MH: Array) -> None:
         """The same from the cache, sequence by sequence; what it does not have is computed."""
-        keys = [row_key(packed.id_M[part], self._prefix_scope) for part in packed.sequences]
+        keys = [row_key(joined.id_M[part], self._prefix_scope) for part in joined.sequences]
         missing = []
-        for index, (key, part) in enumerate(zip(keys, packed.sequences, strict=True)):
+        for index, (key, part) in enumerate(zip(keys, joined.sequences, strict=True)):
             found = cache.get(key)
             if found is None:
                 missing.append(index)
@@ -294,12 +294,12 @@ class LightEngine:
                 out_MH[part] = found
         for rows in cache.together(missing):
             begin = time.perf_counter()
-            few = packed.only(rows)
+            few = joined.only(rows)
             states_1MH = np.empty((1, len(few.id_M), self._model.hidden), np.float32)
             self._compute_prefix(few, states_1MH, self._tools)
             each_s = (time.perf_counter() - begin) / len(rows)
             for index, part in zip(rows, few.sequences, strict=True):
-                out_MH[packed.sequences[index]] = states_1MH[0, part]
+                out_MH[joined.sequences[index]] = states_1MH[0, part]
                 cache.put(keys[index], states_1MH[0, part], fill_s=each_s)
 
     def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64], out_MH: Array) -> None:
@@ -319,12 +319,12 @@ class LightEngine:
             )
             out_MH += place_MH
 
-    def _before_targets(self, x_GMH: Array, packed: Packed) -> Array:
+    def _before_targets(self, x_GMH: Array, joined: JoinedSequences) -> Array:
         """The hidden states [g, R, H] that the losses need, in work memory that no layer uses any more."""
-        shape = (len(x_GMH), len(packed.state_R), x_GMH.shape[2])
-        return np.take(x_GMH, packed.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
+        shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
+        return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
 
-    def _finish(self, run: VariantRun | TangentRun, states_GRH: Array) -> Array:
+    def _finish(self, run: LossPass | TangentPass, states_GRH: Array) -> Array:
         """What the head reads, from hidden states of the last layer."""
         norm: Norm | None = self._model.final_norm
         if norm is not None:

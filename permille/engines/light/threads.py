@@ -16,15 +16,13 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 
 
-class Crew:
+class Threads:
     """Threads, each with a scratch buffer of its own."""
 
-    def __init__(self, threads: int | None) -> None:
-        """`threads` None: as many as there are processors for this process."""
-        self.threads = threads or available_processors()
-        self._pool = (
-            ThreadPoolExecutor(self.threads, thread_name_prefix="permille") if self.threads > 1 else None
-        )
+    def __init__(self, count: int | None) -> None:
+        """`count` None: as many as there are processors for this process."""
+        self.count = count or available_processors()
+        self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="permille") if self.count > 1 else None
         self._own = threading.local()
 
     def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:

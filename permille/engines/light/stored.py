@@ -7,7 +7,7 @@ converted as a whole.
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light.crew import blocks
+from permille.engines.light.threads import blocks
 from permille.native.layers import product_bf16
 from permille.native.weights import widen_bf16, widen_f16
 from permille.package.safetensors_io import RawTensor
@@ -18,7 +18,7 @@ _LOOK_UP_ROWS = 64
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
-class Table:
+class StoredMatrix:
     """[rows, width]."""
 
     def __init__(self, raw: RawTensor) -> None:

@@ -1,4 +1,4 @@
-"""The runs through a decoder: groups of variants, and a primal with its tangents.
+"""The passes through a decoder: groups of variants, and a primal with its tangents.
 
 # Legend: G groups of variants, Q directions, M tokens, H hidden size, K features, A heads, D numbers of a
 head, C masked weights of a layer.
@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light import layers as numbers
-from permille.engines.light.architecture import Architecture
-from permille.engines.light.crew import blocks
 from permille.engines.light.linear import Inputs, LightLinear, Tools
 from permille.engines.light.model import LightLayer, Norm
-from permille.engines.light.packing import Packed
-from permille.engines.light.rope import Rope
+from permille.engines.light.sequences import JoinedSequences
+from permille.engines.light.threads import blocks
+from permille.models.architecture import Architecture
+from permille.models.rope import Rope
 from permille.native.int8 import padded, quantize_tokens
 
 Array = NDArray[np.float32]
@@ -42,19 +42,19 @@ class Workspace:
 
 
 class _Tokens:
-    """What every run over packed sequences shares: work memory, positions, tasks over rows."""
+    """What every pass over joined sequences shares: work memory, positions, tasks over rows."""
 
     def __init__(
-        self, tools: Tools, architecture: Architecture, workspace: Workspace, packed: Packed
+        self, tools: Tools, architecture: Architecture, workspace: Workspace, joined: JoinedSequences
     ) -> None:
         self._tools = tools
         self._architecture = architecture
         self._workspace = workspace
-        self._packed = packed
+        self._joined = joined
         self._tables: dict[int, tuple[Array, Array]] = {}
 
     def buffers(self, name: str, x_GMK: Array, *widths: int) -> list[Array]:
-        """See `Run`."""
+        """See `Pass`."""
         states, tokens = x_GMK.shape[:2]
         flat = self._workspace.take(name, (states * tokens * sum(widths),))
         stops = [states * tokens * sum(widths[: index + 1]) for index in range(len(widths))]
@@ -64,7 +64,7 @@ class _Tokens:
         ]
 
     def rotate(self, layer: LightLayer, x_GMAD: Array) -> None:
-        """See `Run`. Linear: primal and tangents alike."""
+        """See `Pass`. Linear: primal and tangents alike."""
         rope = layer.settings.rope
         if rope is None:
             return
@@ -78,21 +78,21 @@ class _Tokens:
 
     def _rotation(self, rope: Rope) -> tuple[Array, Array]:
         if id(rope) not in self._tables:
-            self._tables[id(rope)] = rope.tables(self._packed.position_M)
+            self._tables[id(rope)] = rope.tables(self._joined.position_M)
         return self._tables[id(rope)]
 
     def _each_row(self, x: Array, work: Callable[[tuple[int, slice]], None]) -> None:
         tasks = [(state, rows) for state in range(x.shape[0]) for rows in blocks(x.shape[1], _ROWS)]
-        self._tools.crew.each(work, tasks)
+        self._tools.threads.each(work, tasks)
 
 
-class VariantRun(_Tokens):
+class LossPass(_Tokens):
     """States are groups of variants, with their values for each layer."""
 
     def __init__(
-        self, tools: Tools, architecture: Architecture, workspace: Workspace, packed: Packed
+        self, tools: Tools, architecture: Architecture, workspace: Workspace, joined: JoinedSequences
     ) -> None:
-        super().__init__(tools, architecture, workspace, packed)
+        super().__init__(tools, architecture, workspace, joined)
         self._values_GK = np.empty((0, 0), np.float32)
 
     def set_values(self, values_GK: Array) -> None:
@@ -100,7 +100,7 @@ class VariantRun(_Tokens):
         self._values_GK = values_GK
 
     def norm(self, norm: Norm, x_GMH: Array, out_GMH: Array) -> None:
-        """See `Run`."""
+        """See `Pass`."""
 
         def rows(task: tuple[int, slice]) -> None:
             state, part = task
@@ -110,7 +110,7 @@ class VariantRun(_Tokens):
         self._each_row(x_GMH, rows)
 
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
-        """See `Run`."""
+        """See `Pass`."""
 
         inputs = self._inputs(x_GMK)
 
@@ -118,10 +118,10 @@ class VariantRun(_Tokens):
             layer, out_GMN, rows = task
             layer.variants_tile(self._tools, inputs, self._values_GK[:, layer.span], rows, out_GMN)
 
-        self._tools.crew.each(tile, _tile_tasks(layers, outs, self._tools.crew.threads))
+        self._tools.threads.each(tile, _tile_tasks(layers, outs, self._tools.threads.count))
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
-        """See `Run`. Gate and up go tile by tile, so that the gate's output never exists as a whole."""
+        """See `Pass`. Gate and up go tile by tile, so that the gate's output never exists as a whole."""
         tools, kind = self._tools, self._architecture.activation
         inputs = self._inputs(x_GMH)
 
@@ -137,7 +137,7 @@ class VariantRun(_Tokens):
             for group, part_MR in up.products(tools, inputs, values_GC, rows, "up"):
                 out_GMI[group, :, rows] *= part_MR
 
-        tools.crew.each(tile, up.tiles(tools.crew.threads))
+        tools.threads.each(tile, up.tiles(tools.threads.count))
 
     def _inputs(self, x_GMK: Array) -> Inputs:
         """The inputs of linear layers as their products take them."""
@@ -157,7 +157,7 @@ class VariantRun(_Tokens):
         return Inputs(x_GMK=x_GMK, q_GMP=q_GMP, scale_GM=scale_GM)
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
-        """See `Run`."""
+        """See `Pass`."""
         architecture = self._architecture
 
         def sequence(task: tuple[int, slice]) -> None:
@@ -167,11 +167,11 @@ class VariantRun(_Tokens):
                 layer.settings.window, architecture.attention_softcap, out[state, rows],
             )  # fmt: skip
 
-        tasks = [(state, rows) for state in range(len(q)) for rows in self._packed.sequences]
-        self._tools.crew.each(sequence, tasks)
+        tasks = [(state, rows) for state in range(len(q)) for rows in self._joined.sequences]
+        self._tools.threads.each(sequence, tasks)
 
 
-class TangentRun(_Tokens):
+class TangentPass(_Tokens):
     """State 0 is the primal, the others are its tangents in the directions."""
 
     def __init__(
@@ -179,15 +179,15 @@ class TangentRun(_Tokens):
         tools: Tools,
         architecture: Architecture,
         workspace: Workspace,
-        packed: Packed,
+        joined: JoinedSequences,
         value_K: Array,
         z_QK: Array,
     ) -> None:
-        super().__init__(tools, architecture, workspace, packed)
+        super().__init__(tools, architecture, workspace, joined)
         self._value_K, self._z_QK = value_K, z_QK
 
     def norm(self, norm: Norm, x_QMH: Array, out_QMH: Array) -> None:
-        """See `Run`."""
+        """See `Pass`."""
 
         def rows(part: slice) -> None:
             primal = _flat(x_QMH[0, part])
@@ -198,16 +198,16 @@ class TangentRun(_Tokens):
             out = _flat(out_QMH[0, part])
             numbers.norm(norm.kind, primal, norm.weight_H, norm.bias_H, norm.epsilon, out)
 
-        self._tools.crew.each(rows, blocks(x_QMH.shape[1], _ROWS))
+        self._tools.threads.each(rows, blocks(x_QMH.shape[1], _ROWS))
 
     def linear(self, layers: Sequence[LightLinear], x_QMK: Array, outs: Sequence[Array]) -> None:
-        """See `Run`."""
+        """See `Pass`."""
 
         def tile(task: tuple[LightLinear, Array, slice]) -> None:
             layer, out_QMN, rows = task
             out_QMN[:, :, rows] = self._tile(layer, x_QMK, rows, "product")
 
-        self._tools.crew.each(tile, _tile_tasks(layers, outs, self._tools.crew.threads))
+        self._tools.threads.each(tile, _tile_tasks(layers, outs, self._tools.threads.count))
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_QMH: Array, out_QMI: Array) -> None:
         """`(a(g) u)' = a'(g) g' u + a(g) u'`."""
@@ -227,10 +227,10 @@ class TangentRun(_Tokens):
                 gate_QMR[0] *= up_QMR[0]
             out_QMI[:, :, rows] = gate_QMR
 
-        self._tools.crew.each(tile, up.tiles(self._tools.crew.threads))
+        self._tools.threads.each(tile, up.tiles(self._tools.threads.count))
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
-        """See `Run`."""
+        """See `Pass`."""
         architecture = self._architecture
 
         def sequence(rows: slice) -> None:
@@ -239,7 +239,7 @@ class TangentRun(_Tokens):
                 layer.settings.window, architecture.attention_softcap, out[:, rows],
             )  # fmt: skip
 
-        self._tools.crew.each(sequence, self._packed.sequences)
+        self._tools.threads.each(sequence, self._joined.sequences)
 
     def _tile(self, layer: LightLinear, x_QMH: Array, rows: slice, name: str) -> Array:
         value_C, z_QC = self._value_K[layer.span], self._z_QK[:, layer.span]
