@@ -14,7 +14,7 @@ import pytest
 
 from permille_service.cli.main import main
 from tests.running_service import Running, environment, permille, running_service
-from tests.tiny_model import write_corpus, write_model, write_sst2
+from tests.tiny_model import write_corpus, write_model
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,6 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("up")
     write_model(folder / "models" / "tiny")
     write_corpus(folder / "corpora" / "texts.jsonl")
-    write_sst2(folder / "corpora" / "sst2.tsv")
     options = (
         "--model-root",
         str(folder / "models"),
@@ -52,68 +51,10 @@ def test_commands_make_list_and_show(up: Running) -> None:
     table = up.permille("models", "list").stdout
     assert model["id"] in table
     assert up.answer("preflight", "--model", model["id"], "--method", "random")["accepted"] is True
-    assert up.answer("bases", "list") == []
-    learned = up.permille(
-        "bases",
-        "create",
-        "--mask",
-        "mask_01jd3kq8z7m4n5p6r7s8t9v0wx",
-        "--corpus",
-        corpus["id"],
-        "--rank",
-        "4",
-    )
-    assert (learned.returncode, "no mask" in learned.stderr) == (4, True)
     build = ("builds", "create", "--model", model["id"], "--corpus", corpus["id"], "--sequences", "4")
-    job = up.answer(*build, "--basis-from", corpus["id"], "--rank", "4", "--fisher-exponents", "--no-wait")
-    assert up.answer("builds", "show", job["id"])["basis_id"] is None
+    job = up.answer(*build, "--fisher-exponents", "--no-wait")
+    assert up.answer("builds", "show", job["id"])["package_digest"] is None
     assert up.permille(*build, "--method", "random", "--fisher-exponents").returncode == 3
-
-
-def test_commands_ask_for_evaluations_with_a_sweep_file(up: Running, tmp_path: Path) -> None:
-    model = up.answer("models", "add", "compared", "--folder", "tiny")
-    corpus = up.answer("corpora", "add", "calibration", "--file", "texts.jsonl")
-    sweep = tmp_path / "sweep.toml"
-    text = (
-        f'models = ["{model["id"]}"]\ncorpus = "{corpus["id"]}"\nmethods = ["zero-shot"]\nseeds = [0]\n'
-        'max_tokens = 128\n[tasks.sst2]\ntrain = "sst2.tsv"\n'
-    )
-    sweep.write_text(text)
-    job = up.answer("evaluations", "create", str(sweep), "--no-wait")
-    assert (job["kind"], job["state"]) == ("evaluation", "queued")
-    assert up.answer("jobs", "list", "--kind", "evaluation")[0]["id"] == job["id"]
-    assert up.answer("evaluations", "list", "--model", model["id"]) == []
-    for command in ("show", "results", "report"):
-        absent = up.permille("evaluations", command, "eval_01jd3kq8z7m4n5p6r7s8t9v0wx")
-        assert (absent.returncode, "no evaluation" in absent.stderr) == (4, True)
-    for wrong, code in (
-        ("models = 3 3", 2),
-        ("when = 2026-01-01\n" + text, 2),
-        (text.replace("seeds = [0]", "density = inf"), 2),
-        (text.replace("zero-shot", "zero-short"), 3),
-        (text.replace("max_tokens = 128", "max_tokens = 129"), 3),  # the model's positions
-        (text.replace("sst2.tsv", "../sst2.tsv"), 3),
-        (text.replace("sst2.tsv", "absent.tsv"), 4),
-    ):
-        sweep.write_text(wrong)
-        assert up.permille("evaluations", "create", str(sweep), "--no-wait").returncode == code, wrong
-    assert up.permille("evaluations", "create", str(tmp_path / "absent.toml")).returncode == 2
-
-
-def test_commands_ask_for_precision_and_show_it(up: Running) -> None:
-    for command in ("packages", "builds"):
-        text = up.permille(command, "create", "--help").stdout
-        assert "--measure-precision" in text
-        assert "--precision-corpus" in text
-    assert "error of its gradients" in up.permille("packages", "report", "--help").stdout
-    model = up.answer("models", "add", "measured", "--folder", "tiny")
-    build = ("builds", "create", "--model", model["id"], "--method", "random", "--measure-precision")
-    refused = up.permille(*build)
-    assert (refused.returncode, "precision_corpus_id" in refused.stderr) == (3, True)
-    corpus = up.answer("corpora", "add", "measured", "--file", "texts.jsonl")
-    job = up.answer(*build, "--precision-corpus", corpus["id"], "--no-wait")
-    assert job["kind"] == "build"
-    assert up.permille("packages", "report", "sha256:" + "0" * 64).returncode == 4
 
 
 def test_invitation_and_tokens(up: Running) -> None:

@@ -24,7 +24,6 @@ def evaluate(
     table: Annotated[Path | None, typer.Option(help="Where to write the tables. Default: printed.")] = None,
 ) -> None:
     """Compare methods on tasks, here and now. Stop it when you like: the same command goes on.
-    `permille evaluations create` lets the service do it.
 
     Examples:
 

@@ -11,7 +11,6 @@ from permille import __version__
 from permille.files import write_atomic
 from permille_service.cli import fleet, inputs, work
 from permille_service.cli.evaluate import evaluate
-from permille_service.cli.evaluations import evaluations
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import make_output, print_json
 from permille_service.cli.session import AsJson, Place
@@ -35,8 +34,6 @@ for _name, _commands in (
     ("corpora", inputs.corpora),
     ("builds", work.builds),
     ("masks", work.masks),
-    ("bases", work.bases),
-    ("evaluations", evaluations),
     ("quantizations", work.quantizations),
     ("packages", work.packages),
     ("jobs", work.jobs),

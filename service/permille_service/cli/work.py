@@ -1,4 +1,4 @@
-"""Commands of long work and its results: masks, bases, quantizations, packages, builds, jobs, preflight."""
+"""Commands of long work and its results: masks, quantizations, packages, builds, jobs, preflight."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,18 +12,15 @@ from permille_service.cli.output import watch
 from permille_service.cli.session import AsJson, Key, Rows, Session, Wait, connect
 
 masks = typer.Typer(no_args_is_help=True, help="Which weights are sensitive, and the evidence.")
-bases = typer.Typer(no_args_is_help=True, help="Directions learned from texts, and what they hold.")
 quantizations = typer.Typer(no_args_is_help=True, help="The dense layer, and what it costs.")
 packages = typer.Typer(no_args_is_help=True, help="What a device downloads.")
-builds = typer.Typer(no_args_is_help=True, help="Mask, quantization, package (and basis) in one go.")
+builds = typer.Typer(no_args_is_help=True, help="Mask, quantization, package in one go.")
 jobs = typer.Typer(no_args_is_help=True, help="Long work: state, progress, events, cancel, retry.")
 
 JOB_COLUMNS = ("id", "kind", "state", "progress.fraction", "progress.message", "result", "created_at")
 MASK_COLUMNS = ("id", "model_id", "options.method", "options.density", "k", "created_at")
-BASIS_COLUMNS = ("id", "mask_id", "corpus_id", "options.rank", "size_bytes", "created_at")
 QUANTIZATION_COLUMNS = ("id", "model_id", "options.scheme", "options.group_size", "size_bytes", "created_at")
 PACKAGE_COLUMNS = ("digest", "model_id", "k", "size_bytes", "created_at")
-PRECISION_COLUMNS = ("engine", "compute_dtype", "epsilon", "relative_error", "cosine", "directions", "tokens")
 BUILD_COLUMNS = ("id", "state", "model_id", "package_digest", "created_at")
 
 Model = Annotated[str, typer.Option("--model", help="Id of a registered model.")]
@@ -37,13 +34,6 @@ ScopeFlag = Annotated[str, typer.Option("--scope", help='"all", or blocks: "laye
 Exponents = Annotated[
     bool, typer.Option("--fisher-exponents", help="Add powers of two from the scores of a fisher mask.")
 ]
-Precision = Annotated[
-    bool, typer.Option("--measure-precision", help="Measure the error of the projected gradient.")
-]
-PrecisionCorpus = Annotated[
-    str | None, typer.Option("--precision-corpus", help="Corpus to measure it on; else the mask's.")
-]
-Rank = Annotated[int, typer.Option(help="Directions; at most 7/8 of the sequences.")]
 Scheme = Annotated[str, typer.Option(help="nf4, int4 or auto-round: int4 calibrated on texts.")]
 GroupSize = Annotated[int | None, typer.Option(help="nf4: 64; int4: 32 or 128; auto-round: 128.")]
 Calibrate = Annotated[
@@ -97,43 +87,6 @@ def report_mask(
         _report(session, f"/v1/masks/{mask_id}/report", picture)
 
 
-@bases.command("create")
-def create_basis(
-    context: typer.Context,
-    mask: Annotated[str, typer.Option(help="Id of the mask whose weights are moved.")],
-    corpus: Annotated[str, typer.Option(help="Id of a corpus of public texts, or of users who agreed.")],
-    rank: Rank = 32,
-    sequences: Annotated[int, typer.Option(help="Sequences to take gradients of.")] = 256,
-    length: Length = 128,
-    seed: Seed = 0,
-    wait: Wait = True,
-    key: Key = None,
-    as_json: AsJson = False,
-) -> None:
-    """Learn directions for a mask's weights. What is learned goes to every device: use public texts, or
-    texts whose authors agreed.
-
-    Example:
-
-      permille bases create --mask mask_01j... --corpus corpus_01j... --rank 32
-    """
-    options = {"sequences": sequences, "length": length, "rank": rank, "seed": seed}
-    with connect(context, as_json=as_json) as session:
-        body = {"mask_id": mask, "corpus_id": corpus, **options}
-        follow(session, session.client.post("/v1/bases", body, key=key), wait=wait)
-
-
-add_list(bases, "/v1/bases", BASIS_COLUMNS, "List finished bases.")
-add_show(bases, "/v1/bases", "basis_id", "Show one basis.")
-
-
-@bases.command("report")
-def report_basis(context: typer.Context, basis_id: str, as_json: AsJson = False) -> None:
-    """Show which share of the gradients of left-out texts the first columns of a basis hold."""
-    with connect(context, as_json=as_json) as session:
-        _report(session, f"/v1/bases/{basis_id}/report", None)
-
-
 @quantizations.command("create")
 def create_quantization(
     context: typer.Context,
@@ -141,7 +94,6 @@ def create_quantization(
     scheme: Scheme = "nf4",
     group_size: GroupSize = None,
     calibrate_on: Calibrate = None,
-    mask: Annotated[str | None, typer.Option(help="Mask whose weights stay out of the scales.")] = None,
     evaluate_on: Evaluate = None,
     evaluation_tokens: EvaluationTokens = 8192,
     wait: Wait = True,
@@ -158,7 +110,6 @@ def create_quantization(
     """
     body = {
         "model_id": model,
-        "mask_id": mask,
         "evaluation_corpus_id": evaluate_on,
         "options": quantization_options(scheme, group_size, evaluation_tokens, calibrate_on),
     }
@@ -184,38 +135,19 @@ def create_package(
     context: typer.Context,
     mask: Annotated[str, typer.Option(help="Id of a mask.")],
     quantization: Annotated[str, typer.Option(help="Id of a quantization of the same model.")],
-    basis: Annotated[str | None, typer.Option(help="Id of a basis of the same mask.")] = None,
     fisher_exponents: Exponents = False,
-    measure_precision: Precision = False,
-    precision_corpus: PrecisionCorpus = None,
     wait: Wait = True,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pack a mask and a quantization, with learned directions if given."""
-    body: dict[str, Any] = {"mask_id": mask, "quantization_id": quantization}
-    body |= {"basis_id": basis, "fisher_exponents": fisher_exponents}
-    body |= {"measure_precision": measure_precision, "precision_corpus_id": precision_corpus}
+    """Pack a mask and a quantization."""
+    body = {"mask_id": mask, "quantization_id": quantization, "fisher_exponents": fisher_exponents}
     with connect(context, as_json=as_json) as session:
         follow(session, session.client.post("/v1/packages", body, key=key), wait=wait)
 
 
 add_list(packages, "/v1/packages", PACKAGE_COLUMNS, "List packages.")
 add_show(packages, "/v1/packages", "digest", "Show one package and its layers.")
-
-
-@packages.command("report")
-def report_package(context: typer.Context, digest: str, as_json: AsJson = False) -> None:
-    """Show what was measured of a package: the error of its gradients by compute type and epsilon."""
-    with connect(context, as_json=as_json) as session:
-        report = session.client.get(f"/v1/packages/{digest}/report")
-        if session.output.as_json:
-            session.output.show(report)
-        elif report["precision"]:
-            session.output.show(report["precision"], PRECISION_COLUMNS)
-            session.output.say(f"best epsilon in float32: {report['best_epsilon']}")
-        else:
-            session.output.say("nothing was measured: see `permille packages create --measure-precision`")
 
 
 @builds.command("create")
@@ -232,26 +164,14 @@ def create_build(
     scheme: Scheme = "nf4",
     group_size: GroupSize = None,
     calibrate_on: Calibrate = None,
-    mask_aware: Annotated[
-        bool, typer.Option("--mask-aware/--mask-unaware", help="Leave the mask's weights out of the scales.")
-    ] = False,
     evaluate_on: Evaluate = None,
     evaluation_tokens: EvaluationTokens = 8192,
-    basis_from: Annotated[
-        str | None,
-        typer.Option(
-            "--basis-from", help="Corpus of public or consenting users' texts to learn a basis from."
-        ),
-    ] = None,
-    rank: Rank = 32,
     fisher_exponents: Exponents = False,
-    measure_precision: Precision = False,
-    precision_corpus: PrecisionCorpus = None,
     wait: Wait = True,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a package: mask, quantization, package, and a basis if asked for.
+    """Make a package: mask, quantization, package.
 
     Example:
 
@@ -261,12 +181,8 @@ def create_build(
         "model_id": model,
         "mask": mask_options(method, corpus, density, sequences, length, seed, scope),
         "quantization": quantization_options(scheme, group_size, evaluation_tokens, calibrate_on),
-        "mask_aware": mask_aware,
         "evaluation_corpus_id": evaluate_on,
-        "basis": None if basis_from is None else {"corpus_id": basis_from, "rank": rank},
         "fisher_exponents": fisher_exponents,
-        "measure_precision": measure_precision,
-        "precision_corpus_id": precision_corpus,
     }
     with connect(context, as_json=as_json) as session:
         follow(session, session.client.post("/v1/builds", body, key=key), wait=wait)
@@ -282,9 +198,7 @@ def list_jobs(
     state: Annotated[
         str | None, typer.Option(help="queued, running, succeeded, failed, cancelled, dead.")
     ] = None,
-    kind: Annotated[
-        str | None, typer.Option(help="mask, basis, evaluation, quantization, package, build, replay.")
-    ] = None,
+    kind: Annotated[str | None, typer.Option(help="mask, quantization, package, build, replay.")] = None,
     limit: Rows = 50,
     as_json: AsJson = False,
 ) -> None:
