@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import typer
 
-from permille_service.cli import collections, evaluations, fleet, inputs, main, work
+from permille_service.cli import collections, fleet, inputs, main, work
 
-MODULES = (collections, evaluations, fleet, inputs, work)
+MODULES = (collections, fleet, inputs, work)
 
 
 @pytest.fixture
