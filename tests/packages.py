@@ -34,9 +34,9 @@ from permille.package.manifest import (
     sort_layers,
 )
 from permille.package.reader import Package
-from permille.package.safetensors_io import RawTensor
 from permille.package.writer import write_manifest
 from permille.quantization import Scheme, default_group_size, quantize
+from permille.tensors import RawTensor
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 TINY_LLAMA: dict[str, Any] = {

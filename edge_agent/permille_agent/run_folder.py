@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from permille.digests import canonical_json
 from permille.errors import OperatorError
 from permille.files import fsync_folder
-from permille.package.canonical import canonical_json
 from permille_agent.home import Home, read_state, write_state
 
 Json = dict[str, Any]

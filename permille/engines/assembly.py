@@ -29,7 +29,7 @@ from permille.engines.thrift import make_thrifty
 from permille.errors import InputError, PackageError
 from permille.models.families import family_of
 from permille.package.reader import Package
-from permille.package.safetensors_io import RawTensor
+from permille.tensors import RawTensor
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

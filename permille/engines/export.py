@@ -20,8 +20,8 @@ from permille.errors import InputError
 from permille.files import fsync_folder, write_atomic
 from permille.models.families import expected_tensors
 from permille.package.reader import Package
-from permille.package.safetensors_io import ITEM_BYTES, RawTensor
 from permille.quantization import dequantize
+from permille.tensors import ITEM_BYTES, RawTensor
 
 WEIGHTS_FILE = "model.safetensors"
 

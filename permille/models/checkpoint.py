@@ -16,11 +16,10 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.digests import canonical_json, digest_of, digest_of_file
 from permille.errors import InputError
 from permille.models.families import Family, canonical_name, expected_tensors, family_of, scoped_tensors
-from permille.package.blobs import digest_of, digest_of_file
-from permille.package.canonical import canonical_json
-from permille.package.safetensors_io import RawTensor
+from permille.tensors import RawTensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -7,34 +7,17 @@ are made from digests alone; nothing here ever joins a name that came from outsi
 
 import hashlib
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from permille.digests import digest_of, digest_of_file, is_digest
 from permille.errors import PackageError
 from permille.files import fsync_folder
 
 CHUNK_BYTES = 1 << 20
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
-
-
-def is_digest(text: object) -> bool:
-    """Whether `text` is a digest: "sha256:" and 64 lower-case hex digits."""
-    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
-
-
-def digest_of(data: bytes | memoryview) -> str:
-    """The digest of these bytes."""
-    return "sha256:" + hashlib.sha256(data).hexdigest()
-
-
-def digest_of_file(path: Path) -> str:
-    """The digest of a file's bytes, read in pieces."""
-    with path.open("rb") as file:
-        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class BlobWriter:

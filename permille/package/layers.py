@@ -13,9 +13,10 @@ from permille.package.blobs import BlobFolder
 from permille.package.config_files import check_file
 from permille.package.limits import FILE_NAMES, GROUP_SIZES, MEDIA_TYPES, Role
 from permille.package.manifest import Layer
-from permille.package.safetensors_io import FLOATS, RawTensor, SafetensorsWriter, compact_json
+from permille.package.safetensors_io import SafetensorsWriter, compact_json
 from permille.quantization import QuantizedTensor, Scheme
 from permille.quantization.nf4 import NF4_CODES
+from permille.tensors import FLOATS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
 SCALES = ".scales"

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from permille.digests import JSON, canonical_json, digest_of, parse_canonical
 from permille.errors import PackageError
-from permille.package.blobs import digest_of
-from permille.package.canonical import JSON, canonical_json, parse_canonical
 from permille.package.limits import FORMAT, MAX_MANIFEST_BYTES, MEDIA_TYPES, VERSION, Role
 from permille.package.rules import check_manifest, sort_layers
 from permille.quantization.types import Scheme

@@ -3,8 +3,8 @@
 from collections.abc import Container
 from dataclasses import dataclass
 
+from permille.digests import digest_of
 from permille.errors import OperatorError, PackageError
-from permille.package.blobs import digest_of
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Layer, Manifest
 

@@ -23,9 +23,10 @@ from permille.package.layers import ABSMAX, SCALES
 from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, MEASUREMENTS, OPTIONAL_ROLES, Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.plan import DownloadPlan, check_plan
-from permille.package.safetensors_io import FLOATS, RawTensor, SafetensorsFile
+from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import check_code_book, check_indices, check_scales, check_shapes
 from permille.quantization import QuantizedTensor, Scheme
+from permille.tensors import FLOATS, RawTensor
 
 __all__ = ["DownloadPlan", "LayerReport", "Package", "VerifyReport", "check_plan", "verify_package"]
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from permille.digests import is_digest
 from permille.errors import PackageError
-from permille.package.blobs import is_digest
 from permille.package.limits import (
     FILE_NAMES,
     FORMAT,

@@ -19,51 +19,14 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.digests import JSON, canonical_json, parse_canonical
 from permille.errors import InputError, PackageError
 from permille.package.blobs import CHUNK_BYTES, BlobFolder
-from permille.package.canonical import JSON, canonical_json, parse_canonical
 from permille.package.limits import MAX_HEADER_BYTES, MAX_LAYER_BYTES
+from permille.tensors import ITEM_BYTES, RawTensor
 
-ITEM_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "U32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
-FLOATS = frozenset({"F32", "F16", "BF16"})
 _METADATA: JSON = {"format": "pt"}
 _MAX_DIMENSIONS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RawTensor:
-    """A tensor as bytes: bf16 has no numpy dtype, and nothing is converted that need not be.
-
-    Attributes:
-        data: uint8, 1-D, little-endian, C order; read-only and mapped when it came from a package.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: NDArray[np.uint8]
-
-    def float32(self) -> NDArray[np.float32]:
-        """The numbers as float32, exactly, in the tensor's shape. BF16, F16 and F32 only."""
-        if self.dtype == "F32":
-            return self.data.view("<f4").astype(np.float32, copy=False).reshape(self.shape)
-        if self.dtype == "F16":
-            return self.data.view("<f2").astype(np.float32).reshape(self.shape)
-        if self.dtype == "BF16":
-            high = self.data.view("<u2").astype(np.uint32) << np.uint32(16)
-            return high.view(np.float32).reshape(self.shape)
-        raise InputError(f"expected a tensor of BF16, F16 or F32, got {self.dtype}")
-
-    def all_finite(self) -> bool:
-        """Whether no element is infinite or NaN; looks at exponents only and copies nothing big."""
-        if self.dtype not in FLOATS:
-            return True
-        exponent = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[self.dtype]
-        bits = self.data.view("<u4" if self.dtype == "F32" else "<u2")
-        step = CHUNK_BYTES
-        return all(
-            not np.any((bits[at : at + step] & exponent) == exponent) for at in range(0, bits.size, step)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from permille.digests import canonical_json, is_digest
 from permille.errors import PackageError
-from permille.package.blobs import is_digest
-from permille.package.canonical import canonical_json
 
 CONTEXT = b"permille-release-1\0"
 KEY_BYTES = 32

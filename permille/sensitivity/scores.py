@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.digests import JSON, canonical_json
 from permille.errors import InputError
 from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder
-from permille.package.canonical import JSON, canonical_json
 from permille.package.safetensors_io import SafetensorsFile
 
 Shapes = Sequence[tuple[str, tuple[int, int]]]

@@ -67,6 +67,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("permille/zo/planted.py", "import permille_lab", "no program imports the lab"),
         ("permille/zo/planted.py", "import pydantic", "zo and package stay light"),
+        (
+            "permille/models/planted.py",
+            "import permille.package.blobs",
+            "the library is layered: logs over packages over models and schemes",
+        ),
         ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
         ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
         (

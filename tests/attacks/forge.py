@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.digests import canonical_json, parse_canonical
 from permille.package.blobs import BlobFolder
-from permille.package.canonical import canonical_json, parse_canonical
 from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.safetensors_io import SafetensorsWriter
 from tests.unit.package.tiny import Tiny

@@ -17,14 +17,13 @@ def documented_codes() -> set[str]:
 
 
 def raised_codes() -> Iterator[str]:
-    """The first argument of every `PackageError(...)` in the rooms of the formats."""
-    for room in ("package", "zo"):
-        for path in sorted((LIBRARY / room).glob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "PackageError":
-                    code = node.args[0]
-                    assert isinstance(code, ast.Constant) and isinstance(code.value, str), ast.dump(node)
-                    yield code.value
+    """The first argument of every `PackageError(...)` in the library."""
+    for path in sorted(LIBRARY.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "PackageError":
+                code = node.args[0]
+                assert isinstance(code, ast.Constant) and isinstance(code.value, str), ast.dump(node)
+                yield code.value
 
 
 def attacked_codes() -> set[str]:

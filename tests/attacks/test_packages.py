@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from permille.digests import canonical_json, digest_of
 from permille.errors import PackageError
-from permille.package.blobs import BlobFolder, digest_of
-from permille.package.canonical import canonical_json
+from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES
 from permille.package.reader import check_plan, verify_package
 from tests.attacks.forge import Forge, container_bytes

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from permille.package.blobs import digest_of
+from permille.digests import digest_of
 from permille.schemas.runs import LOG_MEDIA_TYPE
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
 

@@ -24,9 +24,9 @@ from random import Random
 from types import FunctionType
 from typing import Any
 
+from permille.digests import JSON, canonical_json, digest_of, parse_canonical
 from permille.errors import PackageError
-from permille.package.blobs import BlobFolder, digest_of
-from permille.package.canonical import JSON, canonical_json, parse_canonical
+from permille.package.blobs import BlobFolder
 from permille.package.reader import verify_package
 from permille.quantization import Scheme
 from tests.attacks.forge import Container

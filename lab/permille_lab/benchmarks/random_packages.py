@@ -29,10 +29,10 @@ from permille.package.manifest import (
     sort_layers,
 )
 from permille.package.reader import Package
-from permille.package.safetensors_io import RawTensor
 from permille.package.writer import write_manifest
 from permille.quantization import QuantizedTensor, Scheme, default_group_size
 from permille.quantization.types import packed_size, scales_shape
+from permille.tensors import RawTensor
 
 # Root mean square of a code that is drawn evenly, in units of its scale.
 _CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from permille.engines.light.threads import blocks
 from permille.native.layers import product_bf16
 from permille.native.weights import widen_bf16, widen_f16
-from permille.package.safetensors_io import RawTensor
+from permille.tensors import RawTensor
 
 Array = NDArray[np.float32]
 

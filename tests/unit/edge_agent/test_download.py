@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from permille.digests import digest_of
 from permille.errors import OperatorError, PackageError
-from permille.package.blobs import BlobFolder, digest_of
+from permille.package.blobs import BlobFolder
 from permille_agent.api import DeviceApi
 from permille_agent.client import ServiceUnavailableError
 from permille_agent.download import Download

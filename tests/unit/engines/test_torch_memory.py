@@ -20,9 +20,9 @@ from permille.package.layers import (
     write_values,
 )
 from permille.package.manifest import Manifest, MaskInfo, ModelInfo, Quantization, TensorInfo, sort_layers
-from permille.package.safetensors_io import RawTensor
 from permille.package.writer import write_manifest
 from permille.quantization import QuantizedTensor, Scheme
+from permille.tensors import RawTensor
 
 # 73 million weights in 4 bits and two tables of 8 MB: 57 MB of package, 290 MB dequantized.
 LAYERS, HIDDEN, INNER, VOCABULARY = 6, 1024, 3072, 4096

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from permille.digests import JSON, MAX_DEPTH, canonical_json, parse_canonical
 from permille.errors import PackageError
-from permille.package.canonical import JSON, MAX_DEPTH, canonical_json, parse_canonical
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(),

@@ -14,9 +14,10 @@ from permille.package.config_files import clean_config
 from permille.package.layers import write_dense, write_file, write_mask, write_plain, write_values
 from permille.package.manifest import Manifest, Role, decimal_text
 from permille.package.reader import Package, verify_package
-from permille.package.safetensors_io import RawTensor, SafetensorsWriter
+from permille.package.safetensors_io import SafetensorsWriter
 from permille.package.writer import write_manifest
 from permille.quantization import Scheme, default_group_size, dequantize, quantize
+from permille.tensors import RawTensor
 from tests.unit.package.tiny import LLAMA, as_dtype, write_tiny
 
 ODD = LLAMA | {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}

@@ -15,7 +15,8 @@ from safetensors import safe_open
 
 from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder, BlobWriter
-from permille.package.safetensors_io import ITEM_BYTES, RawTensor, SafetensorsFile, SafetensorsWriter
+from permille.package.safetensors_io import SafetensorsFile, SafetensorsWriter
+from permille.tensors import ITEM_BYTES, RawTensor
 
 NUMPY = {"I64": "<i8", "F32": "<f4", "U32": "<u4", "F16": "<f2", "U8": "u1", "I8": "i1", "BF16": "<u2"}
 TENSORS = st.lists(

@@ -20,9 +20,9 @@ from permille.package.layers import (
     write_values,
 )
 from permille.package.manifest import Manifest, MaskInfo, ModelInfo, Quantization, TensorInfo, sort_layers
-from permille.package.safetensors_io import RawTensor
 from permille.package.writer import write_manifest
 from permille.quantization import Scheme, default_group_size, quantize
+from permille.tensors import RawTensor
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -8,8 +8,9 @@ import pytest
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from permille.digests import digest_of_file
 from permille.errors import InputError, PackageError
-from permille.package.blobs import BlobFolder, digest_of_file
+from permille.package.blobs import BlobFolder
 from permille.sensitivity.coverage import coverage, coverage_by_tensor, curve, mask_report
 from permille.sensitivity.masks import MaskMethod, select_mask
 from permille.sensitivity.plots import curve_picture, error_picture, tensor_picture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from permille.package.blobs import digest_of
+from permille.digests import digest_of
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package

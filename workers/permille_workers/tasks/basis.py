@@ -10,9 +10,9 @@ from sqlalchemy.orm import Session
 
 from permille.corpora.sequences import Tokenizer, token_sequences
 from permille.corpora.sources import ReadReport
+from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
-from permille.package.canonical import JSON
 from permille.package.direction_layers import write_basis
 from permille.package.manifest import Layer
 from permille.sensitivity.basis import captured, learn_basis, whitening

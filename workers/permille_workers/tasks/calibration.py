@@ -3,10 +3,10 @@
 import importlib.util
 
 from permille.corpora.sequences import token_sequences
+from permille.digests import JSON
 from permille.errors import InputError, OperatorError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
-from permille.package.canonical import JSON
 from permille.quantization import QuantizedTensor, Scheme
 from permille_workers.context import TaskContext
 from permille_workers.payloads import QuantizationPayload

@@ -13,10 +13,9 @@ from pathlib import Path
 from sqlalchemy.orm import Session
 
 from permille.corpora.sources import FileCorpus
+from permille.digests import JSON, digest_of_file
 from permille.errors import InputError, OperatorError
 from permille.models.sources import resolve_inside
-from permille.package.blobs import digest_of_file
-from permille.package.canonical import JSON
 from permille.store import evaluations, models
 from permille.store.evaluations import Findings
 from permille_lab.evaluate.specification import Sweep, sweep_of

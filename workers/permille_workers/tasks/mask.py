@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from permille.corpora.sequences import token_sequences
+from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
-from permille.package.canonical import JSON
 from permille.package.layers import write_mask
 from permille.package.manifest import Layer, decimal_text
 from permille.sensitivity.coverage import Report, mask_report

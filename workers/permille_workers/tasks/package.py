@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
+from permille.digests import JSON
 from permille.errors import InputError
-from permille.package.canonical import JSON
+from permille.package.build import mask_counts, write_package
 from permille.package.direction_layers import write_exponents
 from permille.package.manifest import Layer, Quantization
 from permille.package.reader import Package, verify_package
-from permille.packing import mask_counts, write_package
 from permille.quantization import Scheme
 from permille.sensitivity.basis import fisher_exponents
 from permille.sensitivity.scores import load_scores

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from permille.corpora.sequences import POOL, Tokenizer, token_sequences
+from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
-from permille.package.canonical import JSON
+from permille.package.build import plain_tensors
 from permille.package.layers import write_dense, write_plain
-from permille.packing import plain_tensors
 from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
 from permille.quantization.report import ErrorReport, keep_of, overlaid
 from permille.sensitivity.plots import error_picture

@@ -18,12 +18,11 @@ from permille.corpora.sources import (
     StreamedDataset,
     read_texts,
 )
+from permille.digests import JSON, digest_of_file
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.sources import FolderRef, HubRef, ModelRef, resolve_inside, resolve_model
-from permille.package.blobs import digest_of_file
-from permille.package.canonical import JSON
 from permille.store import corpora, models
 from permille.store.models import ModelFacts
 from permille.store.tables import Corpus, Model

@@ -11,9 +11,9 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
+from permille.package.build import pack_model
 from permille.package.limits import MAX_FILE_BYTES
 from permille.package.reader import Package, verify_package
-from permille.packing import pack_model
 from permille.quantization import Scheme, dequantize, quantize
 from permille.sensitivity.masks import MaskMethod, select_mask
 from tests.unit.workers.conftest import save_model

@@ -1,11 +1,14 @@
-"""Canonical JSON (FORMAT 1): one value has exactly one sequence of bytes, so that its digest is its name.
+"""Name values by their bytes: digests, and the canonical JSON whose digest is a value's name (FORMAT 1).
 
-Keys sorted by code point, no spaces, UTF-8 unescaped, integers within 64 bits, and no floats: a number that
-is not an integer is written as a string by whoever defines the field.
+Canonical JSON has keys sorted by code point, no spaces, UTF-8 unescaped, integers within 64 bits, and no
+floats: a number that is not an integer is written as a string by whoever defines the field.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from permille.errors import PackageError
@@ -14,6 +17,23 @@ JSON: TypeAlias = "str | int | bool | Sequence[JSON] | Mapping[str, JSON] | None
 
 MAX_DEPTH = 32
 _INT_LIMIT = 2**63
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
+
+
+def is_digest(text: object) -> bool:
+    """Whether `text` is a digest: "sha256:" and 64 lower-case hex digits."""
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The digest of these bytes."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    """The digest of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def canonical_json(value: JSON) -> bytes:

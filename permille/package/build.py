@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint, inside
 from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
-from permille.package.canonical import JSON
 from permille.package.config_files import clean_config, config_bytes
 from permille.package.direction_layers import write_basis, write_exponents
 from permille.package.layers import (
@@ -35,10 +35,10 @@ from permille.package.manifest import (
     decimal_text,
     sort_layers,
 )
-from permille.package.safetensors_io import RawTensor
 from permille.package.writer import write_manifest
 from permille.quantization import QuantizedTensor, Scheme, default_group_size, quantize
 from permille.quantization.report import keep_of
+from permille.tensors import RawTensor
 
 Indices = Mapping[str, NDArray[np.uint32]]
 _NONE = np.empty(0, np.uint32)

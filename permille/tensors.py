@@ -1,0 +1,48 @@
+"""A tensor as the bytes of a safetensors file hold it: a checkpoint gives them, a package takes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+
+ITEM_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "U32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
+FLOATS = frozenset({"F32", "F16", "BF16"})
+_PART = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RawTensor:
+    """A tensor as bytes: bf16 has no numpy dtype, and nothing is converted that need not be.
+
+    Attributes:
+        data: uint8, 1-D, little-endian, C order; read-only and mapped when it came from a package.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def float32(self) -> NDArray[np.float32]:
+        """The numbers as float32, exactly, in the tensor's shape. BF16, F16 and F32 only."""
+        if self.dtype == "F32":
+            return self.data.view("<f4").astype(np.float32, copy=False).reshape(self.shape)
+        if self.dtype == "F16":
+            return self.data.view("<f2").astype(np.float32).reshape(self.shape)
+        if self.dtype == "BF16":
+            high = self.data.view("<u2").astype(np.uint32) << np.uint32(16)
+            return high.view(np.float32).reshape(self.shape)
+        raise InputError(f"expected a tensor of BF16, F16 or F32, got {self.dtype}")
+
+    def all_finite(self) -> bool:
+        """Whether no element is infinite or NaN; looks at exponents only and copies nothing big."""
+        if self.dtype not in FLOATS:
+            return True
+        exponent = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[self.dtype]
+        bits = self.data.view("<u4" if self.dtype == "F32" else "<u2")
+        return all(
+            not np.any((bits[at : at + _PART] & exponent) == exponent) for at in range(0, bits.size, _PART)
+        )
