@@ -10,8 +10,7 @@ A step size is too long where the loss on the select split
 
 A share of the steps holds at least `LEAST_EVALUATIONS` evaluations: one may be high by chance.
 
-The last attempt that there is may stay above the base, or level. After learned directions a level stretch
-says nothing: they fall as far as they reach, and what follows are finer steps. Measured in docs/adr/0077.
+The last attempt that there is may stay above the base, or level. Measured in docs/adr/0077.
 """
 
 from collections.abc import Sequence
@@ -50,7 +49,6 @@ def end_of(
     out_of_time: bool,
     patience: int | None,
     last: bool,
-    learned: bool,
 ) -> End | None:
     """Why an attempt ends before `step`, or None.
 
@@ -60,7 +58,6 @@ def end_of(
         rejected: how many of its steps were.
         patience: evaluations without a new lowest that end a run, or None.
         last: no attempt comes after it.
-        learned: its first steps are along learned directions.
     """
     if rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * step):
         return End.REJECTED
@@ -72,7 +69,7 @@ def end_of(
         if not last and _long_since(_last_good(evaluations), evaluations, total_steps):
             return End.LEVEL if best.step else End.DIVERGED
         level = _long_since(best.step, evaluations, total_steps)
-        if level and not last and not learned and 2 * step <= total_steps:
+        if level and not last and 2 * step <= total_steps:
             return End.LEVEL
     if step >= total_steps:
         return End.STEPS

@@ -28,8 +28,7 @@ class TrainOptions:
         minutes: how long, search and judgement included; the number of steps is then what the time gives.
         estimator: how a step's projected gradients are estimated.
         queries: directions a step, of both blocks together where there are two.
-        basis: begin with the package's learned directions, where it has some.
-        scaling: scale plain directions by the package's exponents, where it has some.
+        scaling: scale directions by the package's exponents, where it has some.
         batch_rows: rows a step.
         row_tokens: longest row.
         schedule: how the learning rate falls.
@@ -41,7 +40,6 @@ class TrainOptions:
     minutes: float | None = None
     estimator: EstimatorKind = DEFAULT_ESTIMATOR
     queries: int = DEFAULT_QUERIES[DEFAULT_ESTIMATOR]
-    basis: bool = True
     scaling: bool = False
     batch_rows: int = 2
     row_tokens: int = 128
@@ -85,7 +83,6 @@ class TrainOptions:
             "minutes": None if self.minutes is None else repr(self.minutes),
             "estimator": self.estimator.value,
             "queries": self.queries,
-            "basis": self.basis,
             "scaling": self.scaling,
             "batch_rows": self.batch_rows,
             "row_tokens": self.row_tokens,

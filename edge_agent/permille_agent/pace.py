@@ -54,9 +54,7 @@ def lengths_by_steps(steps: int) -> Lengths:
     return Lengths(steps=steps, race_steps=race_steps, evaluations=EVALUATIONS, limit_s=None)
 
 
-def lengths_by_time(
-    available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float, phases: int = 1
-) -> Lengths:
+def lengths_by_time(available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float) -> Lengths:
     """Lengths of a run that may take `available_s` in all.
 
     Args:
@@ -64,14 +62,12 @@ def lengths_by_time(
         step_s: of one step.
         evaluation_s: of one evaluation on the select split.
         judgement_s: of evaluating one model on the test split.
-        phases: kinds of directions that the search looks at, one after the other.
     """
-    racers = RACERS * phases
     least, most = JUDGEMENT_SHARE
     kept_s = min(most * available_s, max(least * available_s, JUDGED * judgement_s))
-    racer_s = SEARCH_SHARE * available_s / racers
+    racer_s = SEARCH_SHARE * available_s / RACERS
     race_steps = min(RACE_STEPS[1], max(2, int((racer_s - evaluation_s) / step_s)))
-    train_s = available_s - kept_s - racers * (race_steps * step_s + evaluation_s)
+    train_s = available_s - kept_s - RACERS * (race_steps * step_s + evaluation_s)
     evaluations = int(EVALUATION_SHARE * train_s / evaluation_s)
     evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, evaluations))
     steps = max(1, int((train_s - evaluations * evaluation_s) / step_s))
@@ -88,7 +84,6 @@ def find_lengths(setup: Setup, run: RunFolder, epsilon: float, clock: RunClock) 
         step_s=pace["step_s"],
         evaluation_s=pace["token_s"] * _tokens(setup.prepared.select),
         judgement_s=pace["token_s"] * _tokens(setup.prepared.test),
-        phases=len(setup.phases),
     )
 
 

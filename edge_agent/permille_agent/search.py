@@ -1,16 +1,14 @@
 """How far to look and how far to step: epsilon and the learning rate, found on the device before training.
 
-Epsilon starts where `epsilon * sqrt(k)` is about 0.5, or for two-sided differences along plain directions
-where the package's maker measured the smallest error in float32 (FORMAT 3.3), and is checked: the projected
-gradients at epsilon and at 2 epsilon, as the run's own estimator gives them, must agree,
+Epsilon starts where `epsilon * sqrt(k)` is about 0.5, and is checked: the projected gradients at epsilon and
+at 2 epsilon, as the run's own estimator gives them, must agree,
 `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is tried. Forward mode has
 no epsilon, so nothing is checked there.
 
 The learning rate starts where one step has norm 0.4: `learning_rate * g_rms * sqrt(k / q)`, because the mean
 of q directions is `sqrt(q)` times shorter than one. It is raced against a third and three times of it: a few
 steps each from the base, thrown away, judged on the select split; while the best is at an end of the range,
-the range grows there. Both rules are in docs/adr/0071. Learned and plain directions are searched apart, by
-the same rules: directions of either kind have unit variance.
+the range grows there. Both rules are in docs/adr/0071.
 
 Every result is a function of (package, data, seed, options) and of results before it.
 """
@@ -28,13 +26,11 @@ from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.log import EstimatorKind, LogHeader
 from permille_agent.evaluate import mean_loss
 from permille_agent.run_folder import Json, RunFolder, finite_or_none
-from permille_agent.setup import Phase, Setup, step_spread, widest_block
+from permille_agent.setup import Setup, step_spread, widest_block
 
 EPSILON_NORM = 0.5
 STEP_NORM = 0.4
 MAX_RELATIVE_ERROR = 0.3
-# A measured epsilon that is farther than this from where the search would start is not tried.
-MAX_MEASURED_FACTOR = 64.0
 PROBE_STEPS = 4
 EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
 RACE_FACTOR = 3.0
@@ -51,32 +47,24 @@ def search_seed(seed: int, stage: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def find_epsilon(setup: Setup, run: RunFolder, phase: Phase = Phase.PLAIN) -> Json:
+def find_epsilon(setup: Setup, run: RunFolder) -> Json:
     """Epsilon, its relative error and the rms of the projected gradients, as {epsilon, relative_error,
-    g_rms}, for one kind of directions.
+    g_rms}.
 
     Raises:
         SearchFailed: the loss does not depend on the weights, or no epsilon gives a usable gradient.
     """
     start = EPSILON_NORM / math.sqrt(len(setup.w_base_K))
     if setup.options.estimator is EstimatorKind.FORWARD:
-        probe = run.once(
-            f"search-{_stage(phase)}forward",
-            lambda: {"g_rms": finite_or_none(_rms(_projected(setup, phase, start)))},
-        )
+        probe = run.once("search-forward", lambda: {"g_rms": finite_or_none(_rms(_projected(setup, start)))})
         g_rms = probe["g_rms"]
         if not g_rms:
             raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {g_rms}")
         return {"epsilon": start, "relative_error": 0.0, "g_rms": g_rms}
     candidates = {str(tried): start * factor for tried, factor in enumerate(EPSILON_FACTORS, start=1)}
-    # The maker measured two-sided differences: the curvature that they cancel stays in one-sided ones.
-    two_sided = setup.options.estimator is not EstimatorKind.ONE_SIDED
-    measured = _believable(setup.measured_epsilon, start) if phase is Phase.PLAIN and two_sided else None
-    if measured is not None:
-        candidates = {"measured": measured} | candidates
     errors = []
     for name, epsilon in candidates.items():
-        probe = run.once(f"search-{_stage(phase)}epsilon-{name}", partial(_probe, setup, phase, epsilon))
+        probe = run.once(f"search-epsilon-{name}", partial(_probe, setup, epsilon))
         errors.append(probe["relative_error"])
         if probe["relative_error"] is not None and probe["relative_error"] <= MAX_RELATIVE_ERROR:
             return {"epsilon": epsilon, **probe}
@@ -88,20 +76,13 @@ def find_epsilon(setup: Setup, run: RunFolder, phase: Phase = Phase.PLAIN) -> Js
     )
 
 
-def find_learning_rate(
-    setup: Setup,
-    run: RunFolder,
-    epsilon: float,
-    g_rms: float,
-    race_steps: int,
-    phase: Phase = Phase.PLAIN,
-) -> Json:
+def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: float, race_steps: int) -> Json:
     """The learning rate that wins the race, with all losses: {learning_rate, start, races, base_loss}.
 
     Raises:
         SearchFailed: no learning rate gave a finite loss.
     """
-    header = setup.phase_header(phase, seed=0, epsilon=epsilon)
+    header = setup.header(seed=0, epsilon=epsilon)
     start = STEP_NORM / (g_rms * step_spread(header, setup.layers))
     base_loss = run.once("search-base", lambda: {"loss": finite_or_none(_base_loss(setup))})["loss"]
     if base_loss is None:
@@ -110,8 +91,8 @@ def find_learning_rate(
     wanted = [-1, 0, 1]
     while wanted:
         for power in wanted:
-            racer = Racer(setup, phase, epsilon, g_rms, start * RACE_FACTOR**power, race_steps)
-            result = run.once(f"search-{_stage(phase)}race-{power}", racer.race)
+            racer = Racer(setup, epsilon, g_rms, start * RACE_FACTOR**power, race_steps)
+            result = run.once(f"search-race-{power}", racer.race)
             losses[power] = math.inf if result["loss"] is None else float(result["loss"])
         best = min(losses, key=lambda power: (losses[power], power))
         edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
@@ -128,14 +109,13 @@ def find_learning_rate(
 
 @dataclass(frozen=True, slots=True)
 class Racer:
-    """A few steps of one phase from the base, with one learning rate. The steps are thrown away.
+    """A few steps from the base, with one learning rate. The steps are thrown away.
 
     Attributes:
         g_rms: root mean square of the projected gradients, for the step unit.
     """
 
     setup: Setup
-    phase: Phase
     epsilon: float
     g_rms: float
     learning_rate: float
@@ -169,9 +149,8 @@ class Racer:
         return mean_loss(setup.engine, values_K, setup.prepared.select)
 
     def _header(self) -> LogHeader:
-        header = self.setup.phase_header(
-            self.phase,
-            seed=search_seed(self.setup.options.seed, f"{_stage(self.phase)}race"),
+        header = self.setup.header(
+            seed=search_seed(self.setup.options.seed, "race"),
             epsilon=self.epsilon,
             learning_rate=self.learning_rate,
             total_steps=self.steps,
@@ -187,26 +166,18 @@ def _base_loss(setup: Setup) -> float:
     return mean_loss(setup.engine, setup.w_base_K, setup.prepared.select)
 
 
-def _believable(measured: float | None, start: float) -> float | None:
-    """The measured epsilon, unless it is out of all proportion: what a package says is not trusted."""
-    if measured is None or not start / MAX_MEASURED_FACTOR <= measured <= start * MAX_MEASURED_FACTOR:
-        return None
-    return measured
-
-
-def _probe(setup: Setup, phase: Phase, epsilon: float) -> Json:
-    g_N = np.asarray(_projected(setup, phase, epsilon))
-    g2_N = np.asarray(_projected(setup, phase, 2 * epsilon))
+def _probe(setup: Setup, epsilon: float) -> Json:
+    g_N = np.asarray(_projected(setup, epsilon))
+    g2_N = np.asarray(_projected(setup, 2 * epsilon))
     with np.errstate(invalid="ignore", divide="ignore"):
         error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
     return {"relative_error": finite_or_none(error), "g_rms": finite_or_none(_rms(g_N.tolist()))}
 
 
-def _projected(setup: Setup, phase: Phase, epsilon: float) -> list[float]:
+def _projected(setup: Setup, epsilon: float) -> list[float]:
     """Projected gradients at the base, along thrown-away directions on the first batches."""
-    header = setup.phase_header(
-        phase,
-        seed=search_seed(setup.options.seed, f"{_stage(phase)}probe"),
+    header = setup.header(
+        seed=search_seed(setup.options.seed, "probe"),
         epsilon=epsilon,
         total_steps=PROBE_STEPS,
     )
@@ -217,11 +188,6 @@ def _projected(setup: Setup, phase: Phase, epsilon: float) -> list[float]:
         _, g_Q = estimate(setup.engine, batch, header, setup.w_base_K, s_K, step, setup.layers)
         scalars += g_Q.tolist()
     return scalars
-
-
-def _stage(phase: Phase) -> str:
-    """What the names of a phase's durable results and seeds begin with."""
-    return "" if phase is Phase.PLAIN else f"{phase.value}-"
 
 
 def _rms(scalars: list[float]) -> float:

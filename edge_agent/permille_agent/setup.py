@@ -1,40 +1,21 @@
-"""What every phase of a run works with, and the headers of its logs.
-
-A run goes through one or two phases of directions: learned ones, where the package has a basis and the run
-uses it, then plain ones. Each has its own epsilon and learning rate, because along learned directions the
-loss is far steeper and more curved.
-"""
+"""What every phase of a run works with, and the headers of its logs."""
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
 from permille.errors import InputError
-from permille.package.measurements import best_epsilon, precision_rows
 from permille.package.reader import Package
 from permille.zo.directions import Distribution
 from permille.zo.layers import NO_LAYERS, DirectionLayers
-from permille.zo.log import BasisUse, BlockSplit, EstimatorKind, LogHeader, Schedule
-from permille.zo.package_layers import basis_of, exponents_of
+from permille.zo.log import BlockSplit, EstimatorKind, LogHeader, Schedule
+from permille.zo.package_layers import exponents_of
 from permille_agent.options import SPLIT_QUERIES, TrainOptions
 from permille_agent.prepare import Prepared
 from permille_agent.rows import TrainingBatches
-
-# Of a run's steps along learned directions: at most a quarter, and at most so many for each of them.
-LEARNED_SHARE = 4
-LEARNED_PER_RANK = 2
-_ROWS = 1 << 14
-
-
-class Phase(StrEnum):
-    """Which directions a step is along."""
-
-    LEARNED = "learned"
-    PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +25,6 @@ class Setup:
     Attributes:
         layers: of the package, as far as the options use them.
         decoder_layers: blocks of the model, each of the same number of tensors.
-        measured_epsilon: where the package's maker measured the smallest error of the projected gradient.
     """
 
     engine: Engine
@@ -57,12 +37,6 @@ class Setup:
     batches: TrainingBatches
     layers: DirectionLayers = NO_LAYERS
     decoder_layers: int = 1
-    measured_epsilon: float | None = None
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The kinds of directions that the run uses, in order."""
-        return (Phase.PLAIN,) if self.layers.basis is None else (Phase.LEARNED, Phase.PLAIN)
 
     def header(
         self,
@@ -73,9 +47,8 @@ class Setup:
         step_unit_exponent: int = 0,
         total_steps: int = 1,
         schedule: Schedule = Schedule.CONSTANT,
-        basis: BasisUse | None = None,
     ) -> LogHeader:
-        """The header of a log of this run; its plain directions unless `basis` says otherwise."""
+        """The header of a log of this run."""
         split = None
         if self.options.estimator is EstimatorKind.SPLIT:
             split = block_split(self.counts, self.decoder_layers, self.options.queries)
@@ -92,53 +65,19 @@ class Setup:
             total_steps=total_steps,
             step_unit_exponent=step_unit_exponent,
             counts=self.counts,
-            basis=basis,
             exponents=None if self.layers.exponents is None else self.layers.exponents.use(),
             split=split,
         )
-
-    def phase_header(
-        self,
-        phase: Phase,
-        *,
-        seed: int,
-        epsilon: float,
-        learning_rate: float = 1.0,
-        step_unit_exponent: int = 0,
-        total_steps: int = 1,
-        schedule: Schedule = Schedule.CONSTANT,
-    ) -> LogHeader:
-        """The header of a thrown-away log whose steps are all of one phase."""
-        return self.header(
-            seed=seed,
-            epsilon=epsilon,
-            learning_rate=learning_rate,
-            step_unit_exponent=step_unit_exponent,
-            total_steps=total_steps,
-            schedule=schedule,
-            basis=self.basis_use(phase, steps=total_steps, epsilon=epsilon, learning_rate=learning_rate),
-        )
-
-    def basis_use(self, phase: Phase, *, steps: int, epsilon: float, learning_rate: float) -> BasisUse | None:
-        """What a header says whose first steps are of this phase."""
-        if phase is Phase.PLAIN or self.layers.basis is None:
-            return None
-        return self.layers.basis.use(steps=steps, epsilon=epsilon, learning_rate=learning_rate)
-
-    def learned_steps(self, total_steps: int) -> int:
-        """How many of a run's steps are along learned directions; 0 where it is too short for any."""
-        if self.layers.basis is None:
-            return 0
-        return min(total_steps // LEARNED_SHARE, LEARNED_PER_RANK * self.layers.basis.rank)
 
 
 def step_spread(header: LogHeader, layers: DirectionLayers = NO_LAYERS) -> float:
     """Length of the first step of learning rate and projected gradients 1.
 
     `sqrt(sum over blocks of n * (1 / q + (1 - 1 / q) / r))`, n a block's sum of variances, r the number of
-    dimensions that its directions really fill (`_filled`). Plain directions have unit variance and fill all:
-    `k / q`, the mean of q of them is `sqrt(q)` times shorter than one. Where directions share a strong one,
-    the parts of their mean along it do not cancel: each projected gradient has the sign of its own.
+    dimensions that its directions really fill (`_filled`). Without exponents directions have unit variance
+    and fill all: `k / q`, the mean of q of them is `sqrt(q)` times shorter than one. Where directions share a
+    strong one, the parts of their mean along it do not cancel: each projected gradient has the sign of its
+    own.
     """
     total = 0.0
     for queries, tensors in header.blocks():
@@ -150,15 +89,9 @@ def step_spread(header: LogHeader, layers: DirectionLayers = NO_LAYERS) -> float
 
 def _filled(header: LogHeader, layers: DirectionLayers, weights: slice) -> tuple[float, float]:
     """Of a block's directions in step 0: the sum of their variances, and the participation ratio
-    `(tr M)^2 / tr M^2` of their covariance M, 1 to k; infinite for plain ones, of whose k nothing is left."""
-    basis, exponents = layers.basis_of(header), layers.exponents_of(header)
-    if basis is not None and header.basis_steps:
-        gram_RR = np.zeros((basis.rank, basis.rank))
-        for first in range(weights.start, weights.stop, _ROWS):
-            rows_KR = basis.u_KR[first : min(first + _ROWS, weights.stop)].astype(np.float32)
-            gram_RR += rows_KR.T @ rows_KR
-        trace, squares = float(np.trace(gram_RR)), float((gram_RR * gram_RR).sum())
-    elif exponents is not None:
+    `(tr M)^2 / tr M^2` of their covariance M, 1 to k; infinite without exponents, where it is large."""
+    exponents = layers.exponents_of(header)
+    if exponents is not None:
         variances_K = np.exp2(2.0 * exponents.e_K[weights])
         trace, squares = float(variances_K.sum()), float((variances_K * variances_K).sum())
     else:
@@ -191,14 +124,5 @@ def block_split(counts: tuple[int, ...], decoder_layers: int, queries: int) -> B
 def training_layers(package: Package, options: TrainOptions) -> DirectionLayers:
     """The package's layers that the options ask for, as far as it has them."""
     return DirectionLayers(
-        basis=basis_of(package) if options.basis else None,
         exponents=exponents_of(package) if options.scaling else None,
     )
-
-
-def measured_epsilon(package: Package, engine: Engine) -> float | None:
-    """Where the package says that the error is smallest in float32; None where it says nothing that is of the
-    form, or the engine's arithmetic is coarser."""
-    if engine.info()["compute_dtype"] not in ("float32", "float64"):
-        return None
-    return best_epsilon(precision_rows(package.measurements()))

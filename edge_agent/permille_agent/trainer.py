@@ -31,12 +31,12 @@ from permille.zo.log import LogHeader, StepFlag, StepRecord
 from permille.zo.replay import replay
 from permille_agent.attempt_end import FAILED, TOO_LONG, End, best_of, end_of
 from permille_agent.evaluate import mean_loss
-from permille_agent.pace import Lengths, find_lengths
+from permille_agent.pace import find_lengths
 from permille_agent.progress import RunProgress
 from permille_agent.run_clock import RunClock
 from permille_agent.run_folder import Evaluation, Json, RunFolder
-from permille_agent.search import SearchFailed, find_epsilon, find_learning_rate
-from permille_agent.setup import Phase, Setup, widest_block
+from permille_agent.search import find_epsilon, find_learning_rate
+from permille_agent.setup import Setup, widest_block
 
 MAX_ATTEMPTS = 4
 # A projected gradient so far beyond the usual is an outlier of the batch: its step is bounded, and flagged.
@@ -78,10 +78,15 @@ def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClo
         epsilon = find_epsilon(setup, run)
         lengths = find_lengths(setup, run, epsilon["epsilon"], clock)
         progress.phase("finding the step size")
-        plain = _rates(setup, run, Phase.PLAIN, epsilon, lengths.race_steps)
-        return plain | {
-            "base_loss": plain["learning_rate_search"]["base_loss"],
-            "learned": _learned(setup, run, plain, lengths),
+        rate = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], lengths.race_steps)
+        return {
+            "epsilon": epsilon["epsilon"],
+            "epsilon_search": epsilon,
+            "g_rms": epsilon["g_rms"],
+            "learning_rate": rate["learning_rate"],
+            "learning_rate_search": rate,
+            "clip": CLIP_RMS * epsilon["g_rms"],
+            "base_loss": rate["base_loss"],
             "total_steps": lengths.steps,
             "evaluate_every": max(1, math.ceil(lengths.steps / lengths.evaluations)),
             "limit_s": lengths.limit_s,
@@ -89,41 +94,6 @@ def make_plan(setup: Setup, run: RunFolder, progress: RunProgress, clock: RunClo
         }
 
     return run.once("plan", plan)
-
-
-def _learned(setup: Setup, run: RunFolder, plain: Json, lengths: Lengths) -> Json | None:
-    """What the search found for learned directions; None where the run is better off without them.
-
-    They are used where, of racers with equally many steps, theirs ends lower than the plain one.
-    """
-    steps = setup.learned_steps(lengths.steps)
-    if not steps:
-        return None
-    try:
-        epsilon = find_epsilon(setup, run, Phase.LEARNED)
-        learned = _rates(setup, run, Phase.LEARNED, epsilon, lengths.race_steps)
-    except SearchFailed:
-        return None
-    return learned | {"steps": steps} if _won(learned) < _won(plain) else None
-
-
-def _won(rates: Json) -> float:
-    """The loss that won the race."""
-    losses: dict[str, float | None] = rates["learning_rate_search"]["races"]
-    return min(loss for loss in losses.values() if loss is not None)
-
-
-def _rates(setup: Setup, run: RunFolder, phase: Phase, epsilon: Json, race_steps: int) -> Json:
-    """What the search found for one kind of directions."""
-    rate = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], race_steps, phase)
-    return {
-        "epsilon": epsilon["epsilon"],
-        "epsilon_search": epsilon,
-        "g_rms": epsilon["g_rms"],
-        "learning_rate": rate["learning_rate"],
-        "learning_rate_search": rate,
-        "clip": CLIP_RMS * epsilon["g_rms"],
-    }
 
 
 def train_attempts(
@@ -157,36 +127,19 @@ def _steps_left(plan: Json, attempts: Sequence[Chosen]) -> int:
 def attempt_header(setup: Setup, plan: Json, attempt: int, total_steps: int | None = None) -> LogHeader:
     """The header of an attempt's log: half the step size of the attempt before.
 
-    The unit is the finer one of what plain and learned directions want.
-
     Args:
         total_steps: of the attempt; the plan's where None.
     """
     total_steps = plan["total_steps"] if total_steps is None else total_steps
     learning_rate = plan["learning_rate"] * 0.5**attempt
-    learned: Json | None = plan.get("learned")
-    basis = None
-    if learned is not None:
-        basis = setup.basis_use(
-            Phase.LEARNED,
-            steps=min(learned["steps"], max(1, setup.learned_steps(total_steps))),
-            epsilon=learned["epsilon"],
-            learning_rate=learned["learning_rate"] * 0.5**attempt,
-        )
     header = setup.header(
         seed=setup.options.seed,
         epsilon=plan["epsilon"],
         learning_rate=learning_rate,
         total_steps=total_steps,
         schedule=setup.options.schedule,
-        basis=basis,
     )
-    queries = widest_block(header)
-    plain_sigma = header.sigma_at(header.basis_steps)
-    exponent = step_unit_exponent_for(learning_rate, plan["g_rms"], queries, plain_sigma)
-    if basis is not None and learned is not None:
-        finer = step_unit_exponent_for(basis.learning_rate, learned["g_rms"], queries, header.sigma_at(0))
-        exponent = min(exponent, finer)
+    exponent = step_unit_exponent_for(learning_rate, plan["g_rms"], widest_block(header), header.sigma_at(0))
     return replace(header, step_unit_exponent=exponent)
 
 
@@ -231,7 +184,6 @@ def _attempt(
                 out_of_time=out_of_time,
                 patience=setup.options.patience,
                 last=attempt + 1 == MAX_ATTEMPTS,
-                learned=bool(header.basis_steps),
             )
             if stopped:
                 return _choose(setup, journal, attempt, evaluations, stopped)
@@ -243,7 +195,6 @@ def _attempt(
 
 
 def _step(setup: Setup, plan: Json, header: LogHeader, s_K: NDArray[np.int64], step: int) -> StepRecord:
-    rates = plan["learned"] if step < header.basis_steps else plan
     return take_step(
         setup.engine,
         setup.batches(step),
@@ -251,7 +202,7 @@ def _step(setup: Setup, plan: Json, header: LogHeader, s_K: NDArray[np.int64], s
         setup.w_base_K,
         s_K,
         step,
-        clip=rates["clip"],
+        clip=plan["clip"],
         layers=setup.layers,
     )
 

@@ -39,7 +39,7 @@ from permille_agent.run_clock import RunClock
 from permille_agent.run_end import RunResult, log_facts, result_of
 from permille_agent.run_folder import Json, RunFolder, open_run, prune_runs
 from permille_agent.search import SearchFailed
-from permille_agent.setup import Setup, measured_epsilon, training_layers
+from permille_agent.setup import Setup, training_layers
 from permille_agent.tokens import TextTokenizer
 from permille_agent.trainer import Chosen, make_plan, train_attempts
 
@@ -184,7 +184,6 @@ class _Job:
             ),
             layers=training_layers(self.package, self.options),
             decoder_layers=int(self.package.config["num_hidden_layers"]),
-            measured_epsilon=measured_epsilon(self.package, self.engine),
         )
 
     def _incumbent(self) -> Active:

@@ -82,7 +82,7 @@ def _groups(cells: Cells) -> dict[tuple[str, str, int], Group]:
 
 
 def _contender(settings: dict[str, Any]) -> dict[str, Any]:
-    names = ("queries", "batch_rows", "basis", "scaling")
+    names = ("queries", "batch_rows", "scaling")
     return {"estimator": EstimatorKind(settings["estimator"]), **{name: settings[name] for name in names}}
 
 

@@ -29,7 +29,7 @@ from permille_agent.prepare import prepare
 from permille_agent.rows import Row, TrainingBatches
 from permille_agent.run_folder import Json, RunFolder
 from permille_agent.search import RACE_FACTOR, STEP_NORM, Racer, SearchFailed, find_epsilon
-from permille_agent.setup import Phase, Setup, step_spread, training_layers
+from permille_agent.setup import Setup, step_spread, training_layers
 from permille_agent.trainer import CLIP_RMS, attempt_header
 from permille_agent.training_job import package_tokenizer
 
@@ -49,13 +49,12 @@ class Contender:
     estimator: EstimatorKind
     queries: int
     batch_rows: int = 2
-    basis: bool = False
     scaling: bool = False
 
     @property
     def label(self) -> str:
         """Its name in tables."""
-        extras = [name for name in ("basis", "scaling") if getattr(self, name)]
+        extras = ["scaling"] if self.scaling else []
         return " + ".join([f"{self.estimator.value} {self.queries} x {self.batch_rows}", *extras])
 
     def options(self, *, seed: int, row_tokens: int, steps: int) -> TrainOptions:
@@ -86,7 +85,6 @@ class Run:
         return {
             "step_passes": step_passes(header, self.setup.decoder_layers, self.contender.batch_rows),
             "steps": header.total_steps,
-            "learned_steps": header.basis_steps,
             "tuning_cpu_s": tuning_s,
             "trials": plan["trials"],
             "points": points,
@@ -95,26 +93,19 @@ class Run:
     def _tuned(self, run: RunFolder) -> Json:
         """A plan as the trainer makes it."""
         steps = self._steps(self.budget)
-        phases = self.setup.phases
-        found = {phase: self._phase(run, phase, TRIALS // len(phases)) for phase in phases}
-        learned = found.get(Phase.LEARNED)
-        if learned is not None:
-            learned["steps"] = self.setup.learned_steps(steps)
-        trials = {phase.value: rates["trials"] for phase, rates in found.items()}
-        return found[Phase.PLAIN] | {"learned": learned, "total_steps": steps, "trials": trials}
+        return self._rates(run, TRIALS) | {"total_steps": steps}
 
-    def _phase(self, run: RunFolder, phase: Phase, most: int) -> Json:
-        epsilon = find_epsilon(self.setup, run, phase)
-        header = self.setup.phase_header(phase, seed=0, epsilon=epsilon["epsilon"])
+    def _rates(self, run: RunFolder, most: int) -> Json:
+        epsilon = find_epsilon(self.setup, run)
+        header = self.setup.header(seed=0, epsilon=epsilon["epsilon"])
         start = STEP_NORM / (epsilon["g_rms"] * step_spread(header, self.setup.layers))
         steps = max(FEWEST_TRIAL_STEPS, self._steps(int(self.budget * TRIAL_SHARE)))
         losses: dict[int, float] = {}
-        # Two first: of learned directions four trials have to reach the best
         wanted = [0, 1]
         while wanted:
             for power in wanted:
                 rate = start * RACE_FACTOR**power
-                racer = Racer(self.setup, phase, epsilon["epsilon"], epsilon["g_rms"], rate, steps)
+                racer = Racer(self.setup, epsilon["epsilon"], epsilon["g_rms"], rate, steps)
                 loss = racer.race()["loss"]
                 losses[power] = math.inf if loss is None else loss
             best = min(losses, key=lambda power: (losses[power], power))
@@ -146,7 +137,6 @@ class Run:
         cpu_s = 0.0
         for step in range(header.total_steps):
             began = time.process_time()
-            rates = plan["learned"] if step < header.basis_steps else plan
             record = take_step(
                 setup.engine,
                 setup.batches(step),
@@ -154,7 +144,7 @@ class Run:
                 setup.w_base_K,
                 s_K,
                 step,
-                clip=rates["clip"],
+                clip=plan["clip"],
                 layers=setup.layers,
             )
             apply_record(s_K, record, header, setup.layers)

@@ -7,8 +7,7 @@ slice of text), after the same number of tuning trials. The budget is so large t
 the pace of each model is measured once and kept. What was measured is kept in `--cells`, one line each, so
 that a run which was stopped, or stopped itself when its time was over, goes on. `--quick` is a smoke test.
 
-Shares of a package's masked weights, a basis of 32 gradients' directions and powers of two from Fisher
-scores are made from public text (C4), never from what the contenders read.
+Shares of a package's masked weights and powers of two from Fisher scores are made from public text (C4), never from what the contenders read.
 """
 
 import argparse
@@ -45,7 +44,6 @@ from permille_lab.benchmarks.model_packages import Sources, package_of_model, so
 
 PACE = "estimators pace"
 ROW_TOKENS = 64
-RANK = 32
 BASIS_SEQUENCES = 128
 # Share of the time for each model: row passes of the larger one take longer.
 MODELS = {"stories260K-hf": (0.01, 0.25), "reference-7M": (0.001, 0.75)}
@@ -66,9 +64,6 @@ CONTENDERS = (
     Contender(estimator=SPLIT, queries=15),
     Contender(estimator=FORWARD, queries=8),
     Contender(estimator=SPSA, queries=8, scaling=True),
-    Contender(estimator=SPSA, queries=8, basis=True),
-    Contender(estimator=ONE_SIDED, queries=16, basis=True),
-    Contender(estimator=FORWARD, queries=8, basis=True),
 )
 
 
@@ -94,13 +89,13 @@ def cells_of(models: list[str], texts: list[str], seeds: list[int]) -> Iterator[
 
 
 def layered_model_package(sources: Sources, model: str, folder: Path) -> Package:
-    """The model's package with a basis and exponents, made once in `folder`."""
+    """The model's package with exponents, made once in `folder`."""
     known = folder / f"{model}.layered"
     blobs = folder / "blobs"
     if not known.exists():
         # Here, so that the processes which measure need no torch.
         from permille.models.loading import load_model
-        from permille.sensitivity.basis import fisher_exponents, learn_basis
+        from permille.sensitivity.basis import fisher_exponents
         from permille.sensitivity.gradients import masked_gradients
         from tests.packages import layered_package
 
@@ -111,9 +106,7 @@ def layered_model_package(sources: Sources, model: str, folder: Path) -> Package
         sequences_NT = public_sequences(source / "tokenizer.json", sources.corpus, BASIS_SEQUENCES, 128)
         gradients_NK = masked_gradients(load_model(source), sequences_NT, mask)
         scores_K = (gradients_NK.astype(np.float64) ** 2).mean(axis=0).astype(np.float32)
-        package = layered_package(
-            package, basis_KR=learn_basis(gradients_NK, RANK), exponents_K=fisher_exponents(scores_K)
-        )
+        package = layered_package(package, exponents_K=fisher_exponents(scores_K))
         known.write_text(package.digest)
     return Package.open(BlobFolder(blobs), known.read_text())
 

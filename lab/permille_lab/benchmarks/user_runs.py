@@ -29,7 +29,7 @@ from permille_agent.rows import TrainingBatches, document_rows, packed_rows, row
 from permille_agent.run_clock import RunClock
 from permille_agent.run_folder import Json, open_run
 from permille_agent.search import SearchFailed
-from permille_agent.setup import Setup, measured_epsilon, training_layers
+from permille_agent.setup import Setup, training_layers
 from permille_agent.splits import position
 from permille_agent.tokens import TextTokenizer, TokenizedDocument
 from permille_agent.trainer import make_plan, train_attempts
@@ -151,7 +151,6 @@ class Bench:
             batches=TrainingBatches(train, batch_rows=options.batch_rows, seed=options.seed),
             layers=training_layers(self.package, options),
             decoder_layers=int(self.package.config["num_hidden_layers"]),
-            measured_epsilon=measured_epsilon(self.package, self.engine),
         )
         definition = {
             "format": "benchmark-users-1",

@@ -15,7 +15,7 @@ from permille_agent.options import TrainOptions
 from permille_agent.prepare import prepare
 from permille_agent.releases import InstalledRelease, record_installed
 from permille_agent.rows import TrainingBatches
-from permille_agent.setup import Setup, measured_epsilon, training_layers
+from permille_agent.setup import Setup, training_layers
 from permille_agent.training_job import package_tokenizer
 from tests.packages import sentences, tiny_package
 
@@ -57,5 +57,4 @@ def setup_of(
         batches=TrainingBatches(prepared.train, batch_rows=options.batch_rows, seed=options.seed),
         layers=training_layers(package, options),
         decoder_layers=int(package.config["num_hidden_layers"]),
-        measured_epsilon=measured_epsilon(package, engine),
     )

@@ -11,7 +11,7 @@ from permille_agent.run_folder import Evaluation
 def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[End | None]:
     """What `end_of` says at each evaluation, every fifth step."""
     evaluations = [Evaluation(5 * place, loss) for place, loss in enumerate(losses)]
-    usual = {"rejected": 0, "out_of_time": False, "patience": None, "last": False, "learned": False}
+    usual = {"rejected": 0, "out_of_time": False, "patience": None, "last": False}
     return [
         end_of(evaluations[: n + 1], step=5 * n, total_steps=total_steps, **usual | changes)
         for n in range(len(evaluations))
@@ -51,7 +51,6 @@ def test_an_attempt_without_a_new_lowest_in_its_first_half_is_level(
 ) -> None:
     assert _ends(losses) == [End.LEVEL if place == level else None for place in range(len(losses))]
     assert set(_ends(losses, last=True)) == {None}
-    assert set(_ends(losses, learned=True)) == {None}
 
 
 def test_few_evaluations_say_nothing_of_a_step_size() -> None:
@@ -67,7 +66,6 @@ def test_what_was_below_the_base_and_stays_above_it_keeps_its_best(falling: list
     losses = [3.0, *falling, 3.1, 3.1, 3.1]
     expected = [None] * (len(losses) - 1)
     assert _ends(losses) == [*expected, End.LEVEL]
-    assert _ends(losses, learned=True) == [*expected, End.LEVEL]
     assert _ends(losses, last=True) == [*expected, None]
 
 

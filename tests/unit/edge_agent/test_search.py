@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from permille.engines.interface import Batch
 from permille.package.reader import Package
-from permille.package.writer import add_measurements
 from permille.zo.log import EstimatorKind
 from permille_agent.home import open_home
 from permille_agent.run_folder import RunFolder, open_run
@@ -24,7 +23,7 @@ from permille_agent.search import (
     find_learning_rate,
     search_seed,
 )
-from permille_agent.setup import Phase, Setup
+from permille_agent.setup import Setup
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import setup_of, user_text
@@ -201,100 +200,3 @@ def test_thrown_away_directions_are_never_those_of_the_run() -> None:
     seeds = {search_seed(seed, stage) for seed in range(50) for stage in ("probe", "race")}
     assert len(seeds) == 100
     assert not seeds & set(range(50))
-
-
-# --- what a package says of its own precision
-
-
-def _row(epsilon: Any, error: Any, **changes: Any) -> dict[str, Any]:
-    row = {"engine": "torch", "version": "torch 2", "compute_dtype": "float32", "cosine": 1.0}
-    numbers = {"epsilon": epsilon, "relative_error": error, "bfloat16_cosine": 0.5}
-    return {**row, **numbers, "directions": 32, "tokens": 124, **changes}
-
-
-def _measured(folder: Path, rows: Any) -> Package:
-    package = tiny_package(folder / "measured")
-    return Package.open(package.blobs, add_measurements(package, {"precision": rows}))
-
-
-def _slope(d: NDArray[np.float64]) -> float:
-    return 3.0 + 0.5 * float(d[0])
-
-
-def test_epsilon_starts_at_the_smallest_measured_error_and_is_checked(run: RunFolder, tmp_path: Path) -> None:
-    start = EPSILON_NORM / math.sqrt(tiny_package(tmp_path / "bare").k)
-    rows = [
-        _row(start / 4, 0.1),
-        _row(start / 8, 0.01),
-        _row(start * 4, 0.001, compute_dtype="bfloat16"),
-        _row(start / 16, None),
-    ]
-    setup, engine = _setup(_measured(tmp_path, rows), tmp_path, _slope, estimator=SPSA)
-
-    found = find_epsilon(setup, run)
-
-    assert found["epsilon"] == start / 8
-    assert found["relative_error"] < 1e-2
-    assert engine.calls > 0
-
-
-def test_measured_with_two_sides_says_nothing_of_one_sided_differences(
-    run: RunFolder, tmp_path: Path
-) -> None:
-    start = EPSILON_NORM / math.sqrt(tiny_package(tmp_path / "bare").k)
-    rows = [_row(start / 8, 0.01)]
-    setup, _ = _setup(_measured(tmp_path, rows), tmp_path, _slope, estimator=EstimatorKind.ONE_SIDED)
-
-    assert find_epsilon(setup, run)["epsilon"] == pytest.approx(start)
-
-
-def test_a_measured_epsilon_that_fails_on_the_device_is_left(run: RunFolder, tmp_path: Path) -> None:
-    start = EPSILON_NORM / math.sqrt(tiny_package(tmp_path / "bare").k)
-    # The sine turns between 8 and 16 times start: whatever the package says, that epsilon is no good here.
-    setup, _ = _setup(
-        _measured(tmp_path, [_row(8 * start, 1e-6)]),
-        tmp_path,
-        lambda d: 3.0 + math.sin(0.3 * float(d[0]) / start),
-        estimator=SPSA,
-    )
-
-    found = find_epsilon(setup, run)
-
-    assert found["epsilon"] == pytest.approx(start)
-    assert found["relative_error"] <= 0.3
-
-
-@pytest.mark.parametrize("phase", list(Phase))
-def test_measured_along_plain_directions_says_nothing_of_learned_ones(
-    run: RunFolder, tmp_path: Path, phase: Phase
-) -> None:
-    start = EPSILON_NORM / math.sqrt(tiny_package(tmp_path / "bare").k)
-    setup, _ = _setup(_measured(tmp_path, [_row(start / 8, 0.01)]), tmp_path, _slope, estimator=SPSA)
-
-    epsilon = find_epsilon(setup, run, phase)["epsilon"]
-
-    assert epsilon == pytest.approx(start / 8 if phase is Phase.PLAIN else start)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [_row(1e12, 1e-9)],
-        [_row(1e-30, 1e-9)],
-        [_row(10**400, 0.0)],
-        [_row("0.01", 0.0)],
-        [_row(True, 0.0)],
-        [_row(0.01, 2.0)],
-        [[[]], None, "precision"],
-        {"epsilon": 0.01},
-        17,
-    ],
-)
-def test_hostile_measurements_change_nothing(run: RunFolder, tmp_path: Path, rows: Any) -> None:
-    setup, _ = _setup(_measured(tmp_path, rows), tmp_path, _slope, estimator=SPSA)
-    bare, _ = _setup(tiny_package(tmp_path / "bare"), tmp_path, _slope, estimator=SPSA)
-
-    found = find_epsilon(setup, run)
-
-    assert found["epsilon"] == EPSILON_NORM / math.sqrt(setup.header(seed=0, epsilon=1.0).k)
-    assert found == find_epsilon(bare, open_run(open_home(tmp_path / "other"), {"test": 2}))
