@@ -1,5 +1,6 @@
 """`permille`: the operator's command line. Starts the service (`up`), and calls it (everything else)."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,6 @@ import typer
 from rich.markup import escape
 
 from permille import __version__
-from permille.files import write_atomic
 from permille_service.cli import fleet, inputs, work
 from permille_service.cli.evaluate import evaluate
 from permille_service.cli.exits import CommandError, Exit
@@ -113,7 +113,7 @@ def start(
       permille up --data-dir ./data --model-root ./models --corpus-root ./texts --port 0 --port-file port.txt
     """
     from permille.store.settings import explain
-    from permille_service.cli.up import port_of, running, wait
+    from permille_service.cli.up import running, wait
     from permille_service.settings import load
 
     folder = data_dir or context.ensure_object(Place).folder
@@ -130,11 +130,8 @@ def start(
     except ValueError as exc:
         raise CommandError(explain(exc), Exit.USAGE) from exc
     output = make_output(as_json=as_json)
-    if port_file is not None:
-        port_file.unlink(missing_ok=True)  # one of an earlier run: who waits for the file must not read it
-    with running(settings, with_worker=worker) as up:
-        if port_file is not None:
-            write_atomic(port_file, f"{port_of(up.url)}\n".encode())
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    with running(settings, with_worker=worker, port_file=port_file) as up:
         answer = {"url": up.url, "token_file": str(up.token_path), "console": f"{up.url}/docs"}
         if as_json:
             print_json(answer)
@@ -143,10 +140,10 @@ def start(
             output.say(f"permille {__version__} at [bold]{up.url}[/bold]")
             output.say(f"console  {up.url}/docs")
             output.say(f"token    {up.token_path}")
+            output.say(f"models   below {settings.model_root}: permille models add NAME --folder FOLDER")
+            output.say(f"texts    below {settings.corpus_root}: permille corpora add NAME --file FILE")
             output.say("Ctrl-C stops it.")
-        code = wait(up)
-    if code:
-        raise CommandError(f"expected the service to run, got exit code {code} of a process", Exit.FAILED)
+        wait(up)
 
 
 def main(arguments: list[str] | None = None) -> int:

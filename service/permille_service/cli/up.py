@@ -1,27 +1,83 @@
 """`permille up`: the API and a local worker as two processes, until SIGINT or SIGTERM; both are stopped
-cleanly."""
+cleanly. One that ends by itself is started again.
+
+Not circus or supervisord: these bring a daemon and a configuration, which two children do not need.
+"""
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 import httpx
+from filelock import FileLock, Timeout
 
+from permille.files import write_atomic
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.settings import Settings, local_url
 
 START_S = 60.0
 STOP_S = 30.0
 POLL_S = 0.1
+STEADY_S = 60.0
+"""A process that ran for so long has started well: what it did before is forgotten."""
+DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before each start of a process that ended; one that ends once more is given up."""
+WRONG_SETTINGS = 2
+"""Exit code of API and worker: starting them again would not help."""
 PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger("permille.up")
+
+
+@dataclass(slots=True, kw_only=True)
+class Supervised:
+    """A process that is started again when it ends by itself."""
+
+    name: str
+    start: Callable[[], subprocess.Popen[bytes]]
+    delays_s: Sequence[float] = DELAYS_S
+    process: subprocess.Popen[bytes] = field(init=False)
+    _started_at: float = field(init=False, default=0.0)
+    _start_at: float | None = field(init=False, default=None)
+    _ends: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._start()
+
+    def look_after(self) -> None:
+        """Start the process again if it has ended and its delay is over. Raises CommandError to give up."""
+        now = time.monotonic()
+        if self._start_at is not None:
+            if now >= self._start_at:
+                self._start()
+            return
+        code = self.process.poll()
+        if code is None:
+            return
+        if now - self._started_at > STEADY_S:
+            self._ends = 0
+        self._ends += 1
+        if code == WRONG_SETTINGS or self._ends > len(self.delays_s):
+            times = f" {self._ends} times within {STEADY_S:.0f} s of its start" if self._ends > 1 else ""
+            raise CommandError(
+                f"expected the {self.name} to run, but it ended{times} with {_how(code)} (see above)",
+                Exit.FAILED,
+            )
+        delay_s = self.delays_s[self._ends - 1]
+        logger.warning("the %s ended with %s: starting it again in %g s", self.name, _how(code), delay_s)
+        self._start_at = now + delay_s
+
+    def _start(self) -> None:
+        self.process, self._started_at, self._start_at = self.start(), time.monotonic(), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,31 +86,53 @@ class Running:
 
     url: str
     token_path: Path
-    processes: tuple[subprocess.Popen[bytes], ...]
+    processes: Sequence[Supervised]
 
 
 @contextmanager
-def running(settings: Settings, *, with_worker: bool) -> Iterator[Running]:
-    """Start API and worker, yield once the API answers, stop both at the end.
+def running(settings: Settings, *, with_worker: bool, port_file: Path | None) -> Iterator[Running]:
+    """Start API and worker, yield once the API answers and its port is in `port_file`, stop both at the end.
 
     Raises:
-        CommandError: a process ended early, or the API did not answer in time.
+        CommandError: the data folder's service runs already, a process ended early, or the API did not answer
+            in time.
     """
     settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    url_path = settings.data_dir / "service.url"
-    url_path.unlink(missing_ok=True)
-    environment = environment_of(settings)
-    started: list[subprocess.Popen[bytes]] = []
+    with _only_one(settings.data_dir):
+        url_path = settings.data_dir / "service.url"
+        for stale in (url_path, port_file):  # of an earlier run: who waits for a file must not read it
+            if stale is not None:
+                stale.unlink(missing_ok=True)
+        environment = environment_of(settings)
+        started: list[Supervised] = []
+        try:
+            started.append(Supervised(name="API", start=lambda: _start("permille_service", environment)))
+            url = _wait_for_url(url_path, started)
+            _wait_for_health(settings, local_url(settings, port_of(url)), started)
+            environment["PERMILLE_PORT"] = str(port_of(url))  # when it starts again, it is found where it was
+            if port_file is not None:
+                write_atomic(port_file, f"{port_of(url)}\n".encode())
+            if with_worker:
+                started.append(
+                    Supervised(name="worker", start=lambda: _start("permille_workers", environment))
+                )
+            yield Running(url=url, token_path=settings.token_path, processes=started)
+        finally:
+            stop([one.process for one in started])
+            url_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _only_one(data_dir: Path) -> Iterator[None]:
     try:
-        started.append(_start("permille_service", environment))
-        url = _wait_for_url(url_path, started)
-        _wait_for_health(settings, local_url(settings, port_of(url)), started)
-        if with_worker:
-            started.append(_start("permille_workers", environment))
-        yield Running(url=url, token_path=settings.token_path, processes=tuple(started))
-    finally:
-        stop(started)
-        url_path.unlink(missing_ok=True)
+        with FileLock(data_dir / "up.lock", timeout=0, mode=0o600, fallback_to_soft=False):
+            yield
+    except Timeout as exc:
+        url = data_dir / "service.url"
+        where = (
+            f"at {url.read_text(encoding='ascii').strip()}" if url.exists() else "and is starting or stopping"
+        )
+        raise CommandError(f"the service of {data_dir} is already running {where}", Exit.RETRY) from exc
 
 
 def port_of(url: str) -> int:
@@ -62,8 +140,8 @@ def port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-def wait(up: Running) -> int:
-    """Wait for SIGINT or SIGTERM (0), or for a process that ends by itself (its code, or 1)."""
+def wait(up: Running) -> None:
+    """Keep the processes running until SIGINT or SIGTERM. Raises CommandError when one of them cannot."""
     asked: list[int] = []
 
     def ask(number: int, _: FrameType | None) -> None:
@@ -72,17 +150,15 @@ def wait(up: Running) -> int:
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         while not asked:
-            for process in up.processes:
-                if process.poll() is not None:
-                    return process.returncode or 1
+            for supervised in up.processes:
+                supervised.look_after()
             time.sleep(POLL_S)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 0
 
 
-def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ask all to end, the worker first; kill what does not within its time."""
     for process in reversed(processes):
         if process.poll() is None:
@@ -129,16 +205,20 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_for_url(path: Path, processes: list[subprocess.Popen[bytes]]) -> str:
-    for _ in _until_deadline(processes):
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _wait_for_url(path: Path, started: Sequence[Supervised]) -> str:
+    for _ in _until_deadline(started):
         if path.exists() and (url := path.read_text(encoding="ascii").strip()):
             return url
     raise CommandError(f"expected the API to listen within {START_S:.0f} s, got nothing", Exit.RETRY)
 
 
-def _wait_for_health(settings: Settings, url: str, processes: list[subprocess.Popen[bytes]]) -> None:
+def _wait_for_health(settings: Settings, url: str, started: Sequence[Supervised]) -> None:
     verify = str(settings.tls_certificate) if settings.tls_certificate else True
-    for _ in _until_deadline(processes):
+    for _ in _until_deadline(started):
         try:
             httpx.get(f"{url}/v1/health", verify=verify, trust_env=False, timeout=5.0)
             return
@@ -150,14 +230,13 @@ def _wait_for_health(settings: Settings, url: str, processes: list[subprocess.Po
     raise CommandError(f"expected the API to answer within {START_S:.0f} s, got nothing", Exit.RETRY)
 
 
-def _until_deadline(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _until_deadline(started: Sequence[Supervised]) -> Iterator[None]:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        for process in processes:
-            if process.poll() is not None:
+        for supervised in started:
+            if (code := supervised.process.poll()) is not None:
                 raise CommandError(
-                    f"expected the service to run, got exit code {process.returncode} (see above)",
-                    Exit.FAILED,
+                    f"expected the {supervised.name} to start, got {_how(code)} (see above)", Exit.FAILED
                 )
         yield
         time.sleep(POLL_S)

@@ -1,0 +1,183 @@
+"""`permille up` with real processes: one to a data folder, its children start again, all of them end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from permille_service.cli.exits import CommandError
+from permille_service.cli.main import main
+from permille_service.cli.up import Supervised
+from tests.running_service import permille, running_service
+
+
+def test_a_second_up_on_a_data_folder_says_where_the_first_is(tmp_path: Path) -> None:
+    with running_service(tmp_path, "--no-worker") as running:
+        again = permille("up", "--data-dir", str(running.data_dir), "--port", "0", "--no-worker")
+        assert again.returncode == 5
+        assert f"already running at {running.url}" in again.stderr
+        assert (running.data_dir / "service.url").read_text().strip() == running.url
+        assert running.answer("models", "list") == []
+
+
+def test_processes_that_are_killed_start_again_where_they_were(tmp_path: Path) -> None:
+    with running_service(tmp_path) as running:
+        api, worker = _children(running.process.pid)
+        os.kill(worker, signal.SIGKILL)
+        os.kill(api, signal.SIGKILL)
+        log = tmp_path / "up.log"
+        _wait_until(lambda: log.read_text().count("starting it again") == 2)
+        assert "the worker ended with SIGKILL: starting it again in 0.5 s" in log.read_text()
+        assert "the API ended with SIGKILL" in log.read_text()
+        _wait_until(lambda: len(_children(running.process.pid)) == 2)
+        _wait_until(lambda: running.permille("models", "list").returncode == 0)
+        assert (running.data_dir / "service.url").read_text().strip() == running.url
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(60) == 0
+
+
+def test_a_worker_with_wrong_settings_ends_up_with_a_clear_error(tmp_path: Path) -> None:
+    with running_service(tmp_path, PERMILLE_LEASE_S="-1") as running:
+        assert running.process.stdout is not None
+        assert "expected the worker to run, but it ended with exit code 2" in running.process.stdout.read()
+        assert running.process.wait(60) == 1
+    assert "starting it again" not in (tmp_path / "up.log").read_text()
+    assert not (running.data_dir / "service.url").exists()
+
+
+def test_a_process_that_keeps_ending_is_given_up() -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    process = Supervised(name="worker", start=lambda: subprocess.Popen(command), delays_s=(0.0, 0.1))
+    with pytest.raises(CommandError, match="it ended 3 times within 60 s of its start with exit code 3"):
+        while True:
+            process.look_after()
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_stops_both_processes_and_cleans_up(tmp_path: Path, number: signal.Signals) -> None:
+    with running_service(tmp_path) as running:
+        children = _children(running.process.pid)
+        assert len(children) == 2
+        assert httpx.get(f"{running.url}/v1/health").json()["status"] == "ok"
+        running.process.send_signal(number)
+        assert running.process.wait(60) == 0
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not (tmp_path / "data" / "service.url").exists()
+    assert (tmp_path / "data" / "operator.token").stat().st_mode & 0o777 == 0o600
+
+
+def test_killed_up_leaves_no_process_behind(tmp_path: Path) -> None:
+    with running_service(tmp_path) as running:
+        children = _children(running.process.pid)
+        running.process.kill()
+        running.process.wait(10)
+    _wait_until(lambda: not any(map(_alive, children)))
+
+
+def test_port_is_written_to_its_file_and_a_second_service_is_refused(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    with running_service(tmp_path, "--no-worker", "--port-file", str(port_file)) as running:
+        port = port_file.read_text().strip()
+        assert running.url.endswith(f":{port}")
+        again = permille("up", "--data-dir", str(tmp_path / "other"), "--port", port, "--no-worker")
+        assert again.returncode == 1
+        assert "in use" in again.stderr
+
+
+def test_open_bind_without_tls_is_wrong_usage(tmp_path: Path) -> None:
+    done = permille("up", "--data-dir", str(tmp_path), "--host", "0.0.0.0")
+    assert done.returncode == 2
+    assert "tls" in done.stderr
+
+
+def test_up_takes_host_and_port_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERMILLE_HOST", "192.0.2.7")
+    assert main(["up", "--data-dir", str(tmp_path)]) == 2
+    assert "'192.0.2.7'" in capsys.readouterr().err
+    monkeypatch.setenv("PERMILLE_PORT", "70000")
+    assert main(["up", "--data-dir", str(tmp_path), "--host", "127.0.0.1"]) == 2
+    assert "--port" in capsys.readouterr().err
+
+
+def test_port_file_of_an_earlier_service_is_gone_when_one_starts(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    port_file.write_text("1\n")
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        options = ("--data-dir", str(tmp_path / "data"), "--port", port, "--port-file", str(port_file))
+        assert permille("up", *options, "--no-worker").returncode == 1
+    assert not port_file.exists()
+
+
+def test_tls_service_is_reached_with_its_certificate(tmp_path: Path) -> None:
+    certificate, key = _self_signed(tmp_path, "IP:127.0.0.1")
+    options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--no-worker")
+    with running_service(tmp_path, *options) as running:
+        assert running.url.startswith("https://")
+        listed = running.permille("--ca-file", str(certificate), "models", "list", "--json")
+        assert (listed.returncode, json.loads(listed.stdout)) == (0, [])
+        assert running.permille("models", "list").returncode == 5
+
+
+def test_service_on_every_address_is_reached_by_its_name(tmp_path: Path) -> None:
+    certificate, key = _self_signed(tmp_path, "DNS:localhost")
+    options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--no-worker")
+    with running_service(tmp_path, *options, "--host", "0.0.0.0", "--allow-host", "localhost") as running:
+        assert running.url.startswith("https://localhost:")
+        listed = running.permille("--ca-file", str(certificate), "models", "list", "--json")
+        assert (listed.returncode, listed.stderr) == (0, "")
+
+
+def _self_signed(folder: Path, name: str) -> tuple[Path, Path]:
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ed25519",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=permille",
+    ]
+    subprocess.run(
+        [*command, "-addext", f"subjectAltName={name}", "-keyout", str(key), "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(part) for part in text.split()]
+
+
+def _wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
