@@ -39,7 +39,7 @@ def open_engine(
         raise InputError(f"expected an engine of {', '.join(ENGINES)}; got {name!r}")
     if name in (LIGHT, LIGHT_INT8) or (name == AUTO and _light_fits(package, device, compute_dtype)):
         return _light(package, name, device, compute_dtype, threads, prefix_cache)
-    return _torch(package, device, compute_dtype, threads, prefix_cache)
+    return _torch(package, device, compute_dtype, threads)
 
 
 def _light_fits(package: Package, device: str, compute_dtype: str) -> bool:
@@ -67,9 +67,7 @@ def _light(
     return LightEngine(package, threads=threads, prefix_cache=prefix_cache, int8=name == LIGHT_INT8)
 
 
-def _torch(
-    package: Package, device: str, compute_dtype: str, threads: int | None, prefix_cache: PrefixCache | None
-) -> Engine:
+def _torch(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:
     try:
         from permille.engines.torch_engine import TorchEngine
     except ModuleNotFoundError as exc:
@@ -78,6 +76,4 @@ def _torch(
         raise InputError(
             f'engine "torch" needs {exc.name}, which is not installed: pip install "permille[torch]"'
         ) from exc
-    return TorchEngine(
-        package, device=device, compute_dtype=compute_dtype, threads=threads, prefix_cache=prefix_cache
-    )
+    return TorchEngine(package, device=device, compute_dtype=compute_dtype, threads=threads)

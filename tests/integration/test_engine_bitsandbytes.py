@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from permille.engines.overlay import FixedValues
 from permille.engines.torch_engine import TorchEngine
 from permille.package.reader import Package
 from permille.package.writer import link_transformers_folder
@@ -51,8 +50,3 @@ def test_logits_agree_with_bitsandbytes_within_1e_4(family: str, tmp_path: Path)
     np.testing.assert_allclose(
         engine.token_losses(values_K, batch), reference_token_losses(model, batch).numpy(), rtol=0, atol=1e-4
     )
-    prompt = np.array([3, 1, 4, 1, 5], np.int64)
-    fixed = FixedValues(torch.from_numpy(values_K))
-    logit_D, _ = engine._next_logits(fixed, prompt, None)
-    expected_D = model(torch.from_numpy(prompt[None])).logits[0, -1].numpy()
-    np.testing.assert_allclose(logit_D, expected_D, rtol=0, atol=1e-4)

@@ -45,7 +45,7 @@ EPSILON_NORM, STEP_NORM = 0.5, 0.4
 PROBE_STEPS, RACE_STEPS, PACE_STEPS = 4, 20, 9
 RACE_FACTORS = (1 / 3, 1.0, 3.0, 9.0)
 EPSILON_FACTORS = (1 / 64, 1 / 16, 1 / 4, 1.0, 4.0)
-TYPES = tuple(dtype.value for dtype in ComputeDtype if dtype is not ComputeDtype.FLOAT64)
+TYPES = tuple(dtype.value for dtype in ComputeDtype)
 LIGHT_TYPES = (ComputeDtype.FLOAT32.value, LIGHT, LIGHT_INT8)
 
 

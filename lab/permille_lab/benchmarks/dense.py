@@ -17,7 +17,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from permille.engines.assembly import as_tensor
 from permille.package.reader import Package
 from permille.package.writer import link_transformers_folder
 from permille.quantization import dequantize
@@ -44,7 +43,9 @@ def dense_model(package: Package, dtype: torch.dtype, *, prepacked: bool) -> Any
         start += info.count
         _place(model, info.name, weight.to(dtype), prepacked=prepacked)
     for name in package.plain_names:
-        _place(model, name, as_tensor(package.plain(name)).to(dtype, copy=True), prepacked=prepacked)
+        _place(
+            model, name, torch.from_numpy(package.plain(name).float32().copy()).to(dtype), prepacked=prepacked
+        )
     # Frequencies are no tensors of a checkpoint: the module computes them when it is made.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
     return model.eval().requires_grad_(False)

@@ -129,11 +129,9 @@ def opened(
 
 
 def _opened_with_cache(package: Package, name: str, threads: int, prefix_cache: PrefixCache) -> Engine:
-    if name == "light":
-        return LightEngine(package, threads=threads, prefix_cache=prefix_cache)
-    from permille.engines.torch_engine import TorchEngine
-
-    return TorchEngine(package, threads=threads, prefix_cache=prefix_cache)
+    if name != "light":
+        raise InputError(f"expected the light engine for kept states, got {name!r}")
+    return LightEngine(package, threads=threads, prefix_cache=prefix_cache)
 
 
 def random_batch(package: Package, sequences: int, tokens: int, *, seed: int = 0) -> Batch:

@@ -17,7 +17,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from permille.engines.assembly import as_tensor
 from permille.native.weights import PackedRows, dequantize_rows
 from permille.package.reader import Package
 
@@ -143,7 +142,9 @@ def packed_model(package: Package) -> tuple[Any, nn.Parameter]:
         start += info.count
     for name in package.plain_names:
         path, _, leaf = name.rpartition(".")
-        tensor = as_tensor(package.plain(name))
+        raw = package.plain(name)
+        stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[raw.dtype]
+        tensor = torch.from_numpy(np.array(raw.data)).view(stored).view(raw.shape)
         setattr(model.get_submodule(path), leaf, nn.Parameter(tensor, requires_grad=False))
     model.model.norm.float()
     for layer in model.model.layers:

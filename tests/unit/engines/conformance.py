@@ -18,6 +18,7 @@ from permille.zo.estimators import Batch
 from tests.unit.engines.tiny import (
     VOCABULARY,
     Tiny,
+    reference_gradient,
     reference_token_losses,
     set_values,
     tiny_batch,
@@ -167,17 +168,9 @@ class Conformance:
         return losses
 
     def _gradient(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Reverse-mode, of the dense weights, read at the mask."""
-        package, model = self.tiny.package, self.tiny.reference
-        set_values(package, model, values_K)
-        weights = [model.get_parameter(info.name).requires_grad_() for info in package.manifest.tensors]
-        gradients = torch.autograd.grad(reference_token_losses(model, batch).mean(), weights)
-        for weight in weights:
-            weight.requires_grad_(False)
-        masks = [package.mask(info.name) for info in package.manifest.tensors]
-        return np.concatenate(
-            [gradient.numpy().reshape(-1)[mask] for gradient, mask in zip(gradients, masks, strict=True)]
-        )
+        set_values(self.tiny.package, self.tiny.reference, values_K)
+        gradient_K: NDArray[np.float32] = reference_gradient(self.tiny.package, self.tiny.reference, batch)
+        return gradient_K
 
 
 RULES: tuple[Callable[[Conformance], None], ...] = (

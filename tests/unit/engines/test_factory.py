@@ -87,7 +87,7 @@ def test_interface_factory_and_export_import_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["light", "light-int8", "torch"])
+@pytest.mark.parametrize("name", ["light", "light-int8"])
 def test_the_prefix_cache_reaches_the_engine(tmp_path: Path, name: str) -> None:
     package = tiny_package(tmp_path, "llama", Scheme.INT4, scope="layers:1").package
     cache = PrefixCache(1 << 20)

@@ -31,24 +31,6 @@ def test_torch_engine_conforms(suite: Conformance, rule: Callable[[Conformance],
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_it_conforms_in_parts_and_without_a_cache(device: str, tmp_path: Path) -> None:
-    """Every call is cut: 14 tokens are less than two sequences, and less than two variants."""
-    tiny = tiny_package(tmp_path, "qwen2")
-    engine = TorchEngine(tiny.package, device=device, max_tokens=14, cache_bytes=0)
-    Conformance(engine=engine, tiny=tiny).check()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_conforms_without_compiled_kernels(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PERMILLE_NATIVE", "off")
-    tiny = tiny_package(tmp_path, "qwen3")
-    tolerance = {} if dtype == "float32" else {"loss_tolerance": 0.1, "derivative_tolerance": 0.1}
-    Conformance(engine=TorchEngine(tiny.package, compute_dtype=dtype), tiny=tiny, **tolerance).check()
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_conforms_within_its_tolerance(device: str, tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path, "llama")
     engine = TorchEngine(tiny.package, device=device, compute_dtype="bfloat16")

@@ -1,6 +1,7 @@
-"""What the torch engine does beyond the conformance suite: exact derivatives, parts, threads, devices."""
+"""What the torch engine does beyond the conformance suite: exact derivatives, bfloat16, threads, devices."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from permille.engines.dequantization import PackedWeight
+from permille.engines.light.engine import LightEngine
 from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
 from permille.quantization import Scheme
 from tests.unit.engines.conformance import Conformance
-from tests.unit.engines.test_overlay import counted
 from tests.unit.engines.tiny import (
     CONFIGS,
     POSITIONS,
     Tiny,
+    reference_gradient,
     reference_model,
     reference_token_losses,
     tiny_batch,
@@ -36,22 +38,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_derivatives_agree_with_reverse_mode_in_float64(family: str, tmp_path: Path) -> None:
+    """Forward mode and the gradient, against transformers in float64 differentiated by torch."""
     tiny = tiny_package(tmp_path, family)
-    engine = TorchEngine(tiny.package, compute_dtype="float64")
+    engine = TorchEngine(tiny.package)
     batch, values_K = tiny_batch(lengths=(12, 12)), tiny.package.values()
     z_QK = np.random.default_rng(0).choice([-1.0, 1.0], (4, engine.k))
     model = reference_model(tiny.package, tiny_model(family), torch.float64)
-    weights = [model.get_parameter(info.name).requires_grad_() for info in tiny.package.manifest.tensors]
-    gradients = torch.autograd.grad(reference_token_losses(model, batch).mean(), weights)
-    masked_K = np.concatenate(
-        [
-            gradient.numpy().reshape(-1)[tiny.package.mask(info.name)]
-            for gradient, info in zip(gradients, tiny.package.manifest.tensors, strict=True)
-        ]
-    )
+    expected_K = reference_gradient(tiny.package, model, batch)
+    expected_Q = z_QK @ expected_K
     _, got_Q = engine.directional_derivatives(values_K, z_QK, batch)
-    # 1e-6: rotary angles, and the norms of some families, are float32 in transformers whatever the dtype.
-    np.testing.assert_allclose(got_Q, z_QK @ masked_K, rtol=0, atol=2e-6 * np.abs(z_QK @ masked_K).max())
+    np.testing.assert_allclose(got_Q, expected_Q, rtol=0, atol=1e-5 * np.abs(expected_Q).max())
+    _, got_K = engine.gradient(values_K, batch)
+    np.testing.assert_allclose(got_K, expected_K, rtol=0, atol=1e-5 * np.abs(expected_K).max())
 
 
 @pytest.mark.parametrize(
@@ -90,37 +88,6 @@ def test_derivatives_agree_with_finite_differences(llama: Tiny) -> None:
     np.testing.assert_allclose((plus_Q - minus_Q) / (2 * epsilon), got_Q, rtol=0, atol=2e-3)
 
 
-def test_directions_of_a_call_share_one_primal_pass(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, PackedWeight, "dequantize_rows")
-    engine = TorchEngine(llama.package, cache_bytes=0)
-    z_QK = np.ones((6, engine.k), np.float32)
-    engine.directional_derivatives(llama.package.values(), z_QK, tiny_batch())
-    assert len(calls) == len(llama.package.manifest.tensors)
-
-
-def test_directions_in_parts_have_the_same_derivatives(llama: Tiny) -> None:
-    z_QK = np.random.default_rng(0).standard_normal((3, llama.package.k)).astype(np.float32)
-    batch, values_K = tiny_batch(), llama.package.values()
-    whole_loss, whole_Q = TorchEngine(llama.package).directional_derivatives(values_K, z_QK, batch)
-    for tokens in (1, 60):
-        engine = TorchEngine(llama.package, max_tokens=tokens)
-        loss, got_Q = engine.directional_derivatives(values_K, z_QK, batch)
-        assert abs(loss - whole_loss) < 1e-5
-        np.testing.assert_allclose(got_Q, whole_Q, rtol=1e-4, atol=1e-5)
-
-
-def test_weights_beyond_the_cache_are_dequantized_again(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, PackedWeight, "dequantize_rows")
-    first = llama.package.manifest.tensors[0].shape
-    engine = TorchEngine(llama.package, cache_bytes=4 * first[0] * first[1])
-    tensors = len(llama.package.manifest.tensors)
-    values_VK = llama.package.values()[None]
-    engine.losses(values_VK, tiny_batch())
-    assert len(calls) == tensors
-    engine.losses(values_VK, tiny_batch())
-    assert len(calls) == 2 * tensors - 1
-
-
 def test_bfloat16_differences_follow_float32_ones(llama: Tiny) -> None:
     """What an estimator needs is the difference of two perturbed losses, not the loss."""
     batch, base_K = tiny_batch(lengths=(30,) * 16), llama.package.values()
@@ -140,14 +107,12 @@ def test_a_long_text_ends_at_the_models_last_position(llama: Tiny) -> None:
     assert len(tokens) == POSITIONS - 3
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("kernels", ["", "off"])
+@pytest.mark.parametrize("make", [TorchEngine, LightEngine])
 def test_text_streams_while_losses_are_computed(
-    llama: Tiny, monkeypatch: pytest.MonkeyPatch, kernels: str, cache_bytes: int
+    llama: Tiny, make: Callable[[Package], TorchEngine | LightEngine]
 ) -> None:
     """Values that a text fixed once are back after another call has set its own."""
-    monkeypatch.setenv("PERMILLE_NATIVE", kernels)
-    engine = TorchEngine(llama.package, cache_bytes=cache_bytes)
+    engine = make(llama.package)
     values_VK = variants(llama.package, 2)
     quiet = list(engine.generate(values_VK[0], np.array([1, 2, 3]), max_new_tokens=8))
     stream = engine.generate(values_VK[0], np.array([1, 2, 3]), max_new_tokens=8)
@@ -193,7 +158,7 @@ def test_the_number_of_threads_is_set(llama: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"max_tokens": 0}, {"threads": 0}], ids=str
+    "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"threads": 0}], ids=str
 )
 def test_options_that_are_wrong_are_refused(llama: Tiny, options: dict[str, str]) -> None:
     with pytest.raises(InputError, match="expected"):
@@ -210,25 +175,6 @@ def test_a_model_that_sees_the_future_is_refused(tmp_path: Path) -> None:
     model.config.use_bidirectional_attention = True
     package = write_package(BlobFolder(tmp_path), model, Scheme.NF4)
     with pytest.raises(InputError, match="causal"):
-        TorchEngine(package)
-
-
-@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling", "by layer type"])
-def test_frequencies_that_depend_on_the_longest_sequence_are_refused(key: str, tmp_path: Path) -> None:
-    rope: dict[str, Any] = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": 16,
-    }
-    package = write_package(BlobFolder(tmp_path), tiny_model("llama", rope_parameters=rope), Scheme.NF4)
-    if key == "rope_scaling":
-        package.config[key] = package.config.pop("rope_parameters")
-        package.config[key]["type"] = package.config[key].pop("rope_type")
-    elif key == "by layer type":
-        package.config["rope_parameters"] = {"full_attention": rope}
-    with pytest.raises(InputError, match="longrope"):
         TorchEngine(package)
 
 

@@ -167,6 +167,17 @@ def reference_token_losses(model: Any, batch: Batch) -> torch.Tensor:
     return torch.cat(losses)
 
 
+def reference_gradient(package: Package, model: Any, batch: Batch) -> NDArray[Any]:
+    """Reverse mode, by the dense weights of the reference, read at the mask: [k] in the model's dtype."""
+    weights = [model.get_parameter(info.name).requires_grad_() for info in package.manifest.tensors]
+    gradients = torch.autograd.grad(reference_token_losses(model, batch).mean(), weights)
+    model.requires_grad_(False)
+    masks = [package.mask(info.name) for info in package.manifest.tensors]
+    return np.concatenate(
+        [gradient.numpy().reshape(-1)[mask] for gradient, mask in zip(gradients, masks, strict=True)]
+    )
+
+
 def tiny_batch(*, seed: int = 0, lengths: tuple[int, ...] = (12, 7, 9)) -> Batch:
     """Random tokens, right padded; about two thirds of them are targets."""
     rng = np.random.default_rng(seed)

@@ -1,0 +1,121 @@
+"""A package as a model of transformers, whose masked weights are parameters of their own.
+
+Every linear layer that a mask may cover becomes a `MaskedLinear`; everything else is transformers' own code
+on the package's tensors. No code of a package runs: its family is on our list, and transformers has the code.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.utils import logging
+
+from permille.errors import InputError
+from permille.models.families import family_of
+from permille.package.reader import Package
+from permille.quantization import dequantize
+
+
+class MaskedLinear(nn.Module):
+    """`y = x W^T + b` with `W[mask] = values`: the sparse values replace what the codes decode to (ADR 3)."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, indices: Tensor) -> None:
+        """`indices` are flat, int64 [c]; `values` [c] float32 is what `functional_call` replaces."""
+        super().__init__()
+        self.weight = nn.Parameter(weight_NK, requires_grad=False)
+        self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
+        self.values = nn.Parameter(torch.zeros(indices.shape, device=indices.device), requires_grad=False)
+        self.register_buffer("row_C", indices // weight_NK.shape[1], persistent=False)
+        self.register_buffer("column_C", indices % weight_NK.shape[1], persistent=False)
+        self.row_C: Tensor
+        self.column_C: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N]."""
+        rounded_C = self.values.to(self.weight.dtype)
+        weight_NK = self.weight.index_put((self.row_C, self.column_C), rounded_C)
+        y = functional.linear(x, weight_NK, self.bias)
+        if self.weight.dtype == self.values.dtype:
+            return y
+        # A perturbation below half a unit in the last place of bfloat16 must still reach the output (ADR 41).
+        rest_C = self.values - rounded_C.float()
+        none = x.new_zeros(*x.shape[:-1], len(self.weight), dtype=torch.float32)
+        return y + none.index_add(-1, self.row_C, x[..., self.column_C].float() * rest_C).to(y.dtype)
+
+
+class Float32Head(nn.Module):
+    """The output head in float32, whatever the decoder computes in: logits rounded to bfloat16 would drown
+    the difference of two perturbed losses."""
+
+    def __init__(self, weight_DH: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight_DH
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] to logits [..., D]."""
+        return functional.linear(hidden.float(), self.weight.float())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchModel:
+    """A causal language model of transformers; `value_names` are its masked layers' `values`, in the
+    package's order."""
+
+    module: nn.Module
+    value_names: tuple[str, ...]
+    vocabulary: int
+    positions: int | None
+
+
+def load_torch_model(package: Package, device: torch.device, dtype: torch.dtype) -> TorchModel:
+    """Decode the package's weights once and build its model.
+
+    Raises:
+        InputError: a family that we do not know, or attention that is not causal.
+    """
+    if package.config.get("use_bidirectional_attention"):
+        raise InputError("expected a causal language model, got one with use_bidirectional_attention")
+    entries = {key: value for key, value in package.config.items() if key not in ("model_type", "dtype")}
+    config = AutoConfig.for_model(family_of(package.config).value, **entries)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None, config=config, state_dict=_state(package), dtype=dtype, attn_implementation="eager"
+        )
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    model = model.to(device).requires_grad_(False)
+    model.set_output_embeddings(Float32Head(model.get_output_embeddings().weight))
+    return TorchModel(
+        module=model,
+        value_names=tuple(
+            _mask_layer(model, info.name, package.mask(info.name), device)
+            for info in package.manifest.tensors
+        ),
+        vocabulary=model.get_input_embeddings().weight.shape[0],
+        positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _state(package: Package) -> dict[str, Tensor]:
+    """All tensors in float32, those of quantized layers decoded."""
+    plain = {name: torch.from_numpy(package.plain(name).float32().copy()) for name in package.plain_names}
+    names = [info.name for info in package.manifest.tensors]
+    return plain | {name: torch.from_numpy(dequantize(package.quantized(name))) for name in names}
+
+
+def _mask_layer(model: Any, name: str, indices: NDArray[np.uint32], device: torch.device) -> str:
+    """Put a masked layer in the place of a linear one; returns the name of its values."""
+    path = name.removesuffix(".weight")
+    linear = model.get_submodule(path)
+    bias_N = None if linear.bias is None else linear.bias.data
+    flat = torch.from_numpy(indices.astype(np.int64)).to(device)
+    model.set_submodule(path, MaskedLinear(linear.weight.data, bias_N, flat))
+    return f"{path}.values"
