@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.api_service import new_run_id, run_metrics, running_api
 from tests.running_service import Running, environment, running_service
-from tests.tiny_model import write_corpus, write_model, write_sst2
+from tests.tiny_model import write_corpus, write_model
 
 UNLIMITED = "1000000000"
 DEVICE_OPERATIONS = (
@@ -48,10 +48,9 @@ def fuzz(folder: Path, *, examples: int, seed: int | None = None, workers: int =
     """Run both passes on a service whose data is below `folder`."""
     write_model(folder / "models" / "tiny-llama")
     write_corpus(folder / "corpora" / "texts.jsonl")
-    write_sst2(folder / "corpora" / "sst2.tsv")
     roots = ("--model-root", str(folder / "models"), "--corpus-root", str(folder / "corpora"))
     with running_service(folder, *roots) as running:
-        known = _stock(running, folder)
+        known = _stock(running)
     device_token, enrolled = _enrol(folder)
     config = _configure(folder, known | enrolled)
     options = [
@@ -93,7 +92,7 @@ def _configure(folder: Path, known: Mapping[str, str]) -> Path:
     return config
 
 
-def _stock(running: Running, folder: Path) -> dict[str, str]:
+def _stock(running: Running) -> dict[str, str]:
     """Ids of what a build makes, by parameter."""
     model = running.answer("models", "add", "tiny", "--folder", "tiny-llama")
     corpus = running.answer("corpora", "add", "texts", "--file", "texts.jsonl")
@@ -102,15 +101,6 @@ def _stock(running: Running, folder: Path) -> dict[str, str]:
     )
     build = running.answer("builds", "show", job["id"])
     digest = build["package_digest"]
-    options = ("--corpus", corpus["id"], "--sequences", "16", "--length", "16", "--rank", "4")
-    basis = running.answer("bases", "create", "--mask", build["mask_id"], *options)
-    sweep = folder / "sweep.toml"
-    sweep.write_text(
-        f"models = [{json.dumps(model['id'])}]\ncorpus = {json.dumps(corpus['id'])}\n"
-        'methods = ["zero-shot"]\nseeds = [0]\nsizes = [8, 4, 6]\nmax_tokens = 32\n'
-        '[tasks.sst2]\ntrain = "sst2.tsv"\n'
-    )
-    evaluation = running.answer("evaluations", "create", str(sweep))
     running.answer("releases", "publish", "tiny-llama", "--package", digest, "--alias", "stable")
     return {
         "model_id": model["id"],
@@ -118,8 +108,6 @@ def _stock(running: Running, folder: Path) -> dict[str, str]:
         "job_id": job["id"],
         "build_id": job["id"],
         "mask_id": build["mask_id"],
-        "basis_id": basis["result_id"],
-        "evaluation_id": evaluation["result_id"],
         "quantization_id": build["quantization_id"],
         "digest": digest,
         "blob_digest": running.answer("packages", "show", digest)["layers"][0]["digest"],

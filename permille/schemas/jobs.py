@@ -12,8 +12,6 @@ class JobKind(StrEnum):
     """What a job makes."""
 
     MASK = "mask"
-    BASIS = "basis"
-    EVALUATION = "evaluation"
     QUANTIZATION = "quantization"
     PACKAGE = "package"
     BUILD = "build"

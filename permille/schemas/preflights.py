@@ -4,9 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from permille.schemas.bases import BasisCreate
 from permille.schemas.builds import BuildCreate
-from permille.schemas.evaluations import EvaluationCreate
 from permille.schemas.fields import Closed
 from permille.schemas.masks import MaskCreate
 from permille.schemas.problems import Figure
@@ -20,25 +18,11 @@ class MaskPreflight(Closed):
     request: MaskCreate
 
 
-class BasisPreflight(Closed):
-    """Ask for a basis job."""
-
-    kind: Literal["basis"]
-    request: BasisCreate
-
-
 class QuantizationPreflight(Closed):
     """Ask for a quantization job."""
 
     kind: Literal["quantization"]
     request: QuantizationCreate
-
-
-class EvaluationPreflight(Closed):
-    """Ask for an evaluation job."""
-
-    kind: Literal["evaluation"]
-    request: EvaluationCreate
 
 
 class BuildPreflight(Closed):
@@ -49,7 +33,7 @@ class BuildPreflight(Closed):
 
 
 PreflightCreate = Annotated[
-    MaskPreflight | BasisPreflight | EvaluationPreflight | QuantizationPreflight | BuildPreflight,
+    MaskPreflight | QuantizationPreflight | BuildPreflight,
     Field(discriminator="kind"),
 ]
 

@@ -42,7 +42,7 @@ class Int4(Closed):
 
 class AutoRound(Closed):
     """int4 in groups of 128 whose rounding and scales auto-round calibrates on texts of a corpus. It loses
-    less, knows of no mask, and holds the whole model in memory, for minutes or hours; devices read it as any
+    less, and holds the whole model in memory, for minutes or hours; devices read it as any
     int4."""
 
     scheme: Literal[SchemeName.AUTO_ROUND]
@@ -81,10 +81,9 @@ _OPTIONS: TypeAdapter[AnyOptions] = TypeAdapter(QuantizationOptions)
 
 
 class QuantizationCreate(Closed):
-    """Quantize a model. A mask's weights stay out of the groups' scales; a corpus adds perplexity."""
+    """Quantize a model. A corpus adds perplexity."""
 
     model_id: Id
-    mask_id: Id | None = None
     evaluation_corpus_id: Id | None = None
     options: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
 
@@ -94,7 +93,6 @@ class Quantization(Closed):
 
     id: Id
     model_id: Id
-    mask_id: Id | None
     job_id: Id
     options: QuantizationOptions
     evaluation_corpus_id: Id | None

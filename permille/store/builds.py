@@ -1,11 +1,10 @@
-"""A build: one job row whose work is its children (mask, quantization, package, and a basis if asked for).
+"""A build: one job row whose work is its children (mask, quantization, package).
 
 No worker runs a build and none is held by one: it is moved on in the transaction that ends one of its
 children, and looked at again by every sweep.
 
 Payload: `model_id`, `corpus_id`, `evaluation_corpus_id`, `mask` (its options), `quantization` (its options),
-`mask_aware`: the quantization then waits for the mask, else both run side by side; `basis` (its corpus and
-options, or null), `fisher_exponents`, `measure_precision` and `precision_corpus_id`.
+`fisher_exponents`. Mask and quantization run side by side.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ from permille.store import job_rows
 from permille.store.database import now
 from permille.store.tables import EventKind, Job, JobKind, JobState
 
-# What share of a build's time each part takes, roughly, of the sum over the parts that it has.
-_WEIGHTS = {JobKind.MASK: 0.6, JobKind.BASIS: 0.6, JobKind.QUANTIZATION: 0.3, JobKind.PACKAGE: 0.1}
+# What share of a build's time each part takes, roughly.
+_WEIGHTS = {JobKind.MASK: 0.6, JobKind.QUANTIZATION: 0.3, JobKind.PACKAGE: 0.1}
 
 
 def children_due(
@@ -33,18 +32,14 @@ def children_due(
     """
     mask_id = results.get(JobKind.MASK)
     quantization_id = results.get(JobKind.QUANTIZATION)
-    basis_id = results.get(JobKind.BASIS)
-    wants_basis = payload.get("basis") is not None
-    mask_aware = bool(payload.get("mask_aware", False))
     due: list[tuple[JobKind, dict[str, Any]]] = []
     if JobKind.MASK not in results:
         due.append((JobKind.MASK, _mask_payload(payload)))
-    if JobKind.QUANTIZATION not in results and (mask_id or not mask_aware):
-        due.append((JobKind.QUANTIZATION, _quantization_payload(payload, mask_id if mask_aware else None)))
-    if JobKind.BASIS not in results and mask_id and wants_basis:
-        due.append((JobKind.BASIS, {"mask_id": mask_id, **payload["basis"]}))
-    if JobKind.PACKAGE not in results and mask_id and quantization_id and (basis_id or not wants_basis):
-        due.append((JobKind.PACKAGE, _package_payload(payload, mask_id, quantization_id, basis_id)))
+    if JobKind.QUANTIZATION not in results:
+        due.append((JobKind.QUANTIZATION, _quantization_payload(payload)))
+    if JobKind.PACKAGE not in results and mask_id and quantization_id:
+        parts = {"mask_id": mask_id, "quantization_id": quantization_id}
+        due.append((JobKind.PACKAGE, {**parts, "fisher_exponents": payload.get("fisher_exponents", False)}))
     return due
 
 
@@ -92,9 +87,7 @@ def advance_parent(session: Session, job: Job) -> None:
 def show_progress(session: Session, build: Job) -> None:
     """Set a locked build's progress from its children's."""
     parts = session.scalars(select(Job).where(Job.parent_id == build.id)).all()
-    kinds = set(_WEIGHTS) - (set() if build.payload.get("basis") else {JobKind.BASIS})
-    whole = sum(_WEIGHTS[kind] for kind in kinds)
-    fraction = sum(_WEIGHTS[JobKind(part.kind)] * part.progress for part in parts) / whole
+    fraction = sum(_WEIGHTS[JobKind(part.kind)] * part.progress for part in parts)
     running = [part for part in parts if part.state == JobState.RUNNING]
     build.message = "; ".join(f"{part.kind}: {part.message or 'running'}" for part in running) or None
     build.updated_at = now(session)
@@ -136,24 +129,9 @@ def _mask_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _quantization_payload(payload: Mapping[str, Any], mask_id: str | None) -> dict[str, Any]:
+def _quantization_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model_id": payload["model_id"],
-        "mask_id": mask_id,
         "evaluation_corpus_id": payload.get("evaluation_corpus_id"),
         **payload.get("quantization", {}),
     }
-
-
-def _package_payload(
-    payload: Mapping[str, Any], mask_id: str, quantization_id: str, basis_id: str | None
-) -> dict[str, Any]:
-    parts: dict[str, Any] = {"mask_id": mask_id, "quantization_id": quantization_id}
-    if basis_id is not None:
-        parts["basis_id"] = basis_id
-    if payload.get("fisher_exponents", False):
-        parts["fisher_exponents"] = True
-    if payload.get("measure_precision", False):
-        parts["measure_precision"] = True
-        parts["precision_corpus_id"] = payload.get("precision_corpus_id")
-    return parts

@@ -7,7 +7,7 @@ from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.paging import Page, fetch_page
-from permille.store.tables import Basis, Corpus, Evaluation, Mask, QuantizationRow
+from permille.store.tables import Corpus, Mask, QuantizationRow
 
 
 def register(
@@ -61,13 +61,11 @@ def delete(session: Session, *, tenant_id: str, corpus_id: str) -> None:
 
     Raises:
         NotFoundError: no such corpus.
-        ConflictError: a mask, basis, evaluation or quantization refers to it.
+        ConflictError: a mask or quantization refers to it.
     """
     corpus = get(session, tenant_id=tenant_id, corpus_id=corpus_id)
     used = or_(
         select(Mask.id).where(Mask.corpus_id == corpus_id).exists(),
-        select(Basis.id).where(Basis.corpus_id == corpus_id).exists(),
-        select(Evaluation.id).where(Evaluation.corpus_id == corpus_id).exists(),
         select(QuantizationRow.id).where(QuantizationRow.evaluation_corpus_id == corpus_id).exists(),
     )
     if session.scalar(select(used)):

@@ -21,8 +21,6 @@ class Prefix(StrEnum):
     CORPUS = "corpus"
     JOB = "job"
     MASK = "mask"
-    BASIS = "basis"
-    EVALUATION = "eval"
     QUANTIZATION = "quant"
     PACKAGE = "pkg"
     RELEASE = "rel"

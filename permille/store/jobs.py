@@ -5,8 +5,7 @@ something) and filters by tenant. Dispatch to a broker comes after the commit (`
 lost message is re-sent by the sweeper.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import select
@@ -172,17 +171,9 @@ def _same_request(earlier: Job, kind: str, payload: Mapping[str, Any]) -> Job:
     return earlier
 
 
-def may_go_on(session: Session, *, job_id: str, kept: Collection[str], kept_for: timedelta) -> bool:
+def may_go_on(session: Session, *, job_id: str) -> bool:
     """Whether an attempt of a job, of any tenant, may still need what earlier ones left: for workers' own
     housekeeping.
-
-    Args:
-        kept: kinds of jobs that, once ended without success, may be retried for a time and then go on.
-        kept_for: that time.
     """
     job = session.get(Job, job_id)
-    if job is None:
-        return False
-    if job.ended_at is None or job.state == JobState.SUCCEEDED or job.kind not in kept:
-        return not job_rows.has_ended(job)
-    return now(session) - job.ended_at < kept_for
+    return job is not None and not job_rows.has_ended(job)

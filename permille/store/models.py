@@ -10,7 +10,7 @@ from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.paging import Page, fetch_page
-from permille.store.tables import EvaluatedModel, Mask, Model, PackageRow, QuantizationRow
+from permille.store.tables import Mask, Model, PackageRow, QuantizationRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +80,10 @@ def delete(session: Session, *, tenant_id: str, model_id: str) -> None:
 
     Raises:
         NotFoundError: no such model.
-        ConflictError: a mask, quantization, package or evaluation refers to it.
+        ConflictError: a mask, quantization or package refers to it.
     """
     model = get(session, tenant_id=tenant_id, model_id=model_id)
-    for table in (Mask, QuantizationRow, PackageRow, EvaluatedModel):
+    for table in (Mask, QuantizationRow, PackageRow):
         if session.scalar(select(table.model_id).where(table.model_id == model_id).limit(1)) is not None:
             raise ConflictError(
                 f"expected a model without results, got one that {table.__tablename__} refer to"

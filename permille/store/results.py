@@ -1,4 +1,4 @@
-"""What jobs make: masks, bases, quantizations, packages, and which blobs a package gives access to.
+"""What jobs make: masks, quantizations, packages, and which blobs a package gives access to.
 
 Rows are added by a worker in the transaction that completes its job; their blobs are in the blob store before
 that.
@@ -15,7 +15,7 @@ from permille.store.database import now
 from permille.store.errors import NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.paging import Page, fetch_page
-from permille.store.tables import Basis, Evaluation, Mask, PackageBlob, PackageRow, QuantizationRow, Release
+from permille.store.tables import Mask, PackageBlob, PackageRow, QuantizationRow, Release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,65 +89,6 @@ def add_mask(
     return mask
 
 
-def get_basis(session: Session, *, tenant_id: str, basis_id: str) -> Basis:
-    """Read one basis. Raises NotFoundError."""
-    basis = session.scalar(select(Basis).where(Basis.tenant_id == tenant_id, Basis.id == basis_id))
-    if basis is None:
-        raise NotFoundError(f"no basis {basis_id!r}")
-    return basis
-
-
-def list_bases(
-    session: Session,
-    *,
-    tenant_id: str,
-    mask_id: str | None = None,
-    limit: int = 50,
-    cursor: str | None = None,
-) -> Page[Basis]:
-    """List bases, newest first."""
-    query = select(Basis).where(Basis.tenant_id == tenant_id)
-    if mask_id is not None:
-        query = query.where(Basis.mask_id == mask_id)
-    return fetch_page(session, query, Basis.id, limit=limit, cursor=cursor)
-
-
-def add_basis(
-    session: Session,
-    *,
-    tenant_id: str,
-    job_id: str,
-    model_id: str,
-    mask_id: str,
-    corpus_id: str,
-    options: dict[str, Any],
-    k: int,
-    layer: dict[str, Any],
-    provenance: dict[str, Any],
-    report_digest: str,
-) -> Basis:
-    """Add the result of a basis job."""
-    basis = Basis(
-        id=new_id(Prefix.BASIS),
-        tenant_id=tenant_id,
-        job_id=job_id,
-        model_id=model_id,
-        mask_id=mask_id,
-        corpus_id=corpus_id,
-        options=options,
-        k=k,
-        layer=layer,
-        provenance=provenance,
-        basis_digest=layer["digest"],
-        report_digest=report_digest,
-        size_bytes=layer["size_bytes"],
-        created_at=now(session),
-    )
-    session.add(basis)
-    session.flush()
-    return basis
-
-
 def get_quantization(session: Session, *, tenant_id: str, quantization_id: str) -> QuantizationRow:
     """Read one quantization. Raises NotFoundError."""
     query = select(QuantizationRow).where(
@@ -180,7 +121,6 @@ def add_quantization(
     tenant_id: str,
     job_id: str,
     model_id: str,
-    mask_id: str | None,
     evaluation_corpus_id: str | None,
     options: dict[str, Any],
     dense_layer: dict[str, Any],
@@ -195,7 +135,6 @@ def add_quantization(
         tenant_id=tenant_id,
         job_id=job_id,
         model_id=model_id,
-        mask_id=mask_id,
         evaluation_corpus_id=evaluation_corpus_id,
         options=options,
         dense_layer=dense_layer,
@@ -327,10 +266,6 @@ def is_referenced(session: Session, *, blob_digest: str) -> bool:
         Mask.scores_digest,
         Mask.report_digest,
         Mask.picture_digest,
-        Basis.basis_digest,
-        Basis.report_digest,
-        Evaluation.results_digest,
-        Evaluation.report_digest,
         QuantizationRow.dense_digest,
         QuantizationRow.plain_digest,
         QuantizationRow.report_digest,

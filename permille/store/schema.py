@@ -19,14 +19,11 @@ from permille.store.database import make_engine
 _LOCK_ID = 0x7065726D  # PostgreSQL advisory lock: two processes that start together migrate in turn
 
 
-def migrate(url: str, *, revision: str = "head") -> None:
+def migrate(url: str) -> None:
     """Create or upgrade the schema at `url`, in one transaction. Does nothing where it is up to date, and
     then waits for no writer: a worker can start while another process holds the database's write lock.
 
     Safe to call from several processes at once: they take turns.
-
-    Args:
-        revision: an earlier schema than the newest, for tests of what comes after it.
 
     Raises:
         OperatorError: the database cannot be reached or opened, or was made by a newer version.
@@ -36,18 +33,18 @@ def migrate(url: str, *, revision: str = "head") -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
     try:
-        if _is_at(engine, config, revision):
+        if _is_newest(engine, config):
             return
         with _begin(engine) as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK_ID})"))
             config.attributes["connection"] = connection
-            command.upgrade(config, revision)
+            command.upgrade(config, "head")
     finally:
         engine.dispose()
 
 
-def _is_at(engine: Engine, config: Config, revision: str) -> bool:
+def _is_newest(engine: Engine, config: Config) -> bool:
     scripts = ScriptDirectory.from_config(config)
     try:
         with engine.connect() as connection:
@@ -60,7 +57,7 @@ def _is_at(engine: Engine, config: Config, revision: str) -> bool:
             f"expected a database of this version of permille or an older one, got schema {', '.join(heads)} "
             f"({_where(engine)})"
         )
-    return heads == (scripts.as_revision_number(revision),)
+    return heads == tuple(scripts.get_heads())
 
 
 @contextmanager

@@ -61,8 +61,6 @@ class JobKind(StrEnum):
     """What a job makes."""
 
     MASK = "mask"
-    BASIS = "basis"
-    EVALUATION = "evaluation"
     QUANTIZATION = "quantization"
     PACKAGE = "package"
     BUILD = "build"
@@ -216,7 +214,7 @@ class Job(_Owned, Base):
     dispatched_at: Mapped[datetime | None]  # last sent to the broker, if there is one
     cancel_requested_at: Mapped[datetime | None]
     error: Mapped[dict[str, Any] | None]  # type, message, retryable, and for a bug the traceback
-    result_kind: Mapped[str | None]  # mask | basis | evaluation | quantization | package | run
+    result_kind: Mapped[str | None]  # mask | quantization | package | run
     result_id: Mapped[str | None]
     started_at: Mapped[datetime | None]  # of the newest attempt
     updated_at: Mapped[datetime]
@@ -260,51 +258,6 @@ class Mask(_Owned, Base):
     size_bytes: Mapped[int] = mapped_column(BigInteger)
 
 
-class Basis(_Owned, Base):
-    """The result of a basis job: learned directions for the weights of one mask."""
-
-    __tablename__ = "bases"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
-    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
-    mask_id: Mapped[str] = mapped_column(ForeignKey("masks.id"))
-    corpus_id: Mapped[str] = mapped_column(ForeignKey("corpora.id"))
-    options: Mapped[dict[str, Any]]  # sequences, length, rank, seed
-    k: Mapped[int] = mapped_column(BigInteger)
-    layer: Mapped[dict[str, Any]]  # role, media_type, digest, size_bytes
-    provenance: Mapped[dict[str, Any]]
-    basis_digest: Mapped[str]
-    report_digest: Mapped[str]
-    size_bytes: Mapped[int] = mapped_column(BigInteger)
-
-
-class Evaluation(_Owned, Base):
-    """The result of an evaluation job: methods compared on tasks."""
-
-    __tablename__ = "evaluations"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
-    corpus_id: Mapped[str] = mapped_column(ForeignKey("corpora.id"))
-    options: Mapped[dict[str, Any]]  # the request, but for models and corpus
-    provenance: Mapped[dict[str, Any]]
-    cells: Mapped[int] = mapped_column(BigInteger)
-    bad_rows: Mapped[int] = mapped_column(BigInteger)
-    failed_cells: Mapped[int] = mapped_column(BigInteger, server_default="0")  # the report names them
-    results_digest: Mapped[str]  # JSON lines
-    report_digest: Mapped[str]  # Markdown
-    size_bytes: Mapped[int] = mapped_column(BigInteger)  # of the results
-
-
-class EvaluatedModel(Base):
-    """Which models an evaluation compares, in their order."""
-
-    __tablename__ = "evaluated_models"
-    evaluation_id: Mapped[str] = mapped_column(ForeignKey("evaluations.id"), primary_key=True)
-    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"), primary_key=True, index=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
-    position: Mapped[int]
-
-
 class QuantizationRow(_Owned, Base):
     """The result of a quantization job: a dense layer and a layer of the tensors that stay as they are."""
 
@@ -312,7 +265,6 @@ class QuantizationRow(_Owned, Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
     model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
-    mask_id: Mapped[str | None] = mapped_column(ForeignKey("masks.id"))
     evaluation_corpus_id: Mapped[str | None] = mapped_column(ForeignKey("corpora.id"))
     options: Mapped[dict[str, Any]]  # scheme, group_size, evaluation_tokens
     dense_layer: Mapped[dict[str, Any]]

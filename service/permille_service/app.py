@@ -9,13 +9,11 @@ import permille
 from permille_service import console, guard, health, openapi, problems
 from permille_service.access import routes as access_routes
 from permille_service.access.bootstrap import ensure_token
-from permille_service.bases import routes as basis_routes
 from permille_service.builds import routes as build_routes
 from permille_service.context import Service
 from permille_service.corpora import routes as corpus_routes
 from permille_service.devices import enrolment
 from permille_service.devices import routes as device_routes
-from permille_service.evaluations import routes as evaluation_routes
 from permille_service.jobs import routes as job_routes
 from permille_service.masks import routes as mask_routes
 from permille_service.models import routes as model_routes
@@ -32,9 +30,7 @@ ROUTERS = (
     corpus_routes.router,
     build_routes.router,
     mask_routes.router,
-    basis_routes.router,
     quantization_routes.router,
-    evaluation_routes.router,
     package_routes.router,
     release_routes.router,
     job_routes.router,

@@ -20,13 +20,8 @@ Turn a pre-trained language model into a package of which a device trains one we
 TAGS: Final = [
     {"name": "models", "description": "Base models: a folder, or a hub repository at a commit."},
     {"name": "corpora", "description": "Text to measure sensitivity and perplexity on."},
-    {
-        "name": "builds",
-        "description": "Mask, quantization, package, and a basis if asked for, in one request.",
-    },
+    {"name": "builds", "description": "Mask, quantization and package in one request."},
     {"name": "masks", "description": "Which weights are sensitive, and the evidence."},
-    {"name": "bases", "description": "Directions learned from public or consenting users' texts."},
-    {"name": "evaluations", "description": "Methods compared on tasks: accuracy, losses, ranks."},
     {"name": "quantizations", "description": "The dense layer, and what it costs."},
     {"name": "packages", "description": "What a device downloads."},
     {"name": "releases", "description": "Signed versions of a name, and aliases such as `stable`."},

@@ -27,42 +27,6 @@ MASK_EXAMPLES: Final[dict[str, Example]] = {
         "value": {"method": "magnitude", "model_id": _MODEL, "density": 0.001},
     },
 }
-BASIS_EXAMPLES: Final[dict[str, Example]] = {
-    "usual": {
-        "summary": "32 directions from 256 public texts",
-        "value": {
-            "mask_id": f"mask_{EXAMPLE}",
-            "corpus_id": _CORPUS,
-            "sequences": 256,
-            "length": 128,
-            "rank": 32,
-        },
-    },
-}
-EVALUATION_EXAMPLES: Final[dict[str, Example]] = {
-    "usual": {
-        "summary": "sensitive against random weights, on one task",
-        "value": {
-            "model_ids": [_MODEL],
-            "corpus_id": _CORPUS,
-            "tasks": {"sst2": {"train": "SST-2/train.tsv", "test": "SST-2/dev.tsv"}},
-            "methods": ["zero-shot", "zo:sensitive-c4", "zo:random", "fo:lora-8"],
-            "bases": ["nf4"],
-            "seeds": [0, 1, 2],
-        },
-    },
-    "untrained": {
-        "summary": "what quantization costs where nothing is trained",
-        "value": {
-            "model_ids": [_MODEL],
-            "corpus_id": _CORPUS,
-            "tasks": {"boolq": {"train": "BoolQ/val.jsonl"}},
-            "methods": ["zero-shot", "icl:8"],
-            "bases": ["bf16", "nf4", "int4-g32"],
-            "seeds": [0],
-        },
-    },
-}
 QUANTIZATION_EXAMPLES: Final[dict[str, Example]] = {
     "nf4": {
         "summary": "nf4, perplexity measured",
@@ -96,21 +60,12 @@ BUILD_EXAMPLES: Final[dict[str, Example]] = {
             "quantization": {"scheme": "nf4"},
         },
     },
-    "directions": {
-        "summary": "the same with learned directions and powers of two",
+    "exponents": {
+        "summary": "the same with powers of two",
         "value": {
             "model_id": _MODEL,
             "mask": {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100},
-            "basis": {"corpus_id": _CORPUS, "sequences": 256, "rank": 32},
             "fisher_exponents": True,
-        },
-    },
-    "precision": {
-        "summary": "the same as usual, and the error of the projected gradient measured",
-        "value": {
-            "model_id": _MODEL,
-            "mask": {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100},
-            "measure_precision": True,
         },
     },
 }
@@ -118,14 +73,5 @@ PACKAGE_EXAMPLES: Final[dict[str, Example]] = {
     "usual": {
         "summary": "a mask and a quantization",
         "value": {"mask_id": f"mask_{EXAMPLE}", "quantization_id": f"quant_{EXAMPLE}"},
-    },
-    "precision": {
-        "summary": "the same, and the error of the projected gradient measured",
-        "value": {
-            "mask_id": f"mask_{EXAMPLE}",
-            "quantization_id": f"quant_{EXAMPLE}",
-            "measure_precision": True,
-            "precision_corpus_id": _CORPUS,
-        },
     },
 }

@@ -13,8 +13,6 @@ ModelId = Annotated[str, Path(pattern=f"^model_{ULID}$", examples=[f"model_{EXAM
 CorpusId = Annotated[str, Path(pattern=f"^corpus_{ULID}$", examples=[f"corpus_{EXAMPLE}"])]
 JobId = Annotated[str, Path(pattern=f"^job_{ULID}$", examples=[f"job_{EXAMPLE}"])]
 MaskId = Annotated[str, Path(pattern=f"^mask_{ULID}$", examples=[f"mask_{EXAMPLE}"])]
-BasisId = Annotated[str, Path(pattern=f"^basis_{ULID}$", examples=[f"basis_{EXAMPLE}"])]
-EvaluationId = Annotated[str, Path(pattern=f"^eval_{ULID}$", examples=[f"eval_{EXAMPLE}"])]
 QuantizationId = Annotated[str, Path(pattern=f"^quant_{ULID}$", examples=[f"quant_{EXAMPLE}"])]
 DeviceId = Annotated[str, Path(pattern=f"^dev_{ULID}$", examples=[f"dev_{EXAMPLE}"])]
 InvitationId = Annotated[str, Path(pattern=f"^inv_{ULID}$", examples=[f"inv_{EXAMPLE}"])]
@@ -35,5 +33,4 @@ AliasName = Annotated[str, Path(alias="alias", pattern=NAME_PATTERN, examples=["
 VersionNumber = Annotated[int, Path(alias="version", ge=1, le=2**53 - 1, examples=[1])]
 
 OfModel = Annotated[str | None, Query(pattern=f"^model_{ULID}$", description="only those of this model")]
-OfMask = Annotated[str | None, Query(pattern=f"^mask_{ULID}$", description="only those of this mask")]
 OfDevice = Annotated[str | None, Query(pattern=f"^dev_{ULID}$", description="only those of this device")]

@@ -147,7 +147,7 @@ def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
             404,
         ),
         "nothing to calibrate on": ("/v1/quantizations", {"model_id": model_id, "options": AUTO_ROUND}, 422),
-        "unknown mask": ("/v1/quantizations", {"model_id": model_id, "mask_id": f"mask_{nobody}"}, 404),
+        "unknown field": ("/v1/quantizations", {"model_id": model_id, "mask_id": f"mask_{nobody}"}, 422),
         "unknown parts": (
             "/v1/packages",
             {"mask_id": f"mask_{nobody}", "quantization_id": f"quant_{nobody}"},
@@ -160,7 +160,7 @@ def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
 
 
 def test_build_has_children_and_is_cancelled_with_them(stocked: Api) -> None:
-    body = {"model_id": add_model(stocked), "mask": MASK, "mask_aware": False}
+    body = {"model_id": add_model(stocked), "mask": MASK}
     job = stocked.post("/v1/builds", body).json()
     kinds = {stocked.get(f"/v1/jobs/{child}").json()["kind"] for child in job["children"]}
     assert kinds == {"mask", "quantization"}

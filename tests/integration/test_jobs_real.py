@@ -42,7 +42,6 @@ def test_the_worker_process_makes_a_package(site: Site) -> None:
                 "corpus_id": corpus.id,
                 "mask": {"method": "fisher", "density": 0.01, "sequences": 2, "length": 16, "seed": 1},
                 "quantization": {"scheme": "nf4", "group_size": 64},
-                "mask_aware": True,
             },
         )
     with (site.root / "worker.log").open("wb") as log:

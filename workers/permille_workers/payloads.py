@@ -34,65 +34,12 @@ class MaskPayload(_Closed):
         return self.model_dump(exclude={"model_id", "corpus_id"})
 
 
-class BasisPayload(_Closed):
-    """Learn directions for a mask's weights from a corpus."""
-
-    mask_id: str
-    corpus_id: str
-    sequences: int = 256
-    length: int = 128
-    rank: int = 32
-    seed: int = 0
-
-    def options(self) -> dict[str, Any]:
-        """What is stored of the basis: everything but what it was made of."""
-        return self.model_dump(exclude={"mask_id", "corpus_id"})
-
-
-class TaskFilesPayload(_Closed):
-    """Files of one task, below the corpus root."""
-
-    train: str
-    test: str | None = None
-
-
-class EvaluationPayload(_Closed):
-    """Compare methods on tasks. What is None has the sweep's own default."""
-
-    model_ids: list[str]
-    corpus_id: str
-    tasks: dict[str, TaskFilesPayload]
-    methods: list[str]
-    bases: list[str] | None = None
-    seeds: list[int] | None = None
-    density: float | None = None
-    zo_steps: int | None = None
-    fo_steps: int | None = None
-    queries: int | None = None
-    estimator: str | None = None
-    batch_size: int | None = None
-    trials: int | None = None
-    tuning_seeds: int | None = None
-    evaluations: int | None = None
-    sizes: list[int] | None = None
-    max_tokens: int | None = None
-    refresh_steps: int | None = None
-    corpus_sequences: int | None = None
-    corpus_tokens: int | None = None
-    wording: str | None = None
-
-    def options(self) -> dict[str, Any]:
-        """What is stored of the evaluation: everything but what it was made of."""
-        return self.model_dump(exclude={"model_ids", "corpus_id"}, exclude_none=True)
-
-
 class QuantizationPayload(_Closed):
-    """Quantize a model, with regard to a mask or without."""
+    """Quantize a model."""
 
     model_id: str
     scheme: str
     group_size: int
-    mask_id: str | None = None
     evaluation_corpus_id: str | None = None
     evaluation_tokens: int = 8192
     rounding: str = "nearest"
@@ -109,14 +56,11 @@ class QuantizationPayload(_Closed):
 
 
 class PackagePayload(_Closed):
-    """Pack a mask and a quantization of one model, with directions and measured precision if asked for."""
+    """Pack a mask and a quantization of one model."""
 
     mask_id: str
     quantization_id: str
-    basis_id: str | None = None
     fisher_exponents: bool = False
-    measure_precision: bool = False
-    precision_corpus_id: str | None = None
 
 
 class ReplayPayload(_Closed):

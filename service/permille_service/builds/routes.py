@@ -32,18 +32,14 @@ def create_build(
     body: Annotated[BuildCreate, Body(openapi_examples=BUILD_EXAMPLES)],
     submission: Submitting,
 ) -> Job:
-    """Start making a package of a model: mask, quantization, package, and a basis if asked for."""
+    """Start making a package of a model: mask, quantization, package."""
     payload = {
         "model_id": body.model_id,
         "corpus_id": corpus_of(body.mask),
         "mask": options_of(body.mask),
         "quantization": payload_of(body.quantization),
-        "mask_aware": body.mask_aware,
         "evaluation_corpus_id": body.evaluation_corpus_id,
-        "basis": None if body.basis is None else body.basis.model_dump(mode="json"),
         "fisher_exponents": body.fisher_exponents,
-        "measure_precision": body.measure_precision,
-        "precision_corpus_id": body.precision_corpus_id,
     }
     return submission.start(JobKind.BUILD, payload, check_build, body)
 
@@ -89,7 +85,6 @@ def present(session: Session, row: tables.Job) -> Build:
         model_id=str(row.payload["model_id"]),
         mask_id=made.get("mask"),
         quantization_id=made.get("quantization"),
-        basis_id=made.get("basis"),
         package_digest=package.digest if package else None,
         created_at=row.created_at,
     )

@@ -12,8 +12,6 @@ from permille.store.paging import MAX_LIMIT
 
 _COLLECTIONS = {
     "mask": "masks",
-    "basis": "bases",
-    "evaluation": "evaluations",
     "quantization": "quantizations",
     "run": "runs",
     "package": "packages",

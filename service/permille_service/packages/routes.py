@@ -15,7 +15,6 @@ from permille.schemas.packages import (
     PackageCreate,
     PackageLayer,
     PackageRecord,
-    PackageReport,
 )
 from permille.schemas.problems import ProblemType
 from permille.store import results, tables
@@ -24,10 +23,8 @@ from permille_service.context import Served, Service
 from permille_service.jobs.submission import Submitting
 from permille_service.openapi_examples import PACKAGE_EXAMPLES
 from permille_service.packages.content import CACHE_CONTROL, blob_response, not_modified
-from permille_service.packages.report import package_report
 from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
 from permille_service.parameters import BlobDigest, PackageDigest
-from permille_service.preflights.planning import check_precision
 from permille_service.problems import PRIVATE, ApiError, documented
 
 router = APIRouter(
@@ -84,15 +81,6 @@ def get_package(digest: PackageDigest, service: Served, operator: Viewer) -> Pac
     """Read what is known of one package."""
     with service.database.read() as session:
         return present(results.get_package(session, tenant_id=operator.tenant_id, digest=digest))
-
-
-@router.get("/{digest}/report")
-def get_package_report(digest: PackageDigest, service: Served, operator: Viewer) -> PackageReport:
-    """What was measured of a package: the error of the projected gradient by compute type and epsilon."""
-    with service.database.read() as session:
-        row = results.get_package(session, tenant_id=operator.tenant_id, digest=digest)
-        manifest = Manifest.from_bytes(row.manifest)
-    return package_report(service, manifest)
 
 
 @router.get("/{digest}/manifest", response_class=Response, responses=_MANIFEST_RESPONSES)
@@ -177,17 +165,6 @@ def _check_parts(service: Service, tenant_id: str, body: PackageCreate) -> None:
         mask = results.get_mask(session, tenant_id=tenant_id, mask_id=body.mask_id)
         quantization = results.get_quantization(
             session, tenant_id=tenant_id, quantization_id=body.quantization_id
-        )
-        basis = (
-            None
-            if body.basis_id is None
-            else results.get_basis(session, tenant_id=tenant_id, basis_id=body.basis_id)
-        )
-        check_precision(session, tenant_id, body, mask.corpus_id)
-    if basis is not None and basis.provenance["mask"] != mask.mask_digest:
-        raise ApiError(
-            ProblemType.CONFLICT,
-            f"expected a basis of {mask.mask_digest}, got one of {basis.provenance['mask']}",
         )
     if body.fisher_exponents and mask.scores_digest is None:
         raise ApiError(ProblemType.CONFLICT, f"expected a mask with scores, got {mask.id}, which has none")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import prod
 
 from permille.models.families import Config, expected_tensors, scoped_tensors
-from permille.schemas.bases import BasisOptions
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.quantizations import AnyOptions, AutoRound
 
@@ -18,12 +17,6 @@ PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weig
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
 FISHER_FLOPS = 8
 FORWARD_FLOPS = 2
-EIGEN_FLOPS = 10  # of a symmetric matrix, for the cube of its size
-# As `permille.engines.package_precision` does it: two compute types, four epsilons, both signs, 32
-# directions, and forward mode; of 4 sequences of 32 tokens.
-PRECISION_DIRECTIONS, PRECISION_TOKENS = 32, 128
-PRECISION_PASSES = PRECISION_DIRECTIONS * (2 * 4 * 2 + 2)
-PRECISION_COPIES = 64
 # auto-round as `permille.quantization.rounding` calls it: steps a block, of so many sequences; copies of the
 # model, hidden vectors that are kept of each token of the text, and of each token of a step.
 ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
@@ -94,23 +87,6 @@ def mask_needs(
     return Needs(memory_bytes=memory, disk_bytes=mask_disk + scores, seconds=seconds)
 
 
-def basis_needs(sizes: Sizes, options: BasisOptions, *, k: int, flops_per_s: float) -> Needs:
-    """What learning a basis needs: first the model and a gradient for each sequence, kept on the disk; then
-    blocks of them in float64, their products with each other, figures of each weight, and the basis."""
-    activations = options.length * (sizes.layers + 16) * sizes.hidden + 3 * options.length * sizes.vocabulary
-    memory = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
-    number, columns = options.sequences, min(k, max(256, (1 << 22) // options.sequences))
-    blocks = PROCESS_BYTES + 16 * number * columns + 32 * options.rank * columns + 24 * number**2 + 32 * k
-    rows = number * k * FLOAT_BYTES
-    work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS
-    gram = 2.0 * number * (number + 16 * options.rank) * k + EIGEN_FLOPS * float(number) ** 3
-    return Needs(
-        memory_bytes=max(memory, blocks) + 4 * options.rank * k,
-        disk_bytes=rows + 2 * options.rank * k,
-        seconds=(work + gram) / flops_per_s,
-    )
-
-
 def quantization_needs(sizes: Sizes, options: AnyOptions, *, evaluated: bool, flops_per_s: float) -> Needs:
     """What quantizing needs; measuring perplexity holds the whole model in float32 and runs it twice."""
     codes = sizes.scoped // 2 + sizes.scoped // options.group_size * FLOAT_BYTES
@@ -136,16 +112,4 @@ def package_needs(sizes: Sizes) -> Needs:
         memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
         disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
         seconds=sizes.scoped * SECONDS_A_WEIGHT,
-    )
-
-
-def precision_needs(sizes: Sizes, *, k: int, flops_per_s: float) -> Needs:
-    """What measuring the precision needs: passes over a few tokens, directions in a mapped file, a few copies
-    of the values. A tangent doubles a pass; the model stays packed, but for one layer and what is plain."""
-    memory = PROCESS_BYTES + (sizes.parameters - sizes.scoped + 3 * sizes.largest) * FLOAT_BYTES
-    work = float(PRECISION_PASSES) * PRECISION_TOKENS * sizes.parameters * FORWARD_FLOPS
-    return Needs(
-        memory_bytes=memory + sizes.scoped // 2 + PRECISION_COPIES * k * FLOAT_BYTES,
-        disk_bytes=PRECISION_DIRECTIONS * k * FLOAT_BYTES,
-        seconds=work / flops_per_s,
     )

@@ -4,21 +4,17 @@ figures."""
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
-from permille.schemas.bases import BasisCreate
 from permille.schemas.builds import BuildCreate
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
-from permille.schemas.packages import PackageCreate
 from permille.schemas.problems import ProblemType
 from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate
-from permille.store import corpora, models, results
+from permille.store import corpora, models
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
     Needs,
     Sizes,
-    basis_needs,
     mask_needs,
     package_needs,
-    precision_needs,
     quantization_needs,
     sizes_of,
 )
@@ -42,38 +38,17 @@ def needs_of_mask(service: Service, tenant_id: str, body: MaskBody, machine: Mac
 def needs_of_quantization(
     service: Service, tenant_id: str, body: QuantizationCreate, machine: Machine
 ) -> Needs:
-    """Raises NotFoundError for an unknown model, mask or corpus, ApiError (`conflict`) for another model's
-    mask."""
+    """Raises NotFoundError for an unknown model or corpus."""
     with service.database.read() as session:
         sizes = _sizes(session, tenant_id, body.model_id, "all")
         _check_corpus(session, tenant_id, body.evaluation_corpus_id)
-        _check_calibration(session, tenant_id, body.options, knows_mask=body.mask_id is not None)
-        if body.mask_id is not None:
-            mask = results.get_mask(session, tenant_id=tenant_id, mask_id=body.mask_id)
-            if mask.model_id != body.model_id:
-                raise ApiError(
-                    ProblemType.CONFLICT, f"expected a mask of {body.model_id}, got one of {mask.model_id}"
-                )
+        _check_calibration(session, tenant_id, body.options)
     evaluated = body.evaluation_corpus_id is not None
     return NOTHING if sizes is None else _quantization(sizes, body.options, machine, evaluated=evaluated)
 
 
-def needs_of_basis(service: Service, tenant_id: str, body: BasisCreate, machine: Machine) -> Needs:
-    """Raises NotFoundError for an unknown mask or corpus, ApiError (`conflict`) for more directions than
-    sequences give."""
-    _check_rank(body.rank, body.sequences)
-    with service.database.read() as session:
-        mask = results.get_mask(session, tenant_id=tenant_id, mask_id=body.mask_id)
-        sizes = _sizes(session, tenant_id, mask.model_id, str(mask.options.get("scope", "all")))
-        _check_corpus(session, tenant_id, body.corpus_id)
-    return NOTHING if sizes is None else basis_needs(sizes, body, k=mask.k, flops_per_s=machine.flops_per_s)
-
-
 def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine: Machine) -> Needs:
-    """Raises what the parts raise, and ApiError (`conflict`) for exponents of a mask without scores and for
-    a precision without a corpus."""
-    if body.basis is not None:
-        _check_rank(body.basis.rank, body.basis.sequences)
+    """Raises what the parts raise, and ApiError (`conflict`) for exponents of a mask without scores."""
     if body.fisher_exponents and not isinstance(body.mask, FisherMask):
         raise ApiError(
             ProblemType.CONFLICT, f"expected a mask of method fisher for exponents, got {body.mask.method}"
@@ -81,35 +56,20 @@ def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine:
     with service.database.read() as session:
         sizes = _sizes(session, tenant_id, body.model_id, body.mask.scope)
         _check_mask(session, tenant_id, body.mask)
-        own_corpus = body.mask.corpus_id if isinstance(body.mask, FisherMask) else None
-        check_precision(session, tenant_id, body, own_corpus)
         _check_corpus(session, tenant_id, body.evaluation_corpus_id)
-        _check_calibration(session, tenant_id, body.quantization, knows_mask=body.mask_aware)
-        _check_corpus(session, tenant_id, None if body.basis is None else body.basis.corpus_id)
+        _check_calibration(session, tenant_id, body.quantization)
         whole = _sizes(session, tenant_id, body.model_id, "all")
     if sizes is None or whole is None:
         return NOTHING
     evaluated = body.evaluation_corpus_id is not None
     quantization = _quantization(whole, body.quantization, machine, evaluated=evaluated)
-    needs = _mask(sizes, body.mask, machine).then(quantization).then(package_needs(whole))
-    k = round(sizes.scoped * body.mask.density)
-    if body.basis is not None:
-        needs = needs.then(basis_needs(sizes, body.basis, k=k, flops_per_s=machine.flops_per_s))
-    if body.measure_precision:
-        needs = needs.then(precision_needs(whole, k=k, flops_per_s=machine.flops_per_s))
-    return needs
+    return _mask(sizes, body.mask, machine).then(quantization).then(package_needs(whole))
 
 
 def check_mask(service: Service, tenant_id: str, body: MaskBody) -> None:
     """Refuse a mask job that the machine cannot hold."""
     machine = look(service.settings)
     require(needs_of_mask(service, tenant_id, body, machine), machine)
-
-
-def check_basis(service: Service, tenant_id: str, body: BasisCreate) -> None:
-    """Refuse a basis job that the machine cannot hold."""
-    machine = look(service.settings)
-    require(needs_of_basis(service, tenant_id, body, machine), machine)
 
 
 def check_quantization(service: Service, tenant_id: str, body: QuantizationCreate) -> None:
@@ -124,27 +84,6 @@ def check_build(service: Service, tenant_id: str, body: BuildCreate) -> None:
     require(needs_of_build(service, tenant_id, body, machine), machine)
 
 
-def check_precision(
-    session: Session, tenant_id: str, body: BuildCreate | PackageCreate, mask_corpus_id: str | None
-) -> None:
-    """Refuse a precision that would be measured on no text.
-
-    Raises:
-        NotFoundError: no such corpus.
-        ApiError: `conflict`.
-    """
-    if body.precision_corpus_id is not None and not body.measure_precision:
-        raise ApiError(
-            ProblemType.CONFLICT, "expected measure_precision with precision_corpus_id, got the corpus alone"
-        )
-    if body.measure_precision and body.precision_corpus_id is None and mask_corpus_id is None:
-        raise ApiError(
-            ProblemType.CONFLICT,
-            "expected precision_corpus_id to measure the precision on, or a mask with a corpus; got neither",
-        )
-    _check_corpus(session, tenant_id, body.precision_corpus_id)
-
-
 def _sizes(session: Session, tenant_id: str, model_id: str, scope: str) -> Sizes | None:
     model = models.get(session, tenant_id=tenant_id, model_id=model_id)
     if model.config is None:
@@ -155,27 +94,13 @@ def _sizes(session: Session, tenant_id: str, model_id: str, scope: str) -> Sizes
         raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
 
 
-def _check_rank(rank: int, sequences: int) -> None:
-    """One sequence of eight is left out to measure on."""
-    most = sequences - sequences // 8
-    if rank > most:
-        raise ApiError(
-            ProblemType.CONFLICT, f"expected at most {most} directions of {sequences} sequences, got {rank}"
-        )
-
-
 def _check_mask(session: Session, tenant_id: str, mask: FisherMask | WeightMask) -> None:
     _check_corpus(session, tenant_id, mask.corpus_id if isinstance(mask, FisherMask) else None)
 
 
-def _check_calibration(session: Session, tenant_id: str, options: AnyOptions, *, knows_mask: bool) -> None:
-    if not isinstance(options, AutoRound):
-        return
-    _check_corpus(session, tenant_id, options.calibration_corpus_id)
-    if knows_mask:
-        raise ApiError(
-            ProblemType.CONFLICT, "expected auto-round without a mask, of which it knows nothing, got one"
-        )
+def _check_calibration(session: Session, tenant_id: str, options: AnyOptions) -> None:
+    if isinstance(options, AutoRound):
+        _check_corpus(session, tenant_id, options.calibration_corpus_id)
 
 
 def _check_corpus(session: Session, tenant_id: str, corpus_id: str | None) -> None:

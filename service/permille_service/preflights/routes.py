@@ -5,9 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body
 
 from permille.schemas.preflights import (
-    BasisPreflight,
     BuildPreflight,
-    EvaluationPreflight,
     MaskPreflight,
     Preflight,
     PreflightCreate,
@@ -15,10 +13,8 @@ from permille.schemas.preflights import (
 from permille.schemas.problems import ProblemType
 from permille_service.access.principals import Viewer
 from permille_service.context import Served
-from permille_service.preflights.evaluations import needs_of_evaluation
 from permille_service.preflights.machine import look
 from permille_service.preflights.planning import (
-    needs_of_basis,
     needs_of_build,
     needs_of_mask,
     needs_of_quantization,
@@ -39,10 +35,6 @@ def check_preflight(body: Annotated[PreflightCreate, Body()], service: Served, o
     machine = look(service.settings)
     if isinstance(body, MaskPreflight):
         needs = needs_of_mask(service, operator.tenant_id, body.request, machine)
-    elif isinstance(body, BasisPreflight):
-        needs = needs_of_basis(service, operator.tenant_id, body.request, machine)
-    elif isinstance(body, EvaluationPreflight):
-        needs = needs_of_evaluation(service, operator.tenant_id, body.request, machine)
     elif isinstance(body, BuildPreflight):
         needs = needs_of_build(service, operator.tenant_id, body.request, machine)
     else:

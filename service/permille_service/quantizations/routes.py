@@ -34,7 +34,6 @@ def create_quantization(
     """Start coding a model's dense weights."""
     payload = {
         "model_id": body.model_id,
-        "mask_id": body.mask_id,
         "evaluation_corpus_id": body.evaluation_corpus_id,
         **payload_of(body.options),
     }
@@ -94,7 +93,6 @@ def present(row: tables.QuantizationRow) -> Quantization:
     return Quantization(
         id=row.id,
         model_id=row.model_id,
-        mask_id=row.mask_id,
         job_id=row.job_id,
         options=options_of(row.options),
         evaluation_corpus_id=row.evaluation_corpus_id,

@@ -8,11 +8,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from permille.schemas import (
     access,
-    bases,
     builds,
     corpora,
     devices,
-    evaluations,
     jobs,
     masks,
     models,
@@ -28,11 +26,9 @@ from tests.api_service import run_metrics
 
 MODULES = (
     access,
-    bases,
     builds,
     corpora,
     devices,
-    evaluations,
     jobs,
     masks,
     models,

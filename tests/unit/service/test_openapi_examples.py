@@ -11,10 +11,8 @@ from permille_service import openapi_examples
 KINDS = {
     "corpus_id": Prefix.CORPUS,
     "evaluation_corpus_id": Prefix.CORPUS,
-    "precision_corpus_id": Prefix.CORPUS,
     "mask_id": Prefix.MASK,
     "model_id": Prefix.MODEL,
-    "model_ids": Prefix.MODEL,
     "quantization_id": Prefix.QUANTIZATION,
     "calibration_corpus_id": Prefix.CORPUS,
 }

@@ -18,7 +18,6 @@ PAYLOAD: dict[str, Any] = {
     "evaluation_corpus_id": "corpus_2",
     "mask": {"method": "fisher", "density": 0.001, "seed": 3},
     "quantization": {"scheme": "nf4", "group_size": 64},
-    "mask_aware": True,
 }
 
 
@@ -51,22 +50,6 @@ def parts(db: Database, build: Job) -> dict[str, Job]:
     return {job.kind: job for job in page.items}
 
 
-def test_mask_aware_builds_run_their_parts_in_turn(db: Database, tenant_id: str) -> None:
-    build = submit_build(db, tenant_id)
-    assert read(db, build).state == "running"
-    run(db, "mask")
-    run(db, "quantization")
-    run(db, "package")
-    assert take(db) is None
-    after = read(db, build)
-    assert (after.state, after.result_kind, after.result_id, after.progress) == (
-        "succeeded",
-        "package",
-        "package_1",
-        1.0,
-    )
-
-
 def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: str) -> None:
     build = submit_build(db, tenant_id)
     for kind in ("mask", "quantization"):
@@ -82,57 +65,38 @@ def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: st
         },
         "quantization": {
             "model_id": "model_1",
-            "mask_id": "mask_1",
             "evaluation_corpus_id": "corpus_2",
             "scheme": "nf4",
             "group_size": 64,
         },
-        "package": {"mask_id": "mask_1", "quantization_id": "quantization_1"},
+        "package": {"mask_id": "mask_1", "quantization_id": "quantization_1", "fisher_exponents": False},
     }
 
 
-def test_unaware_builds_run_mask_and_quantization_side_by_side(db: Database, tenant_id: str) -> None:
-    submit_build(db, tenant_id, mask_aware=False)
+def test_builds_run_mask_and_quantization_side_by_side(db: Database, tenant_id: str) -> None:
+    build = submit_build(db, tenant_id)
+    assert read(db, build).state == "running"
     first, second = take(db), take(db)
     assert first is not None
     assert second is not None
     assert {first.kind, second.kind} == {"mask", "quantization"}
-    quantization = first if first.kind == "quantization" else second
-    assert quantization.payload["mask_id"] is None
     assert take(db) is None
     finish(db, first)
     assert take(db) is None
     finish(db, second)
     run(db, "package")
-
-
-BASIS = {"corpus_id": "corpus_3", "rank": 8}
-
-
-def test_a_basis_is_learned_after_the_mask_and_the_package_waits_for_it(db: Database, tenant_id: str) -> None:
-    build = submit_build(db, tenant_id, basis=BASIS, fisher_exponents=True)
-    run(db, "mask")
-    assert {job.kind for job in parts(db, build).values()} == {"mask", "quantization", "basis"}
-    first, second = take(db), take(db)
-    assert first is not None and second is not None
-    basis, quantization = sorted((first, second), key=lambda claim: claim.kind)
-    assert basis.payload == {"mask_id": "mask_1", **BASIS}
-    finish(db, quantization)
     assert take(db) is None
-    assert read(db, build).progress == pytest.approx(0.9 / 1.6)
-    finish(db, basis)
-    package = take(db)
-    assert package is not None
-    assert package.payload == {
-        "mask_id": "mask_1",
-        "quantization_id": "quantization_1",
-        "basis_id": "basis_1",
-        "fisher_exponents": True,
-    }
+    after = read(db, build)
+    assert (after.state, after.result_kind, after.result_id, after.progress) == (
+        "succeeded",
+        "package",
+        "package_1",
+        1.0,
+    )
 
 
 def test_children_due_adds_nothing_twice() -> None:
-    assert children_due(PAYLOAD, {"mask": None}) == []
+    assert children_due(PAYLOAD, {"mask": None, "quantization": None}) == []
     assert children_due(PAYLOAD, {"mask": "m", "quantization": "q", "package": None}) == []
 
 
@@ -148,7 +112,7 @@ def test_progress_of_the_parts_is_the_builds(db: Database, tenant_id: str) -> No
 
 
 def test_a_failed_part_fails_the_build_and_stops_its_siblings(db: Database, tenant_id: str) -> None:
-    build = submit_build(db, tenant_id, mask_aware=False)
+    build = submit_build(db, tenant_id)
     first, second = take(db), take(db)
     assert first is not None
     assert second is not None
@@ -166,7 +130,7 @@ def test_a_failed_part_fails_the_build_and_stops_its_siblings(db: Database, tena
 
 
 def test_cancel_of_a_build_cancels_its_parts(db: Database, tenant_id: str) -> None:
-    build = submit_build(db, tenant_id, mask_aware=False)
+    build = submit_build(db, tenant_id)
     running = take(db)
     assert running is not None
     with db.write() as session:

@@ -87,7 +87,6 @@ def test_a_database_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
 def test_a_lock_that_stays_taken_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_MS", 100)
     url = f"sqlite:///{tmp_path}/x.db"
-    migrate(url, revision="0004")
     db = Database(url)
     with db.write() as session:
         session.execute(text("SELECT 1"))

@@ -19,7 +19,6 @@ from permille.zo.directions import Distribution
 from permille.zo.lattice import state_digest
 from permille.zo.layers import DirectionLayers
 from permille.zo.log import (
-    BasisUse,
     EstimatorKind,
     LogHeader,
     Schedule,
@@ -46,7 +45,6 @@ def build_payload(bench: Bench, **changes: Any) -> dict[str, Any]:
         "evaluation_corpus_id": bench.corpus.id,
         "mask": {**FISHER, "scope": "all", "allocation": "tensor"},
         "quantization": {"scheme": "nf4", "group_size": 64, "evaluation_tokens": 512},
-        "mask_aware": True,
         **changes,
     }
 
@@ -84,7 +82,6 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
     assert verify_package(bench.blobs, row.digest).k == row.k
     package = Package.open(bench.blobs, row.digest)
     assert row.manifest == package.manifest.to_bytes()
-    assert package.manifest.scheme.mask_aware
     model = bench.root / "models" / "tiny"
     assert package.file("tokenizer.json") == (model / "tokenizer.json").read_bytes()
     with bench.db.read() as session:
@@ -136,7 +133,6 @@ def test_fisher_masks_the_weights_with_the_largest_scores(bench: Bench) -> None:
         flat = scores[tensor.name].reshape(-1)
         chosen = opened.mask(tensor.name)
         assert flat[chosen].min() >= np.delete(flat, chosen).max()
-    assert not opened.manifest.scheme.mask_aware
 
 
 @pytest.mark.parametrize("method", ["magnitude", "random"])
@@ -149,8 +145,7 @@ def test_masks_without_a_corpus(bench: Bench, method: str) -> None:
 
 
 def test_quantization_reports_errors_and_perplexity_on_held_out_text(bench: Bench) -> None:
-    mask = mask_of(bench, sequences=1, length=8)
-    row = quantization_of(bench, mask_id=mask.id, evaluation_corpus_id=bench.corpus.id, evaluation_tokens=512)
+    row = quantization_of(bench, evaluation_corpus_id=bench.corpus.id, evaluation_tokens=512)
     report = bench.report(row.report_digest)
     assert len(report["tensors"]) == 14
     assert all(0 < tensor["relative_error"] < 0.2 for tensor in report["tensors"])
@@ -160,8 +155,10 @@ def test_quantization_reports_errors_and_perplexity_on_held_out_text(bench: Benc
 
 
 def test_a_small_corpus_is_measured_on_what_there_is_and_says_so(bench: Bench) -> None:
-    mask = mask_of(bench, sequences=12, length=128)
-    row = quantization_of(bench, mask_id=mask.id, evaluation_corpus_id=bench.corpus.id)
+    texts = {"calibration_corpus_id": bench.corpus.id, "evaluation_corpus_id": bench.corpus.id}
+    row = quantization_of(
+        bench, **AUTO_ROUND | {"calibration_sequences": 12, "calibration_length": 128}, **texts
+    )
     assert bench.report(row.report_digest)["perplexity"]["held_out"] is False
 
 
@@ -185,7 +182,7 @@ AUTO_ROUND = {
 
 def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(bench: Bench) -> None:
     options = {**AUTO_ROUND, "calibration_corpus_id": bench.corpus.id, "evaluation_tokens": 512}
-    payload = build_payload(bench, quantization=options, mask_aware=False)
+    payload = build_payload(bench, quantization=options)
     row = package_of(bench, bench.finish("build", payload))
     package = Package.open(bench.blobs, row.digest)
     nearest = quantization_of(bench, scheme="int4", group_size=128)
@@ -218,7 +215,7 @@ def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(bench: Be
 def test_what_auto_round_cannot_do_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     payload = {"model_id": bench.model.id, **AUTO_ROUND, "calibration_corpus_id": bench.corpus.id}
     assert "rounding nearest or auto-round" in failed(bench, "quantization", payload | {"rounding": "up"})
-    assert "int4 without a mask" in failed(bench, "quantization", payload | {"scheme": "nf4"})
+    assert "expected int4" in failed(bench, "quantization", payload | {"scheme": "nf4"})
     assert "a corpus" in failed(bench, "quantization", payload | {"calibration_corpus_id": None})
     too_much = payload | {"calibration_sequences": 4000, "calibration_length": 4000}
     assert "tokens" in failed(bench, "quantization", too_much)
@@ -266,13 +263,6 @@ def test_a_corpus_outside_the_root_is_refused(bench: Bench) -> None:
     (bench.root / "corpora" / "rows.jsonl").symlink_to(bench.root / "secret.txt")
     payload = {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **FISHER}
     assert "inside the root" in failed(bench, "mask", payload)
-
-
-def test_a_quantization_for_another_mask_is_refused(bench: Bench) -> None:
-    first, second = mask_of(bench), mask_of(bench, seed=6, density=0.02)
-    quantization = quantization_of(bench, mask_id=first.id)
-    payload = {"mask_id": second.id, "quantization_id": quantization.id}
-    assert first.id in failed(bench, "package", payload)
 
 
 def test_a_damaged_mask_layer_is_refused(bench: Bench) -> None:
@@ -356,7 +346,7 @@ def replayed(bench: Bench, package: PackageRow, data: bytes, claimed: str | None
 @pytest.fixture
 def package(bench: Bench) -> PackageRow:
     mask = mask_of(bench, method="random", corpus_id=None, sequences=None, length=None)
-    quantization = quantization_of(bench, mask_id=mask.id)
+    quantization = quantization_of(bench)
     job = bench.finish("package", {"mask_id": mask.id, "quantization_id": quantization.id})
     return package_of(bench, job)
 
@@ -381,23 +371,6 @@ def test_replay_reads_the_layers_that_a_log_needs(bench: Bench) -> None:
     run = replayed(bench, scaled, data, digest)
 
     assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, digest)
-
-
-def test_replay_refuses_a_log_along_directions_that_the_package_lacks(
-    bench: Bench, package: PackageRow
-) -> None:
-    use = BasisUse(
-        digest="sha256:" + "c" * 64,
-        rank=3,
-        steps=3,
-        bound=9,
-        sum_squares=99,
-        epsilon=1e-2,
-        learning_rate=1e-2,
-    )
-    run = replayed(bench, package, shared_log(package, basis=use), None)
-    assert run.log_state == "refused"
-    assert "log-binding" in str(run.log_reason)
 
 
 def test_replay_refuses_another_state(bench: Bench, package: PackageRow) -> None:

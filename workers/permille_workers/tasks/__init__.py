@@ -12,8 +12,6 @@ class Tasks(Mapping[str, Task]):
 
     _kinds = (
         JobKind.MASK,
-        JobKind.BASIS,
-        JobKind.EVALUATION,
         JobKind.QUANTIZATION,
         JobKind.PACKAGE,
         JobKind.REPLAY,

@@ -60,10 +60,8 @@ def calibrated_layers(
 def _check(scheme: Scheme, payload: QuantizationPayload) -> None:
     if payload.rounding != _AUTO_ROUND:
         raise InputError(f"expected rounding nearest or {_AUTO_ROUND}, got {payload.rounding!r}")
-    if scheme is not Scheme.INT4 or payload.mask_id is not None:
-        raise InputError(
-            f"expected int4 without a mask for {_AUTO_ROUND}, got {scheme} with {payload.mask_id}"
-        )
+    if scheme is not Scheme.INT4:
+        raise InputError(f"expected int4 for {_AUTO_ROUND}, got {scheme}")
     if importlib.util.find_spec("auto_round") is None:
         raise OperatorError(
             'expected auto-round, which is not installed: pip install "permille[workers,evaluate]"'

@@ -1,5 +1,5 @@
 """The package job: a mask and a quantization of one model, the masked values, the files, and if asked for
-a basis, powers of two and the measured error of the projected gradient.
+powers of two.
 
 The reader verifies the package, as a stranger would, before its row is written.
 """
@@ -13,17 +13,16 @@ from permille.errors import InputError
 from permille.package.build import mask_counts, write_package
 from permille.package.direction_layers import write_exponents
 from permille.package.manifest import Layer, Quantization
-from permille.package.reader import Package, verify_package
+from permille.package.reader import verify_package
 from permille.quantization import Scheme
 from permille.sensitivity.basis import fisher_exponents
 from permille.sensitivity.scores import load_scores
 from permille.store import results
 from permille.store.results import LayerRecord
-from permille.store.tables import Basis, Mask, QuantizationRow
+from permille.store.tables import Mask, QuantizationRow
 from permille_workers.context import Publish, Result, TaskContext
 from permille_workers.payloads import PackagePayload, parse_payload
 from permille_workers.tasks.layers import layer_of, read_mask
-from permille_workers.tasks.precision import add_precision
 from permille_workers.tasks.sources import SourceModel, open_model
 
 
@@ -31,8 +30,7 @@ def run(context: TaskContext) -> Publish:
     """Make the package of the payload and verify it as a stranger would.
 
     Raises:
-        InputError: parts of different models or weights, a quantization that was made for another mask, a
-            precision that is to be measured on no text or has nothing to compare with.
+        InputError: parts of different models or weights.
         PackageError: a stored part is damaged, or a file of the model may not be in a package.
     """
     payload = parse_payload(PackagePayload, context.claim.payload)
@@ -41,8 +39,7 @@ def run(context: TaskContext) -> Publish:
     model = open_model(context, mask_row.model_id)
     _check_same_weights(model.provenance, mask_row, quantization)
     mask = read_mask(context.blobs, mask_row.mask_digest)
-    basis_row = _basis(context, payload, mask_row)
-    optional = [] if basis_row is None else [layer_of(basis_row.layer)]
+    optional = []
     if payload.fisher_exponents:
         context.progress(0.1, "scaling")
         optional.append(_exponents(context, model, mask_row, mask))
@@ -59,14 +56,11 @@ def run(context: TaskContext) -> Publish:
         method=str(mask_row.options["method"]),
         density=str(mask_row.options["density"]),
         scope=str(mask_row.options["scope"]),
-        provenance=_provenance(mask_row, quantization, basis_row),
+        provenance={"mask": mask_row.provenance, "quantization": quantization.provenance},
     )
     digest = manifest.digest
-    if payload.measure_precision:
-        digest = add_precision(context, digest, model, payload.precision_corpus_id or mask_row.corpus_id)
-    context.progress(0.9 if payload.measure_precision else 0.6, "verifying")
+    context.progress(0.6, "verifying")
     verify_package(context.blobs, digest)
-    manifest = Package.open(context.blobs, digest).manifest
 
     def publish(session: Session) -> Result:
         row = results.add_package(
@@ -103,21 +97,7 @@ def _parts(context: TaskContext, payload: PackagePayload) -> tuple[Mask, Quantiz
         )
     if mask.model_id != quantization.model_id:
         raise InputError(f"expected parts of one model, got {mask.model_id} and {quantization.model_id}")
-    if quantization.mask_id not in (None, mask.id):
-        raise InputError(
-            f"expected a quantization for {mask.id} or for any mask, got {quantization.mask_id}'s"
-        )
     return mask, quantization
-
-
-def _basis(context: TaskContext, payload: PackagePayload, mask: Mask) -> Basis | None:
-    if payload.basis_id is None:
-        return None
-    with context.db.read() as session:
-        basis = results.get_basis(session, tenant_id=context.claim.tenant_id, basis_id=payload.basis_id)
-    if basis.provenance["mask"] != mask.mask_digest:
-        raise InputError(f"expected a basis of {mask.mask_digest}, got one of {basis.provenance['mask']}")
-    return basis
 
 
 def _exponents(
@@ -143,11 +123,5 @@ def _scheme(quantization: QuantizationRow) -> Quantization:
     return Quantization(
         name=Scheme(quantization.options["scheme"]),
         group_size=int(quantization.options["group_size"]),
-        mask_aware=quantization.mask_id is not None,
+        mask_aware=False,
     )
-
-
-def _provenance(mask: Mask, quantization: QuantizationRow, basis: Basis | None) -> dict[str, JSON]:
-    """Where it comes from: no clock, no row ids, so that the same inputs give the same package."""
-    found: dict[str, JSON] = {"mask": mask.provenance, "quantization": quantization.provenance}
-    return found if basis is None else {**found, "basis": basis.provenance}

@@ -1,7 +1,7 @@
 """The quantization job: a dense layer, the layer of what stays as it is, and what that costs."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,15 @@ from permille.models.families import scoped_tensors
 from permille.package.build import plain_tensors
 from permille.package.layers import write_dense, write_plain
 from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
-from permille.quantization.report import ErrorReport, keep_of, overlaid
+from permille.quantization.report import ErrorReport
 from permille.sensitivity.plots import error_picture
 from permille.store import results
-from permille.store.tables import Mask
 from permille_workers.context import Publish, Result, TaskContext
 from permille_workers.payloads import QuantizationPayload, parse_payload
 from permille_workers.tasks.calibration import calibrated_layers
-from permille_workers.tasks.layers import layer_record, read_mask
+from permille_workers.tasks.layers import layer_record
 from permille_workers.tasks.sources import SourceCorpus, SourceModel, open_corpus, open_model, versions
 
-Indices = Mapping[str, NDArray[np.uint32]]
 Coded = Callable[[], Iterator[tuple[str, QuantizedTensor]]]
 _QUANTIZED = 0.6  # of the time, where there is text to measure on
 _EVALUATION_SEED = 0
@@ -37,7 +35,7 @@ def run(context: TaskContext) -> Publish:
     """Quantize the model of the payload.
 
     Raises:
-        InputError: a mask of another model, a scheme or rounding that does not exist, a model that does not
+        InputError: a scheme or rounding that does not exist, a model that does not
             serve, too little text to calibrate on.
         RetryableError: a hub or data set that cannot be reached.
         OperatorError: this worker was installed without auto-round, and it is asked for.
@@ -48,21 +46,18 @@ def run(context: TaskContext) -> Publish:
     scheme = Scheme(payload.scheme)
     context.progress(0.0, "opening the model")
     model = open_model(context, payload.model_id)
-    mask_row = _mask_row(context, payload)
-    mask = None if mask_row is None else read_mask(context.blobs, mask_row.mask_digest)
     errors = ErrorReport()
-    coded, calibration = _coded(context, model.checkpoint, scheme, payload, mask)
-    tensors = _measured(context, model.checkpoint, coded(), mask, errors)
+    coded, calibration = _coded(context, model.checkpoint, scheme, payload)
+    tensors = _measured(context, model.checkpoint, coded(), errors)
     dense = write_dense(context.blobs, tensors, scheme)
     context.progress(_QUANTIZED, "writing the plain layer")
     plain = write_plain(context.blobs, plain_tensors(model.checkpoint))
     summary = errors.summary()
-    perplexity = _perplexity(context, model, payload, coded, mask_row, mask)
+    perplexity = _perplexity(context, model, payload, coded)
     provenance: dict[str, JSON] = {
         "model": model.provenance,
         "scheme": scheme.value,
         "group_size": payload.group_size,
-        "mask": None if mask_row is None else mask_row.mask_digest,
         **calibration,
     }
     content = {**summary, "perplexity": perplexity, "provenance": provenance}
@@ -76,7 +71,6 @@ def run(context: TaskContext) -> Publish:
             tenant_id=context.claim.tenant_id,
             job_id=context.claim.job_id,
             model_id=payload.model_id,
-            mask_id=payload.mask_id,
             evaluation_corpus_id=payload.evaluation_corpus_id,
             options=payload.options(),
             dense_layer=layer_record(dense),
@@ -90,31 +84,19 @@ def run(context: TaskContext) -> Publish:
     return publish
 
 
-def _mask_row(context: TaskContext, payload: QuantizationPayload) -> Mask | None:
-    if payload.mask_id is None:
-        return None
-    with context.db.read() as session:
-        row = results.get_mask(session, tenant_id=context.claim.tenant_id, mask_id=payload.mask_id)
-    if row.model_id != payload.model_id:
-        raise InputError(f"expected a mask of model {payload.model_id}, got one of {row.model_id}")
-    return row
-
-
 def _coded(
     context: TaskContext,
     checkpoint: Checkpoint,
     scheme: Scheme,
     payload: QuantizationPayload,
-    mask: Indices | None,
 ) -> tuple[Coded, dict[str, JSON]]:
     """The codes, as often as they are asked for, and their provenance. To the nearest code each time anew:
     cheaper than reading them back, and no two tensors are held at once."""
     if payload.rounding == "nearest":
 
         def nearest() -> Iterator[tuple[str, QuantizedTensor]]:
-            for name, shape in scoped_tensors(checkpoint.config):
-                keep = None if mask is None else keep_of(mask[name], shape)
-                yield name, quantize(checkpoint.float32(name), scheme, payload.group_size, keep, name=name)
+            for name, _ in scoped_tensors(checkpoint.config):
+                yield name, quantize(checkpoint.float32(name), scheme, payload.group_size, name=name)
 
         return nearest, {"versions": versions()}
     layers, provenance = calibrated_layers(context, checkpoint, scheme, payload)
@@ -125,16 +107,13 @@ def _measured(
     context: TaskContext,
     checkpoint: Checkpoint,
     coded: Iterator[tuple[str, QuantizedTensor]],
-    mask: Indices | None,
     errors: ErrorReport,
 ) -> Iterator[tuple[str, QuantizedTensor]]:
-    """Tensor by tensor; `errors` measures on the way, the overlay in place."""
+    """Tensor by tensor; `errors` measures on the way."""
     number = len(scoped_tensors(checkpoint.config))
     for index, (name, quantized) in enumerate(coded):
         context.progress(_QUANTIZED * (index + 1) / number, f"quantize {index + 1}/{number}")
-        w_NK = checkpoint.float32(name)
-        indices = None if mask is None else mask[name]
-        errors.add(name, w_NK, overlaid(dequantize(quantized), w_NK, indices))
+        errors.add(name, checkpoint.float32(name), dequantize(quantized))
         yield name, quantized
 
 
@@ -143,10 +122,8 @@ def _perplexity(
     model: SourceModel,
     payload: QuantizationPayload,
     coded: Coded,
-    mask_row: Mask | None,
-    mask: Indices | None,
 ) -> dict[str, Any] | None:
-    """Before and after, on text that the mask was not chosen by where the corpus is large enough."""
+    """Before and after, on text that the codes were not calibrated on where the corpus is large enough."""
     if payload.evaluation_corpus_id is None:
         return None
     from permille.models.loading import FileTokenizer, load_model
@@ -156,7 +133,7 @@ def _perplexity(
     context.progress(_QUANTIZED, "reading the evaluation text")
     folder = model.checkpoint.folder
     sequences, held_out = evaluation_sequences(
-        context, FileTokenizer(folder), corpus, payload, _used_tokens(payload, mask_row), model.checkpoint
+        context, FileTokenizer(folder), corpus, payload, _used_tokens(payload), model.checkpoint
     )
     loaded = load_model(folder)
 
@@ -167,7 +144,7 @@ def _perplexity(
         return progress
 
     before = perplexity(loaded, sequences, progress=part(0.62, "before"))
-    apply_quantized(loaded, coded(), mask)
+    apply_quantized(loaded, coded(), None)
     after = perplexity(loaded, sequences, progress=part(0.8, "after"))
     return {
         "tokens": before["tokens"],
@@ -188,7 +165,7 @@ def evaluation_sequences(
     used_tokens: int,
     checkpoint: Checkpoint,
 ) -> tuple[NDArray[np.int64], bool]:
-    """[N, T] tokens to measure on, and whether they lie after the `used_tokens` that chose mask or codes.
+    """[N, T] tokens to measure on, and whether they lie after the `used_tokens` that calibrated the codes.
 
     Of a small corpus as much is taken as there is, at last without passing over the used part (and said so).
     """
@@ -208,11 +185,8 @@ def evaluation_sequences(
     raise InputError(f"expected an evaluation corpus of at least {length} tokens, got less")
 
 
-def _used_tokens(payload: QuantizationPayload, mask_row: Mask | None) -> int:
-    """Of the evaluation corpus, what the choice of the mask and the calibration of codes could have drawn."""
-    used = 0
-    if mask_row is not None and mask_row.corpus_id == payload.evaluation_corpus_id:
-        used = POOL * int(mask_row.options["sequences"]) * int(mask_row.options["length"])
-    if payload.calibration_corpus_id == payload.evaluation_corpus_id:
-        used = max(used, POOL * payload.calibration_sequences * payload.calibration_length)
-    return used
+def _used_tokens(payload: QuantizationPayload) -> int:
+    """Of the evaluation corpus, what the calibration of codes could have drawn."""
+    if payload.calibration_corpus_id != payload.evaluation_corpus_id:
+        return 0
+    return POOL * payload.calibration_sequences * payload.calibration_length

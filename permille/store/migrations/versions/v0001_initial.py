@@ -54,6 +54,20 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_devices_tenant_id"), "devices", ["tenant_id"], unique=False)
     op.create_table(
+        "idempotent_answers",
+        sa.Column("tenant_id", sa.String(length=255), nullable=False),
+        sa.Column("key", sa.String(length=255), nullable=False),
+        sa.Column("request_digest", sa.String(length=255), nullable=False),
+        sa.Column("status", sa.Integer(), nullable=False),
+        sa.Column("sealed", sa.LargeBinary(), nullable=False),
+        sa.Column("created_at", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_idempotent_answers_tenant_id")),
+        sa.PrimaryKeyConstraint("tenant_id", "key", name=op.f("pk_idempotent_answers")),
+    )
+    op.create_index(
+        op.f("ix_idempotent_answers_created_at"), "idempotent_answers", ["created_at"], unique=False
+    )
+    op.create_table(
         "jobs",
         sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("kind", sa.String(length=255), nullable=False),
@@ -222,6 +236,33 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_masks_tenant_id"), "masks", ["tenant_id"], unique=False)
     op.create_table(
+        "quantizations",
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("job_id", sa.String(length=255), nullable=False),
+        sa.Column("model_id", sa.String(length=255), nullable=False),
+        sa.Column("evaluation_corpus_id", sa.String(length=255), nullable=True),
+        sa.Column("options", sa.JSON(), nullable=False),
+        sa.Column("dense_layer", sa.JSON(), nullable=False),
+        sa.Column("plain_layer", sa.JSON(), nullable=False),
+        sa.Column("provenance", sa.JSON(), nullable=False),
+        sa.Column("dense_digest", sa.String(length=255), nullable=False),
+        sa.Column("plain_digest", sa.String(length=255), nullable=False),
+        sa.Column("report_digest", sa.String(length=255), nullable=False),
+        sa.Column("picture_digest", sa.String(length=255), nullable=False),
+        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("tenant_id", sa.String(length=255), nullable=False),
+        sa.Column("created_at", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["evaluation_corpus_id"], ["corpora.id"], name=op.f("fk_quantizations_evaluation_corpus_id")
+        ),
+        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_quantizations_job_id")),
+        sa.ForeignKeyConstraint(["model_id"], ["models.id"], name=op.f("fk_quantizations_model_id")),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_quantizations_tenant_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_quantizations")),
+        sa.UniqueConstraint("job_id", name=op.f("uq_quantizations_job_id")),
+    )
+    op.create_index(op.f("ix_quantizations_tenant_id"), "quantizations", ["tenant_id"], unique=False)
+    op.create_table(
         "runs",
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("run_id", sa.String(length=255), nullable=False),
@@ -243,35 +284,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("tenant_id", "run_id", name=op.f("pk_runs")),
     )
     op.create_index(op.f("ix_runs_device_id"), "runs", ["device_id"], unique=False)
-    op.create_table(
-        "quantizations",
-        sa.Column("id", sa.String(length=255), nullable=False),
-        sa.Column("job_id", sa.String(length=255), nullable=False),
-        sa.Column("model_id", sa.String(length=255), nullable=False),
-        sa.Column("mask_id", sa.String(length=255), nullable=True),
-        sa.Column("evaluation_corpus_id", sa.String(length=255), nullable=True),
-        sa.Column("options", sa.JSON(), nullable=False),
-        sa.Column("dense_layer", sa.JSON(), nullable=False),
-        sa.Column("plain_layer", sa.JSON(), nullable=False),
-        sa.Column("provenance", sa.JSON(), nullable=False),
-        sa.Column("dense_digest", sa.String(length=255), nullable=False),
-        sa.Column("plain_digest", sa.String(length=255), nullable=False),
-        sa.Column("report_digest", sa.String(length=255), nullable=False),
-        sa.Column("picture_digest", sa.String(length=255), nullable=False),
-        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("tenant_id", sa.String(length=255), nullable=False),
-        sa.Column("created_at", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(
-            ["evaluation_corpus_id"], ["corpora.id"], name=op.f("fk_quantizations_evaluation_corpus_id")
-        ),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_quantizations_job_id")),
-        sa.ForeignKeyConstraint(["mask_id"], ["masks.id"], name=op.f("fk_quantizations_mask_id")),
-        sa.ForeignKeyConstraint(["model_id"], ["models.id"], name=op.f("fk_quantizations_model_id")),
-        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_quantizations_tenant_id")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_quantizations")),
-        sa.UniqueConstraint("job_id", name=op.f("uq_quantizations_job_id")),
-    )
-    op.create_index(op.f("ix_quantizations_tenant_id"), "quantizations", ["tenant_id"], unique=False)
     op.create_table(
         "packages",
         sa.Column("id", sa.String(length=255), nullable=False),

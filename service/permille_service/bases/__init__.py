@@ -1,1 +1,0 @@
-"""Bases: asked for, listed, and the evidence behind them."""

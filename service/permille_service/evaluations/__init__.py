@@ -1,1 +1,0 @@
-"""Evaluations: methods compared on tasks."""
