@@ -6,11 +6,11 @@ python -m tests.bigram_agent HOME TEXT STEPS
 import sys
 from pathlib import Path
 
-from permille_agent.home import open_home
-from permille_agent.lock import hold_lock
-from permille_agent.options import TrainOptions
-from permille_agent.run_reports import collect_reports
-from permille_agent.training_job import run_training
+from permille_agent.link.run_reports import collect_reports
+from permille_agent.state.home import open_home
+from permille_agent.state.lock import hold_lock
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
 
 

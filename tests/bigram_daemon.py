@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from permille_agent.daemon import Daemon, World
-from permille_agent.home import Home, open_home
-from permille_agent.lock import hold_daemon_lock, hold_lock
-from permille_agent.options import TrainOptions
-from permille_agent.policy import Machine
-from permille_agent.training_child import TrainingRequest
-from permille_agent.training_job import run_training
+from permille_agent.daemon.loop import Daemon, World
+from permille_agent.daemon.policy import Machine
+from permille_agent.daemon.training_child import TrainingRequest
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.lock import hold_daemon_lock, hold_lock
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
 
 IDLE = Machine(on_ac=True, battery=None, load=0.0)

@@ -2,6 +2,6 @@
 
 import sys
 
-from permille_agent.cli import main
+from permille_agent.cli.main import main
 
 sys.exit(main())

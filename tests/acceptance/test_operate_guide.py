@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from permille.store.settings import StoreSettings, layout
-from permille_agent.console import ExitCode
+from permille_agent.cli.console import ExitCode
 from permille_service.cli.exits import Exit
 from permille_service.settings import Settings
 from permille_workers.settings import WorkerSettings

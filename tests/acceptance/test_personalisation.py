@@ -11,11 +11,11 @@ from permille.errors import PackageError
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
-from permille_agent import cli
-from permille_agent.activation import active_model
-from permille_agent.home import Home
-from permille_agent.personal import canonical_log, checked_replay, chosen_log, model_values
-from permille_agent.run_folder import find_run
+from permille_agent.cli import main as cli
+from permille_agent.state.activation import active_model
+from permille_agent.state.home import Home
+from permille_agent.training.personal import canonical_log, checked_replay, chosen_log, model_values
+from permille_agent.training.run import find_run
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
 STEPS = "24"

@@ -127,7 +127,7 @@ def test_there_is_one_version_number() -> None:
         ("permille.zo.replay", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille.package.reader", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille.engines.light.engine", {"torch", "transformers", "pydantic", "sqlalchemy", "httpx"}),
-        ("permille_agent.cli", {"torch", "transformers", "fastapi", "sqlalchemy", "celery"}),
+        ("permille_agent.cli.main", {"torch", "transformers", "fastapi", "sqlalchemy", "celery"}),
         ("permille_service.app", {"torch", "transformers", "bitsandbytes", "datasets"}),
     ],
 )

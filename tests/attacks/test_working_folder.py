@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from permille.errors import OperatorError
-from permille_agent.chat import ChatTemplate
-from permille_agent.home import open_home
-from permille_agent.training_child import TrainingRequest, train_in_child
+from permille_agent.daemon.training_child import TrainingRequest, train_in_child
+from permille_agent.state.home import open_home
+from permille_agent.text.chat_template import ChatTemplate
 from permille_service.cli.up import _start
 from permille_workers.supervisor import CHILD_COMMAND
 

@@ -14,10 +14,10 @@ from permille.package.reader import Package, verify_package
 from permille.store import results, tables
 from permille.store.database import Database
 from permille.store.results import LayerRecord
-from permille_agent.cli import main
-from permille_agent.download import Download
-from permille_agent.home import open_home
-from permille_agent.report import enqueue
+from permille_agent.cli.main import main
+from permille_agent.link.download import Download
+from permille_agent.link.report import enqueue
+from permille_agent.state.home import open_home
 from tests.packages import tiny_package
 from tests.running_service import Running, running_service
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics

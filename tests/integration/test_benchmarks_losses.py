@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from permille.engines.torch_engine import TorchEngine
-from permille_agent.evaluate import mean_loss
+from permille_agent.training.evaluation import mean_loss
 from permille_lab.benchmarks import compute_types, estimators, first_order, time_to_loss
 from permille_lab.benchmarks.cells import Cells
 from permille_lab.benchmarks.loss_page import FIRST_ORDER, LINEAR, OURS, page

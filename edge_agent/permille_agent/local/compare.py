@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from permille.errors import InputError
-from permille_agent.data import DataReport, read_documents
-from permille_agent.documents import PlainText
-from permille_agent.evaluate import document_losses, paired_bootstrap
-from permille_agent.home import Home
 from permille_agent.local.model import LocalModel, Sampling, Variant
-from permille_agent.prepare import tokenize
-from permille_agent.rows import document_rows
-from permille_agent.run_folder import Json, find_run
-from permille_agent.search import search_seed
-from permille_agent.splits import Split, assign
+from permille_agent.state.home import Home
+from permille_agent.text.documents import PlainText
+from permille_agent.text.preparation import tokenize
+from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.rows import document_rows
+from permille_agent.text.splits import Split, assign
+from permille_agent.training.evaluation import document_losses, paired_bootstrap
+from permille_agent.training.run import Json, find_run
+from permille_agent.training.step_size import search_seed
 
 PROMPT_WORDS = 6
 DEFAULT_SAMPLES = 2

@@ -14,12 +14,12 @@ from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille_agent.activation import Active, active_model
-from permille_agent.chat import ChatTemplate
-from permille_agent.home import Home
-from permille_agent.personal import model_values
-from permille_agent.tokens import TextTokenizer
-from permille_agent.training_job import package_tokenizer
+from permille_agent.state.activation import Active, active_model
+from permille_agent.state.home import Home
+from permille_agent.text.chat_template import ChatTemplate
+from permille_agent.text.tokens import TextTokenizer
+from permille_agent.training.personal import model_values
+from permille_agent.training.train import package_tokenizer
 
 
 class Variant(StrEnum):

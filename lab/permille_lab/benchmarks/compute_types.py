@@ -31,8 +31,8 @@ from permille.zo.directions import Distribution
 from permille.zo.estimators import apply_record, forward_mode, spsa, take_step
 from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.log import EstimatorKind, LogHeader, Schedule
-from permille_agent.evaluate import mean_loss
-from permille_agent.rows import TrainingBatches
+from permille_agent.text.rows import TrainingBatches
+from permille_agent.training.evaluation import mean_loss
 from permille_lab.benchmarks.cells import Cells, Result, Settings
 from permille_lab.benchmarks.machine import BF16_INSTRUCTIONS, has_bf16, machine
 from permille_lab.benchmarks.model_packages import Sources, sources_from_environment

@@ -21,8 +21,8 @@ from permille.package.reader import Package
 from permille.package.writer import link_transformers_folder
 from permille.quantization import dequantize
 from permille.zo.estimators import Batch
-from permille_agent.evaluate import EVALUATION_TOKENS
-from permille_agent.rows import Row, evaluation_batches
+from permille_agent.text.rows import Row, evaluation_batches
+from permille_agent.training.evaluation import EVALUATION_TOKENS
 
 
 def dense_model(package: Package, dtype: torch.dtype, *, prepacked: bool) -> Any:

@@ -22,16 +22,16 @@ from permille.package.reader import Package
 from permille.zo.estimators import apply_record, take_step
 from permille.zo.header import EstimatorKind, LogHeader
 from permille.zo.lattice import values
-from permille_agent.data import DataReport, read_documents
-from permille_agent.evaluate import mean_loss
-from permille_agent.options import TrainOptions
-from permille_agent.prepare import prepare
-from permille_agent.rows import Row, TrainingBatches
-from permille_agent.run_folder import Json, RunFolder
-from permille_agent.search import RACE_FACTOR, STEP_NORM, Racer, SearchFailed, find_epsilon
-from permille_agent.setup import Setup, step_spread, training_layers
-from permille_agent.trainer import CLIP_RMS, attempt_header
-from permille_agent.training_job import package_tokenizer
+from permille_agent.text.preparation import prepare
+from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.rows import Row, TrainingBatches
+from permille_agent.training.evaluation import mean_loss
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.run import Json, RunFolder
+from permille_agent.training.setup import Setup, step_spread, training_layers
+from permille_agent.training.step_size import RACE_FACTOR, STEP_NORM, Racer, SearchFailed, find_epsilon
+from permille_agent.training.steps import CLIP_RMS, attempt_header
+from permille_agent.training.train import package_tokenizer
 
 TRIALS = 8
 TRIAL_SHARE = 0.06

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from permille.errors import InputError
-from permille_agent.options import TrainOptions
+from permille_agent.training.options import TrainOptions
 from permille_lab.benchmarks.cells import Cells, Result, Settings
 from permille_lab.benchmarks.first_order_child import METHODS
 from permille_lab.benchmarks.loss_page import FIRST_ORDER as FIGURE

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from permille.errors import InputError
-from permille_agent.evaluate import mean_loss
-from permille_agent.rows import TrainingBatches
+from permille_agent.text.rows import TrainingBatches
+from permille_agent.training.evaluation import mean_loss
 from permille_lab.benchmarks.engine_steps import opened
 from permille_lab.benchmarks.loss_page import LEARNED, OURS
 from permille_lab.benchmarks.machine import AnonymousPeak, resident

@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from permille_agent.activation import active_model, history
-from permille_agent.home import Home, open_home
-from permille_agent.personal import canonical_log
-from permille_agent.releases import InstalledRelease, record_installed
-from permille_agent.report import read_reports
-from permille_agent.run_folder import list_runs
+from permille_agent.link.report import read_reports
+from permille_agent.state.activation import active_model, history
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.training.personal import canonical_log
+from permille_agent.training.run import list_runs
 from tests.packages import sentences, tiny_package
 
 Command = Callable[[Home, Path], Sequence[str]]

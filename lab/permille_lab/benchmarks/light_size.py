@@ -43,7 +43,7 @@ print(json.dumps(sizes))
 _TIMES = """
 import sys, time
 begin = time.perf_counter()
-import permille_agent.cli
+import permille_agent.cli.main
 from permille.engines.factory import open_engine
 from permille.engines.light.engine import LightEngine
 imported = time.perf_counter()

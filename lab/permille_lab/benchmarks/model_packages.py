@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from permille.package.limits import FILE_NAMES
 from permille.package.reader import Package
 from permille.quantization import Scheme
-from permille_agent.home import Home, open_home
-from permille_agent.releases import InstalledRelease, record_installed
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.releases import InstalledRelease, record_installed
 from tests.packages import write_package
 
 

@@ -22,15 +22,15 @@ from typing import Any
 from permille.engines.factory import open_engine
 from permille.engines.interface import Engine
 from permille.package.reader import Package
-from permille_agent.activation import Active
-from permille_agent.data import DataReport, read_documents
-from permille_agent.evaluate import document_losses, paired_bootstrap
-from permille_agent.home import Home
 from permille_agent.local.model import LocalModel, Variant
-from permille_agent.options import TrainOptions
-from permille_agent.personal import model_values
-from permille_agent.prepare import prepare
-from permille_agent.training_job import run_training
+from permille_agent.state.activation import Active
+from permille_agent.state.home import Home
+from permille_agent.text.preparation import prepare
+from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.training.evaluation import document_losses, paired_bootstrap
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.personal import model_values
+from permille_agent.training.train import run_training
 from permille_lab.benchmarks.model_packages import (
     Sources,
     installed_home,

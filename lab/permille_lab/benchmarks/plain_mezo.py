@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from permille_agent.rows import Row, batch_of
+from permille_agent.text.rows import Row, batch_of
 
 
 class PlainMezo:

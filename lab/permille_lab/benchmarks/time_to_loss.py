@@ -26,9 +26,9 @@ import torch
 from permille.engines.factory import AUTO, LIGHT_INT8
 from permille.models.loading import load_model
 from permille.quantization import Scheme
-from permille_agent.options import TrainOptions
-from permille_agent.rows import Row, TrainingBatches
-from permille_agent.search import MAX_RACES
+from permille_agent.text.rows import Row, TrainingBatches
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.step_size import MAX_RACES
 from permille_lab.benchmarks.cells import Cells, Result, Settings
 from permille_lab.benchmarks.dense import batch_loss, rows_loss
 from permille_lab.benchmarks.loss_page import INT8, LEARNED, LINEAR, OURS, PLAIN, page

@@ -17,12 +17,12 @@ from permille.engines.interface import Batch, Engine
 from permille.package.reader import Package
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
-from permille_agent.evaluate import mean_loss
-from permille_agent.options import TrainOptions
-from permille_agent.run_folder import find_run
-from permille_agent.setup import training_layers
-from permille_agent.trainer import state_of
-from permille_agent.training_job import run_training
+from permille_agent.training.evaluation import mean_loss
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.run import find_run
+from permille_agent.training.setup import training_layers
+from permille_agent.training.steps import state_of
+from permille_agent.training.train import run_training
 from permille_lab.benchmarks.user_text import UserText
 
 Point = dict[str, Any]

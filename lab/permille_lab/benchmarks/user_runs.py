@@ -18,21 +18,21 @@ from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.lattice import values
-from permille_agent.data import DataReport
-from permille_agent.documents import Document, parse_row
-from permille_agent.evaluate import document_losses
-from permille_agent.home import Home
-from permille_agent.options import TrainOptions
-from permille_agent.prepare import Prepared, tokenize
-from permille_agent.progress import SilentProgress
-from permille_agent.rows import TrainingBatches, document_rows, packed_rows, rows_digest
-from permille_agent.run_clock import RunClock
-from permille_agent.run_folder import Json, open_run
-from permille_agent.search import SearchFailed
-from permille_agent.setup import Setup, training_layers
-from permille_agent.splits import position
-from permille_agent.tokens import TextTokenizer, TokenizedDocument
-from permille_agent.trainer import make_plan, train_attempts
+from permille_agent.state.home import Home
+from permille_agent.text.documents import Document, parse_row
+from permille_agent.text.preparation import Prepared, tokenize
+from permille_agent.text.reading import DataReport
+from permille_agent.text.rows import TrainingBatches, document_rows, packed_rows, rows_digest
+from permille_agent.text.splits import position
+from permille_agent.text.tokens import TextTokenizer, TokenizedDocument
+from permille_agent.training.evaluation import document_losses
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.progress import SilentProgress
+from permille_agent.training.run import Json, open_run
+from permille_agent.training.run_clock import RunClock
+from permille_agent.training.setup import Setup, training_layers
+from permille_agent.training.step_size import SearchFailed
+from permille_agent.training.steps import make_plan, train_attempts
 from permille_lab.evaluate.user_texts import User, own_words
 
 TEST_SHARE, MOST_TEST_TOKENS = 0.3, 4_000

@@ -8,12 +8,12 @@ from permille.errors import OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.quantization import Scheme
-from permille_agent.data import DataReport, read_documents
-from permille_agent.home import Home, open_home
-from permille_agent.options import TrainOptions
-from permille_agent.prepare import Prepared, prepare
-from permille_agent.releases import InstalledRelease, installed_release, record_installed
-from permille_agent.training_job import package_tokenizer
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.releases import InstalledRelease, installed_release, record_installed
+from permille_agent.text.preparation import Prepared, prepare
+from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.train import package_tokenizer
 from permille_lab.benchmarks.model_packages import Sources, installed_home, speaker_text
 
 DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}

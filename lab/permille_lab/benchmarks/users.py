@@ -28,9 +28,9 @@ from permille.engines.factory import open_engine
 from permille.errors import InputError, OperatorError, PermilleError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille_agent.options import TrainOptions
-from permille_agent.releases import installed_release
-from permille_agent.training_job import package_tokenizer
+from permille_agent.state.releases import installed_release
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.train import package_tokenizer
 from permille_lab.benchmarks.cells import Cells, Result, Settings
 from permille_lab.benchmarks.machine import machine
 from permille_lab.benchmarks.model_packages import Sources, installed_home, sources_from_environment

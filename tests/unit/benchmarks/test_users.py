@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.zo.estimators import Batch
-from permille_agent.options import TrainOptions
-from permille_agent.training_job import package_tokenizer
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.train import package_tokenizer
 from permille_lab.benchmarks.cells import Cells
 from permille_lab.benchmarks.user_runs import Bench, targets
 from permille_lab.benchmarks.users import POOL, main, measured, measured_onward, pairs, settings_of

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from permille.package.reader import Package
-from permille_agent.client import Connection
-from permille_agent.enrolment import Enrolment, enroll
-from permille_agent.home import Home, open_home
+from permille_agent.link.client import Connection
+from permille_agent.link.enrolment import Enrolment, enroll
+from permille_agent.state.home import Home, open_home
 from tests.device_service import INVITATION, DeviceService, serving
 from tests.packages import tiny_package
 

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
 from permille.package.reader import Package
-from permille_agent.data import DataReport, read_documents
-from permille_agent.home import Home, open_home
-from permille_agent.options import TrainOptions
-from permille_agent.prepare import prepare
-from permille_agent.releases import InstalledRelease, record_installed
-from permille_agent.rows import TrainingBatches
-from permille_agent.setup import Setup, training_layers
-from permille_agent.training_job import package_tokenizer
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.text.preparation import prepare
+from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.rows import TrainingBatches
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.setup import Setup, training_layers
+from permille_agent.training.train import package_tokenizer
 from tests.packages import sentences, tiny_package
 
 QUICK = TrainOptions(seed=0, steps=12, queries=4, batch_rows=2, row_tokens=32)

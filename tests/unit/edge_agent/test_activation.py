@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError, RetryableError
-from permille_agent.activation import (
+from permille_agent.state.activation import (
     MAX_HISTORY,
     Active,
     activate,
@@ -16,8 +16,8 @@ from permille_agent.activation import (
     reset,
     rollback,
 )
-from permille_agent.home import Home, open_home
-from permille_agent.releases import InstalledRelease, record_installed
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.releases import InstalledRelease, record_installed
 
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 BASE = Active(package=OLD)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from permille_agent.attempt_end import End, best_of, end_of
-from permille_agent.run_folder import Evaluation
+from permille_agent.training.run import Evaluation
+from permille_agent.training.stopping import End, best_of, end_of
 
 
 def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[End | None]:

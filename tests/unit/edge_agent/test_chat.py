@@ -5,7 +5,7 @@ import time
 import pytest
 
 from permille.errors import InputError, PackageError
-from permille_agent.chat import ChatTemplate
+from permille_agent.text.chat_template import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"

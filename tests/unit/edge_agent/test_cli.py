@@ -20,12 +20,12 @@ import typer
 from permille import __version__
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.reader import Package
-from permille_agent.activation import Active, activate, active_model
-from permille_agent.cli import app, main
-from permille_agent.commands_daemon import JsonLines
-from permille_agent.console import EXIT_CODE_HELP, ExitCode, exit_code_of
-from permille_agent.home import Home
-from permille_agent.report import enqueue, read_report
+from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of
+from permille_agent.cli.daemon import JsonLines
+from permille_agent.cli.main import app, main
+from permille_agent.link.report import enqueue, read_report
+from permille_agent.state.activation import Active, activate, active_model
+from permille_agent.state.home import Home
 from tests.device_service import INVITATION, DeviceService, Fault
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 from tests.unit.edge_agent.test_lock import another_process_holds
@@ -350,6 +350,6 @@ def test_version(agent: Agent) -> None:
 def test_the_start_is_light() -> None:
     """No torch, tokenizer, network library or number cruncher to print help."""
     heavy = {"torch", "transformers", "tokenizers", "httpx", "numpy", "pydantic", "cryptography", "jinja2"}
-    code = "import sys, permille_agent.cli; print(*sys.modules)"
+    code = "import sys, permille_agent.cli.main; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert heavy & set(result.stdout.split()) == set()

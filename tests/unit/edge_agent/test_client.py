@@ -10,7 +10,7 @@ import pytest
 
 from permille import __version__
 from permille.errors import InputError, OperatorError
-from permille_agent.client import (
+from permille_agent.link.client import (
     AccessRefusedError,
     Connection,
     RequestRefusedError,

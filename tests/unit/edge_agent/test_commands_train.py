@@ -14,11 +14,11 @@ import permille.engines.factory
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.log import EstimatorKind, decode_canonical
-from permille_agent import cli
-from permille_agent.home import Home
-from permille_agent.lock import hold_lock
-from permille_agent.options import TrainOptions
-from permille_agent.report import Delivery, read_reports
+from permille_agent.cli import main as cli
+from permille_agent.link.report import Delivery, read_reports
+from permille_agent.state.home import Home
+from permille_agent.state.lock import hold_lock
+from permille_agent.training.options import TrainOptions
 from tests.bigram_engine import BigramEngine
 from tests.unit.edge_agent.runs import home_with_package, user_text
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError, PermilleError, RetryableError
-from permille_agent.daemon import POLL_LIMIT_S, POLL_S, Daemon, World
-from permille_agent.daemon_state import data_fingerprint, read_daemon_state
-from permille_agent.enrolment import Enrolment
-from permille_agent.home import Home
-from permille_agent.lock import LockedError, hold_lock
-from permille_agent.policy import Machine
-from permille_agent.references import add_references
-from permille_agent.releases import installed_release
-from permille_agent.report import enqueue
-from permille_agent.training_child import TrainingRequest
+from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, Daemon, World
+from permille_agent.daemon.policy import Machine
+from permille_agent.daemon.state import data_fingerprint, read_daemon_state
+from permille_agent.daemon.training_child import TrainingRequest
+from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.report import enqueue
+from permille_agent.state.home import Home
+from permille_agent.state.lock import LockedError, hold_lock
+from permille_agent.state.references import add_references
+from permille_agent.state.releases import installed_release
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError
-from permille_agent import data
-from permille_agent.data import read_documents
-from permille_agent.documents import Completion, Conversation, PlainText, characters
-from permille_agent.paragraphs import SECTION_CHARACTERS, normalised, sections
+from permille_agent.text import reading as data
+from permille_agent.text.documents import Completion, Conversation, PlainText, characters
+from permille_agent.text.paragraphs import SECTION_CHARACTERS, normalised, sections
+from permille_agent.text.reading import read_documents
 from tests.packages import sentences
 
 

@@ -13,11 +13,11 @@ import pytest
 from permille.digests import digest_of
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
-from permille_agent.api import DeviceApi
-from permille_agent.client import ServiceUnavailableError
-from permille_agent.download import Download
-from permille_agent.enrolment import Enrolment, open_api
-from permille_agent.home import Home
+from permille_agent.link.api import DeviceApi
+from permille_agent.link.client import ServiceUnavailableError
+from permille_agent.link.download import Download
+from permille_agent.link.enrolment import Enrolment, open_api
+from permille_agent.state.home import Home
 from tests.device_service import DeviceService, Fault, serving
 from tests.unit.edge_agent.conftest import fast_connection
 

@@ -13,12 +13,12 @@ from permille.errors import InputError
 from permille.package.reader import Package
 from permille.quantization import Scheme
 from permille.schemas.runs import Outcome
-from permille_agent.engines import EngineChoice
-from permille_agent.home import open_home
-from permille_agent.releases import InstalledRelease, record_installed
-from permille_agent.run_end import RunResult
-from permille_agent.run_folder import find_run
-from permille_agent.training_job import run_training
+from permille_agent.state.home import open_home
+from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.training.engines import EngineChoice
+from permille_agent.training.outcome import RunResult
+from permille_agent.training.run import find_run
+from permille_agent.training.train import run_training
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
@@ -78,9 +78,9 @@ def test_training_on_the_light_engine_imports_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from permille_agent.home import open_home
-from permille_agent.options import TrainOptions
-from permille_agent.training_job import run_training
+from permille_agent.state.home import open_home
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.train import run_training
 options = TrainOptions(seed=0, steps=2, queries=2, batch_rows=1, row_tokens=16)
 result = run_training(open_home(Path({str(home.root)!r})), data_paths=[Path({str(text)!r})], steps=None,
                       minutes=None, seed=0, share_log=False, options=options)
@@ -109,7 +109,7 @@ def test_hidden_states_are_kept_for_the_run_and_gone_after_it(
         seen.append(folder(job).is_dir())
         raise Stopped
 
-    monkeypatch.setattr("permille_agent.training_job._Job.run_to_end", look)
+    monkeypatch.setattr("permille_agent.training.train._Job.run_to_end", look)
     with pytest.raises(Stopped):
         run_training(
             home,
@@ -183,7 +183,7 @@ def test_the_active_model_is_opened_with_what_fits_it_not_with_the_engine_of_the
     new = tiny_package(home.blobs, seed=1)
     record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=new.digest))
     with monkeypatch.context() as patch:
-        patch.setattr("permille_agent.training_job.judge", die)
+        patch.setattr("permille_agent.training.train.judge", die)
         with pytest.raises(Killed):
             train()
     opened.clear()
@@ -229,7 +229,7 @@ def test_a_run_with_int8_activations_says_so_and_goes_on_with_them_alone(
         )  # fmt: skip
 
     with monkeypatch.context() as patch:
-        patch.setattr("permille_agent.training_job.judge", die)
+        patch.setattr("permille_agent.training.train.judge", die)
         with pytest.raises(Killed):
             train("light-int8")
     with pytest.raises(InputError, match="expected engine 'light-int8', with which this run began"):

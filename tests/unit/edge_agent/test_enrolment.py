@@ -9,11 +9,11 @@ import pytest
 
 from permille.errors import InputError, OperatorError, RetryableError
 from permille.package.signing import key_id_of, public_bytes
-from permille_agent.api import Credentials, DeviceApi
-from permille_agent.client import AccessRefusedError, ServiceUnavailableError
-from permille_agent.enrolment import Enrolment, enroll, load_enrolment, open_api, require_enrolment
-from permille_agent.home import Home, open_home
-from permille_agent.identity import load_identity, load_or_create_identity
+from permille_agent.link.api import Credentials, DeviceApi
+from permille_agent.link.client import AccessRefusedError, ServiceUnavailableError
+from permille_agent.link.enrolment import Enrolment, enroll, load_enrolment, open_api, require_enrolment
+from permille_agent.link.identity import load_identity, load_or_create_identity
+from permille_agent.state.home import Home, open_home
 from tests.device_service import INVITATION, DeviceService, Fault, new_id
 from tests.unit.edge_agent.conftest import fast_connection
 

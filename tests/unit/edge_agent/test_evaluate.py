@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError
-from permille_agent.evaluate import DocumentLosses, document_losses, mean_loss, paired_bootstrap
-from permille_agent.rows import document_rows
-from permille_agent.tokens import TokenizedDocument
+from permille_agent.text.rows import document_rows
+from permille_agent.text.tokens import TokenizedDocument
+from permille_agent.training.evaluation import DocumentLosses, document_losses, mean_loss, paired_bootstrap
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 

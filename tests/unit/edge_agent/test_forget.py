@@ -10,18 +10,18 @@ import pytest
 from permille.errors import OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille_agent.activation import active_model
-from permille_agent.api import DeviceApi
-from permille_agent.client import ServiceUnavailableError
-from permille_agent.consent import set_share_log, shares_log
-from permille_agent.enrolment import Enrolment, load_enrolment, open_api
-from permille_agent.forget import PROMISE, forget, unenroll
-from permille_agent.home import Home
-from permille_agent.identity import load_identity
-from permille_agent.pull import pull
-from permille_agent.references import add_references, read_references
-from permille_agent.releases import installed_release, last_version
-from permille_agent.report import deliver, enqueue, read_reports
+from permille_agent.link.api import DeviceApi
+from permille_agent.link.client import ServiceUnavailableError
+from permille_agent.link.enrolment import Enrolment, load_enrolment, open_api
+from permille_agent.link.forget import PROMISE, forget, unenroll
+from permille_agent.link.identity import load_identity
+from permille_agent.link.pull import pull
+from permille_agent.link.report import deliver, enqueue, read_reports
+from permille_agent.state.activation import active_model
+from permille_agent.state.consent import set_share_log, shares_log
+from permille_agent.state.home import Home
+from permille_agent.state.references import add_references, read_references
+from permille_agent.state.releases import installed_release, last_version
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError
-from permille_agent.home import Home, open_home, read_state, write_state
-from permille_agent.settings import read_settings
+from permille_agent.cli.settings import read_settings
+from permille_agent.state.home import Home, open_home, read_state, write_state
 
 
 def mode(path: Path) -> int:

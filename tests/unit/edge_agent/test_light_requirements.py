@@ -27,7 +27,7 @@ class Gate:
 sys.path.insert(0, root)
 sys.meta_path.insert(0, Gate())
 import permille_agent
-for found in pkgutil.walk_packages(permille_agent.__path__, "edge_agent."):
+for found in pkgutil.walk_packages(permille_agent.__path__, "permille_agent."):
     if not found.name.endswith("__main__"):
         importlib.import_module(found.name)
 import typer.rich_utils, rich.markdown

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from permille.errors import InputError, OperatorError
-from permille_agent import cli
-from permille_agent.activation import Active, activate
-from permille_agent.home import Home
+from permille_agent.cli import main as cli
 from permille_agent.local.compare import compare
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant, until_stop
-from permille_agent.training_job import run_training
+from permille_agent.state.activation import Active, activate
+from permille_agent.state.home import Home
+from permille_agent.training.train import run_training
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from permille.errors import InputError, OperatorError
-from permille_agent.home import open_home
 from permille_agent.local import serve
 from permille_agent.local.model import LocalModel
 from permille_agent.local.serve import LocalServer, read_or_make_token
-from permille_agent.training_job import run_training
+from permille_agent.state.home import open_home
+from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
 from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from permille_agent.home import Home
-from permille_agent.lock import LockedError, hold_daemon_lock, hold_lock
+from permille_agent.state.home import Home
+from permille_agent.state.lock import LockedError, hold_daemon_lock, hold_lock
 
 HOLDER = """
 import sys
 from pathlib import Path
-from permille_agent.home import open_home
-from permille_agent.lock import hold_lock
+from permille_agent.state.home import open_home
+from permille_agent.state.lock import hold_lock
 with hold_lock(open_home(Path(sys.argv[1])), "train"):
     print("held", flush=True)
     sys.stdin.read()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from permille_agent.pace import EVALUATIONS, JUDGED, RACERS, lengths_by_steps, lengths_by_time
+from permille_agent.training.plan import EVALUATIONS, JUDGED, RACERS, lengths_by_steps, lengths_by_time
 
 seconds = st.floats(1e-4, 100.0)
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from permille_agent.progress import BarProgress
+from permille_agent.training.progress import BarProgress
 
 
 def test_the_bar_shows_phase_loss_rate_and_held_out_loss() -> None:

@@ -12,13 +12,13 @@ from permille.package.blobs import BlobFolder
 from permille.package.manifest import Role
 from permille.package.reader import Package
 from permille.package.signing import generate_key
-from permille_agent.activation import Active, activate, active_model
-from permille_agent.api import DeviceApi
-from permille_agent.client import ServiceUnavailableError
-from permille_agent.enrolment import Enrolment, open_api
-from permille_agent.home import Home
-from permille_agent.pull import Pulled, collect_garbage, pull
-from permille_agent.releases import installed_release, last_version
+from permille_agent.link.api import DeviceApi
+from permille_agent.link.client import ServiceUnavailableError
+from permille_agent.link.enrolment import Enrolment, open_api
+from permille_agent.link.pull import Pulled, collect_garbage, pull
+from permille_agent.state.activation import Active, activate, active_model
+from permille_agent.state.home import Home
+from permille_agent.state.releases import installed_release, last_version
 from tests.device_service import DeviceService, Fault, serving
 from tests.packages import tiny_package
 from tests.unit.edge_agent.conftest import fast_connection

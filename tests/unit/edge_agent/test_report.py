@@ -8,12 +8,10 @@ import pytest
 
 from permille.errors import InputError, OperatorError
 from permille.schemas.runs import MAX_LOG_BYTES
-from permille_agent.api import DeviceApi
-from permille_agent.client import AccessRefusedError, ServiceUnavailableError
-from permille_agent.consent import set_share_log, shares_log
-from permille_agent.enrolment import Enrolment, open_api
-from permille_agent.home import Home
-from permille_agent.report import (
+from permille_agent.link.api import DeviceApi
+from permille_agent.link.client import AccessRefusedError, ServiceUnavailableError
+from permille_agent.link.enrolment import Enrolment, open_api
+from permille_agent.link.report import (
     Delivery,
     deliver,
     enqueue,
@@ -23,8 +21,10 @@ from permille_agent.report import (
     want_deletion,
     withdraw_logs,
 )
-from permille_agent.run_folder import RunFolder
-from permille_agent.run_reports import collect_reports
+from permille_agent.link.run_reports import collect_reports
+from permille_agent.state.consent import set_share_log, shares_log
+from permille_agent.state.home import Home
+from permille_agent.training.run import RunFolder
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from permille_agent.rows import (
+from permille_agent.text.rows import (
     TrainingBatches,
     batch_of,
     document_rows,
@@ -16,7 +16,7 @@ from permille_agent.rows import (
     rows_digest,
     target_count,
 )
-from permille_agent.tokens import TokenizedDocument
+from permille_agent.text.tokens import TokenizedDocument
 
 
 def _documents(lengths: list[int]) -> list[TokenizedDocument]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from permille.errors import OperatorError
-from permille_agent.home import Home, open_home
-from permille_agent.run_folder import (
+from permille_agent.state.home import Home, open_home
+from permille_agent.training.run import (
     Evaluation,
     RunFolder,
     find_run,

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from permille.engines.interface import Batch
 from permille.package.reader import Package
 from permille.zo.log import EstimatorKind
-from permille_agent.home import open_home
-from permille_agent.run_folder import RunFolder, open_run
-from permille_agent.search import (
+from permille_agent.state.home import open_home
+from permille_agent.training.run import RunFolder, open_run
+from permille_agent.training.setup import Setup
+from permille_agent.training.step_size import (
     EPSILON_NORM,
     RACE_FACTOR,
     STEP_NORM,
@@ -23,7 +24,6 @@ from permille_agent.search import (
     find_learning_rate,
     search_seed,
 )
-from permille_agent.setup import Setup
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import setup_of, user_text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError
-from permille_agent.service_file import agent_command, install_service, service_file, systemd_unit
+from permille_agent.daemon.service_file import agent_command, install_service, service_file, systemd_unit
 
 DEPLOY = Path(__file__).parents[3] / "deploy/systemd"
 COMMAND = ["/opt/agent/bin/permille-agent", "--home", "/home/me/.local/share/permille-agent", "run"]

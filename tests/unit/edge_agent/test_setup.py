@@ -21,18 +21,18 @@ from permille.zo.log import decode_canonical
 from permille.zo.package_layers import layers_of
 from permille.zo.replay import replay
 from permille.zo.step_directions import directions_of
-from permille_agent.activation import Active
-from permille_agent.home import Home, open_home
-from permille_agent.options import DEFAULT_QUERIES, TrainOptions, estimator_named
-from permille_agent.personal import canonical_log, model_values
-from permille_agent.progress import SilentProgress
-from permille_agent.releases import InstalledRelease, record_installed
-from permille_agent.run_clock import RunClock
-from permille_agent.run_folder import RunFolder, open_run
-from permille_agent.search import STEP_NORM, find_epsilon, find_learning_rate
-from permille_agent.setup import block_split, step_spread, widest_block
-from permille_agent.trainer import Chosen, make_plan, train_attempts
-from permille_agent.training_job import run_training
+from permille_agent.state.activation import Active
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_named
+from permille_agent.training.personal import canonical_log, model_values
+from permille_agent.training.progress import SilentProgress
+from permille_agent.training.run import RunFolder, open_run
+from permille_agent.training.run_clock import RunClock
+from permille_agent.training.setup import block_split, step_spread, widest_block
+from permille_agent.training.step_size import STEP_NORM, find_epsilon, find_learning_rate
+from permille_agent.training.steps import Chosen, make_plan, train_attempts
+from permille_agent.training.train import run_training
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import layered_package, tiny_package
 from tests.unit.edge_agent.runs import QUICK, setup_of, user_text

@@ -13,13 +13,12 @@ from permille.engines.interface import Batch, Engine
 from permille.package.reader import Package
 from permille.zo.journal import read_journal
 from permille.zo.log import StepFlag
-from permille_agent import trainer
-from permille_agent.attempt_end import End, end_of
-from permille_agent.home import open_home
-from permille_agent.progress import SilentProgress
-from permille_agent.run_clock import RunClock
-from permille_agent.run_folder import Evaluation, Json, RunFolder, open_run
-from permille_agent.trainer import (
+from permille_agent.state.home import open_home
+from permille_agent.training import steps as trainer
+from permille_agent.training.progress import SilentProgress
+from permille_agent.training.run import Evaluation, Json, RunFolder, open_run
+from permille_agent.training.run_clock import RunClock
+from permille_agent.training.steps import (
     MAX_ATTEMPTS,
     Chosen,
     attempt_header,
@@ -27,6 +26,7 @@ from permille_agent.trainer import (
     state_of,
     train_attempts,
 )
+from permille_agent.training.stopping import End, end_of
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import setup_of, user_text

@@ -18,10 +18,10 @@ import pytest
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.schemas.runs import Outcome
-from permille_agent import training_child
-from permille_agent.home import Home
-from permille_agent.lock import LockedError, hold_lock
-from permille_agent.training_child import TrainingRequest, train_in_child
+from permille_agent.daemon import training_child
+from permille_agent.daemon.training_child import TrainingRequest, train_in_child
+from permille_agent.state.home import Home
+from permille_agent.state.lock import LockedError, hold_lock
 
 REQUEST = TrainingRequest(data_paths=(Path("/no/such/file.txt"),), minutes=1.0, seed=0, share_log=False)
 
@@ -30,12 +30,12 @@ CHILD = """
 import sys, types
 from types import SimpleNamespace
 from permille.errors import *
-module = types.ModuleType("permille_agent.training_job")
+module = types.ModuleType("permille_agent.training.train")
 def run_training(home, *, data_paths, steps, minutes, seed, share_log, stop_event, engine_of):
 {body}
 module.run_training = run_training
-sys.modules["permille_agent.training_job"] = module
-from permille_agent.training_child import run_child
+sys.modules["permille_agent.training.train"] = module
+from permille_agent.daemon.training_child import run_child
 sys.exit(run_child(sys.stdin, sys.stdout))
 """
 
@@ -151,9 +151,9 @@ def test_a_child_outlives_signals_but_not_its_parent(home: Home) -> None:
 
 
 def test_the_answer_is_what_the_schema_calls_an_outcome(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = types.ModuleType("permille_agent.training_job")
+    module: Any = types.ModuleType("permille_agent.training.train")
     module.run_training = lambda *_, **__: types.SimpleNamespace(outcome=Outcome.ADOPTED)
-    monkeypatch.setitem(sys.modules, "permille_agent.training_job", module)
+    monkeypatch.setitem(sys.modules, "permille_agent.training.train", module)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     line = {"home": str(home.root), "data_paths": [], "minutes": 1.0, "seed": 0, "share_log": False}
     output = io.StringIO()

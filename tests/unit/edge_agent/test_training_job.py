@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 import permille.zo.journal
-import permille_agent.home
-import permille_agent.personal
+import permille_agent.state.home
+import permille_agent.training.personal
 from permille.engines.interface import Batch, Engine
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
@@ -22,14 +22,14 @@ from permille.schemas.runs import Outcome, RunMetrics
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
-from permille_agent.activation import Active, activate, active_model
-from permille_agent.home import Home
-from permille_agent.interruption import InterruptibleEngine
-from permille_agent.personal import canonical_log, model_values
-from permille_agent.releases import InstalledRelease, record_installed
-from permille_agent.run_end import RunResult
-from permille_agent.run_folder import RunFolder, find_run, list_runs
-from permille_agent.training_job import run_training
+from permille_agent.state.activation import Active, activate, active_model
+from permille_agent.state.home import Home
+from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.training.interruption import InterruptibleEngine
+from permille_agent.training.outcome import RunResult
+from permille_agent.training.personal import canonical_log, model_values
+from permille_agent.training.run import RunFolder, find_run, list_runs
+from permille_agent.training.train import run_training
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
@@ -184,7 +184,7 @@ def test_a_run_that_ended_is_told_again_not_computed_again(tmp_path: Path) -> No
 
 
 def test_nothing_installed_and_unusable_paths_are_refused(tmp_path: Path) -> None:
-    home = permille_agent.home.open_home(tmp_path / "home")
+    home = permille_agent.state.home.open_home(tmp_path / "home")
     with pytest.raises(OperatorError, match="permille-agent pull"):
         _train(home, tmp_path)
     home, _ = home_with_package(tmp_path / "home")
@@ -303,8 +303,8 @@ def _killed_at(number: int, *, torn: bool) -> Iterator[list[int]]:
         append(run, attempt, value)  # type: ignore[arg-type]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(permille_agent.home, "write_atomic", state)
-    patch.setattr(permille_agent.personal, "write_atomic", state)
+    patch.setattr(permille_agent.state.home, "write_atomic", state)
+    patch.setattr(permille_agent.training.personal, "write_atomic", state)
     patch.setattr(permille.zo.journal, "_write_all", journal)
     patch.setattr(RunFolder, "append_evaluation", evaluation)
     try:

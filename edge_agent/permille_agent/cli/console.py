@@ -1,0 +1,103 @@
+"""What every command prints and how it ends: one JSON document or a readable text, and an exit code."""
+
+import json
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
+from permille_agent.cli.settings import AgentSettings
+from permille_agent.state.home import Home, open_home
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+UNWRAPPED = 4096  # columns, where there is no terminal
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `permille-agent`; scripts may rely on them."""
+
+    OK = 0
+    BUG = 1
+    USAGE = 2
+    INPUT_REFUSED = 3
+    PACKAGE_REFUSED = 4
+    TRY_LATER = 5
+    OPERATOR = 6
+    KEPT_BASE = 7
+    INTERRUPTED = 130
+
+
+EXIT_CODE_HELP = (
+    "Exit codes: 0 done; 1 a bug; 2 wrong usage; 3 input refused; 4 package refused; 5 try later; "
+    "6 a person must act; 7 trained, but the base (or what was active) is kept; "
+    "130 interrupted, or answered with no."
+)
+
+
+def exit_code_of(error: PermilleError) -> ExitCode:
+    """The exit code that tells a script what to do about `error`."""
+    match error:
+        case PackageError():
+            return ExitCode.PACKAGE_REFUSED
+        case RetryableError():
+            return ExitCode.TRY_LATER
+        case OperatorError():
+            return ExitCode.OPERATOR
+        case InputError():
+            return ExitCode.INPUT_REFUSED
+    return ExitCode.BUG
+
+
+def home_of(context: typer.Context) -> Home:
+    """The home folder of this command, made on first use."""
+    settings = context.ensure_object(AgentSettings)
+    return open_home(settings.home)
+
+
+def output_console() -> Console:
+    """Where text goes. What is no terminal has no edge: digests and paths must not be cut in two."""
+    console = Console()
+    return console if console.is_terminal else Console(width=UNWRAPPED)
+
+
+def show(
+    document: Mapping[str, Any], *, as_json: bool, render: Callable[[Console], None] | None = None
+) -> None:
+    """Print `document`: as JSON, or by `render`, or as a table of two columns."""
+    if as_json:
+        typer.echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
+        return
+    console = output_console()
+    if render is not None:
+        render(console)
+        return
+    table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for key, value in document.items():
+        table.add_row(key.replace("_", " "), Text(_words(value)))
+    console.print(table)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def show_error(error: PermilleError, *, as_json: bool) -> None:
+    """Print `error` on standard error, as JSON where the command was asked for JSON."""
+    code = exit_code_of(error)
+    if as_json:
+        document = {"error": {"kind": code.name.lower(), "message": str(error), "exit_code": int(code)}}
+        typer.echo(json.dumps(document, indent=2), err=True)
+    else:
+        Console(stderr=True).print(f"[red]error[/red] ({code.name.lower().replace('_', ' ')}):", end=" ")
+        typer.echo(str(error), err=True)

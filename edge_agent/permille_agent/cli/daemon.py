@@ -1,0 +1,129 @@
+"""Commands around the daemon: run, install-service, policy."""
+
+import json
+import logging
+import signal
+import sys
+import threading
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from permille_agent.cli.console import JsonOption, home_of, show
+from permille_agent.training.engines import AUTO, EngineOption
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of one record."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        return json.dumps({"time": at, "level": record.levelname.lower(), "message": record.getMessage()})
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    app.command()(run)
+    app.command("install-service")(install_service)
+    app.command()(policy)
+
+
+def run(
+    context: typer.Context,
+    once: Annotated[
+        bool, typer.Option("--once", help="One pass: pull, train if allowed, report; then end.")
+    ] = False,
+    engine: EngineOption = AUTO,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep this device up to date: pull new packages, train when your policy allows, report.
+
+    Ends cleanly on SIGTERM and Ctrl-C, and loses nothing when killed. Logs to standard error, with --json one
+    object a line.
+
+    [bold]Examples[/bold]
+
+      permille-agent run
+      permille-agent run --once
+    """
+    from permille_agent.daemon.loop import Daemon
+    from permille_agent.state.lock import hold_daemon_lock
+
+    home = home_of(context)
+    if as_json:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonLines())
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _set_from_signal(stop))
+    with hold_daemon_lock(home):
+        daemon = Daemon(home, stop, engine=engine)
+        if once:
+            daemon.run_once()
+        else:
+            daemon.run()
+
+
+def install_service(
+    context: typer.Context,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the file, write nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the file that starts the daemon when you log in (systemd or launchd). Needs no root.
+
+    [bold]Examples[/bold]
+
+      permille-agent install-service --print
+      permille-agent install-service
+    """
+    from permille_agent.daemon.service_file import agent_command, service_file
+    from permille_agent.daemon.service_file import install_service as write_file
+
+    home = home_of(context)
+    file = service_file(
+        sys.platform, user_home=Path.home(), agent_home=home.root, command=agent_command(home.root)
+    )
+    if print_only:
+        typer.echo(file.text, nl=False)
+        return
+    write_file(file)
+    show({"written": str(file.path), "enable": file.enable, "disable": file.disable}, as_json=as_json)
+
+
+def policy(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show the policy that holds, from policy.toml in the home folder, and whether training may start now.
+
+    Keys of the file: hours = ["22:00-07:00"], require_ac = true, min_battery = 50, max_load = 0.5,
+    minutes_per_day = 60, minutes_per_run = 30.
+
+    [bold]Examples[/bold]
+
+      permille-agent policy
+    """
+    from permille_agent.daemon.machine import read_machine
+    from permille_agent.daemon.policy import decide, read_policy
+    from permille_agent.daemon.state import read_daemon_state
+
+    home = home_of(context)
+    current = read_policy(home)
+    state, now = read_daemon_state(home), datetime.now().astimezone()
+    used = state.seconds_used / 60.0 if state.day == now.date().isoformat() else 0.0
+    decision = decide(current, read_machine(), now=now, minutes_used=used)
+    document = {
+        **asdict(current),
+        "hours": [str(hours) for hours in current.hours],
+        "file": str(home.policy),
+        "file_exists": home.policy.exists(),
+        "may_train_now": decision.allowed,
+        "reasons_against": list(decision.reasons),
+    }
+    show(document, as_json=as_json)
+
+
+def _set_from_signal(stop: threading.Event) -> None:
+    # Event.set takes a lock that the interrupted thread may hold: a thread can wait for it, a handler cannot.
+    threading.Thread(target=stop.set, daemon=True).start()

@@ -1,0 +1,159 @@
+"""Commands about what is on this device: data, rollback, reset, forget."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
+
+data = typer.Typer(
+    no_args_is_help=True,
+    help="The files that the daemon trains on. They stay where they are; none is copied.",
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    app.add_typer(data, name="data")
+    app.command()(rollback)
+    app.command()(reset)
+    app.command()(forget)
+
+
+@data.command("add")
+def data_add(
+    context: typer.Context,
+    paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .jsonl) or folders of them.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Let the daemon train on these files or folders.
+
+    [bold]Examples[/bold]
+
+      permille-agent data add ~/notes ~/mail/sent.jsonl
+    """
+    from permille_agent.state.lock import hold_lock
+    from permille_agent.state.references import add_references
+
+    home = home_of(context)
+    with hold_lock(home, "data", wait_s=10.0):
+        known = add_references(home, [path.expanduser() for path in paths])
+    show({"data": [str(path) for path in known]}, as_json=as_json)
+
+
+@data.command("list")
+def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the files and folders that the daemon trains on."""
+    from permille_agent.state.references import read_references
+
+    show({"data": [str(path) for path in read_references(home_of(context))]}, as_json=as_json)
+
+
+@data.command("remove")
+def data_remove(
+    context: typer.Context,
+    paths: Annotated[list[Path], typer.Argument(help="What was added before.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Train on these no more. The files are not touched; what was learned stays until `reset` or `forget`."""
+    from permille_agent.state.lock import hold_lock
+    from permille_agent.state.references import remove_references
+
+    home = home_of(context)
+    with hold_lock(home, "data", wait_s=10.0):
+        left = remove_references(home, [path.expanduser() for path in paths])
+    show({"data": [str(path) for path in left]}, as_json=as_json)
+
+
+def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Go back to the model that was active before.
+
+    [bold]Examples[/bold]
+
+      permille-agent rollback
+    """
+    from permille_agent.state import activation
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    with hold_lock(home, "rollback"):
+        active = activation.rollback(home)
+    show({"package": active.package, "run": active.run, "personal": active.run is not None}, as_json=as_json)
+
+
+def reset(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Go back to the base model. The personalisation is kept and `rollback` brings it back.
+
+    [bold]Examples[/bold]
+
+      permille-agent reset
+    """
+    from permille_agent.state import activation
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    with hold_lock(home, "reset"):
+        active = activation.reset(home)
+    show({"package": active.package, "run": active.run, "personal": False}, as_json=as_json)
+
+
+def forget(
+    context: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Erase all that the agent learned about you: data references, runs, personalisation, reports, consent.
+
+    Your own files are not touched. Enrolment and packages stay. Uploaded logs are deleted at the service, now
+    or as soon as it can be reached.
+
+    [bold]Examples[/bold]
+
+      permille-agent forget
+      permille-agent forget --yes --json
+    """
+    from permille_agent.link.forget import PROMISE
+    from permille_agent.link.forget import forget as erase
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    if not yes and not _agrees(f"Erase data references, runs and personalisation in {home.root}?"):
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    with hold_lock(home, "forget"):
+        erased = erase(home)
+        waiting = _delete_uploaded(context, erased.deletions_waiting)
+    document = {
+        "files_erased": erased.files,
+        "bytes_overwritten": erased.size_bytes,
+        "uploaded_logs_deleted": erased.deletions_waiting - waiting,
+        "uploaded_logs_to_delete": waiting,
+        "limits": PROMISE,
+    }
+    show(document, as_json=as_json)
+
+
+def _agrees(question: str) -> bool:
+    """Ask on standard error; no answer (Ctrl-C, or nobody there) is a no."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        return False
+
+
+def _delete_uploaded(context: typer.Context, wanted: int) -> int:
+    """Ask the service for the deletions now; returns how many still wait."""
+    if not wanted:
+        return 0
+    from permille.errors import PermilleError
+    from permille_agent.link.enrolment import open_api
+    from permille_agent.link.report import deliver, read_reports
+
+    home = home_of(context)
+    try:
+        api = open_api(home)
+        with api.connection:
+            deliver(home, api)
+    except PermilleError as exc:
+        typer.echo(f"uploaded logs are deleted when the service can be reached: {exc}", err=True)
+    return sum(report.waits for report in read_reports(home))

@@ -1,0 +1,270 @@
+"""Commands that use the model on this device: compare, generate, chat, serve, export."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from permille_agent.cli.console import JsonOption, home_of, show
+from permille_agent.training.engines import AUTO, EngineChoice, EngineOption
+
+if TYPE_CHECKING:
+    from permille_agent.local.model import LocalModel, Variant
+
+BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model instead of the personal one.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")]
+TokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest text, in tokens.")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely text.")]
+TopPOption = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the likely tokens drawn from.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    app.command()(compare)
+    app.command()(generate)
+    app.command()(chat)
+    app.command()(serve)
+    app.command()(export)
+
+
+def compare(
+    context: typer.Context,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Measure on this text instead of the run's test split.")
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Continue this; may be repeated.")] = None,
+    max_tokens: TokensOption = 48,
+    temperature: TemperatureOption = 0.8,
+    top_p: TopPOption = 0.95,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the base and the personal model side by side: held-out losses and samples.
+
+    [bold]Examples[/bold]
+
+      permille-agent compare
+
+      permille-agent compare --prompt "Dear Anna," --max-tokens 80
+    """
+    from permille_agent.local.compare import compare as compare_models
+    from permille_agent.local.model import Sampling
+
+    home = home_of(context)
+    sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with _open_model(context, threads, engine) as model:
+        result = compare_models(home, model, data_paths=data or [], prompts=prompt or [], sampling=sampling)
+    show(result, as_json=as_json, render=lambda console: _render_comparison(console, result))
+
+
+def generate(
+    context: typer.Context,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    base: BaseOption = False,
+    max_tokens: TokensOption = 128,
+    temperature: TemperatureOption = 0.8,
+    top_p: TopPOption = 0.95,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text.
+
+    [bold]Examples[/bold]
+
+      permille-agent generate "Once upon a time"
+
+      permille-agent generate "Dear Anna," --temperature 0 --base --json
+    """
+    from permille_agent.local.model import Sampling
+
+    sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with _open_model(context, threads, engine) as model:
+        variant = _variant(model, base)
+        generated, pieces = model.complete(prompt, variant, sampling)
+        if as_json:
+            text = "".join(pieces)
+        else:
+            typer.echo(prompt, nl=False)
+            for piece in pieces:
+                typer.echo(piece, nl=False)
+            typer.echo()
+            return
+    document = {
+        "model": variant.value,
+        "prompt": prompt,
+        "text": text,
+        "prompt_tokens": generated.prompt_tokens,
+        "completion_tokens": generated.completion_tokens,
+        "finish_reason": generated.finish_reason,
+    }
+    show(document, as_json=True)
+
+
+def chat(
+    context: typer.Context,
+    base: BaseOption = False,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: TokensOption = 256,
+    temperature: TemperatureOption = 0.8,
+    top_p: TopPOption = 0.95,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
+) -> None:
+    """Talk to the model in the terminal. /reset forgets the conversation, /exit or Ctrl-D ends.
+
+    [bold]Examples[/bold]
+
+      permille-agent chat
+
+      permille-agent chat --base --system "Answer in one sentence."
+    """
+    from permille.errors import InputError
+    from permille_agent.local.model import Sampling
+
+    beginning = [("system", system)] if system else []
+    messages = list(beginning)
+    with _open_model(context, threads, engine) as model:
+        variant = _variant(model, base)
+        typer.echo(f"{variant.value} model; /reset, /exit", err=True)
+        while (line := _read_line()) is not None:
+            if line == "/reset":
+                messages = list(beginning)
+                continue
+            messages.append(("user", line))
+            sampling = Sampling(
+                max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed + len(messages)
+            )
+            try:
+                _, pieces = model.reply(messages, variant, sampling)
+            except InputError as exc:
+                typer.echo(f"not sent: {exc}", err=True)
+                messages.pop()
+                continue
+            answer = ""
+            for piece in pieces:
+                typer.echo(piece, nl=False)
+                answer += piece
+            typer.echo()
+            messages.append(("assistant", answer))
+
+
+def serve(
+    context: typer.Context,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8081,
+    threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve the model to programs on this machine, in the OpenAI REST dialect, on loopback only.
+
+    Clients need the token in the file that is named at the start. Models: `personal` and `base`.
+
+    [bold]Examples[/bold]
+
+      permille-agent serve --port 8081
+
+      curl -H "Authorization: Bearer $(cat TOKEN_FILE)" http://127.0.0.1:8081/v1/models
+    """
+    from permille_agent.local.serve import LocalServer, read_or_make_token
+
+    home = home_of(context)
+    token_file, token = read_or_make_token(home)
+    with _open_model(context, threads, engine) as model:
+        server = LocalServer(("127.0.0.1", port), model, token)
+        address = f"http://127.0.0.1:{server.port}/v1"
+        models = [variant.value for variant in model.variants]
+        show({"address": address, "token_file": str(token_file), "models": models}, as_json=as_json)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("stopped", err=True)
+        finally:
+            server.server_close()
+
+
+def export(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    base: BaseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model as a plain transformers folder, your changes merged into its weights.
+
+    The folder holds your personalised model: treat it as personal data.
+
+    [bold]Examples[/bold]
+
+      permille-agent export ~/models/mine
+    """
+    from permille.engines.export import export_transformers
+    from permille.errors import InputError, OperatorError
+    from permille.package.blobs import BlobFolder
+    from permille.package.reader import Package
+    from permille_agent.state.activation import Active, active_model
+    from permille_agent.training.personal import model_values
+
+    home = home_of(context)
+    active = active_model(home)
+    if active is None:
+        raise OperatorError("expected an installed package, found none: run `permille-agent pull`")
+    if base:
+        active = Active(package=active.package)
+    folder = folder.expanduser().absolute()
+    if not folder.parent.is_dir():
+        raise InputError(f"expected a folder in a folder that exists, got {folder}")
+    package = Package.open(BlobFolder(home.blobs), active.package)
+    export_transformers(package, model_values(home, active, package), folder)
+    document = {"folder": str(folder), "package": active.package, "personal": active.run is not None}
+    show(document, as_json=as_json)
+
+
+def _open_model(context: typer.Context, threads: int | None, engine: str) -> "LocalModel":
+    from permille_agent.local.model import LocalModel
+
+    return LocalModel(home_of(context), EngineChoice(name=engine, threads=threads))
+
+
+def _variant(model: "LocalModel", base: bool) -> "Variant":
+    from permille_agent.local.model import Variant
+
+    return Variant.BASE if base else model.variants[0]
+
+
+def _read_line() -> str | None:
+    """The next line that says something; None at the end."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        if line == "/exit":
+            return None
+        if line:
+            return line
+
+
+def _render_comparison(console: Console, result: dict[str, Any]) -> None:
+    losses = result["losses"]
+    table = Table(title=losses["text"], title_justify="left")
+    for column in ("", "base", "personal"):
+        table.add_column(column)
+    table.add_row("loss per token", f"{losses['base']:.4f}", f"{losses['personal']:.4f}")
+    base, personal = losses["bits_per_byte_base"], losses["bits_per_byte_personal"]
+    table.add_row("bits per byte", f"{base:.4f}", f"{personal:.4f}")
+    console.print(table)
+    better = losses["improvement"]
+    console.print(f"improvement {better['improvement']:.4f} ({better['low']:.4f} to {better['high']:.4f})")
+    for sample in result["samples"]:
+        table = Table(title=sample["prompt"], title_justify="left", show_lines=True)
+        table.add_column("base", ratio=1)
+        table.add_column("personal", ratio=1)
+        table.add_row(sample["base"], sample["personal"])
+        console.print(table)

@@ -1,0 +1,63 @@
+"""`permille-agent`: the command line of the device. Importing it loads no torch and no network library."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from permille import __version__
+from permille.errors import PermilleError
+from permille_agent.cli import daemon, device, local, service, train
+from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of, show_error
+from permille_agent.cli.settings import HOME_VARIABLE, read_settings
+
+app = typer.Typer(
+    name="permille-agent",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    epilog=EXIT_CODE_HELP,
+    pretty_exceptions_enable=False,
+    help="Personalise a language model on this device, from your own text, without the text leaving it.",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"permille-agent {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _settings(
+    context: typer.Context,
+    home: Annotated[
+        Path | None, typer.Option(envvar=HOME_VARIABLE, help="Folder of everything the agent keeps.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    settings = read_settings(home, log_level)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("permille").setLevel(settings.log_level.upper())
+    context.obj = settings
+
+
+for commands in (service, train, local, daemon, device):
+    commands.register(app)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the return value is the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(args=arguments, prog_name="permille-agent")
+    except PermilleError as exc:
+        show_error(exc, as_json="--json" in arguments)
+        return int(exit_code_of(exc))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(ExitCode.OK)
+    return int(ExitCode.OK)

@@ -1,0 +1,241 @@
+"""Commands between this device and its service: enroll, pull, status, report, share-log, unenroll."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from permille_agent.cli.console import JsonOption, home_of, show
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from permille_agent.link.pull import Pulled
+    from permille_agent.state.home import Home
+
+share_log = typer.Typer(
+    no_args_is_help=True, help="Whether training logs may leave this device. Off by default."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    # An invitation may begin with a dash: what is no option of ours is an argument.
+    app.command(context_settings={"ignore_unknown_options": True})(enroll)
+    app.command()(pull)
+    app.command()(status)
+    app.command()(report)
+    app.add_typer(share_log, name="share-log")
+    app.command()(unenroll)
+
+
+def enroll(
+    context: typer.Context,
+    server: Annotated[str, typer.Argument(help="The service, such as https://models.example.org.")],
+    invitation: Annotated[
+        str,
+        typer.Argument(envvar="PERMILLE_INVITATION", help="The one-time code that the operator gave you."),
+    ],
+    name: Annotated[str | None, typer.Option(help="What the operator sees. Default: a neutral name.")] = None,
+    ca_file: Annotated[
+        Path | None, typer.Option(help="Certificate authority (PEM) of a service with its own.", exists=True)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make this device known to a service and pin the keys that sign its models.
+
+    [bold]Examples[/bold]
+
+      permille-agent enroll https://models.example.org q83vASNFZ4mrze8BI0VniQ
+      permille-agent enroll https://10.0.0.5:8443 q83vASNFZ4mrze8BI0VniQ --ca-file server.pem --name kitchen
+    """
+    from permille_agent.link.enrolment import enroll as enroll_device
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    with hold_lock(home, "enroll"):
+        enrolment = enroll_device(home, server, invitation, name=name, ca_file=ca_file)
+    show(enrolment.document(), as_json=as_json)
+
+
+def pull(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Download, verify and install the newest package. Goes on where an earlier download ended.
+
+    [bold]Examples[/bold]
+
+      permille-agent pull
+      permille-agent pull --json
+    """
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    with hold_lock(home, "pull"):
+        pulled = _pull(home, quiet=as_json)
+    document = {
+        "release": pulled.release.name,
+        "version": pulled.release.version,
+        "package": pulled.release.manifest_digest,
+        "changed": pulled.changed,
+        "download_bytes": pulled.download_bytes,
+        "package_bytes": pulled.package_bytes,
+        "collected_bytes": pulled.collected_bytes,
+    }
+    show(document, as_json=as_json)
+
+
+def status(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show enrolment, installed package, active personalisation, last run and what waits to be reported.
+
+    [bold]Examples[/bold]
+
+      permille-agent status
+      permille-agent status --json | jq .active.personal
+    """
+    from permille_agent.cli.status import read_status, render_status
+
+    document = read_status(home_of(context))
+    show(document, as_json=as_json, render=lambda console: render_status(console, document))
+
+
+def report(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Deliver the reports that wait: numbers and enums only, and logs where you share them.
+
+    [bold]Examples[/bold]
+
+      permille-agent report
+    """
+    from permille_agent.link.enrolment import open_api
+    from permille_agent.link.report import deliver
+    from permille_agent.link.run_reports import collect_reports
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    api = open_api(home)
+    with hold_lock(home, "report"), api.connection:
+        collect_reports(home)
+        delivered = deliver(home, api)
+    show({"delivered": delivered.sent, "refused": delivered.refused}, as_json=as_json)
+
+
+@share_log.command("on")
+def share_log_on(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Share the logs of runs from now on.
+
+    With the package, a log is your personal model: the service can rebuild it. Other tenants never see it.
+    """
+    _set_share_log(context, share=True, as_json=as_json)
+
+
+@share_log.command("off")
+def share_log_off(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Share no logs from now on, and drop those that wait to be sent."""
+    _set_share_log(context, share=False, as_json=as_json)
+
+
+@share_log.command("show")
+def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Say whether logs are shared and which were uploaded."""
+    from permille_agent.link.report import Delivery, read_reports
+    from permille_agent.state.consent import shares_log
+
+    home = home_of(context)
+    uploaded = [report.run_id for report in read_reports(home) if report.log_delivery is Delivery.SENT]
+    show({"share_log": shares_log(home), "uploaded_logs": uploaded}, as_json=as_json)
+
+
+@share_log.command("delete")
+def share_log_delete(
+    context: typer.Context,
+    run_id: Annotated[str | None, typer.Argument(help="The run; all where it is left out.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Have the service delete uploaded logs, of one run or of all.
+
+    [bold]Examples[/bold]
+
+      permille-agent share-log delete
+      permille-agent share-log delete 5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11
+    """
+    from permille_agent.link.enrolment import open_api
+    from permille_agent.link.report import deliver, want_deletion
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    api = open_api(home)
+    with hold_lock(home, "share-log"), api.connection:
+        wanted = want_deletion(home, run_id)
+        deliver(home, api)
+    show({"deleted": wanted}, as_json=as_json)
+
+
+def unenroll(
+    context: typer.Context,
+    local_only: Annotated[
+        bool, typer.Option("--local-only", help="The service is gone: erase the local side only.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Give the enrolment up, at the service and here. Package and personalisation stay usable.
+
+    [bold]Examples[/bold]
+
+      permille-agent unenroll
+      permille-agent unenroll --local-only
+    """
+    from permille_agent.link.enrolment import open_api
+    from permille_agent.link.forget import unenroll as leave
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    with hold_lock(home, "unenroll"):
+        if local_only:
+            leave(home, None)
+        else:
+            api = open_api(home)
+            with api.connection:
+                leave(home, api)
+    show({"unenrolled": True, "service_told": not local_only}, as_json=as_json)
+
+
+def _set_share_log(context: typer.Context, *, share: bool, as_json: bool) -> None:
+    from permille_agent.link.report import withdraw_logs
+    from permille_agent.state.consent import set_share_log
+    from permille_agent.state.lock import LockedError, hold_lock
+
+    home = home_of(context)
+    set_share_log(home, share, now=datetime.now(UTC))
+    withdrawn = 0
+    if not share:
+        with contextlib.suppress(LockedError), hold_lock(home, "share-log", wait_s=2.0):
+            withdrawn = withdraw_logs(home)  # whoever holds the lock sees the choice before it sends
+    show({"share_log": share, "withdrawn_logs": withdrawn}, as_json=as_json)
+
+
+def _pull(home: Home, *, quiet: bool) -> Pulled:
+    from permille_agent.link.enrolment import open_api, require_enrolment
+    from permille_agent.link.pull import pull as pull_release
+
+    enrolment, _ = require_enrolment(home)
+    api = open_api(home)
+    with api.connection, _progress(quiet) as bar:
+        task = bar.add_task("package", total=None)
+        return pull_release(
+            home,
+            api,
+            enrolment,
+            now_s=time.time(),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _progress(quiet: bool) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)

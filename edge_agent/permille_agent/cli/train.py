@@ -1,0 +1,185 @@
+"""The command that personalises: train."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
+from permille_agent.training.engines import AUTO, EngineChoice, EngineOption
+
+if TYPE_CHECKING:
+    from permille_agent.link.report import Delivery
+    from permille_agent.training.outcome import RunResult
+
+
+SHOWN_EXAMPLES = 5
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    app.command()(train)
+
+
+def train(
+    context: typer.Context,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files (.txt, .jsonl) or folders; default: those of `data add`."),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="How long, search and judgement included. Default: 30.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="How many steps instead: reproducible to the bit on this machine.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of splits, batches and directions.")] = 0,
+    estimator: Annotated[
+        str | None, typer.Option(help="one_sided, spsa, split or forward. Default: one_sided.")
+    ] = None,
+    share_log: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-log/--no-share-log",
+            help="Send the training log with the report, also of a run that has ended. It is personal data. "
+            "Default: as `share-log` says.",
+        ),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    engine: EngineOption = AUTO,
+    as_json: JsonOption = False,
+) -> None:
+    """Personalise the installed model on your text, with forward passes only.
+
+    The text is divided into three parts: one trains, one selects the state, one judges it at the end. The
+    result is adopted only if it is better on the third part, beyond chance; otherwise what you have is kept
+    (exit code 7). Stop it with Ctrl-C; the same command goes on where it ended.
+
+    [bold]Examples[/bold]
+
+      permille-agent train ~/notes --minutes 20
+
+      permille-agent train mail.jsonl --steps 500 --seed 1 --json
+
+      permille-agent train mail.jsonl --steps 500 --seed 1 --share-log
+
+      permille-agent train ~/notes --estimator forward
+    """
+    from permille.errors import InputError
+    from permille_agent.link.run_reports import collect_reports, log_delivery
+    from permille_agent.link.run_reports import share_log as share_log_of
+    from permille_agent.state.consent import shares_log
+    from permille_agent.state.lock import hold_lock
+    from permille_agent.state.references import read_references
+    from permille_agent.training.options import (
+        DEFAULT_ESTIMATOR,
+        DEFAULT_MINUTES,
+        DEFAULT_QUERIES,
+        TrainOptions,
+        estimator_named,
+    )
+    from permille_agent.training.progress import BarProgress, SilentProgress
+    from permille_agent.training.train import run_training
+
+    home = home_of(context)
+    if minutes is None and steps is None:
+        minutes = DEFAULT_MINUTES
+    kind = DEFAULT_ESTIMATOR if estimator is None else estimator_named(estimator)
+    options = TrainOptions(
+        seed=seed, steps=steps, minutes=minutes, estimator=kind, queries=DEFAULT_QUERIES[kind]
+    )
+    data_paths = [path.expanduser() for path in paths] if paths else list(read_references(home))
+    if not data_paths:
+        raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")
+    bar = contextlib.nullcontext(SilentProgress()) if as_json else BarProgress(Console(stderr=True))
+    with hold_lock(home, "train"), _stopped_by_signals() as stop, bar as progress:
+        result = run_training(
+            home,
+            data_paths=data_paths,
+            steps=steps,
+            minutes=minutes,
+            seed=seed,
+            share_log=shares_log(home) if share_log is None else share_log,
+            stop_event=stop,
+            progress=progress,
+            options=options,
+            engine_of=EngineChoice(name=engine, threads=threads, device=device),
+        )
+        collect_reports(home)
+        if share_log and result.known and result.run is not None:
+            share_log_of(home, result.run)
+        log = log_delivery(home, result.run_id)
+    document = {
+        "run": result.run,
+        "run_id": result.run_id,
+        "log_delivery": log.value,
+        "outcome": result.outcome.value,
+        "message": result.message,
+        "known": result.known,
+        **result.details,
+    }
+    show(document, as_json=as_json, render=lambda console: _render(console, result, log))
+    raise typer.Exit(int(_EXIT_CODES[result.outcome.value]))
+
+
+_EXIT_CODES = {
+    "adopted": ExitCode.OK,
+    "kept_base": ExitCode.KEPT_BASE,
+    "refused_data": ExitCode.INPUT_REFUSED,
+    "interrupted": ExitCode.INTERRUPTED,
+    "failed": ExitCode.OPERATOR,
+}
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; a second SIGINT interrupts at once."""
+    stop = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, _frame: object) -> None:
+        stop.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
+    metrics = result.details.get("metrics", {})
+    decision = result.details.get("decision") or {}
+    colour = "green" if result.outcome.value == "adopted" else "yellow"
+    console.print(f"[{colour}]{result.outcome.value.replace('_', ' ')}[/{colour}]: {result.message}")
+    if result.known:
+        console.print("This run had ended before; nothing was computed.")
+    if log.value == "queued":
+        console.print("Its log is shared with the next `permille-agent report`.")
+    for reason, count in result.details.get("data", {}).get("bad_rows", {}).items():
+        console.print(f"left out: {count} x {reason}")
+    for example in result.details.get("bad_row_examples", [])[:SHOWN_EXAMPLES]:
+        console.print(f"  {example}", markup=False, highlight=False)
+    if "against_base" not in decision:
+        return
+    against = decision["against_base"]
+    table = Table(show_header=False, box=None)
+    table.add_row("held-out loss", f"{decision['loss_base']:.4f} -> {decision['loss_personal']:.4f}")
+    table.add_row(
+        "improvement", f"{against['improvement']:.4f} ({against['low']:.4f} to {against['high']:.4f})"
+    )
+    table.add_row("steps", f"{decision['step']} of {decision['steps']} used")
+    table.add_row("time", f"{metrics['seconds']:.0f} s")
+    table.add_row("peak memory", f"{metrics['peak_rss_bytes'] / 2**20:.0f} MiB")
+    table.add_row("personal log", f"{metrics['log_bytes']} bytes")
+    console.print(table)

@@ -1,0 +1,265 @@
+"""The daemon: polls the service, pulls, trains when the policy allows, reports; forever, or one pass.
+
+Everything it decides on is read from the home folder at each pass, and everything it does is resumable, so
+it may be killed at any moment. It keeps `daemon.json`: minutes used today, failures, what was trained last.
+Its log names files by count only and never holds text of the user.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from permille.errors import InputError, PermilleError, RetryableError
+from permille_agent.daemon.machine import read_machine
+from permille_agent.daemon.policy import Machine, Policy, decide, may_continue, read_policy
+from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state, write_daemon_state
+from permille_agent.daemon.training_child import TrainingRequest, train_in_child
+from permille_agent.link.client import ServiceUnavailableError
+from permille_agent.link.enrolment import Connect, connect, open_api, require_enrolment
+from permille_agent.link.pull import pull
+from permille_agent.link.report import deliver
+from permille_agent.link.run_reports import collect_reports
+from permille_agent.state.consent import shares_log
+from permille_agent.state.home import Home
+from permille_agent.state.lock import LockedError, hold_lock
+from permille_agent.state.references import read_references
+from permille_agent.state.releases import installed_release
+from permille_agent.training.engines import AUTO
+
+POLL_S = 900.0
+POLL_LIMIT_S = 6 * 3600.0
+POLICY_CHECK_S = 60.0
+JITTER = 0.25
+RETRY_TRAINING_S = 3600.0
+
+log = logging.getLogger("permille.agent")
+
+Train = Callable[[Home, TrainingRequest, Callable[[], bool]], str]
+
+
+def _local_now() -> datetime:
+    return datetime.now().astimezone()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What the daemon sees of the outside; a test passes its own clock, machine and training."""
+
+    connection: Connect = connect
+    train: Train = train_in_child
+    machine: Callable[[], Machine] = read_machine
+    now: Callable[[], datetime] = _local_now
+    monotonic: Callable[[], float] = time.monotonic
+    rng: random.Random = field(default_factory=random.Random)
+
+
+class Daemon:
+    """One daemon of one home folder; its caller holds the daemon's lock.
+
+    Args:
+        stop: set from outside (a signal) to end soon and cleanly.
+        engine: what trainings compute with: "auto", "light", "light-int8" or "torch".
+    """
+
+    def __init__(
+        self, home: Home, stop: threading.Event, world: World | None = None, *, engine: str = AUTO
+    ) -> None:
+        self._home = home
+        self._engine = engine
+        self._stop = stop
+        self._world = world or World()
+        self._failed_polls = 0
+
+    def run(self) -> None:
+        """Work until `stop` is set.
+
+        Raises:
+            OperatorError: the device is not enrolled.
+            InputError: the policy file breaks a rule.
+        """
+        require_enrolment(self._home)
+        read_policy(self._home)
+        next_poll = self._world.monotonic()
+        while not self._stop.is_set():
+            if self._world.monotonic() >= next_poll:
+                next_poll = self._world.monotonic() + self.poll()
+            if self.train_if_wanted():
+                next_poll = self._world.monotonic()
+                continue
+            self._stop.wait(max(0.0, min(POLICY_CHECK_S, next_poll - self._world.monotonic())))
+        log.info("stopped")
+
+    def run_once(self) -> None:
+        """One pass: poll, train where wanted and allowed, report.
+
+        Raises:
+            PermilleError: of the poll; what was installed before is trained nevertheless.
+        """
+        require_enrolment(self._home)
+        read_policy(self._home)
+        try:
+            self._poll()
+        finally:
+            if self.train_if_wanted():
+                self._poll()
+
+    def poll(self) -> float:
+        """Report and pull; errors are logged and kept for `status`. Returns seconds until the next poll."""
+        try:
+            self._poll()
+        except PermilleError as exc:
+            self._failed_polls += 0 if isinstance(exc, LockedError) else 1
+            log.warning("poll: %s: %s", type(exc).__name__, exc)
+            self._note(poll_error=f"{type(exc).__name__}: {exc}"[:500])
+            return self._pause_after(exc)
+        self._failed_polls = 0
+        return POLL_S * (1.0 + self._world.rng.uniform(-JITTER, JITTER))
+
+    def train_if_wanted(self) -> bool:
+        """Train where there is something new and the policy allows it; whether a run came to its end."""
+        wanted = self._wanted()
+        if wanted is None or self._stop.is_set():
+            return False
+        try:
+            policy = read_policy(self._home)
+        except PermilleError as exc:
+            self._note(waiting_for=(str(exc),))
+            return False
+        state = self._today(read_daemon_state(self._home))
+        now = self._world.now()
+        decision = decide(policy, self._world.machine(), now=now, minutes_used=state.seconds_used / 60.0)
+        reasons = decision.reasons
+        if state.not_before > now.timestamp():
+            reasons += ("the last try failed; it is made again later",)
+        if reasons != state.waiting_for:
+            self._note(waiting_for=reasons)
+        if reasons:
+            log.debug("training waits: %s", "; ".join(reasons))
+            return False
+        return self._train(policy, wanted)
+
+    def _poll(self) -> None:
+        api = open_api(self._home, connection=self._world.connection)
+        enrolment, _ = require_enrolment(self._home)
+        with api.connection, hold_lock(self._home, "run"):
+            collect_reports(self._home)
+            delivered = deliver(self._home, api)
+            pulled = pull(self._home, api, enrolment, now_s=self._world.now().timestamp())
+        if delivered.sent or delivered.refused:
+            log.info("reports: %d delivered, %d refused", delivered.sent, delivered.refused)
+        if pulled.changed:
+            log.info("installed %s version %d", pulled.release.name, pulled.release.version)
+        self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
+
+    def _wanted(self) -> str | None:
+        """What there is to train: a text that changes when package or data do; None if nothing or done."""
+        release, paths = installed_release(self._home), read_references(self._home)
+        if release is None or not paths:
+            return None
+        wanted = f"{release.manifest_digest} {data_fingerprint(paths)}"
+        return None if wanted == read_daemon_state(self._home).trained else wanted
+
+    def _train(self, policy: Policy, wanted: str) -> bool:
+        request = TrainingRequest(
+            data_paths=read_references(self._home),
+            minutes=policy.minutes_per_run,
+            seed=0,
+            share_log=shares_log(self._home),
+            engine=self._engine,
+        )
+        log.info("training starts: %d data references, %g minutes", len(request.data_paths), request.minutes)
+        meter = _Meter(self, policy)
+        try:
+            outcome = self._world.train(self._home, request, meter.keep_going)
+        except LockedError as exc:
+            log.info("training waits: %s", exc)
+            return False
+        except PermilleError as exc:
+            self._training_failed(exc, wanted)
+            return False
+        finally:
+            meter.charge()
+        log.info("training ended: %s", outcome)
+        if outcome == "interrupted":
+            self._note(last_outcome=outcome)
+            return False
+        self._note(last_outcome=outcome, trained=wanted, failures=0, not_before=0.0, training_error="")
+        return True
+
+    def _training_failed(self, error: PermilleError, wanted: str) -> None:
+        """Try again later where that may help; else not before the package or the data change."""
+        # What is wrong with the user's files names them: that is for `status`, not for the system's log.
+        told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
+        log.warning("training: %s: %s", type(error).__name__, told)
+        failures = read_daemon_state(self._home).failures + 1
+        pause_s = min(24 * 3600.0, RETRY_TRAINING_S * 2.0 ** (failures - 1))
+        changes: dict[str, Any] = {
+            "not_before": self._world.now().timestamp() + pause_s,
+            "failures": failures,
+        }
+        if not isinstance(error, RetryableError):
+            changes = {"trained": wanted, "failures": 0, "not_before": 0.0}
+        self._note(training_error=f"{type(error).__name__}: {error}"[:500], **changes)
+
+    def _pause_after(self, error: PermilleError) -> float:
+        pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))
+        if isinstance(error, ServiceUnavailableError) and error.retry_after_s is not None:
+            pause_s = max(error.retry_after_s, POLICY_CHECK_S)
+        return pause_s * (1.0 + self._world.rng.uniform(0.0, JITTER))
+
+    def charge(self, seconds: float) -> float:
+        """Count seconds of training towards today; returns all of today's."""
+        state = self._today(read_daemon_state(self._home))
+        state = replace(state, seconds_used=state.seconds_used + seconds)
+        write_daemon_state(self._home, state)
+        return state.seconds_used
+
+    def may_go_on(self, policy: Policy) -> bool:
+        """Whether a training that runs may run on, load aside."""
+        decision = may_continue(policy, self._world.machine(), now=self._world.now())
+        if not decision.allowed:
+            log.info("training stops: %s", "; ".join(decision.reasons))
+        return decision.allowed and not self._stop.is_set()
+
+    def monotonic(self) -> float:
+        """The daemon's clock for spans."""
+        return self._world.monotonic()
+
+    def _today(self, state: DaemonState) -> DaemonState:
+        today = self._world.now().date().isoformat()
+        return state if state.day == today else replace(state, day=today, seconds_used=0.0)
+
+    def _note(self, **changes: Any) -> None:
+        write_daemon_state(self._home, replace(self._today(read_daemon_state(self._home)), **changes))
+
+
+class _Meter:
+    """Counts the time of one training, in pieces, so that a kill loses at most one piece of the count."""
+
+    PIECE_S = 10.0
+
+    def __init__(self, daemon: Daemon, policy: Policy) -> None:
+        self._daemon = daemon
+        self._policy = policy
+        self._since = daemon.monotonic()
+
+    def keep_going(self) -> bool:
+        """Asked while the training runs."""
+        if self._daemon.monotonic() - self._since >= self.PIECE_S and self.charge() >= self._limit_s():
+            log.info("training stops: the minutes of today are used")
+            return False
+        return self._daemon.may_go_on(self._policy)
+
+    def charge(self) -> float:
+        """Write down what was used since the last time; returns the seconds of today."""
+        now = self._daemon.monotonic()
+        used, self._since = now - self._since, now
+        return self._daemon.charge(used)
+
+    def _limit_s(self) -> float:
+        return self._policy.minutes_per_day * 60.0

@@ -1,0 +1,199 @@
+"""When the daemon may train: hours, power, load and minutes a day, as the user wrote them in `policy.toml`.
+
+    hours = ["22:00-07:00"]     # local time; a range may pass midnight; [] never
+    require_ac = true           # only while plugged in (machines without a battery always are)
+    min_battery = 50            # percent, checked where there is a battery
+    max_load = 0.5              # load of one minute, a core, before training starts
+    minutes_per_day = 60          # of training; a run that is not done by then goes on the next day
+    minutes_per_run = 30          # search and judgement included
+
+Each key may be left out. A key that is not known is refused by name: a typing error must not switch a limit
+off. Deciding is pure; reading the machine is in `machine.py`.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime, time
+from typing import Any
+
+from permille.errors import InputError
+from permille_agent.state.home import Home
+
+_HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)|00:00-24:00", re.ASCII)
+LIMIT_BYTES = 64 << 10
+# Nothing is started for the last part of a day's minutes: loading the model would use it up.
+LAST_START = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hours:
+    """From `start` up to, not including, `end`; over midnight where `end` is not later."""
+
+    start: time
+    end: time
+
+    def __str__(self) -> str:
+        """As it is written in the file."""
+        return "00:00-24:00" if self == ALWAYS else f"{self.start:%H:%M}-{self.end:%H:%M}"
+
+    def contain(self, moment: time) -> bool:
+        """Whether local time `moment` lies within."""
+        if self.start < self.end:
+            return self.start <= moment < self.end
+        return moment >= self.start or moment < self.end
+
+
+ALWAYS = Hours(start=time(0), end=time(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """When the daemon may train. The defaults suit a laptop that is also used."""
+
+    hours: tuple[Hours, ...] = (ALWAYS,)
+    require_ac: bool = True
+    min_battery: int = 50
+    max_load: float = 0.5
+    minutes_per_day: float = 60.0
+    minutes_per_run: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the policy looks at.
+
+    Attributes:
+        on_ac: plugged in, or without a battery.
+        battery: percent, None without a battery.
+        load: runnable processes of the last minute, a core; None where the system does not tell.
+    """
+
+    on_ac: bool
+    battery: float | None
+    load: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Whether training may start or go on, and everything that speaks against it."""
+
+    reasons: tuple[str, ...]
+
+    @property
+    def allowed(self) -> bool:
+        """Nothing speaks against it."""
+        return not self.reasons
+
+
+def decide(policy: Policy, machine: Machine, *, now: datetime, minutes_used: float) -> Decision:
+    """Whether training may start at local time `now`, after `minutes_used` today."""
+    reasons = [*_may_go_on(policy, machine, now), *_load_reasons(policy, machine)]
+    if minutes_used >= LAST_START * policy.minutes_per_day:
+        reasons.append(f"{minutes_used:.0f} of {policy.minutes_per_day:g} minutes of today are used")
+    return Decision(reasons=tuple(reasons))
+
+
+def may_continue(policy: Policy, machine: Machine, *, now: datetime) -> Decision:
+    """Whether a training that runs may go on. Load does not count here: the training itself is load."""
+    return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
+
+
+def read_policy(home: Home) -> Policy:
+    """The user's policy, or the defaults where there is no file.
+
+    Raises:
+        InputError: the file is not TOML or breaks a rule; the message names the key.
+    """
+    try:
+        with home.policy.open("rb") as file:
+            data = file.read(LIMIT_BYTES + 1)
+    except FileNotFoundError:
+        return Policy()
+    except OSError as exc:
+        raise InputError(f"expected to read {home.policy}: {exc}") from exc
+    if len(data) > LIMIT_BYTES:
+        raise InputError(f"expected at most {LIMIT_BYTES} bytes in {home.policy}, got more")
+    try:
+        document = tomllib.loads(data.decode())
+    except ValueError as exc:
+        raise InputError(f"expected TOML in {home.policy}: {exc}") from exc
+    try:
+        return parse_policy(document)
+    except InputError as exc:
+        raise InputError(f"{home.policy}: {exc}") from exc
+
+
+def parse_policy(document: Mapping[str, Any]) -> Policy:
+    """A policy from the keys of its file.
+
+    Raises:
+        InputError: a key is not known, or its value is not of the expected kind and range.
+    """
+    known = [field.name for field in fields(Policy)]
+    if unknown := sorted(set(document) - set(known)):
+        raise InputError(f"expected keys among {', '.join(known)}, got {', '.join(unknown)}")
+    default = Policy()
+    return Policy(
+        hours=_hours(document["hours"]) if "hours" in document else default.hours,
+        require_ac=_boolean(document, "require_ac", default.require_ac),
+        min_battery=int(_number(document, "min_battery", default.min_battery, 0, 100, whole=True)),
+        max_load=_number(document, "max_load", default.max_load, 0.0, 1000.0),
+        minutes_per_day=_number(document, "minutes_per_day", default.minutes_per_day, 0.0, 1440.0),
+        minutes_per_run=_number(document, "minutes_per_run", default.minutes_per_run, 0.1, 1440.0),
+    )
+
+
+def _may_go_on(policy: Policy, machine: Machine, now: datetime) -> list[str]:
+    reasons = []
+    if not any(hours.contain(now.time()) for hours in policy.hours):
+        reasons.append(f"{now:%H:%M} is outside of the allowed hours")
+    if policy.require_ac and not machine.on_ac:
+        reasons.append("the machine runs on battery")
+    if machine.battery is not None and machine.battery < policy.min_battery:
+        reasons.append(f"the battery is at {machine.battery:.0f}%, below {policy.min_battery}%")
+    return reasons
+
+
+def _load_reasons(policy: Policy, machine: Machine) -> list[str]:
+    if machine.load is not None and machine.load > policy.max_load:
+        return [f"the load is {machine.load:.2f} a core, above {policy.max_load:.2f}"]
+    return []
+
+
+def _hours(value: object) -> tuple[Hours, ...]:
+    if not isinstance(value, list):
+        raise InputError(f'hours: expected a list like ["22:00-07:00"], got {value!r}')
+    return tuple(_one_range(item) for item in value)
+
+
+def _one_range(item: object) -> Hours:
+    if not isinstance(item, str) or _HOURS.fullmatch(item) is None:
+        raise InputError(f'hours: expected "HH:MM-HH:MM" within 00:00 and 23:59, got {item!r}')
+    if item == "00:00-24:00":
+        return ALWAYS
+    start, end = (time.fromisoformat(part) for part in item.split("-"))
+    if start == end:
+        raise InputError(f'hours: expected two different times, got {item!r}; all day is "00:00-24:00"')
+    return Hours(start=start, end=end)
+
+
+def _boolean(document: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = document.get(key, default)
+    if not isinstance(value, bool):
+        raise InputError(f"{key}: expected true or false, got {value!r}")
+    return value
+
+
+def _number(
+    document: Mapping[str, Any], key: str, default: float, low: float, high: float, *, whole: bool = False
+) -> float:
+    value = document.get(key, default)
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        raise InputError(f"{key}: expected a {'whole ' if whole else ''}number, got {value!r}")
+    if not low <= value <= high:
+        raise InputError(f"{key}: expected {low} to {high}, got {value}")
+    return float(value)

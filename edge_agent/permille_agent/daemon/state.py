@@ -1,0 +1,68 @@
+"""What the daemon remembers between passes and restarts, in `daemon.json`. It never leaves the device."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from permille_agent.state.home import Home, read_state, write_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonState:
+    """The daemon's memory.
+
+    Attributes:
+        day: local date to which `seconds_used` belongs.
+        seconds_used: seconds of training on that day.
+        trained: package and data of the last run that came to its end.
+        not_before: Unix time before which a failed training is not tried again.
+        waiting_for: what the policy holds against training now.
+    """
+
+    day: str = ""
+    seconds_used: float = 0.0
+    trained: str = ""
+    failures: int = 0
+    not_before: float = 0.0
+    waiting_for: tuple[str, ...] = ()
+    last_poll: str = ""
+    last_outcome: str = ""
+    poll_error: str = ""
+    training_error: str = ""
+
+
+def read_daemon_state(home: Home) -> DaemonState:
+    """The state, or that of a daemon that never ran; a field of another version is dropped."""
+    known = DaemonState.__dataclass_fields__
+    state = {name: value for name, value in (read_state(home.daemon) or {}).items() if name in known}
+    state["waiting_for"] = tuple(state.get("waiting_for", ()))
+    return DaemonState(**state)
+
+
+def write_daemon_state(home: Home, state: DaemonState) -> None:
+    """Replace the state."""
+    write_state(home.daemon, asdict(state))
+
+
+def data_fingerprint(paths: Sequence[Path]) -> str:
+    """Changes when a file of the user's data does: names, sizes and times of change, hashed."""
+    digest = hashlib.sha256()
+    for path in _files(paths):
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for folder, folders, names in os.walk(path):
+            folders.sort()
+            yield from (Path(folder) / name for name in sorted(names))

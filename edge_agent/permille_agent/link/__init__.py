@@ -1,0 +1,1 @@
+"""The device's side of the service: connection, enrolment, downloads, reports."""

@@ -1,0 +1,169 @@
+"""The calls of the REST contract that a device makes, typed. How they travel is in `client.py`.
+
+Answers are read field by field: a field that this version does not know is ignored, one that is missing is an
+error. Tokens live in memory only.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from permille import __version__
+from permille.errors import OperatorError
+from permille.schemas import devices, releases, runs
+from permille_agent.link.client import (
+    AccessRefusedError,
+    Body,
+    Connection,
+    RequestRefusedError,
+    ServiceUnavailableError,
+    read_object,
+)
+from permille_agent.link.identity import Identity
+
+Model = TypeVar("Model", bound=BaseModel)
+
+MANIFEST_LIMIT_BYTES = 64 << 20
+TOKEN_MARGIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """Who signs: the enrolled device and its key."""
+
+    device_id: str
+    identity: Identity
+
+
+class DeviceApi:
+    """The service, as a device sees it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        credentials: Credentials | None = None,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.connection = connection
+        self._credentials = credentials
+        self._monotonic = monotonic
+        self._token = ""
+        self._token_until = 0.0
+
+    def enrol(self, invitation: str, identity: Identity, name: str) -> devices.Enrolment:
+        """Present an invitation and this device's public key."""
+        body = {
+            "invitation": invitation,
+            "public_key": identity.public_key,
+            "name": name,
+            "agent_version": __version__,
+        }
+        return _parse(devices.Enrolment, self.connection.call("POST", "/v1/enrolments", body=body))
+
+    def device(self) -> devices.Device:
+        """This device's own record."""
+        return _parse(devices.Device, self._call("GET", "/v1/device"))
+
+    def unenrol(self) -> None:
+        """Give this device up; its tokens end at once."""
+        self._call("DELETE", "/v1/device")
+
+    def release(self, name: str, alias: str) -> releases.Release:
+        """The signed release that an alias points at; the signature is not checked here."""
+        return _parse(releases.Release, self._call("GET", f"/v1/releases/{name}/aliases/{alias}"))
+
+    def manifest(self, package_digest: str) -> bytes:
+        """The bytes of a manifest, whatever they are: the caller compares the digest."""
+        return self._call("GET", f"/v1/packages/{package_digest}/manifest", limit_bytes=MANIFEST_LIMIT_BYTES)
+
+    @contextmanager
+    def blob(
+        self, package_digest: str, blob_digest: str, *, start: int, etag: str
+    ) -> Iterator[httpx.Response]:
+        """A blob from byte `start` on, if it still has `etag`; else, and without one, from its beginning."""
+        headers = {"range": f"bytes={start}-", "if-range": etag} if start and etag else {}
+        path = f"/v1/packages/{package_digest}/blobs/{blob_digest}"
+        with self.connection.stream(path, {**headers, **self._authorization()}) as response:
+            yield response
+
+    def report_run(self, run_id: str, metrics: runs.RunMetrics) -> None:
+        """Send the metrics of a run; the same run may be sent again."""
+        body = {"run_id": run_id, "metrics": metrics.model_dump(mode="json")}
+        self._call("POST", "/v1/runs", body=body)
+
+    def upload_log(self, run_id: str, log: bytes) -> None:
+        """Send the canonical log of a run. Only ever called with the user's consent."""
+        headers = {"content-type": runs.LOG_MEDIA_TYPE}
+        self._call("PUT", f"/v1/runs/{run_id}/log", body=log, headers=headers)
+
+    def delete_log(self, run_id: str) -> None:
+        """Have an uploaded log deleted."""
+        self._call("DELETE", f"/v1/runs/{run_id}/log")
+
+    def forget_token(self) -> None:
+        """Sign in again before the next call."""
+        self._token = ""
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Body = None,
+        headers: Mapping[str, str] | None = None,
+        limit_bytes: int = 1 << 20,
+    ) -> bytes:
+        def send() -> bytes:
+            sent = {**(headers or {}), **self._authorization()}
+            return self.connection.call(method, path, body=body, headers=sent, limit_bytes=limit_bytes)
+
+        had_token = bool(self._token)
+        try:
+            return send()
+        except AccessRefusedError:
+            if not had_token:
+                raise
+            self.forget_token()
+            return send()
+
+    def _authorization(self) -> dict[str, str]:
+        if self._credentials is None:
+            raise OperatorError("expected an enrolled device; run `permille-agent enroll` first")
+        if not self._token or self._monotonic() >= self._token_until:
+            self._sign_in(self._credentials)
+        return {"authorization": f"Bearer {self._token}"}
+
+    def _sign_in(self, credentials: Credentials) -> None:
+        asked = {"device_id": credentials.device_id}
+        try:
+            answer = self.connection.call("POST", "/v1/device-tokens/nonces", body=asked)
+        except RequestRefusedError as exc:
+            raise AccessRefusedError(f"expected the service to know this device: {exc}") from exc
+        nonce = _parse(devices.DeviceNonce, answer).nonce
+        signature = credentials.identity.sign_nonce(credentials.device_id, nonce)
+        body = {**asked, "nonce": nonce, "signature": signature}
+        answer = self.connection.call("POST", "/v1/device-tokens", body=body)
+        token = _parse(devices.DeviceToken, answer)
+        if not (token.access_token.isascii() and token.access_token.isprintable()):
+            raise ServiceUnavailableError("expected a token of printable ASCII from the service")
+        self._token = token.access_token
+        self._token_until = self._monotonic() + max(0.0, token.expires_in - TOKEN_MARGIN_S)
+
+
+def _parse(model: type[Model], data: bytes) -> Model:
+    document: dict[str, Any] = read_object(data)
+    known = {name: value for name, value in document.items() if name in model.model_fields}
+    try:
+        return model.model_validate(known)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ServiceUnavailableError(
+            f"expected a {model.__name__.lower()} from the service: {where}: {first['msg']}"
+        ) from exc

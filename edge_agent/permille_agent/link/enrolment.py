@@ -1,0 +1,184 @@
+"""Enrolment: which server this device belongs to, what it follows, and which signing keys it trusts.
+
+The keys are pinned here, once, over the connection that the user chose. No later answer of the server changes
+them; only enrolling again, by hand, does. Enrolling the same key again gives the same device.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError, OperatorError
+from permille.files import write_atomic
+from permille.schemas import devices
+from permille_agent.link.api import Credentials, DeviceApi
+from permille_agent.link.client import AccessRefusedError, Connection, RequestRefusedError, check_server
+from permille_agent.link.identity import Identity, decode_bytes, load_identity, load_or_create_identity
+from permille_agent.state.home import Home, read_state, write_state
+
+INVITATION = re.compile(r"[A-Za-z0-9_-]{22}", re.ASCII)
+CA_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigningKey:
+    """A pinned key: its id and 32 raw bytes in base64url."""
+
+    key_id: str
+    public_key: str
+
+    @property
+    def raw(self) -> bytes:
+        """The 32 bytes of the Ed25519 public key."""
+        return decode_bytes(self.public_key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolment:
+    """What the device keeps of its enrolment.
+
+    Attributes:
+        server: base URL.
+        release: name of the release that the device follows, by `alias`.
+        private_ca: whether the server's certificate is checked against `ca.pem` in the home folder.
+    """
+
+    server: str
+    device_id: str
+    tenant_id: str
+    name: str
+    release: str
+    alias: str
+    signing_keys: tuple[SigningKey, ...]
+    private_ca: bool
+
+    def document(self) -> dict[str, Any]:
+        """What commands show of it: keys by their ids."""
+        return {
+            "server": self.server,
+            "device_id": self.device_id,
+            "name": self.name,
+            "release": self.release,
+            "alias": self.alias,
+            "signing_keys": [key.key_id for key in self.signing_keys],
+        }
+
+
+Connect = Callable[[str, Path | None], Connection]
+
+
+def connect(server: str, ca_file: Path | None) -> Connection:
+    """A connection with the defaults of `client.py`."""
+    return Connection(server, ca_file=ca_file)
+
+
+def load_enrolment(home: Home) -> Enrolment | None:
+    """The enrolment in the home folder, or None.
+
+    Raises:
+        OperatorError: the file is damaged.
+    """
+    state = read_state(home.enrolment)
+    if state is None:
+        return None
+    try:
+        keys = tuple(SigningKey(**key) for key in state.pop("signing_keys"))
+        return Enrolment(signing_keys=keys, **state)
+    except (TypeError, KeyError) as exc:
+        raise OperatorError(f"expected a complete enrolment in {home.enrolment}: {exc}") from exc
+
+
+def require_enrolment(home: Home) -> tuple[Enrolment, Identity]:
+    """The enrolment and the key that goes with it.
+
+    Raises:
+        OperatorError: the device is not enrolled.
+    """
+    enrolment, identity = load_enrolment(home), load_identity(home)
+    if enrolment is None or identity is None:
+        raise OperatorError(
+            "expected an enrolled device; run `permille-agent enroll SERVER INVITATION` first"
+        )
+    return enrolment, identity
+
+
+def open_api(home: Home, *, connection: Connect = connect) -> DeviceApi:
+    """The service, as the enrolled device; close its connection after use.
+
+    Raises:
+        OperatorError: the device is not enrolled.
+    """
+    enrolment, identity = require_enrolment(home)
+    ca_file = home.ca_file if enrolment.private_ca else None
+    credentials = Credentials(device_id=enrolment.device_id, identity=identity)
+    return DeviceApi(connection(enrolment.server, ca_file), credentials)
+
+
+def enroll(
+    home: Home,
+    server: str,
+    invitation: str,
+    *,
+    name: str | None = None,
+    ca_file: Path | None = None,
+    connection: Connect = connect,
+) -> Enrolment:
+    """Enrol this device, or the same device again; the caller holds the writers' lock.
+
+    Args:
+        name: what operators see. The default says nothing about the user or the machine.
+
+    Raises:
+        InputError: the invitation is refused, or the device is enrolled with another server.
+        RetryableError, OperatorError: as `client.py` has them.
+    """
+    server = check_server(server)
+    _refuse_other_server(home, server)
+    if INVITATION.fullmatch(invitation) is None:
+        raise InputError("expected an invitation of 22 characters (A-Z a-z 0-9 _ -), as the operator got it")
+    identity = load_or_create_identity(home)
+    name = name or f"device-{identity.public_key[:8]}"
+    with connection(server, ca_file) as opened:
+        try:
+            answer = DeviceApi(opened).enrol(invitation, identity, name)
+        except (RequestRefusedError, AccessRefusedError) as exc:
+            raise InputError(f"expected an invitation that is valid and unused: {exc}") from exc
+    if not answer.signing_keys:
+        raise OperatorError("expected at least one signing key from the service, got none: it cannot publish")
+    _keep_ca(home, ca_file)
+    return _store(home, server, name, answer, private_ca=ca_file is not None)
+
+
+def _refuse_other_server(home: Home, server: str) -> None:
+    known = load_enrolment(home)
+    if known is not None and known.server != server:
+        message = f"expected {known.server}, where this device is enrolled, got {server}"
+        raise InputError(f"{message}; `permille-agent unenroll` first, or use another --home")
+
+
+def _keep_ca(home: Home, ca_file: Path | None) -> None:
+    if ca_file is None:
+        return
+    try:
+        with ca_file.open("rb") as file:
+            write_atomic(home.ca_file, file.read(CA_LIMIT_BYTES), mode=0o600)
+    except OSError as exc:
+        raise OperatorError(f"expected to copy {ca_file} to {home.ca_file}: {exc}") from exc
+
+
+def _store(home: Home, server: str, name: str, answer: devices.Enrolment, *, private_ca: bool) -> Enrolment:
+    keys = tuple(SigningKey(key_id=key.key_id, public_key=key.public_key) for key in answer.signing_keys)
+    enrolment = Enrolment(
+        server=server,
+        device_id=answer.device_id,
+        tenant_id=answer.tenant_id,
+        name=name,
+        release=answer.release,
+        alias=answer.alias,
+        signing_keys=keys,
+        private_ca=private_ca,
+    )
+    write_state(home.enrolment, asdict(enrolment))
+    return enrolment

@@ -1,0 +1,170 @@
+"""Erasing what the agent knows of its user, and giving up the enrolment.
+
+`forget` keeps a short list (the device's identity, its enrolment, the packages, the policy) and erases
+everything else in the home folder, so that a file which a later version adds is erased, too. Contents are
+overwritten before they are removed. That is all a program can do: what a file system or a flash drive copied
+elsewhere (snapshots, journals, worn cells, backups, swap) is out of its reach, and `PROMISE` tells the user
+so.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from permille.errors import OperatorError
+from permille.files import fsync_folder
+from permille_agent.link.api import DeviceApi
+from permille_agent.link.client import AccessRefusedError, RequestRefusedError
+from permille_agent.link.report import Delivery, deliver, read_reports, want_deletion, withdraw_logs
+from permille_agent.state.home import Home, open_home, write_state
+from permille_agent.state.releases import forget_versions
+
+CHUNK_BYTES = 1 << 20
+
+PROMISE = (
+    "The files were overwritten once and removed. Copies that the file system or the drive keeps (snapshots, "
+    "copy-on-write, journals, spare flash cells), backups and swap cannot be reached from here; against "
+    "those, only an encrypted disk helps. Your own data files were not touched."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Erased:
+    """What `forget` removed, and what is left to be told to the service when it can be reached."""
+
+    files: int
+    size_bytes: int
+    deletions_waiting: int
+
+
+def forget(home: Home) -> Erased:
+    """Erase data references, runs, active personalisation, reports, consent and logs; the caller holds the
+    lock.
+
+    Uploaded logs are marked for deletion at the service: `deliver` asks for it, now or when there is a
+    network. The marks are durable before anything is erased.
+
+    Raises:
+        OperatorError: a file cannot be erased; calling again continues.
+    """
+    withdraw_logs(home)
+    want_deletion(home, None)
+    deletions = {
+        home.reports / f"{report.run_id}.json": report.run_id
+        for report in read_reports(home)
+        if report.log_delivery is Delivery.DELETION_WANTED
+    }
+    files = size_bytes = 0
+    try:
+        for path, run_id in deletions.items():
+            size_bytes += _keep_deletion(path, run_id)
+        for path in _erasable(home):
+            if path not in deletions:
+                size_bytes += _erase(path)
+                files += 1
+        _remove_folders(home)
+    except OSError as exc:
+        raise OperatorError(f"expected to erase the files in {home.root}: {exc}") from exc
+    open_home(home.root)
+    return Erased(files=files, size_bytes=size_bytes, deletions_waiting=len(deletions))
+
+
+def unenroll(home: Home, api: DeviceApi | None) -> None:
+    """Give the enrolment up: logs deleted, device removed at the service, key erased here; the caller holds
+    the lock.
+
+    Packages and the personalisation stay; they need no server.
+
+    Args:
+        api: the service; None to erase the local side only, for a server that is gone.
+
+    Raises:
+        RetryableError, OperatorError: the service cannot be reached; nothing local was erased then.
+    """
+    if api is not None:
+        _leave_service(home, api)
+    try:
+        for path in (home.identity_key, home.enrolment, home.ca_file, *home.reports.iterdir()):
+            if path.is_file():
+                _erase(path)
+        forget_versions(home)
+        fsync_folder(home.root)
+    except OSError as exc:
+        raise OperatorError(f"expected to erase the enrolment in {home.root}: {exc}") from exc
+
+
+def _leave_service(home: Home, api: DeviceApi) -> None:
+    try:
+        withdraw_logs(home)
+        want_deletion(home, None)
+        deliver(home, api)
+        api.unenrol()
+    except AccessRefusedError:
+        return  # revoked or unenrolled before: the service keeps nothing that this device could reach
+    except RequestRefusedError as exc:
+        if exc.status not in (404, 410):
+            raise
+
+
+def _keep_deletion(path: Path, run_id: str) -> int:
+    """Keep of a report only that its log is to be deleted; what it said is overwritten."""
+    entry = {
+        "run_id": run_id,
+        "metrics": None,
+        "metrics_delivery": Delivery.NONE,
+        "log_delivery": Delivery.DELETION_WANTED,
+        "reason": "",
+    }
+    with path.open("r+b", buffering=0) as old:
+        write_state(path, entry)
+        return _overwrite(old)
+
+
+def _erasable(home: Home) -> Iterator[Path]:
+    kept = {
+        home.identity_key,
+        home.enrolment,
+        home.ca_file,
+        home.releases,
+        home.policy,
+        home.lock,
+        home.daemon_lock,
+    }
+    kept |= {path.with_name(path.name + ".holder") for path in (home.lock, home.daemon_lock)}
+    for folder, folders, names in os.walk(home.root, followlinks=False):
+        if Path(folder) == home.root:
+            folders[:] = [name for name in folders if home.root / name not in (home.blobs, home.partial)]
+        for name in [*names, *(name for name in folders if (Path(folder) / name).is_symlink())]:
+            if (path := Path(folder) / name) not in kept:
+                yield path
+
+
+def _erase(path: Path) -> int:
+    """Overwrite and remove one file; a link, or a file with another name elsewhere, is only unlinked."""
+    size_bytes = 0
+    if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+        path.chmod(0o600)
+        with path.open("r+b", buffering=0) as file:
+            size_bytes = _overwrite(file)
+    path.unlink()
+    return size_bytes
+
+
+def _overwrite(file: FileIO) -> int:
+    """Zeros over all bytes of an open file; returns how many."""
+    size_bytes = os.fstat(file.fileno()).st_size
+    for start in range(0, size_bytes, CHUNK_BYTES):
+        file.write(bytes(min(CHUNK_BYTES, size_bytes - start)))
+    os.fsync(file.fileno())
+    return size_bytes
+
+
+def _remove_folders(home: Home) -> None:
+    for folder, _folders, _names in os.walk(home.root, topdown=False, followlinks=False):
+        path = Path(folder)
+        kept = path in (home.root, home.partial, home.reports) or home.blobs in (path, *path.parents)
+        if not kept:
+            path.rmdir()
+    fsync_folder(home.root)

@@ -1,0 +1,78 @@
+"""The one lock of the agent: whoever writes into the home folder holds it, so `run` and `train` never clash.
+
+The operating system releases it when the holder dies, however it dies. A note beside it says who holds it;
+the note is for the message only, never for the decision. Within one process the lock may be taken again (a
+command that calls another).
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from permille.errors import OperatorError, RetryableError
+from permille_agent.state.home import Home, read_state, write_state
+
+
+class LockedError(RetryableError):
+    """Another process of the agent is writing."""
+
+
+@contextmanager
+def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the writers' lock, as `permille-agent <purpose>`.
+
+    Raises:
+        LockedError: another process holds it after `wait_s`; the message says which.
+        OperatorError: the lock file cannot be made.
+    """
+    with _hold(home.lock, purpose, wait_s):
+        yield
+
+
+@contextmanager
+def hold_daemon_lock(home: Home) -> Iterator[None]:
+    """Hold the lock that makes one daemon a home folder; the writers' lock is taken for each piece of work.
+
+    Raises:
+        LockedError: another daemon runs.
+    """
+    with _hold(home.daemon_lock, "run", 0.0):
+        yield
+
+
+@contextmanager
+def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
+    lock = FileLock(path, mode=0o600, thread_local=False, is_singleton=True, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=wait_s)
+    except Timeout as exc:
+        raise LockedError(f"expected {path.name} to be free: {_holder(path)} holds it") from exc
+    except OSError as exc:
+        raise OperatorError(f"expected a lock file at {path}: {exc}") from exc
+    try:
+        if lock.lock_counter == 1:
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            write_state(_note(path), {"pid": os.getpid(), "purpose": purpose, "since": since})
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            _note(path).unlink(missing_ok=True)
+        lock.release()
+
+
+def _note(path: Path) -> Path:
+    return path.with_name(path.name + ".holder")
+
+
+def _holder(path: Path) -> str:
+    try:
+        note = read_state(_note(path))
+    except OperatorError:
+        note = None
+    if note is None:
+        return "another process"
+    return f"`permille-agent {note.get('purpose')}` (process {note.get('pid')}, since {note.get('since')})"

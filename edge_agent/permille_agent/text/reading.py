@@ -1,0 +1,217 @@
+"""The user's text: read from files and folders, checked row by row, and freed of duplicates.
+
+Accepted are `.txt` (UTF-8) and `.jsonl`, whose rows are objects with `text`, with `prompt` and `completion`,
+or with chat `messages`; a row may name a `group`, and rows of one group never come apart. A row that is
+neither is counted and left out, never guessed at. Folders are read recursively in the order of their names;
+hidden files and links are passed over.
+
+What a document is decides what a fair test is: documents, not pieces of them, are divided between the splits
+(`splits.py`). A user with one long file would have one document, so where there are fewer than
+`FEW_DOCUMENTS`, plain text is cut at paragraph ends into contiguous sections that count as documents.
+
+Nothing here knows a tokenizer: the same text gives the same documents under every package.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError
+from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
+from permille_agent.text.paragraphs import normalised, sections
+from permille_agent.text.paragraphs import paragraphs as split_paragraphs
+
+MAX_TOTAL_BYTES = 256 << 20
+MAX_ROW_BYTES = 4 << 20
+MAX_EXAMPLES = 20
+FEW_DOCUMENTS = 40
+# A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
+REPEATED_PARAGRAPH_CHARACTERS = 64
+SUFFIXES = (".txt", ".jsonl")
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What was read and what was left out, with the first reasons by file and line."""
+
+    files: int = 0
+    ignored_files: int = 0
+    rows: int = 0
+    bad_rows: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+    duplicates: int = 0
+    repeated_paragraphs: int = 0
+    documents: int = 0
+
+    def bad(self, place: str, reason: str) -> None:
+        """Count a row that was left out."""
+        self.bad_rows[reason] += 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(f"{place}: {reason}")
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts, without any of the user's text."""
+        return {
+            "files": self.files,
+            "ignored_files": self.ignored_files,
+            "rows": self.rows,
+            "bad_rows": dict(sorted(self.bad_rows.items())),
+            "duplicates": self.duplicates,
+            "repeated_paragraphs": self.repeated_paragraphs,
+            "documents": self.documents,
+        }
+
+
+def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
+    """All documents of the files and folders in `paths`, without duplicates, in the order of reading.
+
+    Raises:
+        InputError: a path does not exist or is of an unknown kind; more than 256 MiB; no document at all.
+    """
+    report = DataReport()
+    files = list(_files(paths, report))
+    _check_size(files)
+    rows: list[tuple[str | None, Content]] = []
+    for path in files:
+        report.files += 1
+        read = _read_text if path.suffix.lower() == ".txt" else _read_jsonl
+        try:
+            rows.extend(read(path, report))
+        except OSError as exc:
+            report.bad(str(path), f"cannot be read: {exc.strerror}")
+    documents = _documents(_without_duplicates(rows, report))
+    if not documents:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in report.bad_rows.items())
+        raise InputError(
+            f"expected text in {', '.join(map(str, paths))}, got none in {report.files} files"
+            f"{f' ({reasons})' if reasons else ''}"
+        )
+    report.documents = len(documents)
+    return documents, report
+
+
+def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
+    if not paths:
+        raise InputError("expected at least one file or folder with text, got none")
+    seen: set[Path] = set()
+    for path in paths:
+        if path.is_dir():
+            found = [p for p in sorted(path.rglob("*")) if _visible(p, path)]
+        elif path.is_file():
+            if path.suffix.lower() not in SUFFIXES:
+                raise InputError(f"expected a file that ends in {' or '.join(SUFFIXES)}, got {path}")
+            found = [path]
+        else:
+            raise InputError(f"expected a file or folder at {path}, found none")
+        for file in found:
+            if file.suffix.lower() not in SUFFIXES:
+                report.ignored_files += 1
+            elif (resolved := file.resolve()) not in seen:
+                seen.add(resolved)
+                yield file
+
+
+def _visible(path: Path, root: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    return not any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _check_size(files: Iterable[Path]) -> None:
+    total = sum(path.stat().st_size for path in files)
+    if total > MAX_TOTAL_BYTES:
+        raise InputError(f"expected at most {MAX_TOTAL_BYTES} bytes of text, got {total}: name fewer files")
+
+
+def _read_text(path: Path, report: DataReport) -> Iterator[tuple[str | None, Content]]:
+    report.rows += 1
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        report.bad(str(path), "not UTF-8")
+        return
+    text = text.replace("\r\n", "\n").replace("\x00", "")
+    if text.strip():
+        yield None, PlainText(text.strip("\n"))
+    else:
+        report.bad(str(path), "empty")
+
+
+def _read_jsonl(path: Path, report: DataReport) -> Iterator[tuple[str | None, Content]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            report.rows += 1
+            if len(line) > MAX_ROW_BYTES:
+                report.bad(f"{path}:{number}", f"longer than {MAX_ROW_BYTES} bytes")
+                continue
+            try:
+                yield parse_row(json.loads(line.decode("utf-8-sig")))
+            except UnicodeDecodeError:
+                report.bad(f"{path}:{number}", "not UTF-8")
+            except (ValueError, RecursionError):  # what is no JSON, or a number of thousands of digits
+                report.bad(f"{path}:{number}", "not JSON")
+            except InputError as exc:
+                report.bad(f"{path}:{number}", str(exc))
+
+
+def _without_duplicates(
+    rows: Iterable[tuple[str | None, Content]], report: DataReport
+) -> list[tuple[str | None, Content]]:
+    seen: set[bytes] = set()
+    paragraphs: set[bytes] = set()
+    kept: list[tuple[str | None, Content]] = []
+    for group, content in rows:
+        key = _key(characters(content))
+        if key in seen:
+            report.duplicates += 1
+            continue
+        seen.add(key)
+        if isinstance(content, PlainText):
+            content = PlainText(_new_paragraphs(content.text, paragraphs, report))
+            if not content.text.strip():
+                report.duplicates += 1
+                continue
+        kept.append((group, content))
+    return kept
+
+
+def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
+    """`text` without the long paragraphs that an earlier text, or this one, already had."""
+    kept = []
+    for paragraph in split_paragraphs(text):
+        plain = normalised(paragraph)
+        if len(plain) >= REPEATED_PARAGRAPH_CHARACTERS:
+            key = _key(plain)
+            if key in seen:
+                report.repeated_paragraphs += 1
+                continue
+            seen.add(key)
+        kept.append(paragraph)
+    return "".join(kept).strip("\n")
+
+
+def _documents(rows: list[tuple[str | None, Content]]) -> list[Document]:
+    groups = {group if group is not None else number for number, (group, _) in enumerate(rows)}
+    cut = len(groups) < FEW_DOCUMENTS
+    documents = []
+    for group, content in rows:
+        if cut and group is None and isinstance(content, PlainText):
+            documents += [Document(_group(None, PlainText(s)), PlainText(s)) for s in sections(content.text)]
+        else:
+            documents.append(Document(_group(group, content), content))
+    return documents
+
+
+def _group(group: str | None, content: Content) -> str:
+    key = f"content\0{characters(content)}" if group is None else f"group\0{group}"
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _key(text: str) -> bytes:
+    return hashlib.sha256(normalised(text).encode()).digest()

@@ -1,0 +1,169 @@
+"""Tokens in rows of T: what a training step reads and what an evaluation reads.
+
+Training rows hold several short documents one after the other, so that few positions are padding. Evaluation
+rows hold one document each, so that a document's loss depends on nothing else. No row begins with a target,
+and neither does a document inside a row: its first token would be predicted from a stranger's text.
+
+The batch of a step is a pure function of (rows, seed, step), so a run that was killed reads what it would
+have read.
+Shapes: R rows, T tokens, B rows of a batch, N targets.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.zo.estimators import Batch
+from permille_agent.text.tokens import TokenizedDocument
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Up to T tokens, not padded. `document_T` is the index of the document that each token is from."""
+
+    ids_T: NDArray[np.int64]
+    target_T: NDArray[np.bool_]
+    bytes_T: NDArray[np.int64]
+    document_T: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationBatch:
+    """A batch with, for each target in row-major order, its document and its bytes."""
+
+    batch: Batch
+    document_N: NDArray[np.int64]
+    bytes_N: NDArray[np.int64]
+
+
+def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
+    """Rows of one document each; a longer document has several. Rows without a target are left out."""
+    rows = []
+    for index, document in enumerate(documents):
+        for start in range(0, len(document.ids_T), row_tokens):
+            row = _row(document, index, slice(start, start + row_tokens))
+            if row.target_T.any():
+                rows.append(row)
+    return rows
+
+
+def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
+    """The rows of `document_rows`, short ones put together: best fit in decreasing length."""
+    pieces = document_rows(documents, row_tokens)
+    bins: list[list[Row]] = []
+    bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
+    for index in sorted(range(len(pieces)), key=lambda i: (-len(pieces[i].ids_T), i)):
+        length = len(pieces[index].ids_T)
+        free = next((free for free in range(length, row_tokens + 1) if bins_by_free[free]), None)
+        if free is None:
+            place, free = len(bins), row_tokens
+            bins.append([])
+        else:
+            place = bins_by_free[free].pop()
+        bins[place].append(pieces[index])
+        bins_by_free[free - length].append(place)
+    return [_joined(parts) for parts in bins]
+
+
+class TrainingBatches:
+    """The batches of a run: every row once an epoch, in an order that (seed, epoch) decides."""
+
+    def __init__(self, rows: Sequence[Row], *, batch_rows: int, seed: int) -> None:
+        self._rows = rows
+        self._batch_rows = min(batch_rows, len(rows))
+        self._seed = seed
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of `step`, counted from 0."""
+        first = step * self._batch_rows
+        chosen = [self._row(position) for position in range(first, first + self._batch_rows)]
+        return batch_of(chosen)
+
+    def tokens(self, steps: int) -> int:
+        """Tokens that the first `steps` steps read, padding not counted."""
+        total = sum(len(row.ids_T) for row in self._rows)
+        epochs, rest = divmod(steps * self._batch_rows, len(self._rows))
+        return epochs * total + sum(len(self._rows[i].ids_T) for i in self._order(epochs)[:rest])
+
+    def _row(self, position: int) -> Row:
+        epoch, place = divmod(position, len(self._rows))
+        return self._rows[self._order(epoch)[place]]
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        def key(row: int) -> bytes:
+            return hashlib.blake2b(
+                f"permille-order-1\0{self._seed}\0{epoch}\0{row}".encode(), digest_size=16
+            ).digest()
+
+        return sorted(range(len(self._rows)), key=key)
+
+
+def evaluation_batches(rows: Sequence[Row], *, tokens: int) -> Iterator[EvaluationBatch]:
+    """All rows once, those of about the same length together, each batch of at most `tokens` positions."""
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].ids_T), i))
+    start = 0
+    while start < len(order):
+        longest = len(rows[order[start]].ids_T)
+        size = max(1, tokens // longest)
+        chosen = [rows[i] for i in order[start : start + size]]
+        start += size
+        yield EvaluationBatch(
+            batch_of(chosen),
+            np.concatenate([row.document_T[row.target_T] for row in chosen]),
+            np.concatenate([row.bytes_T[row.target_T] for row in chosen]),
+        )
+
+
+def batch_of(rows: Sequence[Row]) -> Batch:
+    """Rows side by side, right padded with id 0 to the longest of them."""
+    shape = (len(rows), max(len(row.ids_T) for row in rows))
+    input_ids_BT = np.zeros(shape, dtype=np.int64)
+    attention_BT = np.zeros(shape, dtype=np.bool_)
+    target_BT = np.zeros(shape, dtype=np.bool_)
+    for index, row in enumerate(rows):
+        length = len(row.ids_T)
+        input_ids_BT[index, :length] = row.ids_T
+        attention_BT[index, :length] = True
+        target_BT[index, :length] = row.target_T
+    return Batch(input_ids_BT=input_ids_BT, attention_BT=attention_BT, target_BT=target_BT)
+
+
+def target_count(rows: Sequence[Row]) -> int:
+    """Target tokens of all rows."""
+    return sum(int(row.target_T.sum()) for row in rows)
+
+
+def rows_digest(parts: Sequence[Sequence[Row]]) -> str:
+    """Digest of what a run reads: ids, targets and documents of all rows, split by split."""
+    digest = hashlib.sha256(b"permille-rows-1\0")
+    for rows in parts:
+        digest.update(len(rows).to_bytes(8, "little"))
+        for row in rows:
+            digest.update(len(row.ids_T).to_bytes(8, "little"))
+            digest.update(row.ids_T.astype("<i8").tobytes())
+            digest.update(row.target_T.astype("u1").tobytes())
+            digest.update(row.document_T.astype("<i8").tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _row(document: TokenizedDocument, index: int, window: slice) -> Row:
+    target_T = document.target_T[window].copy()
+    target_T[:1] = False
+    ids_T = document.ids_T[window]
+    return Row(ids_T, target_T, document.bytes_T[window], np.full(len(ids_T), index, dtype=np.int64))
+
+
+def _joined(parts: Sequence[Row]) -> Row:
+    if len(parts) == 1:
+        return parts[0]
+    return Row(
+        np.concatenate([part.ids_T for part in parts]),
+        np.concatenate([part.target_T for part in parts]),
+        np.concatenate([part.bytes_T for part in parts]),
+        np.concatenate([part.document_T for part in parts]),
+    )

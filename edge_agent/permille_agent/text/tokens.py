@@ -1,0 +1,257 @@
+"""Text to tokens and back, by the package's own `tokenizer.json`; transformers is not needed.
+
+Special tokens written in the user's text are text. Only what a chat template writes may be special, and a
+message that contains a special token is refused there.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from permille.errors import InputError, PackageError
+from permille.token_bytes import token_bytes
+from permille_agent.text.chat_template import ChatTemplate
+from permille_agent.text.documents import Completion, Content, Conversation, PlainText
+
+ReadFile = Callable[[str], bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedDocument:
+    """One document in tokens.
+
+    Attributes:
+        ids_T: int64, the token ids.
+        target_T: bool, whether the loss counts the prediction of the token; never the first.
+        bytes_T: int64, how many bytes of the text the token stands for; their sum over targets makes bits per
+            byte.
+    """
+
+    ids_T: NDArray[np.int64]
+    target_T: NDArray[np.bool_]
+    bytes_T: NDArray[np.int64]
+
+    @property
+    def targets(self) -> int:
+        """Number of target tokens."""
+        return int(self.target_T.sum())
+
+
+class TextTokenizer:
+    """The tokenizer of one package, with its special tokens and chat template."""
+
+    def __init__(self, read_file: ReadFile) -> None:
+        """Read `tokenizer.json` and, where there are any, the configurations beside it.
+
+        Args:
+            read_file: content of a file of the package by its name; None where the package has none.
+
+        Raises:
+            PackageError: no tokenizer, or one that cannot be read.
+        """
+        data = read_file("tokenizer.json")
+        if data is None:
+            raise PackageError("tokenizer", "expected a tokenizer.json in the package, found none")
+        try:
+            self._tokenizer = Tokenizer.from_buffer(data)
+        except Exception as exc:
+            raise PackageError("tokenizer", f"expected a tokenizer.json that can be read: {exc}") from exc
+        # Whether special tokens are text is a switch of the tokenizer, and a server has several threads.
+        self._lock = threading.Lock()
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _json(read_file("tokenizer_config.json"))
+        names = {**_json(read_file("special_tokens_map.json")), **config}
+        self.bos = _token(names.get("bos_token"))
+        self.eos = _token(names.get("eos_token"))
+        self._add_bos = bool(config.get("add_bos_token")) and self.bos is not None
+        self._special = _special_tokens(self._tokenizer)
+        self._template = _template(read_file("chat_template.jinja"), config)
+        self.stop_ids = _stop_ids(_json(read_file("generation_config.json")), _json(read_file("config.json")))
+        if self.eos is not None and (eos := self._tokenizer.token_to_id(self.eos)) is not None:
+            self.stop_ids = tuple(sorted({*self.stop_ids, eos}))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def chat_template(self) -> ChatTemplate:
+        """The package's chat template, or the default one."""
+        variables = {"bos_token": self.bos or "", "eos_token": self.eos or ""}
+        return ChatTemplate(self._template, variables)
+
+    def prompt(self, text: str) -> NDArray[np.int64]:
+        """The ids of a prompt that a text continues; special tokens in it are text.
+
+        Raises:
+            InputError: no token at all comes out.
+        """
+        ids = self._encode_literal(text).ids
+        if not ids and self.bos is not None and (bos := self._tokenizer.token_to_id(self.bos)) is not None:
+            ids = [bos]
+        if not ids:
+            raise InputError("expected a prompt of at least one token, got none")
+        return np.asarray(ids, dtype=np.int64)
+
+    def chat_prompt(self, template: ChatTemplate, messages: Sequence[tuple[str, str]]) -> NDArray[np.int64]:
+        """The ids of a conversation up to the start of the assistant's next turn.
+
+        Raises:
+            InputError: a message contains a special token.
+            PackageError: the template fails.
+        """
+        self._refuse_special(messages)
+        text = template.render(messages, add_generation_prompt=True)
+        return np.asarray(self._encode_rendered(text).ids, dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of `ids` as it comes, piece by piece; a piece never ends inside a character."""
+        known: list[int] = []
+        shown = ""
+        for token in ids:
+            known.append(token)
+            text = self.decode(known)
+            if not text.endswith("�") and text.startswith(shown) and len(text) > len(shown):
+                yield text[len(shown) :]
+                shown = text
+        text = self.decode(known)
+        if text.startswith(shown) and len(text) > len(shown):
+            yield text[len(shown) :]
+
+    def tokenize(self, content: Content, template: ChatTemplate, *, row_tokens: int) -> TokenizedDocument:
+        """A document in tokens, with the tokens that count.
+
+        Args:
+            content: the document.
+            template: of this package; used for conversations only.
+            row_tokens: a prompt is shortened from its start so that its completion fits into a row of so many
+                tokens.
+
+        Raises:
+            InputError: a conversation contains a special token or does not survive its template.
+            PackageError: the template fails.
+        """
+        match content:
+            case PlainText(text):
+                encoding = self._encode_literal(text)
+                return _document(encoding, text, ((0, len(text)),))
+            case Completion(prompt, completion):
+                return self._completion(prompt, completion, row_tokens)
+            case Conversation(messages):
+                return self._conversation(messages, template)
+
+    def _completion(self, prompt: str, completion: str, row_tokens: int) -> TokenizedDocument:
+        text = prompt + completion
+        whole = _document(self._encode_literal(text), text, ((len(prompt), len(text)),))
+        if self.eos is not None and (eos := self._tokenizer.token_to_id(self.eos)) is not None:
+            whole = TokenizedDocument(
+                np.append(whole.ids_T, np.int64(eos)),
+                np.append(whole.target_T, True),
+                np.append(whole.bytes_T, np.int64(0)),
+            )
+        if len(whole.ids_T) <= row_tokens:
+            return whole
+        # The end of the prompt is what the completion hangs on: keep at least a quarter of a row of it.
+        first = int(np.argmax(whole.target_T))
+        kept = max(row_tokens // 4, row_tokens - (len(whole.ids_T) - first))
+        start = max(0, first - kept)
+        return TokenizedDocument(whole.ids_T[start:], whole.target_T[start:], whole.bytes_T[start:])
+
+    def _conversation(self, messages: Sequence[tuple[str, str]], template: ChatTemplate) -> TokenizedDocument:
+        self._refuse_special(messages)
+        text, spans = template.render_with_targets(messages)
+        return _document(self._encode_rendered(text), text, spans)
+
+    def _encode_literal(self, text: str) -> Any:
+        """Tokens of a user's text: special tokens in it are text. With the tokenizer's own beginning."""
+        with self._lock:
+            self._tokenizer.encode_special_tokens = True
+            encoding = self._tokenizer.encode(text, add_special_tokens=True)
+        if self._add_bos and self.bos is not None:
+            bos = self._tokenizer.token_to_id(self.bos)
+            if bos is not None and encoding.ids[:1] != [bos]:
+                return _Prepended(encoding, bos)
+        return encoding
+
+    def _encode_rendered(self, text: str) -> Any:
+        """Tokens of what a chat template rendered: special tokens in it are special."""
+        with self._lock:
+            self._tokenizer.encode_special_tokens = False
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _refuse_special(self, messages: Sequence[tuple[str, str]]) -> None:
+        for _, content in messages:
+            if any(token in content for token in self._special):
+                raise InputError("a message contains a special token of the model")
+
+
+class _Prepended:
+    """An encoding with a first token that stands for no text."""
+
+    def __init__(self, encoding: Any, first: int) -> None:
+        self.ids = [first, *encoding.ids]
+        self.offsets = [(0, 0), *encoding.offsets]
+
+
+def _document(encoding: Any, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedDocument:
+    ids_T = np.asarray(encoding.ids, dtype=np.int64)
+    starts_T, ends_T = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+    target_T = np.zeros(len(ids_T), dtype=np.bool_)
+    for start, end in spans:
+        target_T |= (ends_T > start) & (starts_T < end) & (ends_T > starts_T)
+    target_T[:1] = False
+    return TokenizedDocument(ids_T, target_T, token_bytes(text, ends_T))
+
+
+def _special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    added = tokenizer.get_added_tokens_decoder().values()
+    return tuple(token.content for token in added if token.special and token.content)
+
+
+def _json(data: bytes | None) -> dict[str, Any]:
+    if data is None:
+        return {}
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise PackageError("tokenizer", f"expected JSON in the tokenizer's files: {exc}") from exc
+    return value if isinstance(value, dict) else {}
+
+
+def _token(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _template(file: bytes | None, config: dict[str, Any]) -> str | None:
+    if file is not None:
+        try:
+            return file.decode("utf-8")
+        except UnicodeDecodeError as exc:
+            raise PackageError("chat-template", "expected a chat template in UTF-8, got other bytes") from exc
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _stop_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
+    ids: set[int] = set()
+    for config in configs:
+        value = config.get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        ids |= {item for item in values if isinstance(item, int) and not isinstance(item, bool)}
+    return tuple(sorted(ids))

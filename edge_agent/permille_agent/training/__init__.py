@@ -1,0 +1,1 @@
+"""One personalisation: its options, plan, steps, decision and durable run."""
