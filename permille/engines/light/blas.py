@@ -35,20 +35,25 @@ class Blas:
 
     def product(self, a_MK: Array, b_NK: Array, out_MN: Array) -> None:
         """`out = a b^T`. Rows are contiguous; the distance between rows is free."""
-        self._multiply(a_MK, b_NK, out_MN, _TRANSPOSED)
+        self._multiply(a_MK, b_NK, out_MN, _TRANSPOSED, 0.0)
 
     def plain_product(self, a_MK: Array, b_KN: Array, out_MN: Array) -> None:
         """`out = a b`."""
-        self._multiply(a_MK, b_KN, out_MN, _AS_IS)
+        self._multiply(a_MK, b_KN, out_MN, _AS_IS, 0.0)
 
-    def _multiply(self, a: Array, b: Array, out: Array, second: int) -> None:
+    def add_product(self, a_MK: Array, b_KN: Array, out_MN: Array) -> None:
+        """`out += a b`."""
+        self._multiply(a_MK, b_KN, out_MN, _AS_IS, 1.0)
+
+    def _multiply(self, a: Array, b: Array, out: Array, second: int, kept: float) -> None:
         if self._library is None or not (_rows(a) and _rows(b) and _rows(out)) or out.size == 0:
-            np.copyto(out, a @ (b.T if second == _TRANSPOSED else b))
+            found = a @ (b.T if second == _TRANSPOSED else b)
+            np.add(found, out, out=out) if kept else np.copyto(out, found)
             return
         self._library.sgemm(
             _ROW_MAJOR, _AS_IS, second, out.shape[0], out.shape[1], a.shape[1],
             1.0, a.ctypes.data, _distance(a), b.ctypes.data, _distance(b),
-            0.0, out.ctypes.data, _distance(out),
+            kept, out.ctypes.data, _distance(out),
         )  # fmt: skip
 
 

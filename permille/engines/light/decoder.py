@@ -75,37 +75,36 @@ def run_layer(run: Pass, architecture: Architecture, layer: LightLayer, x_GMH: A
 
 
 def _attention(run: Pass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> Array:
-    head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
     norm = None if architecture.block is BlockKind.POST else layer.norm_attention
     normed_GMH = _normed(run, norm, x_GMH)
-    q, k, v = _query_key_value(run, layer, normed_GMH, heads, kv_heads, head)
+    outs, (q, k, v) = head_buffers(run, "inner", architecture, layer, x_GMH)
+    run.linear(layer.projections, normed_GMH, outs)
     if layer.norm_query is not None and layer.norm_key is not None:
         run.norm(layer.norm_query, q, q)
         run.norm(layer.norm_key, k, k)
     if layer.settings.rope is not None:
         run.rotate(layer, q)
         run.rotate(layer, k)
-    (out_GMA,) = run.buffers("normed", x_GMH, heads * head)
-    run.attend(layer, q, k, v, out_GMA.reshape(*out_GMA.shape[:2], heads, head))
+    (out_GMA,) = run.buffers("normed", x_GMH, architecture.heads * architecture.head)
+    run.attend(layer, q, k, v, out_GMA.reshape(q.shape))
     (result_GMH,) = run.buffers("inner", x_GMH, x_GMH.shape[2])
     run.linear([layer.output], out_GMA, [result_GMH])
     return result_GMH
 
 
-def _query_key_value(
-    run: Pass, layer: LightLayer, x_GMH: Array, heads: int, kv_heads: int, head: int
-) -> tuple[Array, Array, Array]:
-    """Views [G, M, heads, D]."""
+def head_buffers(
+    run: Pass, name: str, architecture: Architecture, layer: LightLayer, x_GMH: Array
+) -> tuple[list[Array], tuple[Array, Array, Array]]:
+    """Work memory for the outputs of `layer.projections`, and in it q, k and v [G, M, heads, D]."""
+    head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
     if layer.fused is not None:
-        (fused_GMN,) = run.buffers("inner", x_GMH, 3 * heads * head)
-        run.linear([layer.fused], x_GMH, [fused_GMN])
+        (fused_GMN,) = run.buffers(name, x_GMH, 3 * heads * head)
         parts = fused_GMN.reshape(*fused_GMN.shape[:2], heads, 3, head)
-        return parts[..., 0, :], parts[..., 1, :], parts[..., 2, :]
+        return [fused_GMN], (parts[..., 0, :], parts[..., 1, :], parts[..., 2, :])
     counts = (heads, kv_heads, kv_heads)
-    found = run.buffers("inner", x_GMH, *(count * head for count in counts))
-    run.linear([linear for linear in (layer.query, layer.key, layer.value) if linear], x_GMH, found)
+    found = run.buffers(name, x_GMH, *(count * head for count in counts))
     q, k, v = (out.reshape(*out.shape[:2], count, head) for out, count in zip(found, counts, strict=True))
-    return q, k, v
+    return found, (q, k, v)
 
 
 def _mlp(run: Pass, layer: LightLayer, x_GMH: Array, *, normed: bool = True) -> Array:

@@ -27,7 +27,7 @@ def norm(
     """`out = w x / sqrt(mean(x^2) + epsilon)`, or the same of `x - mean(x)`, plus the bias (LAYER)."""
     if kind is not NormKind.LAYER and native.rms_norm(x_MH, weight_H, epsilon, out):
         return
-    scaled_MH, _ = _standardized(kind, x_MH, epsilon)
+    scaled_MH, _ = standardized(kind, x_MH, epsilon)
     np.multiply(scaled_MH, weight_H, out=out)
     if bias_H is not None:
         out += bias_H
@@ -37,7 +37,7 @@ def norm_tangent(
     kind: NormKind, x_MH: Array, change_MH: Array, weight_H: Array, epsilon: float, out: Array
 ) -> None:
     """`out = w r (x' - n mean(n x'))`, `n = x r`, `r = 1 / sqrt(mean(x^2) + epsilon)` (LAYER: centred)."""
-    scaled_MH, r_M1 = _standardized(kind, x_MH, epsilon)
+    scaled_MH, r_M1 = standardized(kind, x_MH, epsilon)
     if kind is NormKind.LAYER:
         change_MH = change_MH - change_MH.mean(axis=1, keepdims=True)
     np.multiply(scaled_MH, (scaled_MH * change_MH).mean(axis=1, keepdims=True), out=out)
@@ -46,7 +46,7 @@ def norm_tangent(
     out *= weight_H
 
 
-def _standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Array]:
+def standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Array]:
     if kind is NormKind.LAYER:
         x_MH = x_MH - x_MH.mean(axis=1, keepdims=True)
     mean_M = np.einsum("mh,mh->m", x_MH, x_MH) / np.float32(x_MH.shape[1])
@@ -136,7 +136,7 @@ def attention(
     if native.attention(q_TAD, k_SBD, v_SBD, scale, window, cap, out_TAD):
         return
     for q_GTD, k_SD, v_SD, out_GTD in _by_head(q_TAD, k_SBD, v_SBD, out_TAD):
-        weight_GTS, _ = _weights(q_GTD, k_SD, scale, window, cap)
+        weight_GTS, _ = attention_weights(q_GTD, k_SD, scale, window, cap)
         np.matmul(weight_GTS, v_SD, out=out_GTD)
 
 
@@ -155,7 +155,7 @@ def attention_tangents(
     """
     primal = _by_head(q_QTAD[0], k_QTBD[0], v_QTBD[0], out_QTAD[0])
     for head, (q_GTD, k_TD, v_TD, out_GTD) in enumerate(primal):
-        weight_GTT, slope_GTT = _weights(q_GTD, k_TD, scale, window, cap)
+        weight_GTT, slope_GTT = attention_weights(q_GTD, k_TD, scale, window, cap)
         np.matmul(weight_GTT, v_TD, out=out_GTD)
         for query in range(1, len(q_QTAD)):
             parts = _by_head(q_QTAD[query], k_QTBD[query], v_QTBD[query], out_QTAD[query])
@@ -187,7 +187,7 @@ def _by_head(
     ]
 
 
-def _weights(
+def attention_weights(
     q_GTD: Array, k_SD: Array, scale: float, window: int | None, cap: float | None
 ) -> tuple[Array, Array | None]:
     """(softmax of the scores [G, T, S], slope of the soft cap if any)."""

@@ -214,6 +214,16 @@ class LightLinear:
                 set_values(tile_RK, part, value_C[first:last], rows.start * self.columns)
             yield group, tile_RK
 
+    def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
+        """Some rows of the weight with the values of one variant, into memory of the caller's."""
+        if self._cache_NK is None:
+            dequantize_rows(self.weight, rows.start, rows.stop, out_RK)
+        else:
+            np.copyto(out_RK, self._cache_NK[rows])
+        first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
+        if last > first:
+            set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
+
     def multiply(self, blas: Blas, x_MK: Array, weight_RK: Array, rows: slice, out_MR: Array) -> None:
         """`x W^T + b` for the rows of a tile."""
         blas.product(x_MK, weight_RK, out_MR)

@@ -52,10 +52,15 @@ class LightLayer:
     norm_key: Norm | None
 
     @property
+    def projections(self) -> list[LightLinear]:
+        """What makes queries, keys and values."""
+        return [linear for linear in (self.fused, self.query, self.key, self.value) if linear is not None]
+
+    @property
     def linears(self) -> list[LightLinear]:
         """All linear layers."""
-        optional = (self.fused, self.query, self.key, self.value, self.gate)
-        return [*filter(None, optional), self.output, self.up, self.down]
+        gate = [] if self.gate is None else [self.gate]
+        return [*self.projections, self.output, *gate, self.up, self.down]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
