@@ -59,7 +59,7 @@ DEFAULT_CACHE_BYTES = 0
 
 
 class LightEngine:
-    """See `permille.engines.interface.Engine` for what each method promises."""
+    """See `permille.engines.interface.GradientEngine` for what each method promises."""
 
     def __init__(
         self,

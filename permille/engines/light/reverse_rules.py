@@ -97,7 +97,7 @@ def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Arra
     parts = blocks(len(d_x_MK), -(-len(d_x_MK) // pool.count))
     for rows in layer.tiles(1):
         height = rows.stop - rows.start
-        tile_RK = pool.scratch("shared weight", height * layer.columns).reshape(height, -1)
+        tile_RK = pool.scratch("weight", height * layer.columns).reshape(height, -1)
 
         def fill(part: slice, first: int = rows.start, tile_RK: Array = tile_RK) -> None:
             layer.fill(slice(first + part.start, first + part.stop), value_C, tile_RK[part])

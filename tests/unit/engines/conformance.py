@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from permille.engines.interface import Engine
+from permille.engines.interface import GradientEngine
 from permille.errors import InputError
 from permille.zo.estimators import Batch
 from tests.unit.engines.tiny import (
@@ -32,10 +32,10 @@ class Conformance:
 
     Attributes:
         loss_tolerance: bound on |loss - reference|, absolute; also between groupings of the same work.
-        derivative_tolerance: bound on the error of a directional derivative, relative to the largest of them.
+        derivative_tolerance: bound on the error of a derivative, relative to the largest of them.
     """
 
-    engine: Engine
+    engine: GradientEngine
     tiny: Tiny
     loss_tolerance: float = 1e-5
     derivative_tolerance: float = 1e-4
@@ -92,13 +92,20 @@ class Conformance:
     def derivatives_are_those_of_reverse_mode(self) -> None:
         batch, values_K = tiny_batch(), variants(self.tiny.package, 2)[1]
         z_QK = np.random.default_rng(2).choice(np.array([-1, 1], np.int8), (3, self.engine.k))
-        expected_Q = z_QK @ self._gradient(values_K, batch)
+        expected_K = self._gradient(values_K, batch)
+        expected_Q = z_QK @ expected_K
         loss, got_Q = self.engine.directional_derivatives(values_K, z_QK.astype(np.float32), batch)
         assert got_Q.shape == (3,)
         expected_loss = self.engine.losses(values_K[None], batch)[0]
         assert abs(loss - expected_loss) <= self.loss_tolerance
         atol = self.derivative_tolerance * np.abs(expected_Q).max()
         np.testing.assert_allclose(got_Q, expected_Q, rtol=0, atol=atol)
+        loss, got_K = self.engine.gradient(values_K, batch)
+        assert abs(loss - expected_loss) <= self.loss_tolerance
+        assert got_K.dtype == np.float32
+        assert got_K.shape == (self.engine.k,)
+        atol = self.derivative_tolerance * np.abs(expected_K).max()
+        np.testing.assert_allclose(got_K, expected_K, rtol=0, atol=atol)
 
     def derivatives_are_linear_in_the_direction(self) -> None:
         batch, values_K = tiny_batch(), self.tiny.package.values()
@@ -115,6 +122,9 @@ class Conformance:
         got = self.engine.losses(values_VK, tiny_batch())
         assert np.isfinite(got[0])
         assert not np.isfinite(got[1])
+        loss, gradient_K = self.engine.gradient(values_VK[1], tiny_batch())
+        assert not np.isfinite(loss)
+        assert not np.isfinite(gradient_K).any()
 
     def greedy_text_is_that_of_the_reference(self) -> None:
         values_K, prompt = self.tiny.package.values(), np.array([3, 1, 4, 1, 5])
@@ -156,6 +166,8 @@ class Conformance:
             lambda: self.engine.losses(values_K[None][:0], batch),
             lambda: self.engine.losses(values_K[None], _with_token(batch, VOCABULARY)),
             lambda: self.engine.directional_derivatives(values_K, values_K, batch),
+            lambda: self.engine.gradient(values_K[:-1], batch),
+            lambda: self.engine.gradient(values_K, _with_token(batch, VOCABULARY)),
             lambda: self.engine.generate(values_K, np.array([VOCABULARY]), max_new_tokens=1),
             lambda: self.engine.generate(values_K, np.array([1]), max_new_tokens=0),
         ):

@@ -1,0 +1,196 @@
+"""The reverse pass of the light engine beyond the conformance suite.
+
+Each rule is the transpose of its tangent, `u . J v = v . J^T u`; parts, threads and layers without a mask
+change nothing.
+"""
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from permille.engines.light import layers, reverse
+from permille.engines.light.engine import LightEngine
+from permille.engines.light.model import Norm
+from permille.engines.light.reverse_rules import Heads, attention_back, feed_forward_back, norm_back
+from permille.models.architecture import Activation, Architecture, BlockKind, NormKind
+from permille.models.families import Family
+from permille.native.library import VARIABLE
+from permille.package.reader import Package
+from permille.quantization import Scheme
+from permille.zo.estimators import Batch
+from permille_lab.benchmarks.random_packages import Shape, random_package
+from tests.unit.engines.tiny import CONFIGS, tiny_batch, tiny_package, variants
+
+Array = NDArray[np.float32]
+RNG = np.random.default_rng(0)
+
+
+def _random(*shape: int) -> Array:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def _dot(a: Array, b: Array) -> float:
+    return float((a.astype(np.float64) * b).sum())
+
+
+def _assert_transposed(pairs: list[tuple[Array, Array]], u: Array, change: Array) -> None:
+    """`u . change` is the sum of what each input's gradient times its own change gives."""
+    scale = float(np.linalg.norm(u) * np.linalg.norm(change))
+    assert abs(_dot(u, change) - sum(_dot(*pair) for pair in pairs)) <= 1e-6 * scale
+
+
+@pytest.mark.parametrize("kind", NormKind)
+@pytest.mark.parametrize(("rows", "width", "weights"), [(1, 7, 7), (5, 16, 16), (3, 33, 1)])
+def test_norms_backwards_are_their_tangents_transposed(
+    kind: NormKind, rows: int, width: int, weights: int
+) -> None:
+    norm = Norm(kind=kind, weight_H=_random(weights), bias_H=None, epsilon=1e-3)
+    x, v, u = _random(rows, width), _random(rows, width), _random(rows, width)
+    change, d_x = np.empty_like(x), np.empty_like(x)
+    layers.norm_tangent(kind, x, v, norm.weight_H, norm.epsilon, change)
+    norm_back(norm, x, u, d_x)
+    _assert_transposed([(d_x, v)], u, change)
+    in_place = u.copy()
+    norm_back(norm, x, in_place, in_place)
+    np.testing.assert_array_equal(in_place, d_x)
+
+
+@pytest.mark.parametrize("kind", Activation)
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_feed_forward_part_backwards_is_its_tangent_transposed(kind: Activation, gated: bool) -> None:
+    gate, up, d_gate, d_up, u = (_random(4, 13) for _ in range(5))
+    if gated:
+        slope, value = layers.slope(kind, gate), layers.activate(kind, gate.copy())
+        change = slope * d_gate * up + value * d_up
+        feed_forward_back(kind, gate, up, (d_out := u.copy()))
+        _assert_transposed([(gate, d_gate), (up, d_up)], u, change)
+    else:
+        change = layers.slope(kind, up) * d_up
+        feed_forward_back(kind, None, up, (d_out := u.copy()))
+        _assert_transposed([(up, d_up)], u, change)
+    assert d_out.shape == u.shape
+
+
+def _architecture(cap: float | None) -> Architecture:
+    return Architecture(
+        family=Family.LLAMA, prefix="", layers=(), heads=4, kv_heads=2, head=8, positions=64,
+        block=BlockKind.PRE, norm=NormKind.RMS, norm_epsilon=1e-5, activation=Activation.SILU,
+        attention_scale=0.6, attention_softcap=cap, tied=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 19])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (4, 0.7)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("scores", [1, 1 << 20])
+def test_attention_backwards_is_its_tangent_transposed(
+    tokens: int,
+    window: int | None,
+    cap: float | None,
+    kv_heads: int,
+    scores: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With all heads at a time and with one."""
+    monkeypatch.setattr("permille.engines.light.reverse_rules._SCORES", scores)
+    q, k, v = _random(2, tokens, 4, 8), _random(2, tokens, kv_heads, 8), _random(2, tokens, kv_heads, 8)
+    out, u = np.empty_like(q), _random(tokens, 4, 8)
+    architecture = _architecture(cap)
+    layers.attention_tangents(q, k, v, architecture.attention_scale, window, cap, out)
+    d = Heads(q=np.empty_like(q[0]), k=np.empty_like(k[0]), v=np.empty_like(v[0]), out=u)
+    attention_back(architecture, window, Heads(q=q[0], k=k[0], v=v[0], out=out[0]), d)
+    _assert_transposed([(d.q, q[1]), (d.k, k[1]), (d.v, v[1])], u, out[1])
+
+
+def _assert_near(got: tuple[float, Array], expected: tuple[float, Array]) -> None:
+    """Sums in another order: to float32's rounding."""
+    assert abs(got[0] - expected[0]) <= 1e-6
+    np.testing.assert_allclose(got[1], expected[1], rtol=0, atol=3e-6 * np.abs(expected[1]).max())
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_gradients_are_the_derivatives_of_all_directions(family: str, tmp_path: Path) -> None:
+    """The whole pass, against the forward mode of the same engine; one row is a single pair of tokens."""
+    tiny = tiny_package(tmp_path, family, Scheme.INT4)
+    engine, values_K = LightEngine(tiny.package), variants(tiny.package, 2)[1]
+    batch = tiny_batch(lengths=(2, 12, 5))
+    z_QK = np.random.default_rng(1).standard_normal((4, engine.k)).astype(np.float32)
+    expected_loss, expected_Q = engine.directional_derivatives(values_K, z_QK, batch)
+    loss, gradient_K = engine.gradient(values_K, batch)
+    assert abs(loss - expected_loss) <= 1e-6
+    got_Q = z_QK.astype(np.float64) @ gradient_K
+    np.testing.assert_allclose(got_Q, expected_Q, rtol=0, atol=1e-5 * np.abs(expected_Q).max())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "gpt_neox"])
+def test_parts_threads_and_kernels_change_roundings_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, batch = tiny_package(tmp_path, family).package, tiny_batch()
+    values_K = variants(package, 2)[1]
+    expected = LightEngine(package, threads=1).gradient(values_K, batch)
+    _assert_near(LightEngine(package, threads=1, max_tokens=8).gradient(values_K, batch), expected)
+    _assert_near(LightEngine(package, threads=3).gradient(values_K, batch), expected)
+    monkeypatch.setattr("permille.engines.light.reverse_rules._PRODUCTS", 1)
+    monkeypatch.setattr(reverse, "_PART_BYTES", 0)
+    monkeypatch.setattr(reverse, "_FEWEST_TOKENS", 11)
+    _assert_near(LightEngine(package, threads=1).gradient(values_K, batch), expected)
+    monkeypatch.setenv(VARIABLE, "off")
+    _assert_near(LightEngine(package, threads=1).gradient(values_K, batch), expected)
+
+
+def test_repeated_calls_have_the_same_bits_and_change_no_loss(tmp_path: Path) -> None:
+    package, batch = tiny_package(tmp_path, "qwen3").package, tiny_batch()
+    engine, values_K = LightEngine(package), package.values()
+    losses = engine.losses(values_K[None], batch)
+    first = engine.gradient(values_K, batch)
+    second = engine.gradient(np.stack([values_K, values_K], axis=1)[:, 0], batch)
+    assert first[0] == second[0]
+    np.testing.assert_array_equal(first[1], second[1])
+    np.testing.assert_array_equal(engine.losses(values_K[None], batch), losses)
+
+
+def test_layers_below_the_mask_are_not_gone_through(tmp_path: Path) -> None:
+    """The same numbers as where those layers are gone through with nothing masked in them."""
+    shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
+    package = random_package(tmp_path, shape, density=0.01, first_layer=2)
+    engine, values_K, batch = LightEngine(package), variants(package, 2, scale=0.1)[1], tiny_batch()
+    z_QK = np.random.default_rng(0).standard_normal((3, package.k)).astype(np.float32)
+    _, expected_Q = engine.directional_derivatives(values_K, z_QK, batch)
+    _, gradient_K = engine.gradient(values_K, batch)
+    np.testing.assert_allclose(z_QK @ gradient_K, expected_Q, rtol=0, atol=1e-5 * np.abs(expected_Q).max())
+
+
+def test_int8_activations_leave_gradients_in_float32(tmp_path: Path) -> None:
+    package, batch = tiny_package(tmp_path, "llama", Scheme.INT4).package, tiny_batch()
+    values_K = package.values()
+    exact, rounded = (LightEngine(package, int8=on).gradient(values_K, batch) for on in (False, True))
+    assert exact[0] == rounded[0]
+    np.testing.assert_array_equal(exact[1], rounded[1])
+
+
+def _peak_bytes(package: Package, batch: Batch) -> int:
+    engine, values_K = LightEngine(package, threads=1), package.values()
+    tracemalloc.start()
+    try:
+        engine.gradient(values_K, batch)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_nothing_of_a_matrix_is_kept(tmp_path: Path) -> None:
+    """A weight of 4 M numbers is 16 MB in float32; a tile of it is 6."""
+    shape = Shape(hidden=2048, inner=2048, layers=1, heads=4, kv_heads=4, vocabulary=96)
+    assert _peak_bytes(random_package(tmp_path, shape, density=1e-4), tiny_batch()) < 12e6
+
+
+def test_the_memory_of_many_tokens_is_bounded(tmp_path: Path) -> None:
+    """Twice the tokens of a part are two parts."""
+    shape = Shape(hidden=64, inner=96, layers=3, heads=4, kv_heads=2, vocabulary=96)
+    package = random_package(tmp_path, shape, density=0.01)
+    few, many = (_peak_bytes(package, tiny_batch(lengths=(33,) * rows)) for rows in (32, 128))
+    assert many < 1.5 * few
