@@ -36,15 +36,27 @@ class Prepared:
 
 
 def prepare(
-    documents: Sequence[Document], tokenizer: TextTokenizer, report: DataReport, *, seed: int, row_tokens: int
+    documents: Sequence[Document],
+    tokenizer: TextTokenizer,
+    *,
+    seed: int,
+    row_tokens: int,
+    report: DataReport | None = None,
 ) -> Prepared:
     """Tokenize, divide and pack `documents`; what cannot be tokenized is counted in `report`.
+
+    Args:
+        documents: of one user.
+        tokenizer: of the package that is trained.
+        seed: decides which documents train and which are held out.
+        row_tokens: longest row.
+        report: where to count; None does not count.
 
     Raises:
         InputError: too little text.
         PackageError: the chat template breaks a limit.
     """
-    known, tokenized = tokenize(documents, tokenizer, report, row_tokens=row_tokens)
+    known, tokenized = tokenize(documents, tokenizer, report or DataReport(), row_tokens=row_tokens)
     splits = assign([d.group for d in known], [t.targets for t in tokenized], seed)
     parts = {split: [i for i in range(len(known)) if splits[i] is split] for split in Split}
     train = packed_rows([tokenized[i] for i in parts[Split.TRAIN]], row_tokens)

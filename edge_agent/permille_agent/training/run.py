@@ -24,7 +24,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The loss on the select split before step `step`; None where it was not finite."""
+    """The loss on the select split before step `step`; None where it was not finite.
+
+    `seconds` is how long the run had worked by then: it is told, and decides nothing.
+    """
 
     step: int
     loss: float | None
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +106,13 @@ class RunFolder:
                 file.truncate(len(whole))
                 os.fsync(file.fileno())
         lines = [json.loads(line) for line in whole.splitlines()]
-        return [Evaluation(line["step"], line["loss"]) for line in lines]
+        return [Evaluation(**line) for line in lines]
 
     def append_evaluation(self, attempt: int, evaluation: Evaluation) -> None:
         """Add one evaluation; durable on return."""
         path = self._evaluations_path(attempt)
         new = not path.exists()
-        line = json.dumps({"step": evaluation.step, "loss": evaluation.loss}, allow_nan=False)
+        line = json.dumps(asdict(evaluation), allow_nan=False)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "ab") as file:
             file.write(line.encode() + b"\n")

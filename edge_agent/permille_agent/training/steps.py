@@ -171,7 +171,7 @@ def _attempt(
             step = journal.next_step
             out_of_time = clock.passed(attempt, step, plan["limit_s"])
             if _due(step, total_steps, plan["evaluate_every"], evaluations, out_of_time):
-                evaluation = _evaluate(setup, plan, header, s_K, step)
+                evaluation = replace(_evaluate(setup, plan, header, s_K, step), seconds=clock.seconds())
                 run.append_evaluation(attempt, evaluation)
                 evaluations.append(evaluation)
                 clock.store()

@@ -97,7 +97,9 @@ def run_training(
     documents, report = read_documents(data_paths)
     tokenizer = package_tokenizer(package)
     try:
-        prepared = prepare(documents, tokenizer, report, seed=options.seed, row_tokens=options.row_tokens)
+        prepared = prepare(
+            documents, tokenizer, seed=options.seed, row_tokens=options.row_tokens, report=report
+        )
     except InputError as exc:
         return _refused(home, release, package, options, documents, report, str(exc))
     run = _run(home, package, options, prepared.digest, data_paths, report)

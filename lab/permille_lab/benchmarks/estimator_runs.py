@@ -23,7 +23,7 @@ from permille.zo.estimators import apply_record, take_step
 from permille.zo.header import EstimatorKind, LogHeader
 from permille.zo.lattice import values
 from permille_agent.text.preparation import prepare
-from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.reading import read_documents
 from permille_agent.text.rows import Row, TrainingBatches
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.options import TrainOptions
@@ -188,7 +188,7 @@ def make_run(
 ) -> Run:
     """A contender with its text read and divided."""
     documents, _ = read_documents([text])
-    prepared = prepare(documents, package_tokenizer(package), DataReport(), seed=seed, row_tokens=row_tokens)
+    prepared = prepare(documents, package_tokenizer(package), seed=seed, row_tokens=row_tokens)
     prepared = replace(prepared, select=first_rows(prepared.select, SELECT_TOKENS))
     # `steps` is no limit here: the budget is.
     options = contender.options(seed=seed, row_tokens=row_tokens, steps=1)

@@ -26,7 +26,7 @@ from permille_agent.local.model import LocalModel, Variant
 from permille_agent.state.activation import Active
 from permille_agent.state.home import Home
 from permille_agent.text.preparation import prepare
-from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.reading import read_documents
 from permille_agent.training.evaluation import document_losses, paired_bootstrap
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.personal import model_values
@@ -119,7 +119,7 @@ def _swap(sources: Sources, home: Home, run: str, seed: int, other: str) -> dict
     with tempfile.TemporaryDirectory() as name, LocalModel(home, _engine) as model:
         documents, _ = read_documents([speaker_text(sources, other, Path(name))])
         row_tokens = TrainOptions(steps=1).row_tokens
-        prepared = prepare(documents, model.tokenizer, DataReport(), seed=seed, row_tokens=row_tokens)
+        prepared = prepare(documents, model.tokenizer, seed=seed, row_tokens=row_tokens)
         count = len(prepared.test_documents)
         active = Active(package=model.package.digest, run=run)
         values_K = model_values(home, active, model.package)

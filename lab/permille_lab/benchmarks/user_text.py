@@ -11,7 +11,7 @@ from permille.quantization import Scheme
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.releases import InstalledRelease, installed_release, record_installed
 from permille_agent.text.preparation import Prepared, prepare
-from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.reading import read_documents
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.train import package_tokenizer
 from permille_lab.benchmarks.model_packages import Sources, installed_home, speaker_text
@@ -66,7 +66,7 @@ def user_text(
     documents, _ = read_documents([text])
     positions = int(package.config["max_position_embeddings"])
     row_tokens = TrainOptions(steps=1).within(positions).row_tokens
-    prepared = prepare(documents, package_tokenizer(package), DataReport(), seed=seed, row_tokens=row_tokens)
+    prepared = prepare(documents, package_tokenizer(package), seed=seed, row_tokens=row_tokens)
     return UserText(
         home=home,
         text=text,

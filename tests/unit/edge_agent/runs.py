@@ -12,7 +12,7 @@ from permille.package.reader import Package
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.releases import InstalledRelease, record_installed
 from permille_agent.text.preparation import prepare
-from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.reading import read_documents
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.setup import Setup, training_layers
@@ -44,7 +44,7 @@ def setup_of(
     options = replace(options, **changes)
     documents, _ = read_documents([text])
     tokenizer = package_tokenizer(package)
-    prepared = prepare(documents, tokenizer, DataReport(), seed=options.seed, row_tokens=options.row_tokens)
+    prepared = prepare(documents, tokenizer, seed=options.seed, row_tokens=options.row_tokens)
     base_K: NDArray[np.float32] = package.values()
     return Setup(
         engine=engine,

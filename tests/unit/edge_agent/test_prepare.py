@@ -30,7 +30,7 @@ def _texts(count: int) -> list[Document]:
 def test_every_target_is_in_one_split_and_the_digest_names_them() -> None:
     documents = _texts(500)
 
-    prepared = prepare(documents, _tokenizer(), DataReport(), seed=0, row_tokens=64)
+    prepared = prepare(documents, _tokenizer(), seed=0, row_tokens=64)
 
     for split, rows in (
         (Split.TRAIN, prepared.train),
@@ -41,10 +41,10 @@ def test_every_target_is_in_one_split_and_the_digest_names_them() -> None:
     assert sum(count.documents for count in prepared.counts.values()) == 500
     assert len(prepared.test_documents) == prepared.counts[Split.TEST].documents
     assert max(int(row.document_T.max()) for row in prepared.test) == len(prepared.test_documents) - 1
-    again = prepare(documents, _tokenizer(), DataReport(), seed=0, row_tokens=64)
+    again = prepare(documents, _tokenizer(), seed=0, row_tokens=64)
     assert again.digest == prepared.digest
-    assert prepare(documents, _tokenizer(), DataReport(), seed=1, row_tokens=64).digest != prepared.digest
-    assert prepare(documents, _tokenizer(), DataReport(), seed=0, row_tokens=32).digest != prepared.digest
+    assert prepare(documents, _tokenizer(), seed=1, row_tokens=64).digest != prepared.digest
+    assert prepare(documents, _tokenizer(), seed=0, row_tokens=32).digest != prepared.digest
 
 
 def _talk(user: str, assistant: str = "the river") -> Document:

@@ -1,0 +1,157 @@
+"""The interface for programs that embed the agent: everything that they may import from it, and nothing else.
+
+    home = open_home(Path("home"))
+    install_package(home, package)
+    result = run_training(home, [Path("notes")], TrainOptions(minutes=20))
+
+A program that keeps its own account of models trains without a home folder:
+
+    documents, report = read_documents([Path("notes")])
+    prepared = prepare(documents, package_tokenizer(package), seed=0, row_tokens=128)
+    result = personalise(package, engine, prepared, TrainOptions(steps=500), folder=Path("run"))
+    losses = document_losses(engine, result.values_K, prepared.test, len(prepared.test_documents))
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.interface import Engine
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille.zo.lattice import values
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.text.documents import Document
+from permille_agent.text.preparation import Prepared, prepare
+from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.rows import Row, TrainingBatches, batch_of, document_rows, packed_rows
+from permille_agent.text.tokens import TextTokenizer
+from permille_agent.training.evaluation import (
+    Comparison,
+    DocumentLosses,
+    document_losses,
+    mean_loss,
+    paired_bootstrap,
+)
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.progress import SilentProgress
+from permille_agent.training.run import Evaluation, RunFolder, list_runs
+from permille_agent.training.run_clock import RunClock
+from permille_agent.training.setup import Setup, training_layers
+from permille_agent.training.step_size import SearchFailed
+from permille_agent.training.steps import make_plan, train_attempts
+from permille_agent.training.train import package_tokenizer, run_training
+
+__all__ = [
+    "Comparison",
+    "DataReport",
+    "Document",
+    "DocumentLosses",
+    "Evaluation",
+    "Home",
+    "Personalised",
+    "Prepared",
+    "Row",
+    "RunFolder",
+    "SearchFailed",
+    "TextTokenizer",
+    "TrainOptions",
+    "TrainingBatches",
+    "batch_of",
+    "document_losses",
+    "document_rows",
+    "install_package",
+    "list_runs",
+    "mean_loss",
+    "open_home",
+    "package_tokenizer",
+    "packed_rows",
+    "paired_bootstrap",
+    "personalise",
+    "prepare",
+    "read_documents",
+    "run_training",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Personalised:
+    """What `personalise` found.
+
+    Attributes:
+        values_K: the sparse values of the selected state, float32 [k].
+        step: how many steps it is made of; 0 is the start.
+        steps: how many steps were made before the run stopped.
+        learning_rate: of the selected state's steps; halved with each restart.
+        epsilon: of its perturbations.
+        search_seconds: what the search for epsilon and the step size took.
+        curve: the losses on the select split on the way, the start's first.
+    """
+
+    values_K: NDArray[np.float32]
+    step: int
+    steps: int
+    learning_rate: float
+    epsilon: float
+    search_seconds: float
+    curve: tuple[Evaluation, ...]
+
+
+def install_package(home: Home, package: Package, *, release: str = "local", version: int = 1) -> None:
+    """Copy a package into a home folder and make it the installed one, as `pull` does with a download."""
+    blobs = BlobFolder(home.blobs)
+    for digest in (package.digest, *(layer.digest for layer in package.manifest.layers)):
+        if not blobs.has(digest):
+            blobs.put_file(package.blobs.path(digest), expected=digest)
+    installed = InstalledRelease(name=release, version=version, manifest_digest=package.digest)
+    record_installed(home, installed)
+
+
+def personalise(
+    package: Package,
+    engine: Engine,
+    prepared: Prepared,
+    options: TrainOptions,
+    *,
+    folder: Path,
+    start_K: NDArray[np.float32] | None = None,
+) -> Personalised:
+    """Train as the agent does: search, steps, restarts. Nothing is judged on the test split or adopted.
+
+    Args:
+        folder: where the run is durable. The same call with the same folder goes on after a kill.
+        start_K: sparse values to start from; the package's own where None.
+
+    Raises:
+        SearchFailed: no epsilon or no step size works for this package on this text.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    run = RunFolder(folder)
+    clock = RunClock(run)
+    setup = Setup(
+        engine=engine,
+        package_digest=package.digest,
+        mask_digest=package.mask_digest,
+        counts=package.counts,
+        w_base_K=package.values() if start_K is None else start_K,
+        prepared=prepared,
+        options=options,
+        batches=TrainingBatches(prepared.train, batch_rows=options.batch_rows, seed=options.seed),
+        layers=training_layers(package, options),
+        decoder_layers=int(package.config["num_hidden_layers"]),
+    )
+    plan = make_plan(setup, run, SilentProgress(), clock)
+    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
+    curve = run.evaluations(chosen.attempt)
+    return Personalised(
+        values_K=values(setup.w_base_K, chosen.s_K, chosen.header.step_unit_exponent),
+        step=chosen.step,
+        steps=chosen.steps,
+        learning_rate=chosen.header.learning_rate,
+        epsilon=chosen.header.epsilon,
+        search_seconds=curve[0].seconds,
+        curve=tuple(curve),
+    )

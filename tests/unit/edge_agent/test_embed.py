@@ -1,0 +1,59 @@
+"""The interface for programs that embed the agent: what they train is what the agent trains."""
+
+from pathlib import Path
+
+import numpy as np
+
+from permille.schemas.runs import Outcome
+from permille_agent import embed
+from permille_agent.state.releases import installed_release
+from tests.bigram_engine import BigramEngine, bigram_engine
+from tests.packages import tiny_package
+from tests.unit.edge_agent.runs import QUICK, user_text
+
+
+def test_a_program_trains_without_a_home_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    package = tiny_package(tmp_path / "blobs")
+    documents, _ = embed.read_documents([user_text(tmp_path)])
+    tokenizer = embed.package_tokenizer(package)
+    prepared = embed.prepare(documents, tokenizer, seed=0, row_tokens=QUICK.row_tokens)
+
+    def train(folder: str, start_K: np.ndarray | None = None) -> embed.Personalised:
+        engine = BigramEngine(package)
+        return embed.personalise(package, engine, prepared, QUICK, folder=tmp_path / folder, start_K=start_K)
+
+    found = train("run")
+
+    losses = [evaluation.loss or np.inf for evaluation in found.curve]
+    assert [evaluation.step for evaluation in found.curve] == list(range(found.steps + 1))
+    assert losses[found.step] == min(losses) < losses[0]
+    seconds = [evaluation.seconds for evaluation in found.curve]
+    assert 0 < found.search_seconds == seconds[0] and seconds == sorted(seconds)
+    assert embed.mean_loss(BigramEngine(package), found.values_K, prepared.select) == losses[found.step]
+    (journal,) = (tmp_path / "run").glob("*.journal")
+    journal.write_bytes(journal.read_bytes()[:-60])
+    assert (train("run").values_K == found.values_K).all()
+    further = train("further", found.values_K)
+    assert further.curve[0].loss == losses[found.step]
+
+
+def test_a_program_installs_a_package_and_trains_in_a_home(tmp_path: Path) -> None:
+    package = tiny_package(tmp_path / "elsewhere")
+    home = embed.open_home(tmp_path / "home")
+
+    embed.install_package(home, package)
+
+    installed = installed_release(home)
+    assert installed is not None and installed.manifest_digest == package.digest
+    result = embed.run_training(
+        home,
+        data_paths=[user_text(tmp_path)],
+        steps=None,
+        minutes=None,
+        seed=0,
+        share_log=False,
+        options=QUICK,
+        engine_of=bigram_engine,
+    )
+    assert result.outcome is Outcome.ADOPTED
+    assert [run.name for run in embed.list_runs(home)] == [result.run]
