@@ -1,0 +1,63 @@
+"""How many modules of the project stand behind a module: `python -m tests.architecture.reach [MODULE ...]`.
+
+Counts what its imports reach, those within functions included, by reading sources: nothing is imported.
+Without a name it prints the two figures of `docs/architecture.md`.
+"""
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = (".", "service", "workers", "edge_agent", "lab")
+TRAINING = "permille_agent.cli.train"
+BUILD = "permille_service.builds.routes"
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the project by its name; a package is its `__init__`."""
+    found = {}
+    for room in ROOMS:
+        for package in (ROOT / room).glob("permille*/"):
+            for path in package.rglob("*.py"):
+                name = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+                found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imported(path: Path, known: Mapping[str, Path]) -> set[str]:
+    """The modules among `known` that the file at `path` imports anywhere."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & known.keys()
+
+
+def reached(start: str) -> set[str]:
+    """All modules of the project that `start` reaches by imports, itself included."""
+    known = sources()
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += imported(known[name], known)
+    return seen
+
+
+def main() -> int:
+    """Print the counts, by package."""
+    for start in sys.argv[1:] or (TRAINING, BUILD):
+        counts = Counter(name.split(".")[0] for name in reached(start))
+        print(start, counts.total(), dict(sorted(counts.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
