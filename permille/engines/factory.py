@@ -4,7 +4,6 @@
 """
 
 from permille.engines.interface import Engine
-from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.package.reader import Package
@@ -20,7 +19,6 @@ def open_engine(
     device: str = "cpu",
     compute_dtype: str = "float32",
     threads: int | None = None,
-    prefix_cache: PrefixCache | None = None,
 ) -> Engine:
     """Load a package into the engine of this name.
 
@@ -28,7 +26,6 @@ def open_engine(
         name: "light" computes on a CPU in float32, "light-int8" with inputs of linear layers in 8 bits, for
             packages of int4; "torch" also on CUDA and in bfloat16, if it is installed.
         threads: None leaves it to the engine.
-        prefix_cache: keeps hidden states before the first masked layer from call to call.
 
     Raises:
         InputError: an unknown name, an engine whose extra is not installed, or one that cannot do what is
@@ -38,7 +35,7 @@ def open_engine(
     if name not in ENGINES:
         raise InputError(f"expected an engine of {', '.join(ENGINES)}; got {name!r}")
     if name in (LIGHT, LIGHT_INT8) or (name == AUTO and _light_fits(package, device, compute_dtype)):
-        return _light(package, name, device, compute_dtype, threads, prefix_cache)
+        return _light(package, name, device, compute_dtype, threads)
     return _torch(package, device, compute_dtype, threads)
 
 
@@ -58,13 +55,12 @@ def _light(
     device: str,
     compute_dtype: str,
     threads: int | None,
-    prefix_cache: PrefixCache | None,
 ) -> Engine:
     if device != "cpu" or compute_dtype != "float32":
         raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "{name}"')
     from permille.engines.light.engine import LightEngine
 
-    return LightEngine(package, threads=threads, prefix_cache=prefix_cache, int8=name == LIGHT_INT8)
+    return LightEngine(package, threads=threads, int8=name == LIGHT_INT8)
 
 
 def _torch(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:

@@ -12,7 +12,7 @@ from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError
 from permille.models.families import layer_of
 from permille.quantization import Scheme
-from permille_lab.benchmarks import decode, memory, packed_training, prefix_time, step_time
+from permille_lab.benchmarks import decode, memory, packed_training, step_time
 from permille_lab.benchmarks.cells import Cells
 from permille_lab.benchmarks.dense import batch_loss, dense_model
 from permille_lab.benchmarks.engine_page import page
@@ -133,20 +133,17 @@ def test_all_figures_of_a_tiny_shape_make_a_page(tmp_path: Path) -> None:
     cells = Cells(tmp_path / "cells.jsonl")
     sizes: dict[str, Any] = {"shape": "tiny", "layers": None, "threads": 1}
     step_time.run(cells, tmp_path, **sizes, sequences=2, tokens=[8], rounds=1, bf16=False, query_rounds=1)
-    prefix_time.run(cells, tmp_path, **sizes, sequences=2, tokens=[8], rounds=1)
     decode.run(cells, tmp_path, **sizes, prompt=4, tokens=3, rounds=1)
     memory.run(cells, tmp_path, **sizes, sequences=2, tokens=8, contenders=("permille torch float32",))
     ((_, step),) = cells.of("step")
     assert step["losses"]["permille torch float32"] == pytest.approx(
         step["losses"]["dense float32"], abs=1e-3
     )
-    ((_, prefix),) = cells.of("prefix")
-    assert all(prefix["caches"][engine]["hits"] > 0 for engine in ("torch", "light"))
     ((_, resident),) = cells.of("memory")
     child = resident["contenders"]["permille torch float32"]
     assert child["peak_bytes"] > child["imports_bytes"] > 1 << 20
     text = page(cells)
-    for title in ("## Steps", "## Eight queries", "## Upper half", "## Memory of one step", "## Decoding"):
+    for title in ("## Steps", "## Eight queries", "## Memory of one step", "## Decoding"):
         assert title in text
     assert json.loads((tmp_path / "cells.jsonl").read_text().splitlines()[0])["figure"] == "step"
 

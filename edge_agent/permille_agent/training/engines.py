@@ -1,20 +1,16 @@
 """Which engine the agent computes with: the user's choice, opened on a package when it is needed."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from permille.engines.interface import Engine
-    from permille.engines.prefix_cache import PrefixCache
     from permille.package.reader import Package
 
 ENGINE_VARIABLE = "PERMILLE_AGENT_ENGINE"
 AUTO, LIGHT_INT8 = "auto", "light-int8"
-KEPT_MEMORY_BYTES = 64 << 20
-KEPT_DISK_BYTES = 1 << 30
 
 EngineOption = Annotated[
     str,
@@ -36,14 +32,11 @@ class EngineChoice:
         name: "auto", "light", "light-int8" or "torch".
         device: cpu, or cuda with torch.
         threads: None leaves it to the engine.
-        kept_states: folder for hidden states before the first masked layer; None keeps none. A mask of the
-            upper layers then costs a step what those layers cost.
     """
 
     name: str = AUTO
     device: str = "cpu"
     threads: int | None = None
-    kept_states: Path | None = None
 
     def __call__(self, package: "Package") -> "Engine":
         """Open it.
@@ -58,7 +51,6 @@ class EngineChoice:
             name=self.name,
             device=self.device,
             threads=self.threads,
-            prefix_cache=_prefix_cache(self.kept_states),
         )
 
     def begun_with(self, name: str) -> "EngineChoice":
@@ -68,19 +60,3 @@ class EngineChoice:
     def for_any_package(self) -> "EngineChoice":
         """This choice where it opens any package: int8 activations want int4."""
         return replace(self, name=AUTO) if self.name == LIGHT_INT8 else self
-
-    def keeping_states(self, folder: Path) -> "EngineChoice":
-        """This choice for training, where the same rows come again and again."""
-        return replace(self, kept_states=folder)
-
-
-def _prefix_cache(folder: Path | None) -> "PrefixCache | None":
-    """None without a folder, and where the disk refuses one: each step then computes its states again."""
-    from permille.engines.prefix_cache import PrefixCache
-
-    if folder is None:
-        return None
-    try:
-        return PrefixCache(KEPT_MEMORY_BYTES, folder=folder, disk_bytes=KEPT_DISK_BYTES, rows_alone=True)
-    except OSError:
-        return None

@@ -6,7 +6,6 @@ request began before, and makes the end durable. The caller holds the writers' l
 """
 
 import hashlib
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,6 @@ from permille_agent.training.stopping import FAILED
 
 OpenEngine = Callable[[Package], Engine]
 
-KEPT_STATES = "kept-states"
 """Folder in a run's folder: hidden states of its text, for as long as a process trains."""
 
 
@@ -85,7 +83,6 @@ def run_training(
         OperatorError: no package is installed.
         PackageError: the package or a state is not what it claims to be.
     """
-    _remove_kept_states(home)
     options = options or TrainOptions(seed=seed, steps=steps, minutes=minutes)
     progress = progress or SilentProgress()
     release = installed_release(home)
@@ -108,17 +105,13 @@ def run_training(
         return result_of(run, ended, known=True)
     progress.phase("loading the model")
     engine_of = engine_of or EngineChoice()
-    kept_states = run.path / KEPT_STATES
-    engine = _keeping(_engine_of_run(run, engine_of), kept_states)(package)
+    engine = _engine_of_run(run, engine_of)(package)
     _keep_engine(run, engine)
     if stop_event is not None:
         engine = InterruptibleEngine(engine, stop_event)
     job = _Job(home, release, package, options, prepared, report, run, engine, share_log)
-    try:
-        # The active model may be of another family, which the engine of this run need not know.
-        return job.run_to_end(progress, engine_of)
-    finally:  # they can be turned back into the user's text
-        shutil.rmtree(kept_states, ignore_errors=True)
+    # The active model may be of another family, which the engine of this run need not know.
+    return job.run_to_end(progress, engine_of)
 
 
 def package_tokenizer(package: Package) -> TextTokenizer:
@@ -260,12 +253,6 @@ def _run(
     return run
 
 
-def _remove_kept_states(home: Home) -> None:
-    """What killed processes left, of whatever run: nobody else trains while the caller holds the lock."""
-    for folder in home.runs.glob(f"*/{KEPT_STATES}"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _engine_of_run(run: RunFolder, engine_of: OpenEngine) -> OpenEngine:
     begun = _engine_name(run)
     if begun is None or not isinstance(engine_of, EngineChoice):
@@ -276,10 +263,6 @@ def _engine_of_run(run: RunFolder, engine_of: OpenEngine) -> OpenEngine:
 def _whatever_fits(engine_of: OpenEngine) -> OpenEngine:
     """For another package than the one that is trained: what suits that one may not suit this one."""
     return engine_of.for_any_package() if isinstance(engine_of, EngineChoice) else engine_of
-
-
-def _keeping(engine_of: OpenEngine, folder: Path) -> OpenEngine:
-    return engine_of.keeping_states(folder) if isinstance(engine_of, EngineChoice) else engine_of
 
 
 def _keep_engine(run: RunFolder, engine: Engine) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from permille_lab.benchmarks import decode, limits, memory, memory_limit, prefix_time, step_time
+from permille_lab.benchmarks import decode, limits, memory, memory_limit, step_time
 from permille_lab.benchmarks.cells import Cells
 from permille_lab.benchmarks.engine_page import page
 from permille_lab.benchmarks.settings import settings_parser
@@ -62,16 +62,6 @@ def _steps(
             query_rounds=query_rounds,
         )
     limits.run(cells, shape="1.1B", layers=layers, sequences=16, tokens=64, rounds=3)
-    prefix_time.run(
-        cells,
-        folder,
-        shape="1.1B",
-        layers=layers,
-        sequences=16,
-        tokens=[64, 128],
-        threads=threads,
-        rounds=rounds,
-    )
     decode.run(
         cells, folder, shape="1.1B", layers=layers, prompt=16, tokens=16, threads=threads, rounds=rounds
     )

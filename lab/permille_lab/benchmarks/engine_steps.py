@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from permille.engines.factory import open_engine
 from permille.engines.interface import Engine
-from permille.engines.light.engine import LightEngine
-from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.directions import Distribution
@@ -117,21 +115,12 @@ def opened(
     *,
     compute_dtype: str = "float32",
     threads: int,
-    prefix_cache: PrefixCache | None = None,
 ) -> Engine | None:
     """The engine of this name as the product opens it, or None where this build has none that fits."""
     try:
-        if prefix_cache is None:
-            return open_engine(package, name, compute_dtype=compute_dtype, threads=threads)
-        return _opened_with_cache(package, name, threads, prefix_cache)
+        return open_engine(package, name, compute_dtype=compute_dtype, threads=threads)
     except InputError:
         return None
-
-
-def _opened_with_cache(package: Package, name: str, threads: int, prefix_cache: PrefixCache) -> Engine:
-    if name != "light":
-        raise InputError(f"expected the light engine for kept states, got {name!r}")
-    return LightEngine(package, threads=threads, prefix_cache=prefix_cache)
 
 
 def random_batch(package: Package, sequences: int, tokens: int, *, seed: int = 0) -> Batch:

@@ -15,9 +15,7 @@ float32, and so do derivatives and generated text. The error of a difference of 
 size, R target tokens.
 """
 
-import json
 import threading
-import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
@@ -34,11 +32,9 @@ from permille.engines.light.linear import Tools
 from permille.engines.light.model import LightModel, Norm, load_model
 from permille.engines.light.passes import LossPass, TangentPass, Workspace
 from permille.engines.light.reverse import ReversePass
-from permille.engines.light.sequences import JoinedSequences, join_sequences
+from permille.engines.light.sequences import JoinedSequences, LowerLayerStates, join_sequences
 from permille.engines.light.threads import Threads
-from permille.engines.prefix_cache import PrefixCache, row_key
 from permille.engines.sampling import Sampling, next_token
-from permille.engines.sharing import LayerGroups, first_masked_layer, plan_sharing
 from permille.errors import InputError
 from permille.native.library import cpu_path
 from permille.package.reader import Package
@@ -56,6 +52,8 @@ _FEW_TOKENS = 256
 _FEW_TANGENT_TOKENS = 128
 # Dequantized weights that are kept. With the kernels a step is not faster with them, even of a model of 6 M.
 DEFAULT_CACHE_BYTES = 0
+# Hidden states below the first masked layer, of masks of upper layers alone: 128 rows of 256 tokens at 1.1B.
+DEFAULT_KEPT_BYTES = 256 << 20
 
 
 class LightEngine:
@@ -68,7 +66,7 @@ class LightEngine:
         threads: int | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
-        prefix_cache: PrefixCache | None = None,
+        kept_bytes: int = DEFAULT_KEPT_BYTES,
         int8: bool = False,
     ) -> None:
         """Map the package. Weights are dequantized now only where the whole model fits `cache_bytes`.
@@ -77,8 +75,8 @@ class LightEngine:
             threads: None takes every processor that the process may use.
             max_tokens: bound on variants * tokens of one forward pass; a call beyond it runs in parts.
             cache_bytes: bound on dequantized weights that are kept. 0 keeps none.
-            prefix_cache: keeps hidden states before the first masked layer from call to call; without effect
-                where the lowest layer is masked.
+            kept_bytes: bound on hidden states below the first masked layer that are kept from call to call;
+                none are where the lowest layer is masked.
             int8: losses see the inputs of linear layers in 8 bits.
 
         Raises:
@@ -101,12 +99,8 @@ class LightEngine:
         if int8:
             for linear in (linear for layer in self._model.layers for linear in layer.linears):
                 linear.check_int8()
-        self._first_masked = first_masked_layer(self._model.spans)
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
-        self._prefix_cache = prefix_cache
-        self._prefix_scope = (
-            f"{package.digest} {self._first_masked} {json.dumps(self.info(), sort_keys=True)}"
-        )
+        self._lower_states = LowerLayerStates(kept_bytes)
 
     @property
     def k(self) -> int:
@@ -244,21 +238,17 @@ class LightEngine:
 
     def _pass_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
         """[v, R] in one forward pass."""
-        plan = plan_sharing(values_VK, self._model.spans)
         run = LossPass(self._tools, self._model.architecture, self._workspace, joined)
-        states_GMH = self._residual(plan[-1].count, joined, self._tools)
-        first = self._first_masked
-        x_GMH = states_GMH[:1]
-        for groups, layer in zip(plan[first:], self._model.layers[first:], strict=True):
-            x_GMH = _split(states_GMH, groups)
-            run.set_values(values_VK[groups.first_G])
-            run_layer(run, self._model.architecture, layer, x_GMH)
-        states_GRH = self._finish(run, self._before_targets(x_GMH, joined))
-        count = len(states_GRH)
-        losses_GR = self._model.head.losses(
-            states_GRH.reshape(-1, states_GRH.shape[2]), np.tile(joined.target_R, count)
-        ).reshape(count, -1)
-        return losses_GR[plan[-1].group_V]
+        run.set_values(values_VK)
+        x_VMH = self._residual(len(values_VK), joined, self._tools)
+        x_VMH[1:] = x_VMH[0]
+        for layer in self._model.layers[self._model.first_masked :]:
+            run_layer(run, self._model.architecture, layer, x_VMH)
+        states_VRH = self._finish(run, self._before_targets(x_VMH, joined))
+        losses_N = self._model.head.losses(
+            states_VRH.reshape(-1, states_VRH.shape[2]), np.tile(joined.target_R, len(values_VK))
+        )
+        return losses_N.reshape(len(values_VK), -1)
 
     def _derivative_sums(
         self, value_K: Array, z_QK: Array, joined: JoinedSequences
@@ -271,7 +261,7 @@ class LightEngine:
         with np.errstate(all="ignore"):
             x_QMH = self._residual(1 + len(z_QK), joined, self._exact)
             x_QMH[1:] = 0
-            for layer in self._model.layers[self._first_masked :]:
+            for layer in self._model.layers[self._model.first_masked :]:
                 run_layer(run, self._model.architecture, layer, x_QMH)
             states_QRH = self._finish(run, self._before_targets(x_QMH, joined))
             loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], joined.target_R)
@@ -284,40 +274,27 @@ class LightEngine:
     def _residual(self, states: int, joined: JoinedSequences, tools: Tools) -> Array:
         """Work memory [states, M, H] whose first state is what enters the first masked layer."""
         x_GMH = self._workspace.take("residual", (states, len(joined.id_M), self._model.hidden))
-        # What is kept is what losses compute with.
-        if self._prefix_cache is None or self._first_masked == 0 or tools.int8 != self._tools.int8:
-            self._compute_prefix(joined, x_GMH[:1], tools)
-        else:
-            self._recall_prefix(self._prefix_cache, joined, x_GMH[0])
+        if self._model.first_masked == 0:
+            self._embed(joined.id_M, joined.position_M, x_GMH[0])
+            return x_GMH
+        for index, part in enumerate(joined.sequences):
+
+            def compute(index: int = index) -> Array:
+                return self._below_mask(joined.only(index), tools)
+
+            x_GMH[0, part] = self._lower_states.of(joined.id_M[part], tools.int8, compute)
         return x_GMH
 
-    def _compute_prefix(self, joined: JoinedSequences, out_1MH: Array, tools: Tools) -> None:
-        """Embedded tokens, and the layers that no value has a part in."""
-        self._embed(joined.id_M, joined.position_M, out_1MH[0])
+    def _below_mask(self, joined: JoinedSequences, tools: Tools) -> Array:
+        """Hidden states [M, H] after the layers that no value has a part in."""
+        x_1MH = np.empty((1, len(joined.id_M), self._model.hidden), np.float32)
+        self._embed(joined.id_M, joined.position_M, x_1MH[0])
         run = LossPass(tools, self._model.architecture, self._workspace, joined)
         run.set_values(np.empty((1, 0), np.float32))
-        for layer in self._model.layers[: self._first_masked]:
-            run_layer(run, self._model.architecture, layer, out_1MH)
-
-    def _recall_prefix(self, cache: PrefixCache, joined: JoinedSequences, out_MH: Array) -> None:
-        """The same from the cache, sequence by sequence; what it does not have is computed."""
-        keys = [row_key(joined.id_M[part], self._prefix_scope) for part in joined.sequences]
-        missing = []
-        for index, (key, part) in enumerate(zip(keys, joined.sequences, strict=True)):
-            found = cache.get(key)
-            if found is None:
-                missing.append(index)
-            else:
-                out_MH[part] = found
-        for rows in cache.together(missing):
-            begin = time.perf_counter()
-            few = joined.only(rows)
-            states_1MH = np.empty((1, len(few.id_M), self._model.hidden), np.float32)
-            self._compute_prefix(few, states_1MH, self._tools)
-            each_s = (time.perf_counter() - begin) / len(rows)
-            for index, part in zip(rows, few.sequences, strict=True):
-                out_MH[joined.sequences[index]] = states_1MH[0, part]
-                cache.put(keys[index], states_1MH[0, part], fill_s=each_s)
+        for layer in self._model.layers[: self._model.first_masked]:
+            run_layer(run, self._model.architecture, layer, x_1MH)
+        states_MH: Array = x_1MH[0]
+        return states_MH
 
     def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64], out_MH: Array) -> None:
         model = self._model
@@ -349,13 +326,3 @@ class LightEngine:
         if self._model.project_out_EH is not None:
             return states_GRH @ self._model.project_out_EH.T
         return states_GRH
-
-
-def _split(states_GMH: Array, groups: LayerGroups) -> Array:
-    """The states of this layer's groups, in place: a group's parent never has a higher number than it."""
-    if groups.splits:
-        for group in range(groups.count - 1, -1, -1):
-            parent = int(groups.parent_G[group])
-            if parent != group:
-                states_GMH[group] = states_GMH[parent]
-    return states_GMH[: groups.count]

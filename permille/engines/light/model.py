@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.inputs import ModelLimits
-from permille.engines.light.head import LightHead
+from permille.engines.light.head import LightHead, StoredMatrix
 from permille.engines.light.linear import LightLinear, Tools
-from permille.engines.light.stored import StoredMatrix
-from permille.engines.sharing import layer_spans
 from permille.models.architecture import Architecture, LayerSettings, NormKind, architecture_of
+from permille.models.families import layer_of
 from permille.native.weights import PackedRows
 from permille.package.reader import Package
 
@@ -65,7 +64,7 @@ class LightLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LightModel:
-    """A package, ready to run."""
+    """A package, ready to run. `first_masked`: the lowest layer with a masked weight."""
 
     architecture: Architecture
     embedding: StoredMatrix
@@ -76,7 +75,7 @@ class LightModel:
     final_norm: Norm | None
     head: LightHead
     limits: ModelLimits
-    spans: tuple[tuple[int, int], ...]
+    first_masked: int
     hidden: int
 
 
@@ -94,6 +93,7 @@ def load_model(package: Package, tools: Tools, *, cached: bool) -> LightModel:
     parts = _Parts(package, architecture, cached)
     embedding = StoredMatrix(package.plain(f"{architecture.embedding}.weight"))
     head = embedding if architecture.tied else StoredMatrix(package.plain("lm_head.weight"))
+    masked = [layer_of(info.name) or 0 for info in package.manifest.tensors if info.count]
     has_positions = architecture.learned_positions is not None
     return LightModel(
         architecture=architecture,
@@ -115,9 +115,7 @@ def load_model(package: Package, tools: Tools, *, cached: bool) -> LightModel:
             vocabulary=embedding.rows,
             positions=architecture.positions,
         ),
-        spans=layer_spans(
-            [info.name for info in package.manifest.tensors], package.counts, len(architecture.layers)
-        ),
+        first_masked=min(masked, default=len(architecture.layers)),
     )
 
 

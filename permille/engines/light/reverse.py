@@ -20,7 +20,6 @@ from permille.engines.light.model import LightModel
 from permille.engines.light.passes import Workspace
 from permille.engines.light.reverse_layer import LayerReverse
 from permille.engines.light.sequences import JoinedSequences
-from permille.engines.sharing import first_masked_layer
 
 Array = NDArray[np.float32]
 
@@ -34,7 +33,6 @@ class ReversePass:
 
     def __init__(self, tools: Tools, model: LightModel, workspace: Workspace) -> None:
         self._tools, self._model, self._workspace = tools, model, workspace
-        self._first = first_masked_layer(model.spans)
 
     def part_tokens(self, tokens: int) -> int:
         """How many of the tokens go through the layers together: equal parts within the bound on memory."""
@@ -53,7 +51,7 @@ class ReversePass:
         """
         model = self._model
         run = LayerReverse(self._tools, model.architecture, self._workspace, joined, value_K)
-        layers = model.layers[self._first :]
+        layers = model.layers[model.first_masked :]
         kept_L1MH = self._workspace.take("layer inputs", (len(layers), *x_1MH.shape))
         for kept_1MH, layer in zip(kept_L1MH, layers, strict=True):
             np.copyto(kept_1MH, x_1MH)

@@ -91,68 +91,6 @@ print(result.details["metrics"]["engine"], sorted({{"torch", "transformers"}} & 
     assert isinstance(EngineChoice()(Package.open(package.blobs, package.digest)), LightEngine)
 
 
-def test_hidden_states_are_kept_for_the_run_and_gone_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, _ = home_with_package(tmp_path / "home")
-    text = user_text(tmp_path)
-    seen: list[bool] = []
-
-    class Stopped(Exception):  # noqa: N818 - stands for any end of a run
-        """Ends the run."""
-
-    def folder(job: object) -> Path:
-        path: Path = job.run.path / "kept-states"  # type: ignore[attr-defined]
-        return path
-
-    def look(job: object, *_: object) -> None:
-        seen.append(folder(job).is_dir())
-        raise Stopped
-
-    monkeypatch.setattr("permille_agent.training.train._Job.run_to_end", look)
-    with pytest.raises(Stopped):
-        run_training(
-            home,
-            data_paths=[text],
-            steps=None,
-            minutes=None,
-            seed=0,
-            share_log=False,
-            options=QUICK,
-            engine_of=EngineChoice(),
-        )
-    assert seen == [True]
-    assert not list(home.root.rglob("kept-states"))
-
-
-def test_what_killed_runs_kept_is_gone_whatever_is_trained_next(tmp_path: Path) -> None:
-    home, _ = home_with_package(tmp_path / "home")
-    text = user_text(tmp_path)
-
-    def train(steps: int) -> str:
-        options = replace(QUICK, steps=steps)
-        result = run_training(
-            home, data_paths=[text], steps=None, minutes=None, seed=0, share_log=False, options=options,
-            engine_of=bigram_engine,
-        )  # fmt: skip
-        assert result.run is not None
-        return result.run
-
-    def leave(run: str) -> None:
-        folder = home.runs / run / "kept-states"
-        folder.mkdir()
-        (folder / "0.hidden").write_bytes(b"of the text")
-
-    ended = train(3)
-    for again in (3, 4):  # one whose end is known, then another run
-        leave(ended)
-        other = home.runs / "of-another-text"
-        other.mkdir(exist_ok=True)
-        leave(other.name)
-        train(again)
-        assert not list(home.root.rglob("kept-states")), again
-
-
 def test_the_active_model_is_opened_with_what_fits_it_not_with_the_engine_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,21 +129,6 @@ def test_the_active_model_is_opened_with_what_fits_it_not_with_the_engine_of_the
     train()
 
     assert opened == [(new.digest, "light"), (old.digest, "auto")]
-
-
-def test_a_folder_that_cannot_be_made_costs_the_cache_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, package = home_with_package(tmp_path / "home")
-    (tmp_path / "file").write_bytes(b"")
-    given: list[object] = []
-    monkeypatch.setattr(
-        "permille.engines.factory.open_engine", lambda *_, prefix_cache, **__: given.append(prefix_cache)
-    )
-    EngineChoice().keeping_states(tmp_path / "file" / "kept-states")(package)
-    EngineChoice().keeping_states(tmp_path / "kept-states")(package)
-    assert given[0] is None
-    assert given[1] is not None
 
 
 def test_a_run_with_int8_activations_says_so_and_goes_on_with_them_alone(

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from permille.engines.factory import open_engine
-from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.quantization import Scheme
-from tests.unit.engines.tiny import tiny_batch, tiny_package
+from tests.unit.engines.tiny import tiny_package
 from tests.unit.package.tiny import write_tiny
 
 
@@ -85,11 +84,3 @@ def test_interface_factory_and_export_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("name", ["light", "light-int8"])
-def test_the_prefix_cache_reaches_the_engine(tmp_path: Path, name: str) -> None:
-    package = tiny_package(tmp_path, "llama", Scheme.INT4, scope="layers:1").package
-    cache = PrefixCache(1 << 20)
-    open_engine(package, name, prefix_cache=cache).losses(package.values()[None], tiny_batch())
-    assert cache.counters().misses == 3

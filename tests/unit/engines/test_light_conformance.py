@@ -9,7 +9,6 @@ import torch
 
 from permille.engines.light.decoding import TextPass
 from permille.engines.light.engine import LightEngine
-from permille.engines.prefix_cache import PrefixCache
 from permille.errors import InputError
 from permille.quantization import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
@@ -85,9 +84,7 @@ def test_int8_activations_leave_text_and_derivatives_in_float32(scope: str, tmp_
     batch, values_K = tiny_batch(), variants(tiny.package, 2)[1]
     z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (2, len(values_K)))
     prompt = np.array([3, 1, 4, 1, 5])
-    exact, rounded = (
-        LightEngine(tiny.package, int8=int8, prefix_cache=PrefixCache(1 << 20)) for int8 in (False, True)
-    )
+    exact, rounded = (LightEngine(tiny.package, int8=int8) for int8 in (False, True))
     assert (exact.losses(values_K[None], batch) != rounded.losses(values_K[None], batch)).all()
 
     for engine in (rounded, exact):

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from permille.engines.light import blas
 from permille.engines.light.engine import LightEngine
-from permille.engines.light.sequences import join_sequences
-from permille.engines.prefix_cache import PrefixCache
+from permille.engines.light.linear import Tools
+from permille.engines.light.sequences import JoinedSequences, join_sequences
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.models.rope import rope_of
@@ -227,23 +227,66 @@ def _shifted(package: Package, count: int) -> Array:
     return variants(package, count, scale=0.1)
 
 
-def test_layers_below_the_mask_are_computed_once_and_kept(tmp_path: Path) -> None:
-    package = _upper_half(tmp_path)
+def _below_mask_counted(engine: LightEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every sequence whose lower layers are computed from now on."""
+    tokens: list[int] = []
+    computed = engine._below_mask
+
+    def counted(joined: JoinedSequences, tools: Tools) -> Array:
+        tokens.append(len(joined.id_M))
+        return computed(joined, tools)
+
+    monkeypatch.setattr(engine, "_below_mask", counted)
+    return tokens
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_layers_below_the_mask_are_computed_once(
+    int8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tiny_package(tmp_path, "llama", Scheme.INT4, scope="layers:1").package
     values_VK, batch = _shifted(package, 3), tiny_batch()
     z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (2, package.k))
-    plain = LightEngine(package, cache_bytes=0)
-    cache = PrefixCache(1 << 20)
-    kept = LightEngine(package, cache_bytes=0, prefix_cache=cache)
+    none, kept = (LightEngine(package, kept_bytes=size, int8=int8) for size in (0, 1 << 20))
+    expected_V = none.losses(values_VK, batch)
+    expected_loss, expected_Q = none.directional_derivatives(values_VK[0], z_QK, batch)
 
-    expected = plain.losses(values_VK, batch)
-    np.testing.assert_array_equal(kept.losses(values_VK, batch), expected)
-    assert (cache.counters().hits, cache.counters().misses) == (0, 3)
-    np.testing.assert_array_equal(kept.losses(values_VK, batch), expected)
-    assert (cache.counters().hits, cache.counters().misses) == (3, 3)
-    loss, found_Q = kept.directional_derivatives(values_VK[0], z_QK, batch)
-    expected_loss, expected_Q = plain.directional_derivatives(values_VK[0], z_QK, batch)
-    assert (loss, found_Q.tolist()) == (expected_loss, expected_Q.tolist())
-    assert cache.counters().misses == 3
+    computed = _below_mask_counted(kept, monkeypatch)
+    for _ in range(2):
+        np.testing.assert_array_equal(kept.losses(values_VK, batch), expected_V)
+    assert len(computed) == 3
+    for _ in range(2):
+        loss, found_Q = kept.directional_derivatives(values_VK[0], z_QK, batch)
+        assert (loss, found_Q.tolist()) == (expected_loss, expected_Q.tolist())
+    # What losses keep in 8 bits is not taken for derivatives, which are of float32.
+    assert len(computed) == (6 if int8 else 3)
+
+
+def test_kept_states_have_the_same_bits_whatever_batch_they_were_met_in(tmp_path: Path) -> None:
+    """So a run that is resumed computes what one without a pause does."""
+    package = _upper_half(tmp_path)
+    batch, values_VK = tiny_batch(lengths=(12, 7, 9, 12, 5)), _shifted(package, 2)
+    expected = LightEngine(package).losses(values_VK, batch)
+    engine = LightEngine(package)
+    for rows in ([4], [0, 3, 1], [2]):
+        part = Batch(
+            input_ids_BT=batch.input_ids_BT[rows],
+            attention_BT=batch.attention_BT[rows],
+            target_BT=batch.target_BT[rows],
+        )
+        engine.losses(values_VK, part)
+    np.testing.assert_array_equal(engine.losses(values_VK, batch), expected)
+
+
+def test_states_beyond_the_bound_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = _upper_half(tmp_path)
+    values_VK, batch = _shifted(package, 2), tiny_batch(lengths=(12, 7, 9))
+    longest_bytes = 12 * 64 * 4
+    engine = LightEngine(package, kept_bytes=longest_bytes)
+    computed = _below_mask_counted(engine, monkeypatch)
+    for _ in range(2):
+        engine.losses(values_VK, batch)
+    assert len(computed) == 5
 
 
 def test_values_of_any_layout_have_derivatives(tmp_path: Path) -> None:
@@ -253,34 +296,6 @@ def test_values_of_any_layout_have_derivatives(tmp_path: Path) -> None:
     strided_K = np.stack([values_K, values_K], axis=1)[:, 0]
     expected = engine.directional_derivatives(values_K, directions_QK, tiny_batch())
     assert engine.directional_derivatives(strided_K, directions_QK, tiny_batch()) == expected
-
-
-def test_variants_share_the_layers_where_they_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pairs that differ in the first layer, and within a pair in the last."""
-    tiny = tiny_package(tmp_path, "llama")
-    engine = LightEngine(tiny.package, cache_bytes=0)
-    start, stop = engine._model.spans[0]
-    values_VK = np.repeat(variants(tiny.package, 1), 4, axis=0)
-    values_VK[2:, start:stop] += np.float32(0.1)
-    values_VK[[1, 3], stop:] += np.float32(0.1)
-    alone = [engine.losses(values_K[None], tiny_batch())[0] for values_K in values_VK]
-    assert len(set(map(float, alone))) == 4
-
-    rows: list[int] = []
-    product = engine._tools.blas.product
-
-    def counted(a_MK: Array, b_NK: Array, out_MN: Array) -> None:
-        rows.append(len(a_MK))
-        product(a_MK, b_NK, out_MN)
-
-    monkeypatch.setattr(engine._tools.blas, "product", counted)
-    together = engine.losses(values_VK, tiny_batch())
-    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5)
-    shared = sum(rows)
-    rows.clear()
-    values_VK[:, start] += np.arange(4, dtype=np.float32)
-    engine.losses(values_VK, tiny_batch())
-    assert shared < 0.85 * sum(rows)
 
 
 @pytest.mark.parametrize("call", ["open", "losses", "derivatives", "generate"])
