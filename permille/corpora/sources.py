@@ -1,6 +1,8 @@
 """Texts of a corpus: `.jsonl`, `.jsonl.gz` (field `text`) and `.txt` below a root, or C4 by streaming.
 
-Rows that cannot be used are counted by reason in the caller's `ReadReport`; none is dropped in silence.
+Rows that cannot be used are counted by reason in the caller's `ReadReport`; none is dropped in silence. A
+file that ends in the middle of a row is refused, and so is one of which more than a tenth is broken: a mask
+or a calibration of what happens to be left would be another one than was asked for.
 Reading is lazy and bounded: no row above `LARGEST_ROW` bytes is held, and nothing is read beyond what is
 asked for.
 """
@@ -22,6 +24,9 @@ LARGEST_ROW = 8 << 20
 # A .txt has no rows: it is cut at blank lines into texts of at least this many characters.
 TEXT_CHARACTERS = 4096
 _EXAMPLES = 5
+# Of broken rows, once so many rows were read or the corpus ends.
+_MOST_BROKEN = 0.1
+_JUDGED_FROM = 100
 
 
 class StreamedDataset(StrEnum):
@@ -72,11 +77,30 @@ class ReadReport:
     examples: dict[BadRow, list[int]] = field(default_factory=dict)
 
     def refuse(self, reason: BadRow) -> None:
-        """Count the current row as bad."""
+        """Count the current row as bad (InputError: too many of them are broken)."""
         self.bad[reason] += 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < _EXAMPLES:
             shown.append(self.rows)
+        if self.rows >= _JUDGED_FROM:
+            self.check()
+
+    def check(self) -> None:
+        """Refuse a corpus of which more than a tenth is broken; empty rows are no damage.
+
+        Raises:
+            InputError: with the numbers by reason, and the first row numbers.
+        """
+        filled = self.rows - self.bad[BadRow.EMPTY]
+        broken = self.bad.total() - self.bad[BadRow.EMPTY]
+        if broken > _MOST_BROKEN * filled:
+            reasons = ", ".join(
+                f"{number} {reason} (first in rows {', '.join(map(str, self.examples[reason]))})"
+                for reason, number in sorted(self.bad.items())
+            )
+            raise InputError(
+                f"expected at most {_MOST_BROKEN:.0%} broken rows, got {broken} of {filled}: {reasons}"
+            )
 
     def as_json(self) -> dict[str, object]:
         """For the job's report: {"rows": ..., "bad": {reason: {"count": ..., "first_rows": [...]}}}."""
@@ -91,24 +115,33 @@ def read_texts(ref: CorpusRef, root: Path, report: ReadReport) -> Iterator[str]:
     """The usable texts of a corpus, in their order, read as they are asked for.
 
     Raises:
-        InputError: a path outside the root or with another ending, a damaged .gz, or a dataset not on the
-        list.
+        InputError: a path outside the root or with another ending, a damaged .gz, a last row that is cut,
+            too many broken rows, or a dataset not on the list.
         RetryableError: the dataset's host cannot be reached.
     """
     if isinstance(ref, StreamedCorpus):
-        return _streamed_texts(ref, report)
+        return _checked_to_the_end(_streamed_texts(ref, report), report)
     path = resolve_inside(root, ref.path, what="file")
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return _json_texts(path, report)
+        return _checked_to_the_end(_json_texts(path, report), report)
     if path.name.endswith(".txt"):
-        return _plain_texts(path, report)
+        return _checked_to_the_end(_plain_texts(path, report), report)
     raise InputError(f"expected a .jsonl, .jsonl.gz or .txt file, got {path.name!r:.200}")
+
+
+def _checked_to_the_end(texts: Iterator[str], report: ReadReport) -> Iterator[str]:
+    yield from texts
+    report.check()
 
 
 def _json_texts(path: Path, report: ReadReport) -> Iterator[str]:
     for line in _lines(path):
         report.rows += 1
         text = _text_of(line)
+        if text is BadRow.NOT_JSON and line and not line.endswith(b"\n"):
+            raise InputError(
+                f"expected {path.name!r:.200} to end with a whole row, got one cut in its middle"
+            )
         if isinstance(text, BadRow):
             report.refuse(text)
         else:
@@ -118,6 +151,8 @@ def _json_texts(path: Path, report: ReadReport) -> Iterator[str]:
 def _text_of(line: bytes | None) -> str | BadRow:
     if line is None:
         return BadRow.TOO_LONG
+    if not line.strip():
+        return BadRow.EMPTY
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:

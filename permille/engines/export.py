@@ -16,6 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import choice_of
 from permille.errors import InputError
 from permille.files import fsync_folder, write_atomic
 from permille.models.families import expected_tensors
@@ -38,7 +39,7 @@ def export_transformers(
     values_K: NDArray[np.float32] | None,
     folder: Path,
     *,
-    dtype: ExportDtype = ExportDtype.FLOAT32,
+    dtype: ExportDtype | str = ExportDtype.FLOAT32,
 ) -> None:
     """Write a folder that unmodified transformers loads without any other package.
 
@@ -50,6 +51,7 @@ def export_transformers(
         InputError: values of another shape or dtype or not finite, or a folder that holds something.
         OSError: as the file system reports it; no folder is left.
     """
+    dtype = choice_of(ExportDtype, dtype, "a dtype")
     values_K = package.values() if values_K is None else values_K
     if values_K.dtype != np.float32 or values_K.shape != (package.k,):
         raise InputError(

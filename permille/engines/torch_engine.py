@@ -21,6 +21,7 @@ from torch.func import functional_call, jvp
 from torch.nn import functional
 
 import permille
+from permille.choices import choice_of
 from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
 from permille.engines.interface import EngineInfo
 from permille.engines.sampling import Sampling, next_token
@@ -57,14 +58,12 @@ class TorchEngine:
             InputError: an unknown model family or compute dtype.
             OperatorError: the device is not there.
         """
-        if compute_dtype not in set(ComputeDtype):
-            raise InputError(f"expected compute dtype {', '.join(ComputeDtype)}; got {compute_dtype!r}")
         if threads is not None and threads < 1:
             raise InputError(f"expected at least 1 thread, got {threads}")
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = _device(device)
-        self._dtype: torch.dtype = getattr(torch, compute_dtype)
+        self._dtype: torch.dtype = getattr(torch, choice_of(ComputeDtype, compute_dtype, "a compute dtype"))
         self._model = load_torch_model(package, self._device, self._dtype)
         self._counts = package.counts
         self._limits = ModelLimits(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from permille.choices import choice_of
 from permille.errors import InputError
 
 Config = Mapping[str, Any]
@@ -70,10 +71,7 @@ def family_of(config: Config) -> Family:
         raise InputError("expected a built-in architecture, got a config with auto_map (code of its own)")
     if _is_mixture(config):
         raise InputError(f"expected dense layers, got a mixture of experts (model_type {model_type!r})")
-    if not isinstance(model_type, str) or model_type not in set(Family):
-        known = ", ".join(Family)
-        raise InputError(f"expected model_type to be one of {known}; got {model_type!r}")
-    return Family(model_type)
+    return choice_of(Family, str(model_type), "a model_type")
 
 
 def expected_tensors(config: Config) -> dict[str, Shape]:

@@ -66,7 +66,7 @@ def pack_model(
         method, density, scope: how the mask was chosen, for the manifest.
         group_size: None takes the scheme's default.
         mask_aware: leave masked weights out of their group's scale.
-        exponents: [k] int8 in flat order, or none; see `permille.sensitivity.basis`.
+        exponents: [k] int8 in flat order, or none; see `permille.sensitivity.scores`.
         basis: [k, r] int8 in flat order, or none.
 
     Raises:

@@ -14,6 +14,7 @@ beside input and output, and
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import choice_of
 from permille.errors import InputError
 from permille.quantization import int4, nf4
 from permille.quantization.types import QuantizedTensor, Scheme
@@ -23,7 +24,7 @@ __all__ = ["QuantizedTensor", "Scheme", "default_group_size", "dequantize", "qua
 
 def quantize(
     w_NK: NDArray[np.float32],
-    scheme: Scheme,
+    scheme: Scheme | str,
     group_size: int,
     keep: NDArray[np.bool_] | None = None,
     *,
@@ -32,9 +33,10 @@ def quantize(
     """Quantize one weight [N, K]; `keep` [N, K] marks masked positions (None: no mask is known).
 
     Raises:
-        InputError: NaN or infinity, shapes that disagree, or a group size that the scheme lacks.
+        InputError: NaN or infinity, shapes that disagree, a scheme that does not exist, or a group size that
+            it lacks.
     """
-    if scheme is Scheme.NF4:
+    if choice_of(Scheme, scheme, "a scheme") is Scheme.NF4:
         if group_size != nf4.BLOCK_SIZE:
             raise InputError(f"expected group size {nf4.BLOCK_SIZE} for nf4, got {group_size}")
         return nf4.quantize(w_NK, keep=keep, name=name)
@@ -52,6 +54,6 @@ def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
     return int4.dequantize(quantized)
 
 
-def default_group_size(scheme: Scheme) -> int:
+def default_group_size(scheme: Scheme | str) -> int:
     """64 for NF4, 32 for INT4 (ADR 30)."""
-    return nf4.BLOCK_SIZE if scheme is Scheme.NF4 else 32
+    return nf4.BLOCK_SIZE if choice_of(Scheme, scheme, "a scheme") is Scheme.NF4 else 32

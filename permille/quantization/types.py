@@ -10,6 +10,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import choice_of
+
 
 class Scheme(StrEnum):
     """How four bits stand for a weight (FORMAT 4.2)."""
@@ -37,6 +39,10 @@ class QuantizedTensor:
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
 
+    def __post_init__(self) -> None:
+        """Refuse a scheme that does not exist (InputError)."""
+        object.__setattr__(self, "scheme", choice_of(Scheme, self.scheme, "a scheme"))
+
 
 def packed_size(shape: tuple[int, int]) -> int:
     """Bytes that hold the codes of a weight of this shape."""
@@ -47,6 +53,6 @@ def packed_size(shape: tuple[int, int]) -> int:
 def scales_shape(scheme: Scheme, shape: tuple[int, int], group_size: int) -> tuple[int, ...]:
     """Shape of the scales: NF4 [B] flat blocks, INT4 [N, G] groups of a row."""
     rows, columns = shape
-    if scheme is Scheme.NF4:
+    if choice_of(Scheme, scheme, "a scheme") is Scheme.NF4:
         return (-(-rows * columns // group_size),)
     return (rows, -(-columns // group_size))

@@ -7,7 +7,6 @@
   by the root of their mean squared gradient, before and after (`whitening`; natural gradient, diagonal).
   Measured: docs/results/learned_directions.md.
 - `captured`: the share of a gradient that lies in the basis, the evidence behind one.
-- `fisher_exponents`: a power of two for each masked weight, from its Fisher score.
 
 The gradients come from `permille.sensitivity.gradients`, one row [k] a sequence, and may be a mapped file:
 they are read in blocks of columns, 32 MiB in float64. Sums are float64. The directions of a singular value
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.package.limits import MAX_BASIS_RANK, MAX_EXPONENT
+from permille.package.limits import MAX_BASIS_RANK
 
 LARGEST = 127
 WHITENING = -0.5
@@ -109,30 +108,6 @@ def captured(
     share_N: NDArray[np.float64] = np.zeros_like(held_N)
     np.divide(held_N, lengths_N, out=share_N, where=lengths_N > 0)
     return share_N.clip(0, 1)
-
-
-def fisher_exponents(scores_K: NDArray[np.float32], power: float = -0.25) -> NDArray[np.int8]:
-    """Powers of two near `F ** power`, moved so that the smallest is 0.
-
-    A direction scaled by `D = 2 ** e` makes a step along `D^2 g`: with the power -1/4 that is the gradient
-    divided by the root of the Fisher score, Adam's scaling in the mean. A score of 0 counts as the smallest
-    score above it. Exponents are cut to 15 in all, on both sides of their median: 7 below it, 8 above.
-
-    Args:
-        scores_K: Fisher scores of the masked weights, flat order.
-
-    Raises:
-        InputError: a score that is negative, NaN or infinite; no score above 0.
-    """
-    scores = np.asarray(scores_K, np.float64)
-    if scores.ndim != 1 or not (np.isfinite(scores) & (scores >= 0)).all() or not (scores > 0).any():
-        raise InputError("expected finite scores [k] of at least 0 and not all 0, got others")
-    octaves = power * np.log2(np.maximum(scores, scores[scores > 0].min()))
-    exponents = np.rint(octaves - np.median(octaves))
-    # The bulk keeps its place: extreme scores are cut on both sides of the median.
-    low = MAX_EXPONENT // 2
-    cut = exponents.clip(-low, MAX_EXPONENT - low)
-    return np.asarray(cut - cut.min(), np.int8)
 
 
 def _row_vectors(

@@ -13,6 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import choice_of
 from permille.errors import InputError
 from permille.zo.philox import philox4x32_10
 
@@ -56,10 +57,10 @@ def count(density: float | str | Decimal, numel: int) -> int:
 
 def select_mask(
     tensors: Mapping[str, NDArray[np.float32]],
-    method: MaskMethod,
+    method: MaskMethod | str,
     density: float | str | Decimal,
     seed: int = 0,
-    allocation: Allocation = Allocation.TENSOR,
+    allocation: Allocation | str = Allocation.TENSOR,
 ) -> Mask:
     """Indices of the selected weights, by tensor, in the order of `tensors`.
 
@@ -73,9 +74,11 @@ def select_mask(
         Flat row-major indices uint32, strictly increasing.
 
     Raises:
-        InputError: NaN, infinite or negative scores; a density outside (0, 1]; `random` with global
-        allocation.
+        InputError: NaN, infinite or negative scores; a density outside (0, 1]; a method or allocation that
+            does not exist; `random` with global allocation.
     """
+    method = choice_of(MaskMethod, method, "a method")
+    allocation = choice_of(Allocation, allocation, "an allocation")
     if method is MaskMethod.RANDOM:
         if allocation is Allocation.GLOBAL:
             raise InputError("expected allocation tensor for a random mask: every weight is equally likely")

@@ -95,8 +95,8 @@ def layered_model_package(sources: Sources, model: str, folder: Path) -> Package
     if not known.exists():
         # Here, so that the processes which measure need no torch.
         from permille.models.loading import load_model
-        from permille.sensitivity.basis import fisher_exponents
         from permille.sensitivity.gradients import masked_gradients
+        from permille.sensitivity.scores import fisher_exponents
         from tests.packages import layered_package
 
         folder.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from permille.files import write_atomic
-from permille.sensitivity.basis import captured, fisher_exponents, learn_basis, whitening
+from permille.sensitivity.basis import captured, learn_basis, whitening
+from permille.sensitivity.scores import fisher_exponents
 from permille_lab.benchmarks.learned_directions_page import page
 from permille_lab.benchmarks.masked_model import MaskedModel, domain_of, learning_texts, user_texts
 from permille_lab.benchmarks.model_packages import Sources, sources_from_environment

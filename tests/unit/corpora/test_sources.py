@@ -56,27 +56,54 @@ def test_bad_rows_are_counted_by_reason_with_their_numbers(tmp_path: Path) -> No
             b'{"text": "also good"}',
         ]
     )
-    texts, report = read(tmp_path, "a.jsonl", content)
-    assert texts == ["good", "also good"]
+    texts, report = read(tmp_path, "a.jsonl", content + b"\n" + rows(*["good"] * 60))
+    assert texts == ["good", "also good", *["good"] * 60]
     assert report.as_json() == {
-        "rows": 10,
+        "rows": 70,
         "bad": {
-            "empty": {"count": 1, "first_rows": [6]},
+            "empty": {"count": 2, "first_rows": [6, 9]},
             "no-text-field": {"count": 3, "first_rows": [3, 4, 5]},
-            "not-json": {"count": 2, "first_rows": [2, 9]},
+            "not-json": {"count": 1, "first_rows": [2]},
             "not-utf8": {"count": 2, "first_rows": [7, 8]},
         },
     }
     assert report.rows == len(texts) + report.bad.total()
 
 
+@pytest.mark.parametrize(("broken", "refused"), [(10, False), (11, True)])
+def test_a_corpus_of_which_more_than_a_tenth_is_broken_is_refused(
+    tmp_path: Path, broken: int, refused: bool
+) -> None:
+    content = rows(*["good"] * (100 - broken)) + b"\n" * 50 + b"broken\n" * broken
+    if refused:
+        with pytest.raises(InputError, match=r"at most 10% .* got 11 of 100: .*11 not-json \(first in"):
+            read(tmp_path, "a.jsonl", content)
+    else:
+        assert len(read(tmp_path, "a.jsonl", content)[0]) == 90
+
+
+def test_a_broken_corpus_is_refused_long_before_its_end(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"broken\n" * 100_000)
+    report = ReadReport()
+    with pytest.raises(InputError, match="got 100 of 100"):
+        list(read_texts(FileCorpus(path="a.jsonl"), tmp_path, report))
+    assert report.rows == 100
+
+
+@pytest.mark.parametrize("kept", [1, 8, 15])
+def test_a_file_that_ends_in_the_middle_of_a_row_is_refused(tmp_path: Path, kept: int) -> None:
+    whole = rows(*["a text"] * 50)
+    with pytest.raises(InputError, match=r"expected a whole row at the end of 'a\.jsonl'"):
+        read(tmp_path, "a.jsonl", whole + whole[:kept])
+
+
 def test_a_row_above_the_limit_is_counted_and_never_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "LARGEST_ROW", 64)
-    content = rows("short") + rows("x" * 1000) + rows("again") + rows("y" * 50) + rows("z" * 500)[:-1]
-    texts, report = read(tmp_path, "a.jsonl", content)
-    assert texts == ["short", "again", "y" * 50]
+    content = rows("short") + rows("x" * 1000) + rows("again") + rows("y" * 50) + rows("z" * 500)
+    texts, report = read(tmp_path, "a.jsonl", content + rows(*["good"] * 15))
+    assert texts == ["short", "again", "y" * 50, *["good"] * 15]
     assert report.bad == {BadRow.TOO_LONG: 2}
     assert report.examples == {BadRow.TOO_LONG: [2, 5]}
 
@@ -90,9 +117,10 @@ def test_plain_text_is_cut_at_blank_lines_and_loses_no_character(tmp_path: Path)
     assert (report.rows, report.bad.total()) == (len(texts), 0)
 
 
-def test_plain_text_counts_lines_that_are_not_utf8(tmp_path: Path) -> None:
-    texts, report = read(tmp_path, "a.txt", b"good\n\xff\xfe\nstill good\n")
-    assert texts == ["good\nstill good\n"]
+def test_plain_text_counts_lines_that_are_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "TEXT_CHARACTERS", 4)
+    texts, report = read(tmp_path, "a.txt", b"good\n\xff\xfe\nstill good\n\n" + b"good\n\n" * 9)
+    assert texts == ["good\nstill good\n\n", *["good\n\n"] * 9]
     assert report.bad == {BadRow.NOT_UTF8: 1}
 
 

@@ -1,6 +1,7 @@
 """NF4 against bitsandbytes bit for bit, int4 against its formula, and the promises that both make."""
 
 import dataclasses
+from typing import cast
 
 import bitsandbytes.functional
 import numpy as np
@@ -9,7 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization import QuantizedTensor, Scheme, dequantize, nf4, quantize, source
+from permille.quantization import (
+    QuantizedTensor,
+    Scheme,
+    default_group_size,
+    dequantize,
+    nf4,
+    quantize,
+    source,
+)
 
 BOTH = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128)]
 
@@ -201,3 +210,24 @@ def test_dequantize_refuses_sizes_that_the_shape_does_not_ask_for(scheme: Scheme
 
 def test_source_chunk_is_whole_blocks_of_every_scheme() -> None:
     assert source.CHUNK_WEIGHTS % nf4.BLOCK_SIZE == 0
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
+def test_a_scheme_may_be_named_by_its_text(scheme: Scheme, group_size: int) -> None:
+    named, meant = (quantize(weight(2, 128), name, group_size) for name in (scheme.value, scheme))
+    assert named.scheme is scheme
+    assert (named.packed.tobytes(), named.scales.tobytes()) == (
+        meant.packed.tobytes(),
+        meant.scales.tobytes(),
+    )
+    assert default_group_size(scheme.value) == default_group_size(scheme)
+
+
+def test_a_scheme_that_does_not_exist_is_refused() -> None:
+    refused = "expected a scheme of nf4, int4; got 'nf5'"
+    with pytest.raises(InputError, match=refused):
+        quantize(weight(2, 128), "nf5", 64)
+    with pytest.raises(InputError, match=refused):
+        default_group_size("nf5")
+    with pytest.raises(InputError, match=refused):
+        dataclasses.replace(quantize(weight(2, 128), "nf4", 64), scheme=cast("Scheme", "nf5"))

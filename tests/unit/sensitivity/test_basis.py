@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.sensitivity import basis as module
-from permille.sensitivity.basis import captured, fisher_exponents, learn_basis, whitening
+from permille.sensitivity.basis import captured, learn_basis, whitening
 
 
 def shared_gradients(
@@ -139,23 +139,3 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
     gradients[2, 3] = np.nan
     with pytest.raises(InputError, match="finite"):
         learn_basis(gradients, 2)
-
-
-def test_exponents_are_powers_of_two_of_the_scores() -> None:
-    scores = (2.0 ** np.array([-8, -4, 0, 4, 8])).astype(np.float32)
-    assert fisher_exponents(scores, -0.25).tolist() == [4, 3, 2, 1, 0]
-    assert fisher_exponents(scores, 0.5).tolist() == [0, 2, 4, 6, 8]
-    assert fisher_exponents(np.ones(3, np.float32)).tolist() == [0, 0, 0]
-
-
-def test_extreme_scores_are_cut_and_zero_counts_as_the_smallest() -> None:
-    scores = np.array([0, 1e-38, 1, 1, 1, 1, 1e38], np.float32)
-    exponents = fisher_exponents(scores, -0.25)
-    assert exponents.dtype == np.dtype(np.int8)
-    assert exponents.tolist() == [15, 15, 7, 7, 7, 7, 0]
-
-
-@pytest.mark.parametrize("scores", [[], [0.0], [1.0, -1.0], [1.0, np.nan], [np.inf]])
-def test_scores_without_a_meaning_are_refused(scores: list[float]) -> None:
-    with pytest.raises(InputError):
-        fisher_exponents(np.array(scores, np.float32))

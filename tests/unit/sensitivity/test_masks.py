@@ -198,3 +198,14 @@ def test_tensors_are_read_one_at_a_time() -> None:
 
     mask = select_mask(Lazy(), MaskMethod.MAGNITUDE, 0.25, allocation=Allocation.GLOBAL)
     assert {name: mask[name].tolist() for name in mask} == {"a": [], "b": [0, 1, 2]}
+
+
+def test_names_are_taken_for_what_they_say_and_others_refused() -> None:
+    weights = {"a": np.arange(100, dtype=np.float32).reshape(10, 10)}
+    for method in MaskMethod:
+        named, meant = (select_mask(weights, name, 0.1) for name in (method.value, method))
+        assert np.array_equal(named["a"], meant["a"])
+    with pytest.raises(InputError, match="expected a method of fisher, magnitude, random; got 'fish'"):
+        select_mask(weights, "fish", 0.1)
+    with pytest.raises(InputError, match="expected an allocation of tensor, global; got 'gobal'"):
+        select_mask(weights, "fisher", 0.1, allocation="gobal")

@@ -15,8 +15,7 @@ from permille.package.direction_layers import write_exponents
 from permille.package.manifest import Layer, Quantization
 from permille.package.reader import verify_package
 from permille.quantization import Scheme
-from permille.sensitivity.basis import fisher_exponents
-from permille.sensitivity.scores import load_scores
+from permille.sensitivity.scores import fisher_exponents, load_scores
 from permille.store import results
 from permille.store.results import LayerRecord
 from permille.store.tables import Mask, QuantizationRow
