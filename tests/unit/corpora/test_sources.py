@@ -76,7 +76,7 @@ def test_a_corpus_of_which_more_than_a_tenth_is_broken_is_refused(
 ) -> None:
     content = rows(*["good"] * (100 - broken)) + b"\n" * 50 + b"broken\n" * broken
     if refused:
-        with pytest.raises(InputError, match=r"at most 10% .* got 11 of 100: .*11 not-json \(first in"):
+        with pytest.raises(InputError, match=r"at most 10% .* got 10 of 99: .*10 not-json \(first in"):
             read(tmp_path, "a.jsonl", content)
     else:
         assert len(read(tmp_path, "a.jsonl", content)[0]) == 90
