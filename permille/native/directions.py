@@ -1,9 +1,9 @@
-"""Directions, perturbed values and the lattice's update in C: bit for bit what `permille.zo` does in numpy.
+"""Directions, their sums, perturbed values and the lattice's update in C: bit for bit `permille.zo`'s numpy.
 
 `permille.zo` checks what it is asked for and owns the definitions; it calls these where `load` finds a
 library. Here only types and sizes are checked, because behind a pointer nothing is.
 
-Shapes: K = masked weights of all tensors, T = tensors, Q = queries.
+Shapes: K = masked weights of all tensors, T = tensors, Q = queries, B = generator blocks, D = directions.
 """
 
 import math
@@ -18,28 +18,57 @@ from permille.native.library import Library
 
 Direction = NDArray[np.int8] | NDArray[np.int32]
 
-_BITS = (1, 4, 16, 64)
+_LARGEST = (1 << 60) - 1
+_BLOCK_BITS = 128
 
 
 def direction_into(
-    library: Library,
-    out_K: NDArray[np.int8],
-    *,
-    seed: int,
-    step: int,
-    query: int,
-    counts: Sequence[int],
-    bits: int,
+    library: Library, out_K: NDArray[np.int8], *, seed: int, step: int, query: int, counts: Sequence[int]
 ) -> None:
-    """The direction of one query: `counts[t]` coefficients of n = `bits` bits for tensor t.
+    """The direction of one query: `counts[t]` signs for tensor t.
 
     Raises:
-        InputError: `out_K` is not int8 [sum of counts], or a number of bits other than 1, 4, 16 and 64.
+        InputError: `out_K` is not int8 [sum of counts].
     """
-    counts_T = _counts(counts, bits)
+    counts_T = np.array(counts, dtype=np.int64)
+    if counts_T.ndim != 1 or (counts_T < 0).any():
+        raise InputError(f"expected counts from 0, got {counts_T.min(initial=0)}")
     check_array("out", out_K, np.int8, (int(counts_T.sum()),))
     check_writable("out", out_K)
-    library.call("direction", _signed(seed), step, query, counts_T, len(counts_T), bits, out_K)
+    library.call("direction", _signed(seed), step, query, counts_T, len(counts_T), out_K)
+
+
+def bit_sums(
+    library: Library,
+    seed: int,
+    blocks: tuple[NDArray[np.uint64], NDArray[np.uint64]],
+    directions: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+) -> NDArray[np.int64]:
+    """`sum_d c[d] * bit(step[d], query[d], position)`, int64 [B * 128] in the generator's order.
+
+    One thread; spans of blocks may be given to several. The sum of |c| is below 2**63.
+
+    Args:
+        blocks: counter words 0 and 1 (block, tensor) of B blocks.
+        directions: step, query and coefficient of D directions.
+
+    Raises:
+        InputError: other types or shapes, or a coefficient of 2**60 and more.
+    """
+    (block_B, tensor_B), (step_D, query_D, c_D) = blocks, directions
+    check_array("blocks", block_B, np.uint64, (None,))
+    check_array("tensors", tensor_B, np.uint64, block_B.shape)
+    check_array("coefficients", c_D, np.int64, (None,))
+    check_array("steps", step_D, np.int64, c_D.shape)
+    check_array("queries", query_D, np.int64, c_D.shape)
+    low, high = int(c_D.min(initial=0)), int(c_D.max(initial=0))
+    if low < -_LARGEST or high > _LARGEST:
+        raise InputError(f"expected coefficients within {_LARGEST}, got {low} to {high}")
+    sums = np.zeros(len(block_B) * _BLOCK_BITS, dtype=np.int64)
+    library.call(
+        "bit_sums", _signed(seed), block_B, tensor_B, len(block_B), step_D, query_D, c_D, len(c_D), sums
+    )
+    return sums
 
 
 def add_scaled(library: Library, s_K: NDArray[np.int64], c: int, z_K: Direction) -> None:
@@ -108,15 +137,6 @@ def _check_state(w_base_K: NDArray[np.float32], s_K: NDArray[np.int64]) -> None:
 def _suffix(z: Direction, shape: tuple[int | None, ...]) -> str:
     check_array("z", z, np.int32 if z.dtype == np.int32 else np.int8, shape)
     return "i32" if z.dtype == np.int32 else "i8"
-
-
-def _counts(counts: Sequence[int], bits: int) -> NDArray[np.int64]:
-    counts_T = np.array(counts, dtype=np.int64)
-    if bits not in _BITS or counts_T.ndim != 1 or (counts_T < 0).any():
-        raise InputError(
-            f"expected counts from 0 and {_BITS} bits, got {bits} bits and {counts_T.min(initial=0)}"
-        )
-    return counts_T
 
 
 def _doubles(step_unit_exponent: int, scale: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError, PackageError
+from permille.zo.exponents import Exponents
 from permille.zo.header import LogHeader
 from permille.zo.lattice import STATE_LIMIT, check_step_unit_exponent
-from permille.zo.layers import NO_LAYERS, DirectionLayers
 from permille.zo.replay import replay
 
 GUARD_BITS = 8
@@ -43,7 +43,7 @@ class Aggregate:
 
 def aggregate(
     contributions: Sequence[Contribution],
-    layers: DirectionLayers = NO_LAYERS,
+    exponents: Exponents | None = None,
     *,
     guard_bits: int = GUARD_BITS,
     threads: int = 1,
@@ -51,24 +51,25 @@ def aggregate(
     """The weighted mean of the logs' models, as a state.
 
     Args:
-        layers: of the logs' package, as far as any of their headers needs them.
+        exponents: of the logs' package, as far as any of their headers needs them.
 
     Raises:
         InputError: no contribution, a weight below 1, or a unit outside the format's range.
-        PackageError: `log-binding` (another package, mask or layer), `log-duplicate` (the same run twice) or
-            `log-limit` (the sum leaves the exact range).
+        PackageError: `log-binding` (another package, mask or exponents), `log-duplicate` (the same run
+            twice) or `log-limit` (the sum leaves the exact range).
     """
-    _check(contributions, layers)
+    _check(contributions, exponents)
     exponent = check_step_unit_exponent(min(c.header.step_unit_exponent for c in contributions) - guard_bits)
     total = sum(c.weight for c in contributions)
     scaled = [scaled_coefficients(c, total_weight=total, step_unit_exponent=exponent) for c in contributions]
-    reach = sum(_reach(c.header, rows) for c, rows in zip(contributions, scaled, strict=True))
+    # In exact arithmetic: c' may be larger than any integer type
+    reach = sum(sum(map(abs, rows)) * c.header.bound for c, rows in zip(contributions, scaled, strict=True))
     if reach > STATE_LIMIT:
         raise PackageError("log-limit", f"expected sum |c| * max |z| within 2**53, got {reach}")
     s_K = np.zeros(contributions[0].header.k, dtype=np.int64)
     for contribution, rows in zip(contributions, scaled, strict=True):
         coefficients_TQ = np.array(rows, dtype=np.int64).reshape(contribution.coefficients_TQ.shape)
-        s_K += replay(contribution.header, coefficients_TQ, layers, threads=threads)
+        s_K += replay(contribution.header, coefficients_TQ, exponents, threads=threads)
     return Aggregate(s_K=s_K, step_unit_exponent=exponent)
 
 
@@ -98,14 +99,7 @@ def _divide_half_even(numerator: int, denominator: int) -> int:
     return quotient
 
 
-def _reach(header: LogHeader, rows: Sequence[int]) -> int:
-    """`sum |c'| * max |z|` in exact arithmetic: c' may be larger than any integer type."""
-    learned = header.basis_steps * header.queries
-    total = sum(map(abs, rows[:learned])) * header.bound_at(0)
-    return total + sum(map(abs, rows[learned:])) * header.bound_at(header.basis_steps)
-
-
-def _check(contributions: Sequence[Contribution], layers: DirectionLayers) -> None:
+def _check(contributions: Sequence[Contribution], exponents: Exponents | None) -> None:
     if not contributions:
         raise InputError("expected at least one log, got none")
     first = contributions[0].header
@@ -115,7 +109,7 @@ def _check(contributions: Sequence[Contribution], layers: DirectionLayers) -> No
         contribution.header.check_binding(
             package_digest=first.package_digest, mask_digest=first.mask_digest, counts=first.counts
         )
-        layers.check(contribution.header)
+        contribution.header.needed_exponents(exponents)
     if len({contribution.header.digest for contribution in contributions}) < len(contributions):
         raise PackageError(
             "log-duplicate", f"expected {len(contributions)} different runs, got one of them twice"

@@ -1,122 +1,119 @@
-"""Directions `z`: integer vectors, a function of (seed, step, query, tensor id, rank in the mask) alone.
+"""Make directions `z`: integer vectors, a function of (seed, step, query, tensor id, rank in the mask) alone.
 
 Nothing else enters: not chunking, thread count, device, library version or iteration order (FORMAT 6; golden
 vectors in `tests/golden/directions.json`). The numpy here is the definition; where the native kernels are
-built, they make whole directions, held to the same vectors.
+built, they make whole directions and their sums, held to the same vectors (ADR 92).
 
-Shapes: K = masked weights of all tensors, concatenated in tensor order; N = masked weights of one slice.
+A direction's elements are fair signs, one bit of the generator each. Another kind of direction is another
+module like this one and another value of `header.DirectionKind`.
+
+Shapes: K = masked weights of all tensors, concatenated in tensor order; D = directions; B = blocks of the
+generator; P = B * 128 signs, the padding of each tensor's last block included.
 """
 
-import math
 from collections.abc import Sequence
-from enum import StrEnum
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.directions import direction_into
+from permille.native.directions import bit_sums, direction_into
 from permille.native.library import load
 from permille.zo.philox import BLOCK_BITS, WORDS, Words, philox4x32_10
-
-GENERATOR = "philox4x32-10"
-GENERATOR_VERSION = 1
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _WORD_LIMIT = 1 << 32
 _SEED_LIMIT = 1 << 64
+_GROUP = 8
 
 
-class Distribution(StrEnum):
-    """What a coefficient of `z` is: a sign, or a centred sum of 4, 16 or 64 fair bits."""
-
-    RADEMACHER = "rademacher"
-    BINOMIAL4 = "binomial4"
-    BINOMIAL16 = "binomial16"
-    BINOMIAL64 = "binomial64"
-
-
-_BITS = {
-    Distribution.RADEMACHER: 1,
-    Distribution.BINOMIAL4: 4,
-    Distribution.BINOMIAL16: 16,
-    Distribution.BINOMIAL64: 64,
-}
-
-
-def bits_per_value(distribution: Distribution) -> int:
-    """How many generator bits one coefficient consumes: 1, 4, 16 or 64."""
-    return _BITS[distribution]
-
-
-def sigma(distribution: Distribution) -> float:
-    """Standard deviation of a coefficient: 1 for Rademacher, `sqrt(n)/2` for n bits (FORMAT 6)."""
-    bits = _BITS[distribution]
-    return 1.0 if bits == 1 else math.sqrt(bits) / 2
-
-
-def largest(distribution: Distribution) -> int:
-    """Largest absolute value of a coefficient: 1 for Rademacher, `n/2` for n bits."""
-    return max(1, _BITS[distribution] // 2)
-
-
-def direction_slice(
-    *, seed: int, step: int, query: int, tensor_id: int, start: int, stop: int, distribution: Distribution
-) -> NDArray[np.int8]:
-    """Coefficients `start` to `stop` (exclusive) of one tensor's direction, int8 [stop - start].
-
-    Raises:
-        InputError: a number does not fit its counter word, or the slice is not one.
-    """
-    _check_words(seed, step=step, query=query, tensor_id=tensor_id, stop=stop)
-    if not 0 <= start <= stop:
-        raise InputError(f"expected 0 <= start <= stop, got start {start} and stop {stop}")
-    bits = _BITS[distribution]
-    first = start * bits // BLOCK_BITS
-    block_B = np.arange(first, -(-stop * bits // BLOCK_BITS), dtype=np.uint64)
-    z_N = _decode(philox4x32_10((block_B, tensor_id, step, query), seed), bits)
-    offset = first * BLOCK_BITS // bits
-    return z_N[start - offset : stop - offset]
-
-
-def direction(
-    *, seed: int, step: int, query: int, counts: Sequence[int], distribution: Distribution
-) -> NDArray[np.int8]:
-    """The whole direction of one query, int8 [k], `counts[t]` coefficients for tensor `t`.
+def direction(*, seed: int, step: int, query: int, counts: Sequence[int]) -> NDArray[np.int8]:
+    """The whole direction of one query, int8 [k], `counts[t]` signs for tensor `t` (FORMAT 6.3).
 
     Raises:
         InputError: a number does not fit its counter word.
     """
     _check_words(seed, step=step, query=query)
-    bits = _BITS[distribution]
+    layout = block_layout(tuple(counts))
     library = load()
     if library is not None:
-        _check_counts(tuple(counts))
-        z_K = np.empty(sum(counts), dtype=np.int8)
-        direction_into(library, z_K, seed=seed, step=step, query=query, counts=counts, bits=bits)
+        z_K = np.empty(layout.k, dtype=np.int8)
+        direction_into(library, z_K, seed=seed, step=step, query=query, counts=counts)
         return z_K
-    layout = block_layout(tuple(counts), bits)
-    z_P = _decode(philox4x32_10((layout.block_B, layout.tensor_B, step, query), seed), bits)
-    return layout.without_padding(z_P, bits)
+    bits_P = _bits(philox4x32_10((layout.block_B, layout.tensor_B, step, query), seed))
+    z_P = bits_P.view(np.int8)
+    z_P *= 2
+    z_P -= 1
+    return layout.without_padding(z_P)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Combination:
+    """A sum of directions with integer coefficients: what replay is made of.
+
+    Attributes:
+        step_D, query_D, c_D: one direction each, int64; the sum of |c| is within 2**53 (FORMAT 7.3).
+    """
+
+    seed: int
+    step_D: NDArray[np.int64]
+    query_D: NDArray[np.int64]
+    c_D: NDArray[np.int64]
+
+    def over(self, counts: tuple[int, ...], tensors: slice, *, threads: int = 1) -> NDArray[np.int64]:
+        """`sum_d c[d] * z[d]` over consecutive tensors, int64, the same bits for any number of threads."""
+        layout = block_layout(counts)
+        first, stop = layout.starts[tensors.start], layout.starts[tensors.stop]
+        block_B, tensor_B = layout.block_B[first:stop], layout.tensor_B[first:stop]
+        edges = [len(block_B) * index // threads for index in range(threads + 1)]
+        spans = [slice(start, end) for start, end in pairwise(edges) if start < end]
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            sums = list(pool.map(lambda span: self._sums(block_B[span], tensor_B[span]), spans))
+        return layout.without_padding(np.concatenate([self.c_D[:0], *sums]), tensors)
+
+    def _sums(self, block_B: Words, tensor_B: Words) -> NDArray[np.int64]:
+        """The sum for every bit position of some blocks, int64 [P]: twice the sum of bits less all of c."""
+        library = load()
+        directions = (self.step_D, self.query_D, self.c_D)
+        if library is not None:
+            sums_P = bit_sums(library, self.seed, (block_B, tensor_B), directions)
+        else:
+            sums_P = np.zeros(len(block_B) * BLOCK_BITS, dtype=np.int64)
+            for start in range(0, len(self.c_D), _GROUP):
+                step_G, query_G, c_G = (array[start : start + _GROUP] for array in directions)
+                counter = (block_B, tensor_B, step_G[:, None], query_G[:, None])
+                # The bits of eight directions at one position are a byte, which picks one of 256 sums
+                chosen_P = np.packbits(_bits(philox4x32_10(counter, self.seed)), axis=0)[0]
+                sums_P += _subset_sums(c_G)[chosen_P]
+        sums_P *= 2
+        sums_P -= self.c_D.sum()
+        return sums_P
 
 
 class BlockLayout:
     """The generator blocks of all tensors side by side, so that one call makes a whole direction.
 
     Attributes:
-        block_B: counter word 0 (block within its tensor) of each of the B blocks, uint64.
+        k: elements of a direction.
+        starts: the first block of each tensor, and the number of all blocks.
+        block_B: counter word 0 (block within its tensor) of each block, uint64.
         tensor_B: counter word 1 (tensor id) of each block, uint64.
     """
 
-    __slots__ = ("block_B", "counts", "starts", "tensor_B")
+    __slots__ = ("block_B", "counts", "k", "starts", "tensor_B")
 
-    def __init__(self, counts: tuple[int, ...], bits: int) -> None:
-        _check_counts(counts)
-        blocks_T = np.array([-(-count * bits // BLOCK_BITS) for count in counts], dtype=np.int64)
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        if any(not 0 <= count < _WORD_LIMIT for count in counts):
+            raise InputError(f"expected counts from 0 to 2**32 - 1, got {min(counts)} to {max(counts)}")
+        blocks_T = np.array([-(-count // BLOCK_BITS) for count in counts], dtype=np.int64)
         self.counts = counts
+        self.k = sum(counts)
         self.starts = np.concatenate([[0], np.cumsum(blocks_T)])
         self.tensor_B = np.repeat(np.arange(len(counts), dtype=np.uint64), blocks_T)
         self.block_B = np.arange(self.starts[-1], dtype=np.uint64) - np.repeat(
@@ -125,53 +122,34 @@ class BlockLayout:
         self.block_B.flags.writeable = False
         self.tensor_B.flags.writeable = False
 
-    def without_padding(
-        self, padded_P: NDArray[Scalar], bits: int, tensors: slice = slice(None)
-    ) -> NDArray[Scalar]:
-        """Drop what each tensor's last block holds beyond its count: [B * 128 / bits] -> [k].
-
-        Args:
-            tensors: consecutive tensors whose blocks `padded_P` holds; all of them by default.
-        """
-        per_block = BLOCK_BITS // bits
+    def without_padding(self, padded_P: NDArray[Scalar], tensors: slice = slice(None)) -> NDArray[Scalar]:
+        """Drop what the last blocks of consecutive tensors hold beyond their counts."""
         starts_T = self.starts[:-1][tensors]
-        firsts = (starts_T - starts_T[:1]).tolist()
-        return np.concatenate(
-            [padded_P[:0]]
-            + [
-                padded_P[first * per_block : first * per_block + count]
-                for first, count in zip(firsts, self.counts[tensors], strict=True)
-            ]
-        )
+        firsts = ((starts_T - starts_T[:1]) * BLOCK_BITS).tolist()
+        parts = zip(firsts, self.counts[tensors], strict=True)
+        return np.concatenate([padded_P[:0], *(padded_P[first : first + count] for first, count in parts)])
 
 
 @lru_cache(maxsize=8)
-def block_layout(counts: tuple[int, ...], bits: int) -> BlockLayout:
+def block_layout(counts: tuple[int, ...]) -> BlockLayout:
     """The layout of a mask's counts; kept, because every step of a run asks for the same one."""
-    return BlockLayout(counts, bits)
+    return BlockLayout(counts)
 
 
-def _decode(words: tuple[Words, Words, Words, Words], bits: int) -> NDArray[np.int8]:
-    """Generator words [B] x 4 -> centred coefficients int8 [B * 128 / bits], lowest bit first (FORMAT 6)."""
-    packed = np.empty((len(words[0]), WORDS), dtype="<u4")
+def _bits(words: tuple[Words, Words, Words, Words]) -> NDArray[np.uint8]:
+    """Generator words [..., B] x 4 -> bits, uint8 [..., P], a word's lowest bit first (FORMAT 6.2)."""
+    shape = words[0].shape
+    packed = np.empty((*shape, WORDS), dtype="<u4")
     for index, word in enumerate(words):
-        packed[:, index] = word
-    raw = packed.view(np.uint8).reshape(-1)
-    if bits == 1:
-        z = np.unpackbits(raw, bitorder="little").view(np.int8)
-        z *= 2
-        z -= 1
-        return z
-    if bits == 4:
-        counted = np.bitwise_count(np.stack([raw & 15, raw >> 4], axis=1)).reshape(-1)
-    else:
-        counted = np.bitwise_count(raw.view(f"<u{bits // 8}"))
-    return counted.view(np.int8) - np.int8(bits // 2)
+        packed[..., index] = word
+    return np.unpackbits(packed.view(np.uint8).reshape(*shape[:-1], -1), axis=-1, bitorder="little")
 
 
-def _check_counts(counts: tuple[int, ...]) -> None:
-    if any(not 0 <= count < _WORD_LIMIT for count in counts):
-        raise InputError(f"expected counts from 0 to 2**32 - 1, got {min(counts)} to {max(counts)}")
+def _subset_sums(c_G: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Entry e is the sum of the coefficients whose bit is set in e, the first one's bit being the highest."""
+    chosen = np.unpackbits(np.arange(1 << _GROUP, dtype=np.uint8)[:, None], axis=1)[:, : len(c_G)]
+    sums: NDArray[np.int64] = chosen.astype(np.int64) @ c_G
+    return sums
 
 
 def _check_words(seed: int, **words: int) -> None:

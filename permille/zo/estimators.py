@@ -1,121 +1,227 @@
-"""One step of zeroth-order descent: perturb, ask the engine for losses, round to integers (FORMAT 7).
+"""Estimate, from a state and a batch, the loss and one projected gradient for each direction of a step.
 
-`take_step` is pure and makes the record; `apply_record` is the one place where a record changes a state.
-Estimators (`permille.zo.estimates`) know nothing of models, engines nothing of optimizers.
+All directions are along `z / sigma` (unit variance), and a step moves by the mean over the directions of a
+block of `projected_grad * z / sigma`. Its expectation is `M g`, g the gradient and M the covariance of the
+directions (the identity without exponents), up to terms of the order of epsilon squared (none for forward
+mode). Costs, in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, forward mode about q
++ 1 of somewhat dearer passes, split 2 P_1 of the lower block and 2 P_2 of the upper one where the engine
+computes once what variants have in common.
 
-Shapes: K = masked weights, Q = queries.
+Estimators know nothing of models, engines nothing of optimizers: `LossEngine` is the seam.
+
+Shapes: K = masked weights, V = variants of the values, Q = queries, B = sequences, T = tokens of a sequence,
+P = lower queries, S = sign of the lower direction (2), J = upper directions for each lower one and sign,
+D = sign of the upper direction (2).
 """
 
-import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.zo.estimates import estimate, forward_mode, one_sided, split, spsa
-from permille.zo.header import LogHeader
-from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, add_scaled, coefficient
-from permille.zo.layers import NO_LAYERS, DirectionLayers
-from permille.zo.loss_engine import Batch, LossEngine
-from permille.zo.records import StepFlag, StepRecord, weight_of
-from permille.zo.step_directions import directions_of
+from permille.zo.directions import direction
+from permille.zo.exponents import Exponents
+from permille.zo.header import EstimatorKind, LogHeader
+from permille.zo.lattice import Directions, perturbed, perturbed_pairs, values
 
-__all__ = [
-    "Batch",
-    "LossEngine",
-    "apply_record",
-    "estimate",
-    "forward_mode",
-    "one_sided",
-    "split",
-    "spsa",
-    "take_step",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Right-padded sequences.
+
+    Attributes:
+        input_ids_BT: int64 token ids.
+        attention_BT: bool, False at padding.
+        target_BT: bool; `target[b, t]` counts the prediction OF token t from the tokens before it, so
+            column 0 is False.
+    """
+
+    input_ids_BT: NDArray[np.int64]
+    attention_BT: NDArray[np.bool_]
+    target_BT: NDArray[np.bool_]
+
+
+class LossEngine(Protocol):
+    """The seam to the forward pass. A loss is the mean over all targets of the batch."""
+
+    @property
+    def k(self) -> int:
+        """Number of masked weights."""
+        ...
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Losses of v variants of the values on one batch, float32 [v]."""
+        ...
+
+    def directional_derivatives(
+        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
+    ) -> tuple[float, NDArray[np.float64]]:
+        """The loss `f` at `values_K`, and `grad f . direction` there for each direction, float64 [q]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Descent:
+    """What is the same at every step of a log.
+
+    Attributes:
+        header: of the log.
+        w_base_K: the values that state zero stands for.
+        exponents: of the package, as far as the header needs them.
+    """
+
+    header: LogHeader
+    w_base_K: NDArray[np.float32]
+    exponents: Exponents | None = None
+
+    @property
+    def scale(self) -> float:
+        """What a perturbation multiplies z by: `epsilon / sigma`."""
+        return self.header.epsilon / self.header.sigma
+
+    def perturbed(self, s_K: NDArray[np.int64], z_K: Directions) -> NDArray[np.float32]:
+        """Values of a state moved along one direction, float32 [k]."""
+        return perturbed(self.w_base_K, s_K, self.header.step_unit_exponent, z_K, self.scale)
+
+
+Estimate = Callable[
+    [LossEngine, Batch, Descent, NDArray[np.int64], Directions], tuple[float, NDArray[np.float64]]
 ]
 
 
-def take_step(
-    engine: LossEngine,
-    batch: Batch,
-    header: LogHeader,
-    w_base_K: NDArray[np.float32],
-    s_K: NDArray[np.int64],
-    step: int,
-    *,
-    clip: float | None,
-    layers: DirectionLayers = NO_LAYERS,
-) -> StepRecord:
-    """Estimate one step at state `s_K`, without changing it.
+def directions_of(header: LogHeader, step: int, exponents: Exponents | None = None) -> Directions:
+    """All directions of a step, integers [q, k]: int8 as they are made, int32 where exponents scale them.
 
-    Args:
-        clip: bound on |projected_grad|, or None. What is clipped is flagged, and logged as applied.
-        layers: of the package, as far as the header needs them.
+    Divided by `header.sigma` they have unit variance; none is larger than `header.bound`. A direction of one
+    block is 0 outside of it (FORMAT 6.3 to 6.5).
+
+    Raises:
+        PackageError: `log-binding`: the header needs exponents that are absent or other ones.
+        InputError: a number does not fit its counter word.
+    """
+    e_K = header.needed_exponents(exponents)
+    z_QK: Directions = np.empty((header.queries, header.k), dtype=np.int8 if e_K is None else np.int32)
+    for query in range(header.queries):
+        z_QK[query] = direction(seed=header.seed, step=step, query=query, counts=header.counts)
+    if e_K is not None:
+        z_QK <<= e_K
+    for queries, tensors in header.blocks():
+        weights = header.weights_of(tensors)
+        z_QK[queries, : weights.start] = 0
+        z_QK[queries, weights.stop :] = 0
+    return z_QK
+
+
+def estimate(
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
+) -> tuple[float, NDArray[np.float64]]:
+    """The loss of `step` and its q scalars, by the header's estimator; neither need be finite."""
+    z_QK = directions_of(descent.header, step, descent.exponents)
+    return _ESTIMATES[descent.header.estimator](engine, batch, descent, s_K, z_QK)
+
+
+def _spsa(
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+) -> tuple[float, NDArray[np.float64]]:
+    """Two-sided finite differences along q directions, all 2q variants in one call of the engine.
+
+    `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w - epsilon*z_i/sigma)) / (2*epsilon)` (Spall 1992;
+    P-RGE's inner and outer loop). Variants are ordered +z_0, -z_0, +z_1, -z_1, ...
 
     Returns:
-        The record. A non-finite loss or scalar, or a coefficient beyond the format, gives zeros, REJECTED.
-
-    Raises:
-        PackageError: `log-binding`: the header needs a layer that is absent or another one.
+        Mean of the 2q losses, and the q scalars in float64.
     """
-    loss, projected_grad_Q = estimate(engine, batch, header, w_base_K, s_K, step, layers)
-    return _record(header, step, loss, projected_grad_Q, clip)
+    header = descent.header
+    values_VK = perturbed_pairs(descent.w_base_K, s_K, header.step_unit_exponent, z_QK, descent.scale)
+    losses_V = _scalars(engine.losses(values_VK, batch), 2 * header.queries)
+    with np.errstate(invalid="ignore", over="ignore"):
+        projected_grad_Q = (losses_V[0::2] - losses_V[1::2]) / (2 * header.epsilon)
+        return float(losses_V.mean()), projected_grad_Q
 
 
-def apply_record(
-    s_K: NDArray[np.int64], record: StepRecord, header: LogHeader, layers: DirectionLayers = NO_LAYERS
-) -> None:
-    """Move a state by one record, in place: `s += sum_i c_i * z_i`.
+def _one_sided(
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+) -> tuple[float, NDArray[np.float64]]:
+    """One-sided differences along q directions against the mean of their own losses, q forward passes.
 
-    Raises:
-        InputError: the state would leave the exact range (FORMAT 7.3); it is then unchanged.
-        PackageError: `log-binding`: the header needs a layer that is absent or another one.
+    `projected_grad_i = (L_i - mean L) / epsilon * q / (q - 1)`, `L_i = f(w + epsilon*z_i/sigma)`. Like FZOO
+    without its division by the losses' deviation, which biases the step. The mean takes out what all losses
+    share, curvature included, which the loss at the state itself does not; so that loss is not computed. It
+    holds the loss of the direction itself, hence `q / (q - 1)`: the difference to the mean of the others.
+
+    Returns:
+        Mean of the q losses, and the q scalars in float64.
     """
-    if len(s_K) != header.k or len(record.coefficients) != header.queries:
-        raise InputError(
-            f"expected a state of {header.k} and {header.queries} coefficients, "
-            f"got {len(s_K)} and {len(record.coefficients)}"
-        )
-    reach = weight_of(record, header)
-    if reach and max(int(s_K.max()), -int(s_K.min())) + reach > STATE_LIMIT:
-        raise InputError(f"expected a state within 2**53, got a step of {reach} that may leave it")
-    layers.check(header)
-    if reach:
-        for c, z_K in zip(record.coefficients, directions_of(header, record.step, layers), strict=True):
-            if c:
-                add_scaled(s_K, c, z_K)
+    queries = len(z_QK)
+    values_VK = np.stack([descent.perturbed(s_K, z_K) for z_K in z_QK])
+    losses_V = _scalars(engine.losses(values_VK, batch), queries)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = losses_V.mean()
+        unbiased = queries / (queries - 1)
+        return float(mean), (losses_V - mean) * (unbiased / descent.header.epsilon)
 
 
-def _record(
-    header: LogHeader, step: int, loss: float, projected_grad_Q: NDArray[np.float64], clip: float | None
-) -> StepRecord:
-    rejected = StepRecord(step=step, coefficients=(0,) * header.queries, loss=loss, flags=StepFlag.REJECTED)
-    # Before any clipping: min(max(-100, nan), 100) is -100
-    if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):
-        return rejected
-    flags = StepFlag.NONE
-    if clip is not None:
-        if np.abs(projected_grad_Q).max() > clip:
-            flags = StepFlag.CLIPPED
-        projected_grad_Q = np.clip(projected_grad_Q, -clip, clip)
-    try:
-        coefficients = _coefficients(header, step, projected_grad_Q)
-    except InputError:  # the quotient overflowed
-        return rejected
-    if max(abs(c) for c in coefficients) > MAX_COEFFICIENT:
-        return rejected
-    return StepRecord(step=step, coefficients=coefficients, loss=loss, flags=flags)
+def _split(
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+) -> tuple[float, NDArray[np.float64]]:
+    """Two blocks: each of the P_1 lower directions and its negative carry J = P_2 / (2 P_1) upper pairs.
+
+    FedSPZO, equations 6 and 8, one scalar for each direction. Of upper direction j, at its sign of its lower
+    direction: `(f(.., +z_j) - f(.., -z_j)) / (2*epsilon)`; of a lower direction
+    `(mean of its losses at + less mean of its losses at -) / (2*epsilon)`: equation 7's double sum collapses
+    to that. All 2 P_2 variants go to the engine in one call, in groups that agree in the lower block.
+
+    Returns:
+        Mean of the 2 P_2 losses, and the P_1 + P_2 scalars in float64, the lower block's first.
+    """
+    (lower_queries, _), (upper_queries, _) = descent.header.blocks()
+    lower, upper = lower_queries.stop, upper_queries.stop - upper_queries.start
+    shape_PSJD = (lower, 2, upper // (2 * lower), 2)
+    values_VK = np.empty((2 * upper, descent.header.k), dtype=np.float32)
+    for variant in range(2 * upper):
+        p, minus, _, opposite = np.unravel_index(variant, shape_PSJD)
+        z_lower_K = z_QK[p] * z_QK.dtype.type(1 - 2 * minus)
+        z_upper_K = z_QK[lower + variant // 2] * z_QK.dtype.type(1 - 2 * opposite)
+        # The blocks do not overlap: each element of the sum is one of the two
+        values_VK[variant] = descent.perturbed(s_K, z_lower_K + z_upper_K)
+    losses_V = _scalars(engine.losses(values_VK, batch), 2 * upper)
+    losses_PSJD = losses_V.reshape(shape_PSJD)
+    epsilon = descent.header.epsilon
+    with np.errstate(invalid="ignore", over="ignore"):
+        means_PS = losses_PSJD.mean(axis=(2, 3))
+        lower_Q = (means_PS[:, 0] - means_PS[:, 1]) / (2 * epsilon)
+        upper_Q = (losses_V[0::2] - losses_V[1::2]) / (2 * epsilon)
+        return float(losses_V.mean()), np.concatenate([lower_Q, upper_Q])
 
 
-def _coefficients(header: LogHeader, step: int, projected_grad_Q: NDArray[np.float64]) -> tuple[int, ...]:
-    """FORMAT 7.4; a block's step is the mean over its own directions."""
-    learning_rate, sigma = header.learning_rate_at(step), header.sigma_at(step)
-    return tuple(
-        coefficient(
-            learning_rate=learning_rate,
-            projected_grad=projected_grad,
-            queries=queries.stop - queries.start,
-            sigma=sigma,
-            step_unit_exponent=header.step_unit_exponent,
-        )
-        for queries, _ in header.blocks()
-        for projected_grad in projected_grad_Q[queries].tolist()
-    )
+def _forward(
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+) -> tuple[float, NDArray[np.float64]]:
+    """Exact directional derivatives `grad f . z_i / sigma`: no epsilon, and the same log.
+
+    Returns:
+        The loss at the state, and the q scalars in float64.
+    """
+    header = descent.header
+    values_K = values(descent.w_base_K, s_K, header.step_unit_exponent)
+    directions_QK = z_QK.astype(np.float32)
+    directions_QK /= np.float32(header.sigma)
+    loss, scalars_Q = engine.directional_derivatives(values_K, directions_QK, batch)
+    return loss, _scalars(scalars_Q, header.queries)
+
+
+_ESTIMATES: dict[EstimatorKind, Estimate] = {
+    EstimatorKind.SPSA: _spsa,
+    EstimatorKind.FORWARD: _forward,
+    EstimatorKind.ONE_SIDED: _one_sided,
+    EstimatorKind.SPLIT: _split,
+}
+
+
+def _scalars(scalars: NDArray[np.floating], expected: int) -> NDArray[np.float64]:
+    if scalars.shape != (expected,):
+        raise InputError(f"expected {expected} scalars from the engine, got shape {scalars.shape}")
+    return scalars.astype(np.float64)

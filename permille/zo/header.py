@@ -1,31 +1,30 @@
 """The header that both forms of the log begin with (FORMAT 8.1).
 
-The header says everything that replay needs besides the package and its layers. It is written as canonical
-JSON: sorted keys, no spaces, real numbers as C99 hexadecimal strings, the seed as 16 hexadecimal digits. A
-header has exactly one byte form: version 2 only where an estimator or a part needs it, else version 1.
+The header says everything that replay needs besides the package. It is written as canonical JSON: sorted
+keys, no spaces, real numbers as C99 hexadecimal strings, the seed as 16 hexadecimal digits. So a header has
+exactly one byte form, and its digest names the run.
+
+A new estimator or kind of direction is a new value of its enumeration here; what it needs beside the fields
+that are there is a new record, null in the headers of all others.
 """
 
-import hashlib
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.digests import canonical_json, digest_of, is_digest
 from permille.errors import InputError, PackageError
-from permille.zo.directions import GENERATOR, GENERATOR_VERSION, Distribution, largest, sigma
-from permille.zo.header_parts import (
-    BasisUse,
-    BlockSplit,
-    ExponentsUse,
-    check_digest,
-    check_positive,
-    check_range,
-    root_mean_square,
-)
+from permille.package.limits import MAX_EXPONENT
+from permille.zo.exponents import Exponents, ExponentsUse
 from permille.zo.lattice import check_step_unit_exponent
-from permille.zo.schedule import Schedule, learning_rate_at
+from permille.zo.philox import GENERATOR, GENERATOR_VERSION
 
 FORMAT = "permille-log"
+VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 MAX_QUERIES = 1024
 MAX_STEPS = 1 << 24
@@ -42,7 +41,43 @@ class EstimatorKind(StrEnum):
     SPLIT = "split"
 
 
-_OF_VERSION_1 = frozenset({EstimatorKind.SPSA, EstimatorKind.FORWARD})
+class DirectionKind(StrEnum):
+    """What the elements of a direction are (FORMAT 6.3)."""
+
+    RADEMACHER = "rademacher"
+
+
+class Schedule(StrEnum):
+    """How the learning rate falls over a run."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSplit:
+    """Two blocks of tensors with directions of their own (FORMAT 6.5; FedSPZO's f1 and f2).
+
+    Attributes:
+        first_upper_tensor: tensor id where the upper block begins.
+        lower_queries: P_1, the directions of the lower block; the other P_2 are the upper block's.
+    """
+
+    first_upper_tensor: int
+    lower_queries: int
+
+    def check(self, *, counts: tuple[int, ...], queries: int) -> None:
+        """Refuse what does not fit the rest of the header (InputError)."""
+        _check_range("split.first_upper_tensor", self.first_upper_tensor, 1, len(counts) - 1)
+        _check_range("split.lower_queries", self.lower_queries, 1, queries - 1)
+        lower = sum(counts[: self.first_upper_tensor])
+        if not 0 < lower < sum(counts):
+            raise InputError(f"expected masked weights in both blocks, got {lower} of {sum(counts)} below")
+        if (queries - self.lower_queries) % (2 * self.lower_queries):
+            raise InputError(
+                f"expected a multiple of {2 * self.lower_queries} upper queries, "
+                f"got {queries - self.lower_queries}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +88,7 @@ class LogHeader:
         queries: coefficients a step; of both blocks together where there are two.
         total_steps: the most steps the log may hold; the linear schedule ends there.
         counts: masked weights per tensor, in tensor order.
-        basis: learned directions for the first steps, or None.
-        exponents: powers of two that scale the plain directions, or None.
+        exponents: powers of two that scale the directions, or None.
         split: the two blocks of `EstimatorKind.SPLIT`; None for every other kind.
 
     Raises:
@@ -64,7 +98,7 @@ class LogHeader:
     package_digest: str
     mask_digest: str
     seed: int
-    distribution: Distribution
+    directions: DirectionKind = DirectionKind.RADEMACHER
     estimator: EstimatorKind
     queries: int
     epsilon: float
@@ -73,31 +107,30 @@ class LogHeader:
     total_steps: int
     step_unit_exponent: int
     counts: tuple[int, ...]
-    basis: BasisUse | None = None
     exponents: ExponentsUse | None = None
     split: BlockSplit | None = None
 
     def __post_init__(self) -> None:
-        for name in ("package_digest", "mask_digest"):
-            check_digest(name, getattr(self, name))
-        check_range("seed", self.seed, 0, (1 << 64) - 1)
-        one_sided = self.estimator is EstimatorKind.ONE_SIDED
-        check_range("queries", self.queries, 2 if one_sided else 1, MAX_QUERIES)
-        check_range("total_steps", self.total_steps, 1, MAX_STEPS)
-        check_range("number of tensors", len(self.counts), 1, MAX_TENSORS)
+        for name, digest in (("package_digest", self.package_digest), ("mask_digest", self.mask_digest)):
+            if not is_digest(digest):
+                raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
+        _check_range("seed", self.seed, 0, (1 << 64) - 1)
+        # FORMAT 8.1: a one-sided difference is one to the mean of the others
+        _check_range(
+            "queries", self.queries, 2 if self.estimator is EstimatorKind.ONE_SIDED else 1, MAX_QUERIES
+        )
+        _check_range("total_steps", self.total_steps, 1, MAX_STEPS)
+        _check_range("number of tensors", len(self.counts), 1, MAX_TENSORS)
         for count in self.counts:
-            check_range("count", count, 0, (1 << 32) - 1)
-        check_range("k", sum(self.counts), 1, MAX_K)
+            _check_range("count", count, 0, (1 << 32) - 1)
+        _check_range("k", self.k, 1, MAX_K)
         check_step_unit_exponent(self.step_unit_exponent)
-        for name in ("epsilon", "learning_rate"):
-            check_positive(name, getattr(self, name))
-        self._check_parts()
-
-    def _check_parts(self) -> None:
-        if self.basis is not None:
-            self.basis.check(k=self.k, total_steps=self.total_steps)
+        for name, number in (("epsilon", self.epsilon), ("learning_rate", self.learning_rate)):
+            if not (math.isfinite(number) and number > 0):
+                raise InputError(f"expected a positive finite {name}, got {number}")
         if self.exponents is not None:
-            self.exponents.check(k=self.k)
+            squares = self.exponents.sum_of_squares
+            _check_range("exponents.sum_of_squares", squares, self.k, self.k << 2 * MAX_EXPONENT)
         if (self.split is not None) != (self.estimator is EstimatorKind.SPLIT):
             raise InputError(f"expected two blocks for split and only there, got {self.estimator.value}")
         if self.split is not None:
@@ -109,42 +142,27 @@ class LogHeader:
         return sum(self.counts)
 
     @property
-    def version(self) -> int:
-        """Version of the header's one byte form: 2 where anything in it needs that, else 1."""
-        plain = self.estimator in _OF_VERSION_1 and self.basis is None and self.exponents is None
-        return 1 if plain else 2
-
-    @property
-    def basis_steps(self) -> int:
-        """How many steps, from 0 on, are along learned directions."""
-        return 0 if self.basis is None else self.basis.steps
-
-    @property
     def digest(self) -> str:
         """sha256 of the header's canonical bytes."""
-        return f"sha256:{hashlib.sha256(self.to_bytes()).hexdigest()}"
+        return digest_of(self.to_bytes())
 
-    def sigma_at(self, step: int) -> float:
-        """Root mean square of z in `step` (FORMAT 6.3, 6.5, 6.6)."""
-        if self.basis is not None and step < self.basis.steps:
-            return root_mean_square(self.basis.sum_squares, self.k)
-        scale = 1.0 if self.exponents is None else root_mean_square(self.exponents.sum_squares, self.k)
-        return sigma(self.distribution) * scale
+    @property
+    def sigma(self) -> float:
+        """Root mean square of z, in binary64, the same bits on every machine (FORMAT 6.3, 6.4)."""
+        return (
+            1.0 if self.exponents is None else math.sqrt(float(self.exponents.sum_of_squares) / float(self.k))
+        )
 
-    def bound_at(self, step: int) -> int:
-        """Largest |z| in `step` (FORMAT 6.3, 6.5, 6.6)."""
-        if self.basis is not None and step < self.basis.steps:
-            return self.basis.bound
-        return largest(self.distribution) << (0 if self.exponents is None else self.exponents.largest)
-
-    def epsilon_at(self, step: int) -> float:
-        """Perturbation scale of `step`."""
-        return self.basis.epsilon if self.basis and step < self.basis.steps else self.epsilon
+    @property
+    def bound(self) -> int:
+        """Largest |z| (FORMAT 6.3, 6.4)."""
+        return 1 if self.exponents is None else 1 << self.exponents.largest
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of `step`: that of its kind of directions, falling by the schedule."""
-        start = self.basis.learning_rate if self.basis and step < self.basis.steps else self.learning_rate
-        return learning_rate_at(self.schedule, learning_rate=start, step=step, total_steps=self.total_steps)
+        """Learning rate of `step` (0 first): constant, or falling linearly to 0 at `total_steps`."""
+        if self.schedule is Schedule.CONSTANT:
+            return self.learning_rate
+        return self.learning_rate * max(0.0, 1.0 - step / self.total_steps)
 
     def blocks(self) -> tuple[tuple[slice, slice], ...]:
         """The queries and the tensors of each block: one block, or the two of a split."""
@@ -162,29 +180,16 @@ class LogHeader:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON of the header (FORMAT 8.1)."""
-        fields: dict[str, Any] = {
+        fields = asdict(self) | {
             "format": FORMAT,
-            "version": self.version,
+            "version": VERSION,
             "generator": GENERATOR,
             "generator_version": GENERATOR_VERSION,
-            "package_digest": self.package_digest,
-            "mask_digest": self.mask_digest,
             "seed": f"{self.seed:016x}",
-            "distribution": self.distribution.value,
-            "estimator": self.estimator.value,
-            "queries": self.queries,
             "epsilon": float(self.epsilon).hex(),
             "learning_rate": float(self.learning_rate).hex(),
-            "schedule": self.schedule.value,
-            "total_steps": self.total_steps,
-            "step_unit_exponent": self.step_unit_exponent,
-            "counts": list(self.counts),
         }
-        if self.version == 2:
-            for name in ("basis", "exponents", "split"):
-                part = getattr(self, name)
-                fields[name] = None if part is None else part.fields()
-        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
+        return canonical_json(fields)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "LogHeader":
@@ -197,24 +202,22 @@ class LogHeader:
             raise PackageError("log-header", f"expected at most {MAX_HEADER_BYTES} bytes, got {len(data)}")
         try:
             fields = json.loads(data)
+            for name in ("format", "version", "generator", "generator_version"):
+                del fields[name]  # to_bytes knows the only value of each
+            exponents, split = fields.pop("exponents"), fields.pop("split")
             header = cls(
-                package_digest=fields["package_digest"],
-                mask_digest=fields["mask_digest"],
-                seed=int(fields["seed"], 16),
-                distribution=Distribution(fields["distribution"]),
-                estimator=EstimatorKind(fields["estimator"]),
-                queries=fields["queries"],
-                epsilon=float.fromhex(fields["epsilon"]),
-                learning_rate=float.fromhex(fields["learning_rate"]),
-                schedule=Schedule(fields["schedule"]),
-                total_steps=fields["total_steps"],
-                step_unit_exponent=fields["step_unit_exponent"],
-                counts=tuple(fields["counts"]),
-                basis=None if fields.get("basis") is None else BasisUse.from_fields(fields["basis"]),
-                exponents=(
-                    None if fields.get("exponents") is None else ExponentsUse.from_fields(fields["exponents"])
-                ),
-                split=None if fields.get("split") is None else BlockSplit.from_fields(fields["split"]),
+                **fields
+                | {
+                    "seed": int(fields["seed"], 16),
+                    "directions": DirectionKind(fields["directions"]),
+                    "estimator": EstimatorKind(fields["estimator"]),
+                    "epsilon": float.fromhex(fields["epsilon"]),
+                    "learning_rate": float.fromhex(fields["learning_rate"]),
+                    "schedule": Schedule(fields["schedule"]),
+                    "counts": tuple(fields["counts"]),
+                    "exponents": None if exponents is None else ExponentsUse(**exponents),
+                    "split": None if split is None else BlockSplit(**split),
+                }
             )
             canonical = header.to_bytes()
         except (
@@ -226,10 +229,10 @@ class LogHeader:
             RecursionError,
             InputError,
         ) as exc:
-            raise PackageError("log-header", f"expected the header of a log, got {exc!r}") from exc
+            raise PackageError("log-header", f"expected the header of a log, got {exc!r:.300}") from exc
         if canonical != data:
             raise PackageError(
-                "log-header", f"expected the canonical bytes of a version {header.version} header, got others"
+                "log-header", f"expected the canonical bytes of a version {VERSION} header, got others"
             )
         return header
 
@@ -245,3 +248,24 @@ class LogHeader:
             raise PackageError(
                 "log-binding", f"expected mask {mask_digest}, got {self.mask_digest} or other counts"
             )
+
+    def needed_exponents(self, known: Exponents | None) -> NDArray[np.int8] | None:
+        """The powers of two that scale this log's directions, int8 [k]; None where it needs none.
+
+        Args:
+            known: of the log's package; not looked at where the log needs none.
+
+        Raises:
+            PackageError: `log-binding`: the package has none, or others than the log says (FORMAT 9.3).
+        """
+        if self.exponents is None:
+            return None
+        if known is None or known.use != self.exponents or len(known.e_K) != self.k:
+            got = "none" if known is None else f"{known.use} of {len(known.e_K)} weights"
+            raise PackageError("log-binding", f"expected {self.exponents} of {self.k} weights, got {got}")
+        return known.e_K
+
+
+def _check_range(name: str, number: object, least: int, most: int) -> None:
+    if type(number) is not int or not least <= number <= most:
+        raise InputError(f"expected {name} as an integer from {least} to {most}, got {number!r}")

@@ -1,4 +1,4 @@
-"""The journal: the device's append-only log, one framed and checksummed record a step (FORMAT 8).
+"""Write and read the journal: the device's append-only log, one checksummed entry a step (FORMAT 8).
 
 A record is durable when `append` returns (or after `fsync_every` of them). Opening recovers: what a crash
 left of an unfinished record is cut off, so the journal holds exactly the whole records. Damage before a whole
@@ -7,16 +7,39 @@ record is no crash and is refused. One writer at a time, by a lock on the file t
 
 import fcntl
 import os
+import struct
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from permille.errors import InputError, OperatorError, RetryableError
+import numpy as np
+
+from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.files import write_atomic
-from permille.zo.frames import JournalContents, encode_frame, encode_header, frame_seed, parse_journal
-from permille.zo.header import LogHeader
-from permille.zo.records import StepRecord, check_record, check_weight, weight_of
+from permille.zo.header import MAX_HEADER_BYTES, MAX_QUERIES, LogHeader
+from permille.zo.records import StepFlag, StepRecord, check_record, check_weight, weight_of
+from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
+
+MAGIC = b"PMLJNL1\n"
+
+_HEAD = struct.Struct("<8sI")
+_SIZE = struct.Struct("<H")
+_FIXED = struct.Struct("<IBd")
+_CRC = struct.Struct("<I")
+_MAX_PAYLOAD = _FIXED.size + MAX_QUERIES * MAX_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalContents:
+    """What a journal file holds: its header, its whole records, and where the last one ends."""
+
+    header: LogHeader
+    records: tuple[StepRecord, ...]
+    end: int
+    torn_bytes: int
 
 
 def read_journal(path: Path) -> JournalContents:
@@ -27,7 +50,7 @@ def read_journal(path: Path) -> JournalContents:
         PackageError: `journal-header` or `journal-corrupt`.
     """
     try:
-        return parse_journal(path.read_bytes(), path)
+        return _parse_journal(path.read_bytes(), path)
     except FileNotFoundError as exc:
         raise InputError(f"expected a journal at {path}, got no file") from exc
 
@@ -43,7 +66,7 @@ class Journal:
         self._records = list(contents.records)
         self._end = contents.end
         self._weight = sum(weight_of(record, self.header) for record in self._records)
-        self._seed = frame_seed(self.header)
+        self._seed = _entry_seed(self.header)
         self._fsync_every = fsync_every
         self._unsynced = 0
         self._broken = False
@@ -57,7 +80,7 @@ class Journal:
         """
         if path.exists():
             raise InputError(f"expected no file at {path}, got one: a journal is never overwritten")
-        write_atomic(path, encode_header(header), mode=0o600)
+        write_atomic(path, _encode_header(header), mode=0o600)
         return cls.open(path, fsync_every=fsync_every)
 
     @classmethod
@@ -75,7 +98,7 @@ class Journal:
             raise InputError(f"expected a journal at {path}, got no file") from exc
         try:
             _lock(descriptor, path)
-            contents = parse_journal(_read_all(descriptor), path)
+            contents = _parse_journal(_read_all(descriptor), path)
             if contents.torn_bytes:
                 os.ftruncate(descriptor, contents.end)
                 os.fsync(descriptor)
@@ -107,16 +130,16 @@ class Journal:
         check_record(record, self.header, expected_step=self.next_step)
         weight = self._weight + weight_of(record, self.header)
         check_weight(weight)
-        frame = encode_frame(record, self._seed)
+        entry = _encode_entry(record, self._seed)
         try:
-            _write_all(self._descriptor, frame, self._end)
+            _write_all(self._descriptor, entry, self._end)
             self._unsynced += 1
             if self._unsynced >= self._fsync_every:
                 self.sync()
         except OSError as exc:
             self._broken = True
             raise OperatorError(f"expected to append step {record.step} to {self.path}, got {exc}") from exc
-        self._end += len(frame)
+        self._end += len(entry)
         self._weight = weight
         self._records.append(record)
 
@@ -162,3 +185,91 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+# --- bytes ---
+
+
+def _encode_header(header: LogHeader) -> bytes:
+    """The file of a journal without records."""
+    header_bytes = header.to_bytes()
+    return _HEAD.pack(MAGIC, len(header_bytes)) + header_bytes + _CRC.pack(_entry_seed(header))
+
+
+def _entry_seed(header: LogHeader) -> int:
+    """Where the checksums of a journal's entries continue from: the checksum of its header."""
+    return zlib.crc32(header.to_bytes())
+
+
+def _encode_entry(record: StepRecord, seed: int) -> bytes:
+    """The bytes of one record, in the journal whose header's checksum is `seed`."""
+    coefficients = np.array(record.coefficients, dtype=np.int64)
+    payload = _FIXED.pack(record.step, int(record.flags), record.loss) + encode_varints(zigzag(coefficients))
+    sized = _SIZE.pack(len(payload)) + payload
+    return sized + _CRC.pack(zlib.crc32(sized, seed))
+
+
+def _parse_journal(data: bytes, path: Path) -> JournalContents:
+    """Header and whole records of a journal's bytes; `path` is for the messages.
+
+    Raises:
+        PackageError: `journal-header` (no whole header) or `journal-corrupt` (damage before a whole record).
+    """
+    header, position = _parse_header(data, path)
+    seed = _entry_seed(header)
+    records: list[StepRecord] = []
+    while (payload := _payload_at(data, position, seed)) is not None:
+        records.append(_read_record(payload, header, len(records), path))
+        position += _SIZE.size + len(payload) + _CRC.size
+    # FORMAT 8.4: a crash leaves nothing whole behind the place where it struck
+    if any(_payload_at(data, offset, seed) is not None for offset in range(position + 1, len(data))):
+        raise PackageError(
+            "journal-corrupt",
+            f"expected record {len(records)} at byte {position} of {path}, got damage before others",
+        )
+    return JournalContents(
+        header=header, records=tuple(records), end=position, torn_bytes=len(data) - position
+    )
+
+
+def _parse_header(data: bytes, path: Path) -> tuple[LogHeader, int]:
+    torn = PackageError("journal-header", f"expected a whole journal header in {path}, got {len(data)} bytes")
+    if len(data) < _HEAD.size:
+        raise torn
+    magic, size = _HEAD.unpack_from(data)
+    if magic != MAGIC or size > MAX_HEADER_BYTES:
+        raise PackageError("journal-header", f"expected the magic {MAGIC!r} in {path}, got {magic!r}")
+    end = _HEAD.size + size
+    if len(data) < end + _CRC.size:
+        raise torn
+    header_bytes = data[_HEAD.size : end]
+    if _CRC.unpack_from(data, end)[0] != zlib.crc32(header_bytes):
+        raise PackageError("journal-header", f"expected the checksum of the header of {path}, got another")
+    return LogHeader.from_bytes(header_bytes), end + _CRC.size
+
+
+def _payload_at(data: bytes, position: int, seed: int) -> bytes | None:
+    """The payload of the whole entry at `position`, or None where there is none."""
+    start = position + _SIZE.size
+    if start > len(data):
+        return None
+    (size,) = _SIZE.unpack_from(data, position)
+    end = start + size
+    if not _FIXED.size < size <= _MAX_PAYLOAD or end + _CRC.size > len(data):
+        return None
+    if _CRC.unpack_from(data, end)[0] != zlib.crc32(data[position:end], seed):
+        return None
+    return data[start:end]
+
+
+def _read_record(payload: bytes, header: LogHeader, step: int, path: Path) -> StepRecord:
+    number, flags, loss = _FIXED.unpack_from(payload)
+    try:
+        coefficients = unzigzag(decode_varints(payload[_FIXED.size :]))
+        record = StepRecord(
+            step=number, coefficients=tuple(coefficients.tolist()), loss=loss, flags=StepFlag(flags)
+        )
+        check_record(record, header, expected_step=step)
+    except (InputError, PackageError) as exc:
+        raise PackageError("journal-corrupt", f"expected record {step} of {path}, got: {exc}") from exc
+    return record

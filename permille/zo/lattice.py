@@ -24,9 +24,11 @@ MAX_COEFFICIENT = (1 << 31) - 1
 MIN_STEP_UNIT_EXPONENT = -149
 MAX_STEP_UNIT_EXPONENT = 64
 
+Directions = NDArray[np.signedinteger]
+"""int8 as they are made, int32 where exponents scaled them."""
+
 _STATE_DOMAIN = b"permille-state-1\0"
 _COEFFICIENT_RMS = 1024
-_NATIVE_TYPES = (np.int8, np.int32)
 
 
 def values(
@@ -40,15 +42,15 @@ def perturbed(
     w_base_K: NDArray[np.float32],
     s_K: NDArray[np.int64],
     step_unit_exponent: int,
-    z_K: NDArray[np.signedinteger],
+    z_K: Directions,
     scale: float,
 ) -> NDArray[np.float32]:
     """Weights moved by `scale * z`, `scale = +-epsilon / sigma`, rounded to float32 once; float32 [k].
 
     Computed from the state each time, so nothing is restored and nothing drifts.
     """
-    library = load() if z_K.dtype == np.int8 else None  # the kernel knows plain directions only
-    if library is not None and z_K.dtype in _NATIVE_TYPES:
+    library = load()
+    if library is not None:
         out_K = np.empty(w_base_K.shape, dtype=np.float32)
         w_K, state_K = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K)
         native.perturbed_into(
@@ -64,7 +66,7 @@ def perturbed_pairs(
     w_base_K: NDArray[np.float32],
     s_K: NDArray[np.int64],
     step_unit_exponent: int,
-    z_QK: NDArray[np.signedinteger],
+    z_QK: Directions,
     scale: float,
 ) -> NDArray[np.float32]:
     """All queries in one pass over the state: rows +z_0, -z_0, +z_1, ... as `perturbed` gives them, [2q, k].
@@ -73,8 +75,8 @@ def perturbed_pairs(
         InputError: shapes that disagree.
     """
     out_VK = np.empty((2 * len(z_QK), len(w_base_K)), dtype=np.float32)
-    library = load() if z_QK.dtype == np.int8 else None
-    if library is not None and z_QK.dtype in _NATIVE_TYPES:
+    library = load()
+    if library is not None:
         w_K, state_K = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K)
         z_QK = np.ascontiguousarray(z_QK)
         native.perturbed_pairs_into(library, out_VK, w_K, state_K, step_unit_exponent, z_QK, scale)
@@ -89,7 +91,7 @@ def perturbed_pairs(
     return out_VK
 
 
-def add_scaled(s_K: NDArray[np.int64], c: int, z_K: NDArray[np.signedinteger]) -> None:
+def add_scaled(s_K: NDArray[np.int64], c: int, z_K: Directions) -> None:
     """`s += c * z` in place; that no sum leaves the exact range is checked by whoever calls.
 
     Raises:
@@ -98,7 +100,7 @@ def add_scaled(s_K: NDArray[np.int64], c: int, z_K: NDArray[np.signedinteger]) -
     if s_K.shape != z_K.shape:
         raise InputError(f"expected a direction of shape {s_K.shape}, got {z_K.shape}")
     library = load()
-    if library is not None and z_K.dtype in _NATIVE_TYPES and s_K.flags.c_contiguous:
+    if library is not None and s_K.flags.c_contiguous:
         native.add_scaled(library, s_K, c, np.ascontiguousarray(z_K))
     else:
         s_K += c * z_K.astype(np.int64)

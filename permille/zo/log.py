@@ -4,7 +4,7 @@ One byte string for one sequence of steps; losses are not in it. Reading enforce
 allocates, and refuses overlong integers, wrong checksums and trailing bytes, so
 `encode(decode(data)) == data`.
 
-Shapes: T = steps, Q = queries, V = integers of one block.
+Shapes: T = steps, Q = queries, V = integers of one chunk.
 """
 
 import struct
@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import PackageError
-from permille.zo.directions import Distribution
-from permille.zo.header import MAX_HEADER_BYTES, MAX_K, EstimatorKind, LogHeader
-from permille.zo.header_parts import BasisUse, BlockSplit, ExponentsUse
+from permille.zo.header import MAX_HEADER_BYTES, MAX_K, LogHeader
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
 from permille.zo.records import (
     KNOWN_FLAGS,
@@ -26,29 +24,14 @@ from permille.zo.records import (
     StepRecord,
     check_record,
     check_weight,
+    coefficients_of,
     weight_of,
     weight_of_rows,
 )
-from permille.zo.schedule import Schedule
 from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
 
-__all__ = [
-    "BasisUse",
-    "BlockSplit",
-    "CanonicalLog",
-    "Distribution",
-    "EstimatorKind",
-    "ExponentsUse",
-    "LogHeader",
-    "Schedule",
-    "StepFlag",
-    "StepRecord",
-    "decode_canonical",
-    "encode_canonical",
-]
-
 MAGIC = b"PMLLOG1\n"
-BLOCK_STEPS = 1024
+CHUNK_STEPS = 1024
 
 _U32 = struct.Struct("<I")
 
@@ -73,17 +56,15 @@ def encode_canonical(header: LogHeader, records: Iterable[StepRecord]) -> bytes:
     Raises:
         InputError: a record does not continue the log, or the log leaves the lattice's range.
     """
-    rows: list[tuple[int, ...]] = []
-    flags: list[int] = []
+    kept = []
     weight = 0
     for step, record in enumerate(records):
         check_record(record, header, expected_step=step)
         weight += weight_of(record, header)
-        rows.append(record.coefficients)
-        flags.append(int(record.flags))
+        kept.append(record)
     check_weight(weight)
-    coefficients_TQ = np.array(rows, dtype=np.int64).reshape(len(rows), header.queries)
-    return _encode(header, coefficients_TQ, np.array(flags, dtype=np.uint8))
+    flags_T = np.array([int(record.flags) for record in kept], dtype=np.uint8)
+    return _encode(header, coefficients_of(kept, header), flags_T)
 
 
 def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int = MAX_K) -> CanonicalLog:
@@ -109,11 +90,11 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
     _check_limits(header, steps, max_steps=max_steps, max_k=max_k, left=reader.left)
     coefficients_TQ = np.empty((steps, header.queries), dtype=np.int64)
     flags_T = np.zeros(steps, dtype=np.uint8)
-    for first in range(0, steps, BLOCK_STEPS):
-        block = slice(first, min(first + BLOCK_STEPS, steps))
+    for first in range(0, steps, CHUNK_STEPS):
+        chunk = slice(first, min(first + CHUNK_STEPS, steps))
         payload = reader.take(reader.u32())
         reader.checksum()
-        _decode_block(payload, coefficients_TQ[block], flags_T[block])
+        _decode_chunk(payload, coefficients_TQ[chunk], flags_T[chunk])
     if reader.left:
         raise PackageError("log-content", f"expected the end of the log, got {reader.left} more bytes")
     weight = weight_of_rows(coefficients_TQ, header)
@@ -183,15 +164,15 @@ def _encode(header: LogHeader, coefficients_TQ: NDArray[np.int64], flags_T: NDAr
 
 
 def _payloads(coefficients_TQ: NDArray[np.int64], flags_T: NDArray[np.uint8]) -> Iterator[bytes]:
-    for first in range(0, len(coefficients_TQ), BLOCK_STEPS):
-        block = slice(first, first + BLOCK_STEPS)
-        flagged = np.flatnonzero(flags_T[block])
-        pairs = np.stack([flagged, flags_T[block][flagged]], axis=1).reshape(-1)
-        numbers = np.concatenate([[len(flagged)], pairs, zigzag(coefficients_TQ[block].reshape(-1))])
+    for first in range(0, len(coefficients_TQ), CHUNK_STEPS):
+        chunk = slice(first, first + CHUNK_STEPS)
+        flagged = np.flatnonzero(flags_T[chunk])
+        pairs = np.stack([flagged, flags_T[chunk][flagged]], axis=1).reshape(-1)
+        numbers = np.concatenate([[len(flagged)], pairs, zigzag(coefficients_TQ[chunk].reshape(-1))])
         yield encode_varints(numbers.astype(np.uint64))
 
 
-def _decode_block(payload: bytes, out_TQ: NDArray[np.int64], out_flags_T: NDArray[np.uint8]) -> None:
+def _decode_chunk(payload: bytes, out_TQ: NDArray[np.int64], out_flags_T: NDArray[np.uint8]) -> None:
     numbers_V = decode_varints(payload)
     flagged = int(numbers_V[0]) if len(numbers_V) else -1
     if not 0 <= flagged <= len(out_flags_T) or len(numbers_V) != 1 + 2 * flagged + out_TQ.size:
@@ -207,7 +188,7 @@ def _decode_block(payload: bytes, out_TQ: NDArray[np.int64], out_flags_T: NDArra
         or flags_F.max() > KNOWN_FLAGS
     ):
         raise PackageError(
-            "log-content", "expected flags 1 to 3 at increasing steps of the block, got others"
+            "log-content", "expected flags 1 to 3 at increasing steps of the chunk, got others"
         )
     coefficients_V = unzigzag(numbers_V[1 + 2 * flagged :])
     if np.any(np.abs(coefficients_V) > MAX_COEFFICIENT):

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+GENERATOR = "philox4x32-10"
+GENERATOR_VERSION = 1
+
 WORDS = 4
 BLOCK_BITS = 128
 

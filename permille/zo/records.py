@@ -3,6 +3,7 @@
 Shapes: T = steps, Q = queries.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -42,6 +43,12 @@ class StepRecord:
     flags: StepFlag = StepFlag.NONE
 
 
+def coefficients_of(records: Iterable[StepRecord], header: LogHeader) -> NDArray[np.int64]:
+    """The coefficients of a log's records, int64 [T, Q]: what replay takes."""
+    rows = [record.coefficients for record in records]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), header.queries)
+
+
 def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -> None:
     """Refuse a record that does not continue the log of `header` at `expected_step` (FORMAT 8.2).
 
@@ -64,21 +71,11 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
 
 def weight_of(record: StepRecord, header: LogHeader) -> int:
     """How much a step adds to the bound on |s|: `sum |c| * max |z|` (FORMAT 7.3)."""
-    return sum(abs(c) for c in record.coefficients) * header.bound_at(record.step)
+    return sum(abs(c) for c in record.coefficients) * header.bound
 
 
-def weight_of_rows(coefficients_TQ: NDArray[np.int64], header: LogHeader, *, start: int = 0) -> int:
-    """The same for steps `start`, `start + 1`, ...: exact within the limit of FORMAT 7.3, beyond it wherever
-    the truth is."""
-    learned = max(0, min(len(coefficients_TQ), header.basis_steps - start))
-    total = 0
-    for first, stop in ((0, learned), (learned, len(coefficients_TQ))):
-        if first < stop:
-            total += _sum_of_sizes(coefficients_TQ[first:stop]) * header.bound_at(start + first)
-    return total
-
-
-def _sum_of_sizes(coefficients_TQ: NDArray[np.int64]) -> int:
+def weight_of_rows(coefficients_TQ: NDArray[np.int64], header: LogHeader) -> int:
+    """The same for many steps: exact within the limit of FORMAT 7.3, beyond it wherever the truth is."""
     total = 0
     for first in range(0, len(coefficients_TQ), _ROWS):
         rows_TQ = coefficients_TQ[first : first + _ROWS]
@@ -88,7 +85,7 @@ def _sum_of_sizes(coefficients_TQ: NDArray[np.int64]) -> int:
         total += int(np.abs(rows_TQ).sum())
         if total > STATE_LIMIT:
             break
-    return total
+    return total * header.bound
 
 
 def check_weight(weight: int) -> None:

@@ -47,7 +47,7 @@ def decode_varints(data: bytes) -> NDArray[np.uint64]:
     raw = np.frombuffer(data, dtype=np.uint8)
     ends_V = np.flatnonzero(raw < 0x80)
     if len(raw) and (not len(ends_V) or ends_V[-1] != len(raw) - 1):
-        raise PackageError("log-content", "expected a whole integer at the end of the block, got a cut one")
+        raise PackageError("log-content", "expected a whole integer at the end of the chunk, got a cut one")
     starts_V = np.concatenate([[0], ends_V[:-1] + 1]).astype(np.int64)[: len(ends_V)]
     sizes_V = ends_V - starts_V + 1
     if len(sizes_V) and sizes_V.max() > MAX_BYTES:
