@@ -38,7 +38,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest
-from permille.zo.package_layers import layers_of
+from permille.zo.exponents import layers_of
 from permille.zo.replay import replay
 path, steps, blobs = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 contents = read_journal(path)

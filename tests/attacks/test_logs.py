@@ -15,7 +15,8 @@ import pytest
 from permille.errors import PackageError
 from permille.zo.aggregate import Contribution, aggregate
 from permille.zo.journal import read_journal
-from permille.zo.log import ExponentsUse, LogHeader, decode_canonical
+from permille.zo.log import ExponentsUse, decode_canonical
+from permille.zo.header import LogHeader
 from permille.zo.replay import replay
 from tests.unit.zo.logs import layered_fields, make_header, make_layers
 

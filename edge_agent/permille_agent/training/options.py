@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from permille.errors import InputError
-from permille.zo.log import EstimatorKind, Schedule
+from permille.zo.header import EstimatorKind, Schedule
 
 DEFAULT_MINUTES = 30.0
 DEFAULT_ESTIMATOR = EstimatorKind.ONE_SIDED

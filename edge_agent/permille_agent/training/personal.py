@@ -13,8 +13,10 @@ from permille.package.reader import Package
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest, values
 from permille.zo.layers import NO_LAYERS, DirectionLayers
-from permille.zo.log import LogHeader, StepRecord, encode_canonical
-from permille.zo.package_layers import layers_of
+from permille.zo.header import LogHeader
+from permille.zo.records import StepRecord
+from permille.zo.log import encode_canonical
+from permille.zo.exponents import layers_of
 from permille.zo.replay import replay
 from permille_agent.state.activation import Active
 from permille_agent.state.home import Home

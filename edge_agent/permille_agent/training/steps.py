@@ -23,11 +23,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.zo.estimators import apply_record, take_step
+from permille.zo.steps import apply_record, take_step
 from permille.zo.journal import Journal
 from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.layers import NO_LAYERS, DirectionLayers
-from permille.zo.log import LogHeader, StepFlag, StepRecord
+from permille.zo.exponents import Exponents
+from permille.zo.header import LogHeader
+from permille.zo.records import coefficients_of, StepFlag, StepRecord
 from permille.zo.replay import replay
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.plan import find_lengths
@@ -139,16 +140,15 @@ def attempt_header(setup: Setup, plan: Json, attempt: int, total_steps: int | No
         total_steps=total_steps,
         schedule=setup.options.schedule,
     )
-    exponent = step_unit_exponent_for(learning_rate, plan["g_rms"], widest_block(header), header.sigma_at(0))
+    exponent = step_unit_exponent_for(learning_rate, plan["g_rms"], widest_block(header), header.sigma)
     return replace(header, step_unit_exponent=exponent)
 
 
 def state_of(
-    header: LogHeader, records: Sequence[StepRecord], layers: DirectionLayers = NO_LAYERS
+    header: LogHeader, records: Sequence[StepRecord], exponents: Exponents | None = None
 ) -> NDArray[np.int64]:
     """The state that the first records of a log add up to."""
-    rows = [record.coefficients for record in records]
-    return replay(header, np.array(rows, dtype=np.int64).reshape(len(rows), header.queries), layers)
+    return replay(header, coefficients_of(records, header), exponents)
 
 
 def _attempt(
@@ -164,7 +164,7 @@ def _attempt(
     path = run.journal(attempt)
     with Journal.open(path) if path.exists() else Journal.create(path, header) as journal:
         records = list(journal.records())
-        s_K = state_of(header, records, setup.layers)
+        s_K = state_of(header, records, setup.exponents)
         rejected = sum(StepFlag.REJECTED in record.flags for record in records)
         evaluations = run.evaluations(attempt)
         while True:
@@ -189,7 +189,7 @@ def _attempt(
                 return _choose(setup, journal, attempt, evaluations, stopped)
             record = _step(setup, plan, header, s_K, step)
             journal.append(record)
-            apply_record(s_K, record, header, setup.layers)
+            apply_record(s_K, record, header, setup.exponents)
             rejected += StepFlag.REJECTED in record.flags
             progress.step(step + 1, header.total_steps, record.loss)
 
@@ -198,12 +198,10 @@ def _step(setup: Setup, plan: Json, header: LogHeader, s_K: NDArray[np.int64], s
     return take_step(
         setup.engine,
         setup.batches(step),
-        header,
-        setup.w_base_K,
+        setup.descent(header),
         s_K,
         step,
         clip=plan["clip"],
-        layers=setup.layers,
     )
 
 
@@ -232,7 +230,7 @@ def _choose(
     setup: Setup, journal: Journal, attempt: int, evaluations: Sequence[Evaluation], stopped: End
 ) -> Chosen:
     best = evaluations[0] if stopped in FAILED else best_of(evaluations)
-    s_K = state_of(journal.header, list(journal.records())[: best.step], setup.layers)
+    s_K = state_of(journal.header, list(journal.records())[: best.step], setup.exponents)
     return Chosen(
         attempt=attempt,
         step=best.step,

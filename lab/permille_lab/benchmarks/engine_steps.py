@@ -12,8 +12,9 @@ from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.directions import Distribution
-from permille.zo.estimators import Batch, apply_record, take_step
-from permille.zo.log import EstimatorKind, LogHeader, Schedule
+from permille.zo.estimators import Batch
+from permille.zo.steps import apply_record, take_step
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
 
 EPSILON_NORM = 0.5
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from permille.engines.factory import open_engine
 from permille.engines.interface import Engine
 from permille.package.reader import Package
-from permille.zo.estimators import apply_record, take_step
+from permille.zo.steps import apply_record, take_step
 from permille.zo.header import EstimatorKind, LogHeader
 from permille.zo.lattice import values
 from permille_agent.text.preparation import prepare

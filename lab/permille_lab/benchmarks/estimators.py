@@ -27,7 +27,7 @@ import numpy as np
 
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.zo.estimators import take_step
+from permille.zo.steps import take_step
 from permille.zo.header import EstimatorKind
 from permille_lab.benchmarks.cells import Cells, Result, Settings
 from permille_lab.benchmarks.estimator_page import FIGURE, page

@@ -17,8 +17,9 @@ import torch
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.directions import Distribution
-from permille.zo.estimators import Batch, apply_record, take_step
-from permille.zo.log import EstimatorKind, LogHeader, Schedule
+from permille.zo.estimators import Batch
+from permille.zo.steps import apply_record, take_step
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille_lab.benchmarks.cells import Cells, Result
 from permille_lab.benchmarks.dense import batch_loss, dense_model, release
 from permille_lab.benchmarks.engine_steps import EPSILON_NORM, Metered, opened

@@ -26,15 +26,10 @@ from numpy.typing import NDArray
 from permille.native.library import VARIABLE, cpu_path
 from permille.zo.directions import direction
 from permille.zo.lattice import add_scaled, perturbed_pairs, state_digest
-from permille.zo.log import (
-    Distribution,
-    EstimatorKind,
-    LogHeader,
-    Schedule,
-    StepRecord,
-    decode_canonical,
-    encode_canonical,
-)
+from permille.zo.directions import Distribution
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.records import StepRecord
+from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.replay import replay
 
 Result = TypeVar("Result")

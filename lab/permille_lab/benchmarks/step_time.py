@@ -22,7 +22,7 @@ from permille.engines.factory import LIGHT_INT8
 from permille.package.reader import Package
 from permille.quantization import Scheme
 from permille.zo.estimators import Batch
-from permille.zo.log import EstimatorKind
+from permille.zo.header import EstimatorKind
 from permille_lab.benchmarks.cells import Cells, Result, Settings
 from permille_lab.benchmarks.dense import batch_loss, bitsandbytes_model, dense_model, release
 from permille_lab.benchmarks.engine_steps import EngineStep, opened, random_batch

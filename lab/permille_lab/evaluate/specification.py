@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from permille.errors import InputError
-from permille.zo.log import EstimatorKind
+from permille.zo.header import EstimatorKind
 from permille_lab.evaluate.methods import Method, method
 from permille_lab.evaluate.positions import check_positions
 from permille_lab.evaluate.prompts import Task, Wording

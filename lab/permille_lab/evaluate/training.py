@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.zo.directions import Distribution
-from permille.zo.estimators import Batch, apply_record, forward_mode, take_step
+from permille.zo.estimators import Batch, forward_mode
+from permille.zo.steps import apply_record, take_step
 from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.log import EstimatorKind, LogHeader, Schedule
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille_lab.evaluate.methods import Order
 from permille_lab.evaluate.trainables import Trainable
 from permille_lab.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS

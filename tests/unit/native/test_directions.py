@@ -16,7 +16,7 @@ from permille.zo import lattice
 from permille.zo.bit_sums import bit_sums
 from permille.zo.directions import BlockLayout, Distribution, direction
 from permille.zo.directions import direction_slice as by_numpy
-from permille.zo.estimators import apply_record
+from permille.zo.steps import apply_record
 from permille.zo.replay import replay
 from tests.unit.zo import reference
 from tests.unit.zo.logs import make_header, make_records

@@ -8,16 +8,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from permille.zo.estimators import Batch
-from permille.zo.layers import Basis, DirectionLayers, Exponents
-from permille.zo.log import (
-    BlockSplit,
-    Distribution,
-    EstimatorKind,
-    LogHeader,
-    Schedule,
-    StepFlag,
-    StepRecord,
-)
+from permille.zo.layers import Basis, DirectionLayers
+from permille.zo.exponents import Exponents
+from permille.zo.header import BlockSplit, EstimatorKind, LogHeader, Schedule
+from permille.zo.directions import Distribution
+from permille.zo.records import StepFlag, StepRecord
 
 
 def make_header(**changes: Any) -> LogHeader:

@@ -8,11 +8,12 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.zo.estimators import Batch, estimate, one_sided, split, take_step
+from permille.zo.estimators import Batch, estimate, one_sided, split
+from permille.zo.steps import take_step
 from permille.zo.header import EstimatorKind, LogHeader
 from permille.zo.lattice import perturbed
-from permille.zo.log import StepFlag
-from permille.zo.step_directions import directions_of
+from permille.zo.records import StepFlag
+from permille.zo.estimators import directions_of
 from tests.unit.zo.logs import BATCH, QuadraticEngine, kind_fields, layered_fields, make_header, make_layers
 
 COUNTS = (12, 0, 8)

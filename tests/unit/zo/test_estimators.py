@@ -8,9 +8,11 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.zo.directions import Distribution, direction, sigma
-from permille.zo.estimators import Batch, apply_record, forward_mode, spsa, take_step
+from permille.zo.estimators import Batch, forward_mode, spsa
+from permille.zo.steps import apply_record, take_step
 from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.log import EstimatorKind, LogHeader, Schedule, StepFlag
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.records import StepFlag
 from permille.zo.replay import replay
 from tests.unit.zo.logs import BATCH, QuadraticEngine, kind_fields, make_header
 

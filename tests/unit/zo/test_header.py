@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from permille.errors import InputError, PackageError
 from permille.zo.directions import Distribution
 from permille.zo.header import EstimatorKind, LogHeader
-from permille.zo.header_parts import BasisUse, BlockSplit, ExponentsUse
+from permille.zo.header_parts import BasisUse
+from permille.zo.header import BlockSplit
+from permille.zo.exponents import ExponentsUse
 from permille.zo.schedule import Schedule
 from tests.unit.zo.logs import kind_fields, layered_fields, make_header, make_layers
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.zo.directions import Distribution
-from permille.zo.frames import encode_header, parse_journal
+from permille.zo.journal import encode_header, parse_journal
 from permille.zo.journal import Journal, read_journal
-from permille.zo.log import StepFlag, StepRecord
+from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay, replay_journal
 from tests.unit.zo import reference
 from tests.unit.zo.logs import make_header, make_records, random_rows, records_strategy, same_records
@@ -165,7 +165,7 @@ def test_the_lock_dies_with_its_process(path: Path) -> None:
 WRITER = """
 import pathlib, sys
 from permille.zo.journal import Journal
-from permille.zo.log import StepRecord
+from permille.zo.records import StepRecord
 journal = Journal.open(pathlib.Path(sys.argv[1]))
 while True:
     step = journal.next_step

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from permille.errors import InputError
-from permille.zo.estimators import apply_record
+from permille.zo.steps import apply_record
 from permille.zo.lattice import (
     STATE_LIMIT,
     coefficient,
@@ -20,7 +20,8 @@ from permille.zo.lattice import (
     step_unit_exponent_for,
     values,
 )
-from permille.zo.log import Distribution, StepRecord
+from permille.zo.directions import Distribution
+from permille.zo.records import StepRecord
 from tests.unit.zo import reference
 from tests.unit.zo.logs import make_header
 

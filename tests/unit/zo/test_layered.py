@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 from permille.errors import InputError, PackageError
 from permille.zo.aggregate import Contribution, aggregate
 from permille.zo.directions import Distribution
-from permille.zo.estimators import apply_record
+from permille.zo.steps import apply_record
 from permille.zo.header import EstimatorKind, LogHeader
-from permille.zo.header_parts import BlockSplit
+from permille.zo.header import BlockSplit
 from permille.zo.journal import Journal, read_journal
 from permille.zo.lattice import STATE_LIMIT
-from permille.zo.layers import NO_LAYERS, Basis, DirectionLayers, Exponents
+from permille.zo.layers import NO_LAYERS, Basis, DirectionLayers
+from permille.zo.exponents import Exponents
 from permille.zo.learned import product, signs
 from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.records import weight_of_rows
 from permille.zo.replay import replay, replay_journal
-from permille.zo.step_directions import directions_of
+from permille.zo.estimators import directions_of
 from tests.unit.zo import reference
 from tests.unit.zo.logs import (
     kind_fields,

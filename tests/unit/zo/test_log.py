@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 
 from permille.errors import InputError, PackageError
 from permille.zo.directions import Distribution
-from permille.zo.log import (
-    BLOCK_STEPS,
-    EstimatorKind,
-    LogHeader,
-    Schedule,
-    StepFlag,
-    StepRecord,
-    decode_canonical,
-    encode_canonical,
-)
+from permille.zo.log import BLOCK_STEPS, decode_canonical, encode_canonical
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.records import StepFlag, StepRecord
 from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
 from tests.unit.zo.logs import make_header, make_records, random_rows, records_strategy
 

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.zo.estimators import apply_record
+from permille.zo.steps import apply_record
 from permille.zo.lattice import state_digest
-from permille.zo.log import Distribution, StepRecord, decode_canonical, encode_canonical
+from permille.zo.directions import Distribution
+from permille.zo.records import StepRecord
+from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.replay import replay
 from tests.unit.zo import reference
 from tests.unit.zo.logs import make_header, make_records, random_rows

@@ -17,9 +17,8 @@ from permille.store.errors import NotFoundError
 from permille.store.tables import LogState, Run
 from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
-from permille.zo.layers import NO_LAYERS, DirectionLayers
 from permille.zo.log import CanonicalLog, decode_canonical
-from permille.zo.package_layers import layers_of, needs_layers
+from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.replay import replay
 from permille_workers.context import Publish, Result, TaskContext
 from permille_workers.payloads import ReplayPayload, parse_payload
@@ -73,7 +72,7 @@ def judge(context: TaskContext, run_row: Run, log_digest: str) -> Verdict:
     """Decode, compare with the package, replay, compare with the device's state.
 
     Raises:
-        OperatorError: the log or a layer that it needs cannot be read from our own blobs.
+        OperatorError: the log or the exponents that it needs cannot be read from our own blobs.
     """
     try:
         data = _stored_log(context, log_digest)
@@ -84,9 +83,9 @@ def judge(context: TaskContext, run_row: Run, log_digest: str) -> Verdict:
     except (PackageError, InputError) as exc:
         return Verdict(state=LogState.REFUSED, reason=str(exc))
     context.progress(0.1, "replaying")
-    layers = _layers(context, manifest, log)
+    exponents = _exponents(context, manifest, log)
     try:
-        s_K = replay(log.header, log.coefficients_TQ, layers, threads=context.settings.threads or 1)
+        s_K = replay(log.header, log.coefficients_TQ, exponents, threads=context.settings.threads or 1)
     except (PackageError, InputError) as exc:
         return Verdict(state=LogState.REFUSED, reason=str(exc))
     found = state_digest(
@@ -128,12 +127,12 @@ def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
         )
 
 
-def _layers(context: TaskContext, manifest: Manifest, log: CanonicalLog) -> DirectionLayers:
-    """The package's layers that the log's directions are made with; most logs need none."""
-    if not needs_layers(log.header):
-        return NO_LAYERS
+def _exponents(context: TaskContext, manifest: Manifest, log: CanonicalLog) -> Exponents | None:
+    """The package's exponents where the log's directions are scaled; most logs need none."""
+    if log.header.exponents is None:
+        return None
     try:
-        return layers_of(Package.open(context.blobs, manifest.digest), log.header)
+        return exponents_of(Package.open(context.blobs, manifest.digest))
     except PackageError as exc:
         raise OperatorError(f"expected package {manifest.digest} whole among the blobs, got {exc}") from exc
 
