@@ -33,19 +33,18 @@ START_S = 90.0
 REPLAY = """
 import sys
 from pathlib import Path
-import numpy as np
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest
-from permille.zo.exponents import layers_of
+from permille.zo.exponents import exponents_of
+from permille.zo.records import coefficients_of
 from permille.zo.replay import replay
 path, steps, blobs = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 contents = read_journal(path)
 header, records = contents.header, contents.records[:steps]
-rows = np.array([record.coefficients for record in records], dtype=np.int64)
 package = Package.open(BlobFolder(blobs), header.package_digest)
-s = replay(header, rows.reshape(len(records), header.queries), layers_of(package, header))
+s = replay(header, coefficients_of(records, header), exponents_of(package))
 print(state_digest(s, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent))
 """
 

@@ -50,7 +50,7 @@ def read_journal(path: Path) -> JournalContents:
         PackageError: `journal-header` or `journal-corrupt`.
     """
     try:
-        return _parse_journal(path.read_bytes(), path)
+        return parse_journal(path.read_bytes(), path)
     except FileNotFoundError as exc:
         raise InputError(f"expected a journal at {path}, got no file") from exc
 
@@ -80,7 +80,7 @@ class Journal:
         """
         if path.exists():
             raise InputError(f"expected no file at {path}, got one: a journal is never overwritten")
-        write_atomic(path, _encode_header(header), mode=0o600)
+        write_atomic(path, encode_header(header), mode=0o600)
         return cls.open(path, fsync_every=fsync_every)
 
     @classmethod
@@ -98,7 +98,7 @@ class Journal:
             raise InputError(f"expected a journal at {path}, got no file") from exc
         try:
             _lock(descriptor, path)
-            contents = _parse_journal(_read_all(descriptor), path)
+            contents = parse_journal(_read_all(descriptor), path)
             if contents.torn_bytes:
                 os.ftruncate(descriptor, contents.end)
                 os.fsync(descriptor)
@@ -190,7 +190,7 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
 # --- bytes ---
 
 
-def _encode_header(header: LogHeader) -> bytes:
+def encode_header(header: LogHeader) -> bytes:
     """The file of a journal without records."""
     header_bytes = header.to_bytes()
     return _HEAD.pack(MAGIC, len(header_bytes)) + header_bytes + _CRC.pack(_entry_seed(header))
@@ -209,7 +209,7 @@ def _encode_entry(record: StepRecord, seed: int) -> bytes:
     return sized + _CRC.pack(zlib.crc32(sized, seed))
 
 
-def _parse_journal(data: bytes, path: Path) -> JournalContents:
+def parse_journal(data: bytes, path: Path) -> JournalContents:
     """Header and whole records of a journal's bytes; `path` is for the messages.
 
     Raises:

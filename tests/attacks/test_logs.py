@@ -9,16 +9,17 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from permille.errors import PackageError
 from permille.zo.aggregate import Contribution, aggregate
+from permille.zo.exponents import ExponentsUse
 from permille.zo.journal import read_journal
-from permille.zo.log import ExponentsUse, decode_canonical
-from permille.zo.header import LogHeader
+from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
-from tests.unit.zo.logs import layered_fields, make_header, make_layers
+from tests.unit.zo.logs import DIGEST, make_exponents, make_header
 
 HEADER = make_header(queries=2, total_steps=4)
 MAX_BYTES, MAX_STEPS, MAX_K = 4096, 100, 1000
@@ -49,12 +50,12 @@ def journal_attack(code: str) -> Callable[[Attack], Attack]:
 
 
 def log(payload: bytes, *, header: bytes | None = None, steps: int = 2, tail: bytes = b"") -> bytes:
-    """A log of one block (FORMAT 9.1)."""
+    """A log of one chunk (FORMAT 9.1)."""
     header = HEADER.to_bytes() if header is None else header
     head = b"PMLLOG1\n" + struct.pack("<I", len(header)) + header + struct.pack("<I", steps)
-    block = struct.pack("<I", len(payload)) + payload
+    chunk = struct.pack("<I", len(payload)) + payload
     crc = zlib.crc32(head)
-    return head + struct.pack("<I", crc) + block + struct.pack("<I", zlib.crc32(block, crc)) + tail
+    return head + struct.pack("<I", crc) + chunk + struct.pack("<I", zlib.crc32(chunk, crc)) + tail
 
 
 def decode(data: bytes) -> list[list[int]]:
@@ -175,65 +176,62 @@ def log_of_another_mask() -> bytes:
     return log(b"\x00\x01\x02\x03\x04", header=other.to_bytes())
 
 
-LAYERS = make_layers(HEADER.k)
-LAYERED = make_header(total_steps=4, **layered_fields(LAYERS, basis_steps=1))
-
-
-def layered(**changes: object) -> LogHeader:
-    """A header that lies of its basis."""
-    assert LAYERED.basis is not None
-    return replace(LAYERED, basis=replace(LAYERED.basis, **changes))  # type: ignore[arg-type]
+EXPONENTS = make_exponents(HEADER.k)
+SCALED = make_header(total_steps=4, exponents=EXPONENTS.use)
 
 
 @pytest.mark.parametrize(
-    "header",
-    [
-        layered(bound=1),
-        layered(sum_squares=1),
-        layered(rank=LAYERED.basis.rank + 1 if LAYERED.basis else 1),
-        layered(digest="sha256:" + "f" * 64),
-        replace(LAYERED, exponents=ExponentsUse(digest="sha256:" + "d" * 64, largest=1, sum_squares=147)),
-    ],
-    ids=["bound", "sigma", "rank", "digest", "exponents"],
+    "lie",
+    [{"largest": 1}, {"largest": 15}, {"sum_of_squares": 147}, {"digest": "sha256:" + "f" * 64}],
+    ids=["bound", "too-much", "sigma", "digest"],
 )
-def test_what_a_header_claims_of_a_layer_is_not_believed(header: LogHeader) -> None:
-    """A bound of 1 would let the state leave the exact range and wrap."""
+def test_what_a_header_claims_of_the_exponents_is_not_believed(lie: dict[str, Any]) -> None:
+    """An understated bound would let the state leave the exact range and wrap."""
+    header = replace(SCALED, exponents=replace(EXPONENTS.use, **lie))
     found = decode_canonical(
         log(b"\x00\x01\x02\x03\x04", header=header.to_bytes()), max_bytes=MAX_BYTES, max_steps=MAX_STEPS
     )
     with pytest.raises(PackageError) as refused:
-        replay(found.header, found.coefficients_TQ, LAYERS)
+        replay(found.header, found.coefficients_TQ, EXPONENTS)
     assert refused.value.code == "log-binding"
 
 
-def test_a_log_along_learned_directions_is_not_replayed_without_them() -> None:
+def test_a_log_of_scaled_directions_is_not_replayed_without_their_exponents() -> None:
     found = decode_canonical(
-        log(b"\x00\x01\x02\x03\x04", header=LAYERED.to_bytes()), max_bytes=MAX_BYTES, max_steps=MAX_STEPS
+        log(b"\x00\x01\x02\x03\x04", header=SCALED.to_bytes()), max_bytes=MAX_BYTES, max_steps=MAX_STEPS
     )
-    assert replay(found.header, found.coefficients_TQ, LAYERS).any()
+    assert replay(found.header, found.coefficients_TQ, EXPONENTS).any()
     with pytest.raises(PackageError) as refused:
         replay(found.header, found.coefficients_TQ)
     assert refused.value.code == "log-binding"
 
 
 @attack("log-limit")
-def learned_steps_beyond_the_exact_range() -> bytes:
-    widest = layered(rank=256, bound=1 << 15)
-    header = replace(widest, queries=130)
+def scaled_steps_beyond_the_exact_range() -> bytes:
+    use = ExponentsUse(digest=DIGEST, largest=15, sum_of_squares=HEADER.k)
+    header = replace(HEADER, exponents=use, queries=130)
     return log(b"\x00" + b"\xfe\xff\xff\xff\x0f" * 130, header=header.to_bytes(), steps=1)
 
 
-@attack("log-header")
-def header_with_a_rank_of_four_thousand() -> bytes:
-    fields = json.loads(LAYERED.to_bytes())
-    fields["basis"]["rank"] = 4096
+def edited(**changes: Any) -> bytes:
+    """A log whose header has other values."""
+    fields = json.loads(SCALED.to_bytes()) | changes
     return log(b"\x00", header=json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 @attack("log-header")
-def header_of_version_2_that_needs_only_version_1() -> bytes:
-    fields = json.loads(HEADER.to_bytes()) | {"version": 2, "basis": None, "exponents": None, "split": None}
-    return log(b"\x00", header=json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+def header_with_an_exponent_of_4096() -> bytes:
+    return edited(exponents={"digest": DIGEST, "largest": 4096, "sum_of_squares": 147})
+
+
+@attack("log-header")
+def header_of_another_version() -> bytes:
+    return edited(version=2)
+
+
+@attack("log-header")
+def header_with_unknown_directions() -> bytes:
+    return edited(directions="gaussian")
 
 
 def test_one_run_is_not_averaged_with_itself() -> None:
@@ -245,11 +243,11 @@ def test_one_run_is_not_averaged_with_itself() -> None:
 
 
 def journal(*payloads: bytes) -> bytes:
-    """A journal of these frames (FORMAT 8.3)."""
+    """A journal of these entries (FORMAT 8.3)."""
     header = HEADER.to_bytes()
     crc = zlib.crc32(header)
-    frames = [struct.pack("<H", len(payload)) + payload for payload in payloads]
-    sealed = [frame + struct.pack("<I", zlib.crc32(frame, crc)) for frame in frames]
+    entries = [struct.pack("<H", len(payload)) + payload for payload in payloads]
+    sealed = [entry + struct.pack("<I", zlib.crc32(entry, crc)) for entry in entries]
     return b"PMLJNL1\n" + struct.pack("<I", len(header)) + header + struct.pack("<I", crc) + b"".join(sealed)
 
 
@@ -276,7 +274,7 @@ def journal_cut_in_the_header() -> bytes:
 
 
 @journal_attack("journal-corrupt")
-def journal_damaged_before_a_whole_frame() -> bytes:
+def journal_damaged_before_a_whole_entry() -> bytes:
     data = bytearray(journal(step(0), step(1)))
     data[len(journal()) + 6] ^= 1
     return bytes(data)

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from permille.errors import PackageError
-from permille.zo.directions import Distribution
-from permille.zo.log import BLOCK_STEPS, decode_canonical, encode_canonical
-from tests.unit.zo.logs import make_header, make_records, random_rows
+from permille.zo.log import CHUNK_STEPS, decode_canonical, encode_canonical
+from tests.unit.zo.logs import make_exponents, make_header, make_records, random_rows
 
 HEADER = make_header(queries=1)
 STEPS = 30
@@ -47,14 +46,14 @@ def code_of(data: bytes, *, max_bytes: int = 1 << 20, max_steps: int = 5000, max
 
 GOOD = encode_canonical(HEADER, make_records(random_rows(STEPS, 1)))
 ONE = bytes([0, 2])
-ZEROS = bytes(1 + BLOCK_STEPS)
+ZEROS = bytes(1 + CHUNK_STEPS)
 
 
 def test_the_sealed_logs_of_this_module_are_valid_before_they_are_damaged() -> None:
     for log in (seal(HEADER.to_bytes(), 1, [ONE]), seal(edit_header(), 0, []), GOOD):
         decode_canonical(log, max_bytes=1 << 20, max_steps=5000)
-    two_blocks = seal(HEADER.to_bytes(), BLOCK_STEPS + 1, [ZEROS, ONE])
-    assert decode_canonical(two_blocks, max_bytes=1 << 20, max_steps=5000).steps == BLOCK_STEPS + 1
+    two_chunks = seal(HEADER.to_bytes(), CHUNK_STEPS + 1, [ZEROS, ONE])
+    assert decode_canonical(two_chunks, max_bytes=1 << 20, max_steps=5000).steps == CHUNK_STEPS + 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_a_log_beyond_the_readers_limits_is_refused(limits: dict[str, int], code
         edit_header(seed="-000000000000001"),
         edit_header(seed="0123456789ABCDEF"),
         edit_header(seed="1" * 17),
-        edit_header(distribution="gaussian"),
+        edit_header(directions="gaussian"),
         edit_header(estimator="adam"),
         edit_header(queries=0),
         edit_header(queries=True),
@@ -166,8 +165,8 @@ def test_a_wrong_checksum_is_refused_as_corrupt() -> None:
     assert code_of(GOOD[:-1] + bytes([GOOD[-1] ^ 1])) == "log-corrupt"
 
 
-def test_swapped_blocks_are_refused_because_checksums_are_chained() -> None:
-    rows = random_rows(3 * BLOCK_STEPS, 1)
+def test_swapped_chunks_are_refused_because_checksums_are_chained() -> None:
+    rows = random_rows(3 * CHUNK_STEPS, 1)
     data = encode_canonical(HEADER, make_records(rows))
     start = 12 + len(HEADER.to_bytes()) + 8
     sizes = []
@@ -203,7 +202,7 @@ def test_swapped_blocks_are_refused_because_checksums_are_chained() -> None:
     ],
     ids=lambda value: value.hex() if isinstance(value, bytes) else None,
 )
-def test_a_block_that_says_more_less_or_the_same_twice_is_refused(steps: int, payload: bytes) -> None:
+def test_a_chunk_that_says_more_less_or_the_same_twice_is_refused(steps: int, payload: bytes) -> None:
     assert code_of(seal(HEADER.to_bytes(), steps, [payload])) == "log-content"
 
 
@@ -215,7 +214,7 @@ def test_a_block_that_says_more_less_or_the_same_twice_is_refused(steps: int, pa
         seal(HEADER.to_bytes(), 1, [ONE, ONE]),
         seal(HEADER.to_bytes(), 0, [b"\x00"]),
     ],
-    ids=["byte", "log", "block", "empty-block"],
+    ids=["byte", "log", "chunk", "empty-chunk"],
 )
 def test_bytes_after_the_end_are_refused(data: bytes) -> None:
     assert code_of(data) == "log-content"
@@ -227,7 +226,7 @@ def test_a_coefficient_beyond_the_format_is_refused(coefficient: bytes) -> None:
 
 
 def test_coefficients_whose_sum_leaves_the_exact_range_are_refused() -> None:
-    header = make_header(queries=1024, distribution=Distribution.BINOMIAL64, total_steps=5000)
+    header = make_header(queries=1024, exponents=make_exponents(147, largest=5).use, total_steps=5000)
     row = b"\xfe\xff\xff\xff\x0f" * 1024
     data = seal(header.to_bytes(), 129, [b"\x00" + row * 129])
     assert code_of(data) == "log-limit"

@@ -6,41 +6,85 @@ python -m tests.golden.make_directions
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
-from tests.unit.zo.reference import BITS, z
+from tests.unit.zo.reference import Header, state, state_digest, write_log, z
 
 PATH = Path(__file__).with_name("directions.json")
 
-SEEDS = {"small": 1, "wide": 0xFEDCBA9876543210}
+SEEDS = (1, 0xFEDCBA9876543210)
 PLACES = [(0, 0), (1, 0), (0, 1), (19_999, 7), (2**32 - 1, 2**32 - 1)]
 COUNTS = [5, 0, 129, 40]
+EXPONENTS = [i * i % 6 for i in range(sum(COUNTS))]
+SCALING = {
+    "digest": "sha256:" + "d" * 64,
+    "largest": max(EXPONENTS),
+    "sum_of_squares": sum(4**d for d in EXPONENTS),
+}
+SPLIT = {"first_upper_tensor": 2, "lower_queries": 1}
+ROWS = [[1, -2, 3], [1000, -70_000, 5], [0, 0, 0], [12, 13, -14], [2**20, -1, 2]]
+FLAGS = {1: 1, 2: 2}
+
+
+def header(seed: int, *, exponents: bool = False, split: bool = False) -> dict[str, Any]:
+    """A header of FORMAT 8.1 as JSON holds it."""
+    return {
+        "format": "permille-log",
+        "version": 1,
+        "generator": "philox4x32-10",
+        "generator_version": 1,
+        "package_digest": "sha256:" + "a" * 64,
+        "mask_digest": "sha256:" + "b" * 64,
+        "seed": f"{seed:016x}",
+        "directions": "rademacher",
+        "estimator": "split" if split else "spsa",
+        "queries": 3,
+        "epsilon": (1e-3).hex(),
+        "learning_rate": (0.1).hex(),
+        "schedule": "linear",
+        "total_steps": 20_000,
+        "step_unit_exponent": -20,
+        "counts": COUNTS,
+        "exponents": SCALING if exponents else None,
+        "split": SPLIT if split else None,
+    }
+
+
+def vector(of: Header, step: int, query: int) -> dict[str, Any]:
+    """A direction: its first elements for a human, and the digest of all as int32."""
+    elements = z(of, step, query, EXPONENTS)
+    return {
+        "seed": of["seed"],
+        "exponents": of["exponents"] is not None,
+        "split": of["split"] is not None,
+        "step": step,
+        "query": query,
+        "first": elements[:12],
+        "sum": sum(elements),
+        "sha256": hashlib.sha256(
+            b"".join(e.to_bytes(4, "little", signed=True) for e in elements)
+        ).hexdigest(),
+    }
+
+
+def log(of: Header) -> dict[str, Any]:
+    """A canonical log and the state that it replays to."""
+    s = state(of, ROWS, EXPONENTS)
+    return {"log": write_log(of, ROWS, FLAGS).hex(), "first": s[:8], "state_digest": state_digest(of, s)}
 
 
 def main() -> None:
-    """Each vector: its first elements as text for a human, and the digest of all of them as int8."""
-    vectors = []
-    for seed in SEEDS.values():
-        for step, query in PLACES:
-            for distribution in BITS:
-                elements = z(seed, step, query, COUNTS, distribution)
-                raw = b"".join(element.to_bytes(1, "little", signed=True) for element in elements)
-                vectors.append(
-                    {
-                        "seed": f"{seed:016x}",
-                        "step": step,
-                        "query": query,
-                        "distribution": distribution,
-                        "first": elements[:12],
-                        "sum": sum(elements),
-                        "sha256": hashlib.sha256(raw).hexdigest(),
-                    }
-                )
-    PATH.write_text(
-        json.dumps(
-            {"generator": "philox4x32-10", "version": 1, "counts": COUNTS, "vectors": vectors}, indent=1
-        )
-        + "\n"
-    )
+    """Plain directions at extreme places, and all kinds of them and their logs."""
+    kinds = [header(SEEDS[1], exponents=e, split=s) for e in (False, True) for s in (False, True)]
+    plain = [vector(header(seed), step, query) for seed in SEEDS for step, query in PLACES]
+    others = [vector(of, step, query) for of in kinds[1:] for step, query in ((0, 0), (2, 2), (19_999, 1))]
+    parts: dict[str, list[Any]] = {
+        "exponents": [EXPONENTS],
+        "vectors": plain + others,
+        "logs": [log(of) for of in kinds],
+    }
+    lines = [f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, part)) for name, part in parts.items()]
+    PATH.write_text("{\n" + "\n],\n".join(lines) + "\n]\n}\n")
 
 
 if __name__ == "__main__":

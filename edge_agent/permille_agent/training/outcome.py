@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from permille.files import write_atomic
 from permille.schemas.runs import Outcome
 from permille.zo.journal import read_journal
-from permille.zo.log import StepFlag
+from permille.zo.records import StepFlag
 from permille_agent.training.personal import canonical_log
 from permille_agent.training.run import Json, RunFolder
 from permille_agent.training.setup import Setup

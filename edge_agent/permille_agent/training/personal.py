@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 from permille.errors import PackageError
 from permille.files import write_atomic
 from permille.package.reader import Package
+from permille.zo.exponents import Exponents, exponents_of
+from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest, values
-from permille.zo.layers import NO_LAYERS, DirectionLayers
-from permille.zo.header import LogHeader
-from permille.zo.records import StepRecord
 from permille.zo.log import encode_canonical
-from permille.zo.exponents import layers_of
+from permille.zo.records import StepRecord, coefficients_of
 from permille.zo.replay import replay
 from permille_agent.state.activation import Active
 from permille_agent.state.home import Home
@@ -41,8 +40,7 @@ def model_values(home: Home, active: Active, package: Package) -> NDArray[np.flo
     )
     s_K = _cached_state(run, decision, header)
     if s_K is None:
-        layers = layers_of(package, header)
-        s_K = checked_replay(header, records, decision["state_digest"], layers)
+        s_K = checked_replay(header, records, decision["state_digest"], exponents_of(package))
         store_state(run, s_K)
     return values(w_base_K, s_K, header.step_unit_exponent)
 
@@ -68,7 +66,7 @@ def canonical_log(run: RunFolder) -> bytes:
 
 
 def checked_replay(
-    header: LogHeader, records: list[StepRecord], expected: str, layers: DirectionLayers = NO_LAYERS
+    header: LogHeader, records: list[StepRecord], expected: str, exponents: Exponents | None = None
 ) -> NDArray[np.int64]:
     """The replayed state.
 
@@ -76,13 +74,12 @@ def checked_replay(
         header: of the log.
         records: its steps.
         expected: digest of the state.
-        layers: of the package, as far as the header needs them.
+        exponents: of the package, as far as the header needs them.
 
     Raises:
         PackageError: `state-digest`: it is not the state that was decided on.
     """
-    rows = [record.coefficients for record in records]
-    s_K = replay(header, np.array(rows, dtype=np.int64).reshape(len(rows), header.queries), layers)
+    s_K = replay(header, coefficients_of(records, header), exponents)
     digest = state_digest(s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent)
     if digest != expected:
         raise PackageError(

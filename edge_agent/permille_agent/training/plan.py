@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from permille.zo.estimators import take_step
+from permille.zo.steps import take_step
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.run import Json, RunFolder
@@ -94,7 +94,7 @@ def _pace(setup: Setup, epsilon: float, clock: RunClock) -> Json:
     for step in range(3):
         start = clock.seconds()
         batch = setup.batches(step)
-        take_step(setup.engine, batch, header, setup.w_base_K, s_K, step, clip=None, layers=setup.layers)
+        take_step(setup.engine, batch, setup.descent(header), s_K, step, clip=None)
         durations.append(clock.seconds() - start)
     rows = setup.prepared.select[:PROBED_ROWS]
     start = clock.seconds()

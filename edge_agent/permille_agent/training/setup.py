@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.package.reader import Package
-from permille.zo.directions import Distribution
-from permille.zo.layers import NO_LAYERS, DirectionLayers
-from permille.zo.log import BlockSplit, EstimatorKind, LogHeader, Schedule
-from permille.zo.package_layers import exponents_of
+from permille.zo.estimators import Descent
+from permille.zo.exponents import Exponents, exponents_of
+from permille.zo.header import BlockSplit, EstimatorKind, LogHeader, Schedule
 from permille_agent.text.preparation import Prepared
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.options import SPLIT_QUERIES, TrainOptions
@@ -23,7 +22,7 @@ class Setup:
     """What every phase of a run works with; nothing in it changes.
 
     Attributes:
-        layers: of the package, as far as the options use them.
+        exponents: of the package, where the options use them.
         decoder_layers: blocks of the model, each of the same number of tensors.
     """
 
@@ -35,7 +34,7 @@ class Setup:
     prepared: Prepared
     options: TrainOptions
     batches: TrainingBatches
-    layers: DirectionLayers = NO_LAYERS
+    exponents: Exponents | None = None
     decoder_layers: int = 1
 
     def header(
@@ -56,7 +55,6 @@ class Setup:
             package_digest=self.package_digest,
             mask_digest=self.mask_digest,
             seed=seed,
-            distribution=Distribution.RADEMACHER,
             estimator=self.options.estimator,
             queries=self.options.queries,
             epsilon=epsilon,
@@ -65,12 +63,16 @@ class Setup:
             total_steps=total_steps,
             step_unit_exponent=step_unit_exponent,
             counts=self.counts,
-            exponents=None if self.layers.exponents is None else self.layers.exponents.use(),
+            exponents=None if self.exponents is None else self.exponents.use,
             split=split,
         )
 
+    def descent(self, header: LogHeader) -> Descent:
+        """What the steps of a log of this run have in common."""
+        return Descent(header=header, w_base_K=self.w_base_K, exponents=self.exponents)
 
-def step_spread(header: LogHeader, layers: DirectionLayers = NO_LAYERS) -> float:
+
+def step_spread(header: LogHeader, exponents: Exponents | None = None) -> float:
     """Length of the first step of learning rate and projected gradients 1.
 
     `sqrt(sum over blocks of n * (1 / q + (1 - 1 / q) / r))`, n a block's sum of variances, r the number of
@@ -82,23 +84,23 @@ def step_spread(header: LogHeader, layers: DirectionLayers = NO_LAYERS) -> float
     total = 0.0
     for queries, tensors in header.blocks():
         number = queries.stop - queries.start
-        variance, filled = _filled(header, layers, header.weights_of(tensors))
+        variance, filled = _filled(header, exponents, header.weights_of(tensors))
         total += variance * (1 / number + (1 - 1 / number) / filled)
     return math.sqrt(total)
 
 
-def _filled(header: LogHeader, layers: DirectionLayers, weights: slice) -> tuple[float, float]:
+def _filled(header: LogHeader, exponents: Exponents | None, weights: slice) -> tuple[float, float]:
     """Of a block's directions in step 0: the sum of their variances, and the participation ratio
     `(tr M)^2 / tr M^2` of their covariance M, 1 to k; infinite without exponents, where it is large."""
-    exponents = layers.exponents_of(header)
-    if exponents is not None:
-        variances_K = np.exp2(2.0 * exponents.e_K[weights])
+    e_K = header.needed_exponents(exponents)
+    if e_K is not None:
+        variances_K = np.exp2(2.0 * e_K[weights])
         trace, squares = float(variances_K.sum()), float((variances_K * variances_K).sum())
     else:
         return float(weights.stop - weights.start), math.inf
     if not squares:  # nothing in this block moves
         return 0.0, math.inf
-    return trace / header.sigma_at(0) ** 2, trace * trace / squares
+    return trace / header.sigma**2, trace * trace / squares
 
 
 def widest_block(header: LogHeader) -> int:
@@ -121,8 +123,6 @@ def block_split(counts: tuple[int, ...], decoder_layers: int, queries: int) -> B
     return BlockSplit(first_upper_tensor=middle * size, lower_queries=queries // SPLIT_QUERIES)
 
 
-def training_layers(package: Package, options: TrainOptions) -> DirectionLayers:
-    """The package's layers that the options ask for, as far as it has them."""
-    return DirectionLayers(
-        exponents=exponents_of(package) if options.scaling else None,
-    )
+def training_exponents(package: Package, options: TrainOptions) -> Exponents | None:
+    """The package's exponents where the options ask for them and it has them."""
+    return exponents_of(package) if options.scaling else None

@@ -21,9 +21,10 @@ from functools import partial
 import numpy as np
 
 from permille.errors import PermilleError
-from permille.zo.estimators import apply_record, estimate, take_step
+from permille.zo.estimators import estimate
+from permille.zo.header import EstimatorKind, LogHeader
 from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.log import EstimatorKind, LogHeader
+from permille.zo.steps import apply_record, take_step
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.run import Json, RunFolder, finite_or_none
 from permille_agent.training.setup import Setup, step_spread, widest_block
@@ -83,7 +84,7 @@ def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: floa
         SearchFailed: no learning rate gave a finite loss.
     """
     header = setup.header(seed=0, epsilon=epsilon)
-    start = STEP_NORM / (g_rms * step_spread(header, setup.layers))
+    start = STEP_NORM / (g_rms * step_spread(header, setup.exponents))
     base_loss = run.once("search-base", lambda: {"loss": finite_or_none(_base_loss(setup))})["loss"]
     if base_loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")
@@ -134,17 +135,9 @@ class Racer:
         setup, header = self.setup, self._header()
         s_K = np.zeros(header.k, dtype=np.int64)
         for step in range(self.steps):
-            record = take_step(
-                setup.engine,
-                setup.batches(step),
-                header,
-                setup.w_base_K,
-                s_K,
-                step,
-                clip=None,
-                layers=setup.layers,
-            )
-            apply_record(s_K, record, header, setup.layers)
+            batch = setup.batches(step)
+            record = take_step(setup.engine, batch, setup.descent(header), s_K, step, clip=None)
+            apply_record(s_K, record, header, setup.exponents)
         values_K = values(setup.w_base_K, s_K, header.step_unit_exponent)
         return mean_loss(setup.engine, values_K, setup.prepared.select)
 
@@ -156,9 +149,7 @@ class Racer:
             total_steps=self.steps,
             schedule=self.setup.options.schedule,
         )
-        exponent = step_unit_exponent_for(
-            self.learning_rate, self.g_rms, widest_block(header), header.sigma_at(0)
-        )
+        exponent = step_unit_exponent_for(self.learning_rate, self.g_rms, widest_block(header), header.sigma)
         return replace(header, step_unit_exponent=exponent)
 
 
@@ -185,7 +176,7 @@ def _projected(setup: Setup, epsilon: float) -> list[float]:
     scalars: list[float] = []
     for step in range(PROBE_STEPS):
         batch = setup.batches(step)
-        _, g_Q = estimate(setup.engine, batch, header, setup.w_base_K, s_K, step, setup.layers)
+        _, g_Q = estimate(setup.engine, batch, setup.descent(header), s_K, step)
         scalars += g_Q.tolist()
     return scalars
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.zo.steps import apply_record, take_step
-from permille.zo.journal import Journal
-from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.exponents import Exponents
 from permille.zo.header import LogHeader
-from permille.zo.records import coefficients_of, StepFlag, StepRecord
+from permille.zo.journal import Journal
+from permille.zo.lattice import step_unit_exponent_for, values
+from permille.zo.records import StepFlag, StepRecord, coefficients_of
 from permille.zo.replay import replay
+from permille.zo.steps import apply_record, take_step
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.plan import find_lengths
 from permille_agent.training.progress import RunProgress

@@ -37,7 +37,7 @@ from permille_agent.training.personal import model_values, store_state
 from permille_agent.training.progress import RunProgress, SilentProgress
 from permille_agent.training.run import Json, RunFolder, open_run, prune_runs
 from permille_agent.training.run_clock import RunClock
-from permille_agent.training.setup import Setup, training_layers
+from permille_agent.training.setup import Setup, training_exponents
 from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import Chosen, make_plan, train_attempts
 from permille_agent.training.stopping import FAILED
@@ -177,7 +177,7 @@ class _Job:
             batches=TrainingBatches(
                 self.prepared.train, batch_rows=self.options.batch_rows, seed=self.options.seed
             ),
-            layers=training_layers(self.package, self.options),
+            exponents=training_exponents(self.package, self.options),
             decoder_layers=int(self.package.config["num_hidden_layers"]),
         )
 

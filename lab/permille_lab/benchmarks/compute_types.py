@@ -27,10 +27,10 @@ from permille.engines.factory import LIGHT, LIGHT_INT8, open_engine
 from permille.engines.interface import Engine
 from permille.engines.torch_engine import ComputeDtype, TorchEngine
 from permille.quantization import Scheme
-from permille.zo.directions import Distribution
-from permille.zo.estimators import apply_record, forward_mode, spsa, take_step
+from permille.zo.estimators import Descent, estimate
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.log import EstimatorKind, LogHeader, Schedule
+from permille.zo.steps import apply_record, take_step
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.evaluation import mean_loss
 from permille_lab.benchmarks.cells import Cells, Result, Settings
@@ -100,7 +100,14 @@ class TypeBench:
         for step in range(PACE_STEPS + 1):
             for dtype, engine in engines.items():
                 begin = time.process_time()
-                take_step(engine, self._batches(step), header, self._w_base_K, s_K, step, clip=None)
+                take_step(
+                    engine,
+                    self._batches(step),
+                    Descent(header=header, w_base_K=self._w_base_K),
+                    s_K,
+                    step,
+                    clip=None,
+                )
                 spent[dtype].append(time.process_time() - begin)
         return {dtype: round(statistics.median(seconds[1:]), 5) for dtype, seconds in spent.items()}
 
@@ -113,7 +120,14 @@ class TypeBench:
         header = self._header(self.epsilon, EstimatorKind.SPSA, steps, learning_rate, exponent)
         s_K = np.zeros(header.k, np.int64)
         for step in range(steps):
-            record = take_step(engine, self._batches(step), header, self._w_base_K, s_K, step, clip=8 * g_rms)
+            record = take_step(
+                engine,
+                self._batches(step),
+                Descent(header=header, w_base_K=self._w_base_K),
+                s_K,
+                step,
+                clip=8 * g_rms,
+            )
             apply_record(s_K, record, header)
         values_K = values(self._w_base_K, s_K, exponent)
         loss = mean_loss(self._reference, values_K, self._user.prepared.select)
@@ -124,13 +138,10 @@ class TypeBench:
 
     def _projected(self, engine: Engine, epsilon: float, estimator: EstimatorKind) -> NDArray[np.float64]:
         header = self._header(epsilon, estimator, PROBE_STEPS, 1.0, 0)
-        estimate = forward_mode if estimator is EstimatorKind.FORWARD else spsa
+        descent = Descent(header=header, w_base_K=self._w_base_K)
         s_K = np.zeros(header.k, np.int64)
         return np.concatenate(
-            [
-                estimate(engine, self._batches(step), header, self._w_base_K, s_K, step)[1]
-                for step in range(PROBE_STEPS)
-            ]
+            [estimate(engine, self._batches(step), descent, s_K, step)[1] for step in range(PROBE_STEPS)]
         )
 
     def _header(
@@ -140,7 +151,6 @@ class TypeBench:
             package_digest=self._user.package.digest,
             mask_digest=self._user.package.mask_digest,
             seed=self._user.seed,
-            distribution=Distribution.RADEMACHER,
             estimator=estimator,
             queries=QUERIES,
             epsilon=epsilon,

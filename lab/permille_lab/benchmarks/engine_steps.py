@@ -11,10 +11,9 @@ from permille.engines.factory import open_engine
 from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.package.reader import Package
-from permille.zo.directions import Distribution
-from permille.zo.estimators import Batch
-from permille.zo.steps import apply_record, take_step
+from permille.zo.estimators import Batch, Descent
 from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.steps import apply_record, take_step
 
 EPSILON_NORM = 0.5
 
@@ -73,7 +72,6 @@ class EngineStep:
             package_digest=package.digest,
             mask_digest=package.mask_digest,
             seed=1,
-            distribution=Distribution.RADEMACHER,
             estimator=estimator,
             queries=queries,
             epsilon=EPSILON_NORM / float(np.sqrt(package.k)),
@@ -91,7 +89,12 @@ class EngineStep:
         """
         begin = time.perf_counter()
         record = take_step(
-            self._meter, self._batch, self._header, self._w_base_K, self._s_K, self._step, clip=None
+            self._meter,
+            self._batch,
+            Descent(header=self._header, w_base_K=self._w_base_K),
+            self._s_K,
+            self._step,
+            clip=None,
         )
         if record.flags:
             raise InputError(f"expected a step that counts, got {record}")

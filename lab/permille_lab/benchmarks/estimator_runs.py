@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from permille.engines.factory import open_engine
 from permille.engines.interface import Engine
 from permille.package.reader import Package
-from permille.zo.steps import apply_record, take_step
 from permille.zo.header import EstimatorKind, LogHeader
 from permille.zo.lattice import values
+from permille.zo.steps import apply_record, take_step
 from permille_agent.text.preparation import prepare
 from permille_agent.text.reading import read_documents
 from permille_agent.text.rows import Row, TrainingBatches
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.run import Json, RunFolder
-from permille_agent.training.setup import Setup, step_spread, training_layers
+from permille_agent.training.setup import Setup, step_spread, training_exponents
 from permille_agent.training.step_size import RACE_FACTOR, STEP_NORM, Racer, SearchFailed, find_epsilon
 from permille_agent.training.steps import CLIP_RMS, attempt_header
 from permille_agent.training.train import package_tokenizer
@@ -98,7 +98,7 @@ class Run:
     def _rates(self, run: RunFolder, most: int) -> Json:
         epsilon = find_epsilon(self.setup, run)
         header = self.setup.header(seed=0, epsilon=epsilon["epsilon"])
-        start = STEP_NORM / (epsilon["g_rms"] * step_spread(header, self.setup.layers))
+        start = STEP_NORM / (epsilon["g_rms"] * step_spread(header, self.setup.exponents))
         steps = max(FEWEST_TRIAL_STEPS, self._steps(int(self.budget * TRIAL_SHARE)))
         losses: dict[int, float] = {}
         wanted = [0, 1]
@@ -140,14 +140,12 @@ class Run:
             record = take_step(
                 setup.engine,
                 setup.batches(step),
-                header,
-                setup.w_base_K,
+                setup.descent(header),
                 s_K,
                 step,
                 clip=plan["clip"],
-                layers=setup.layers,
             )
-            apply_record(s_K, record, header, setup.layers)
+            apply_record(s_K, record, header, setup.exponents)
             cpu_s += time.process_time() - began
             if step + 1 in due:
                 points.append(self._point(header, s_K, (step + 1) * cost, cpu_s))
@@ -201,7 +199,7 @@ def make_run(
         prepared=prepared,
         options=options,
         batches=TrainingBatches(prepared.train, batch_rows=contender.batch_rows, seed=seed),
-        layers=training_layers(package, options),
+        exponents=training_exponents(package, options),
         decoder_layers=int(package.config["num_hidden_layers"]),
     )
     return Run(setup, contender, passes, first_rows(prepared.test, HELD_OUT_TOKENS))

@@ -27,8 +27,8 @@ import numpy as np
 
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.zo.steps import take_step
 from permille.zo.header import EstimatorKind
+from permille.zo.steps import take_step
 from permille_lab.benchmarks.cells import Cells, Result, Settings
 from permille_lab.benchmarks.estimator_page import FIGURE, page
 from permille_lab.benchmarks.estimator_runs import (
@@ -139,7 +139,14 @@ def pace(sources: Sources, model: str, folder: Path) -> Result:
     seconds = []
     for step in range(4):
         began = time.process_time()
-        take_step(engine, run.setup.batches(step), header, run.setup.w_base_K, s_K, step, clip=None)
+        take_step(
+            engine,
+            run.setup.batches(step),
+            run.setup.descent(header),
+            s_K,
+            step,
+            clip=None,
+        )
         seconds.append(time.process_time() - began)
     text.unlink()
     rows = (EVALUATIONS + 1) * len(run.held_out) + TRIALS * len(run.setup.prepared.select)

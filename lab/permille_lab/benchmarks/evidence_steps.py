@@ -16,10 +16,9 @@ import torch
 
 from permille.errors import InputError
 from permille.package.reader import Package
-from permille.zo.directions import Distribution
-from permille.zo.estimators import Batch
-from permille.zo.steps import apply_record, take_step
+from permille.zo.estimators import Batch, Descent
 from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.steps import apply_record, take_step
 from permille_lab.benchmarks.cells import Cells, Result
 from permille_lab.benchmarks.dense import batch_loss, dense_model, release
 from permille_lab.benchmarks.engine_steps import EPSILON_NORM, Metered, opened
@@ -152,7 +151,6 @@ def _sensitive(package: Package, batch: Batch, name: str, threads: int) -> Calla
         package_digest=package.digest,
         mask_digest=package.mask_digest,
         seed=1,
-        distribution=Distribution.RADEMACHER,
         estimator=EstimatorKind.SPSA,
         queries=1,
         epsilon=EPSILON_NORM / float(np.sqrt(package.k)),
@@ -165,7 +163,9 @@ def _sensitive(package: Package, batch: Batch, name: str, threads: int) -> Calla
 
     def step() -> Split:
         forward, begin = meter.seconds, time.perf_counter()
-        record = take_step(meter, batch, header, w_base_K, s_K, next(steps), clip=None)
+        record = take_step(
+            meter, batch, Descent(header=header, w_base_K=w_base_K), s_K, next(steps), clip=None
+        )
         taken = time.perf_counter()
         apply_record(s_K, record, header)
         end = time.perf_counter()

@@ -1,7 +1,6 @@
 """How long an exact replay takes and how large a log is: 20,000 steps of a 1.1B model's mask (1.1M values).
 
     python -m permille_lab.benchmarks.replay
-    python -m permille_lab.benchmarks.replay --steps 200 --distribution binomial4
 
 Prints one JSON object. Each way of computing (the compiled kernels where they are built, numpy) replays the
 whole log; all must give the same state. `one_by_one_s` is the obvious way, a direction and a multiply-add a
@@ -25,11 +24,10 @@ from numpy.typing import NDArray
 
 from permille.native.library import VARIABLE, cpu_path
 from permille.zo.directions import direction
-from permille.zo.lattice import add_scaled, perturbed_pairs, state_digest
-from permille.zo.directions import Distribution
 from permille.zo.header import EstimatorKind, LogHeader, Schedule
-from permille.zo.records import StepRecord
+from permille.zo.lattice import add_scaled, perturbed_pairs, state_digest
 from permille.zo.log import decode_canonical, encode_canonical
+from permille.zo.records import StepRecord
 from permille.zo.replay import replay
 
 Result = TypeVar("Result")
@@ -45,7 +43,6 @@ def make_header(arguments: argparse.Namespace) -> LogHeader:
         package_digest="sha256:" + "0" * 64,
         mask_digest="sha256:" + "1" * 64,
         seed=2026,
-        distribution=Distribution(arguments.distribution),
         estimator=EstimatorKind.SPSA,
         queries=1,
         epsilon=1e-3,
@@ -61,9 +58,7 @@ def one_by_one(header: LogHeader, coefficients_T: list[int]) -> NDArray[np.int64
     """Replay as a device's trainer would do it."""
     s_K = np.zeros(header.k, dtype=np.int64)
     for step, c in enumerate(coefficients_T):
-        z_K = direction(
-            seed=header.seed, step=step, query=0, counts=header.counts, distribution=header.distribution
-        )
+        z_K = direction(seed=header.seed, step=step, query=0, counts=header.counts)
         add_scaled(s_K, c, z_K)
     return s_K
 
@@ -103,9 +98,7 @@ def step_ms(header: LogHeader, queries: int = 8, repeats: int = 5) -> dict[str, 
 
     def directions() -> None:
         for query in range(queries):
-            z_QK[query] = direction(
-                seed=header.seed, step=0, query=query, counts=header.counts, distribution=header.distribution
-            )
+            z_QK[query] = direction(seed=header.seed, step=0, query=query, counts=header.counts)
 
     def update() -> None:
         for z_K in z_QK:
@@ -141,7 +134,6 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--values", type=int, default=1_100_000)
-    parser.add_argument("--distribution", choices=[d.value for d in Distribution], default="rademacher")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
     arguments = parser.parse_args()
     header = make_header(arguments)
@@ -158,7 +150,6 @@ def main() -> None:
     report = {
         "steps": arguments.steps,
         "values": arguments.values,
-        "distribution": arguments.distribution,
         "ways": ways,
         "exact": len(digests) == 1 and all(figures["exact"] for figures in ways.values()),
         "log_bytes": len(data),

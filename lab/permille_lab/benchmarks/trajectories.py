@@ -20,7 +20,7 @@ from permille.zo.lattice import values
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.run import find_run
-from permille_agent.training.setup import training_layers
+from permille_agent.training.setup import training_exponents
 from permille_agent.training.steps import state_of
 from permille_agent.training.train import run_training
 from permille_lab.benchmarks.user_text import UserText
@@ -152,14 +152,14 @@ class AgentRun:
         """The points, and between them what the logs come to at the steps of `growing`, which the agent does
         not evaluate: at the seconds at which those were made."""
         told, run = self.told, find_run(self.user.home, self.name)
-        layers = training_layers(self.user.package, self.options)
+        exponents = training_exponents(self.user.package, self.options)
         points = {(point["attempt"], point["step"]): point for point in told.points}
         for attempt in range(told.attempt + 1):
             with Journal.open(run.journal(attempt)) as journal:
                 header, records = journal.header, list(journal.records())
             for step in growing(len(records)):
                 if (attempt, step) not in points:
-                    s_K = state_of(header, records[:step], layers)
+                    s_K = state_of(header, records[:step], exponents)
                     values_K = values(self.user.package.values(), s_K, header.step_unit_exponent)
                     loss = mean_loss(self.engine, values_K, self.user.prepared.select)
                     seconds = told.seconds[attempt, step]

@@ -30,7 +30,7 @@ from permille_agent.training.options import TrainOptions
 from permille_agent.training.progress import SilentProgress
 from permille_agent.training.run import Json, open_run
 from permille_agent.training.run_clock import RunClock
-from permille_agent.training.setup import Setup, training_layers
+from permille_agent.training.setup import Setup, training_exponents
 from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import make_plan, train_attempts
 from permille_lab.evaluate.user_texts import User, own_words
@@ -149,7 +149,7 @@ class Bench:
             prepared=prepared,
             options=options,
             batches=TrainingBatches(train, batch_rows=options.batch_rows, seed=options.seed),
-            layers=training_layers(self.package, options),
+            exponents=training_exponents(self.package, options),
             decoder_layers=int(self.package.config["num_hidden_layers"]),
         )
         definition = {

@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.zo.directions import Distribution
-from permille.zo.estimators import Batch, forward_mode
-from permille.zo.steps import apply_record, take_step
-from permille.zo.lattice import step_unit_exponent_for, values
+from permille.zo.estimators import Batch, Descent, estimate
 from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.lattice import step_unit_exponent_for, values
+from permille.zo.steps import apply_record, take_step
 from permille_lab.evaluate.methods import Order
 from permille_lab.evaluate.trainables import Trainable
 from permille_lab.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS
@@ -142,7 +141,14 @@ def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Ite
     s_K = np.zeros(trainable.k, dtype=np.int64)
     for step in range(recipe.steps):
         number = recipe.first_step + step
-        record = take_step(trainable, batches(step), header, trainable.base_K, s_K, number, clip=None)
+        record = take_step(
+            trainable,
+            batches(step),
+            Descent(header=header, w_base_K=trainable.base_K),
+            s_K,
+            number,
+            clip=None,
+        )
         apply_record(s_K, record, header)
         yield values(trainable.base_K, s_K, header.step_unit_exponent)
 
@@ -150,11 +156,12 @@ def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Ite
 def _header(trainable: Trainable, batches: Batches, recipe: Recipe) -> LogHeader:
     """The header of the run: epsilon by its norm, the step size from the size of the first gradients."""
     epsilon = EPSILON_NORM / math.sqrt(trainable.k)
-    probe = _plain_header(trainable, recipe, epsilon=epsilon, learning_rate=1.0, exponent=0)
+    header = _plain_header(trainable, recipe, epsilon=epsilon, learning_rate=1.0, exponent=0)
+    probe = Descent(header=replace(header, estimator=EstimatorKind.FORWARD), w_base_K=trainable.base_K)
     s_K = np.zeros(trainable.k, dtype=np.int64)
     squares: list[float] = []
     for step in range(_PROBE_STEPS):
-        _, g_Q = forward_mode(trainable, batches(step), probe, trainable.base_K, s_K, step)
+        _, g_Q = estimate(trainable, batches(step), probe, s_K, step)
         squares += (g_Q**2).tolist()
     g_rms = math.sqrt(sum(squares) / len(squares))
     if not (math.isfinite(g_rms) and g_rms > 0):
@@ -177,7 +184,6 @@ def _plain_header(
         package_digest=_NO_PACKAGE,
         mask_digest=_NO_PACKAGE,
         seed=recipe.seed,
-        distribution=Distribution.RADEMACHER,
         estimator=recipe.estimator,
         queries=recipe.queries,
         epsilon=epsilon,

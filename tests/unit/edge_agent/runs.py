@@ -15,7 +15,7 @@ from permille_agent.text.preparation import prepare
 from permille_agent.text.reading import read_documents
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.options import TrainOptions
-from permille_agent.training.setup import Setup, training_layers
+from permille_agent.training.setup import Setup, training_exponents
 from permille_agent.training.train import package_tokenizer
 from tests.packages import sentences, tiny_package
 
@@ -55,6 +55,6 @@ def setup_of(
         prepared=prepared,
         options=options,
         batches=TrainingBatches(prepared.train, batch_rows=options.batch_rows, seed=options.seed),
-        layers=training_layers(package, options),
+        exponents=training_exponents(package, options),
         decoder_layers=int(package.config["num_hidden_layers"]),
     )

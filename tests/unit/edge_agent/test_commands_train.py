@@ -13,7 +13,8 @@ import pytest
 import permille.engines.factory
 from permille.errors import InputError
 from permille.package.reader import Package
-from permille.zo.log import EstimatorKind, decode_canonical
+from permille.zo.header import EstimatorKind
+from permille.zo.log import decode_canonical
 from permille_agent.cli import main as cli
 from permille_agent.link.report import Delivery, read_reports
 from permille_agent.state.home import Home

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from permille.engines.interface import Batch
 from permille.package.reader import Package
-from permille.zo.log import EstimatorKind
+from permille.zo.header import EstimatorKind
 from permille_agent.state.home import open_home
 from permille_agent.training.run import RunFolder, open_run
 from permille_agent.training.setup import Setup

@@ -11,15 +11,12 @@ from numpy.typing import NDArray
 from permille.engines.interface import Batch
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
-from permille.zo.estimators import estimate
-from permille.zo.header import EstimatorKind
-from permille.zo.header_parts import BlockSplit
+from permille.zo.estimators import directions_of, estimate
+from permille.zo.exponents import Exponents, exponents_of
+from permille.zo.header import BlockSplit, EstimatorKind
 from permille.zo.journal import read_journal
-from permille.zo.layers import NO_LAYERS, DirectionLayers, Exponents
 from permille.zo.log import decode_canonical
-from permille.zo.package_layers import layers_of
 from permille.zo.replay import replay
-from permille.zo.step_directions import directions_of
 from permille_agent.state.activation import Active
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.releases import InstalledRelease, record_installed
@@ -94,14 +91,14 @@ def test_every_estimator_trains_and_its_log_replays(
     losses = {evaluation.step: evaluation.loss for evaluation in run.evaluations(chosen.attempt)}
     assert min(loss for loss in losses.values() if loss is not None) < plan["base_loss"]
     rows = np.array([record.coefficients for record in contents.records[: chosen.step]])
-    s_K = replay(contents.header, rows, layers_of(package, contents.header))
+    s_K = replay(contents.header, rows, exponents_of(package))
     assert np.array_equal(s_K, chosen.s_K)
 
 
-def test_a_package_without_layers_gives_logs_of_version_1(plain: Package, text: Path, tmp_path: Path) -> None:
+def test_a_package_without_exponents_gives_plain_logs(plain: Package, text: Path, tmp_path: Path) -> None:
     _, chosen = _train(plain, text, _run(tmp_path), scaling=True, estimator=EstimatorKind.SPSA)
 
-    assert chosen.header.version == 1
+    assert chosen.header.exponents is None
 
 
 def test_the_same_run_twice_has_the_same_bits_and_goes_on_after_a_kill(
@@ -135,7 +132,7 @@ def test_an_adopted_model_is_rebuilt_from_its_log_and_the_packages_layers(text: 
     log = decode_canonical(canonical_log(run), max_bytes=1 << 20, max_steps=100)
     assert log.header.exponents is not None
     with pytest.raises(PackageError) as refused:
-        replay(log.header, log.coefficients_TQ, layers_of(tiny_package(home.blobs), log.header))
+        replay(log.header, log.coefficients_TQ, exponents_of(tiny_package(home.blobs)))
     assert refused.value.code == "log-binding"
 
 
@@ -165,7 +162,7 @@ def test_the_first_step_size_has_the_same_length_with_and_without_exponents(
     found = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], 2)
 
     header = setup.header(seed=0, epsilon=1e-3)
-    spread = step_spread(header, setup.layers)
+    spread = step_spread(header, setup.exponents)
     if not scaling:
         below = header.weights_of(header.blocks()[0][1]).stop
         assert spread == pytest.approx((below / 2 + (layered.k - below) / 8) ** 0.5)
@@ -181,26 +178,25 @@ DIGEST = "sha256:" + "c" * 64
 def test_a_step_is_as_long_as_predicted_whatever_its_directions_share(kind: str, split: bool) -> None:
     k, queries, steps = 240, 10, 300
     rng = np.random.default_rng(5)
-    layers = NO_LAYERS
+    exponents = None
     fields: dict[str, Any] = {"counts": (k // 2, k // 2), "queries": queries}
     if split:
         cut = BlockSplit(first_upper_tensor=1, lower_queries=2)
         fields |= {"estimator": EstimatorKind.SPLIT, "split": cut}
     if kind == "exponents":
-        layers = DirectionLayers(exponents=Exponents((rng.random(k) < 0.02).astype(np.int8) * 5, DIGEST))
-        assert layers.exponents is not None
-        fields["exponents"] = layers.exponents.use()
+        exponents = Exponents((rng.random(k) < 0.02).astype(np.int8) * 5, DIGEST)
+        fields["exponents"] = exponents.use
     header = make_header(**fields)
     moved = felt = 0.0
     for step in range(steps):
-        z_QK = directions_of(header, step, layers) / header.sigma_at(step)
+        z_QK = directions_of(header, step, exponents) / header.sigma
         # A gradient as the directions see it: it has no reason to lie along any of them
         g_Q = z_QK @ rng.standard_normal(k)
         parts = [g_Q[rows] @ z_QK[rows] / (rows.stop - rows.start) for rows, _ in header.blocks()]
         moved += float((sum(parts) ** 2).sum())
         # All blocks have the same projected gradients here: those of the block itself
         felt += float((g_Q**2).mean())
-    assert step_spread(header, layers) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
+    assert step_spread(header, exponents) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +226,7 @@ def test_an_engine_can_share_the_lower_block_of_a_split(layered: Package, text: 
     setup = setup_of(layered, engine, text, estimator=EstimatorKind.SPLIT, queries=10)
     header = setup.header(seed=1, epsilon=1e-3)
     s_K = np.zeros(layered.k, dtype=np.int64)
-    estimate(engine, setup.batches(0), header, setup.w_base_K, s_K, 0, setup.layers)
+    estimate(engine, setup.batches(0), setup.descent(header), s_K, 0)
     lower = sum(layered.counts[: len(layered.counts) // 2])
     # 2 lower and 8 upper directions, both signs of each
     assert len(np.unique(engine.asked_VK[:, :lower], axis=0)) == 4

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from permille.engines.interface import Batch, Engine
 from permille.package.reader import Package
 from permille.zo.journal import read_journal
-from permille.zo.log import StepFlag
+from permille.zo.records import StepFlag
 from permille_agent.state.home import open_home
 from permille_agent.training import steps as trainer
 from permille_agent.training.progress import SilentProgress

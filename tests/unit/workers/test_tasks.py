@@ -15,19 +15,11 @@ from permille.package.reader import Package, verify_package
 from permille.sensitivity.scores import load_scores
 from permille.store import claims, devices, jobs, models, results, runs
 from permille.store.tables import Job, Mask, PackageRow, QuantizationRow, Run
-from permille.zo.directions import Distribution
+from permille.zo.exponents import exponents_of
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import state_digest
-from permille.zo.layers import DirectionLayers
-from permille.zo.log import (
-    EstimatorKind,
-    LogHeader,
-    Schedule,
-    StepFlag,
-    StepRecord,
-    decode_canonical,
-    encode_canonical,
-)
-from permille.zo.package_layers import exponents_of
+from permille.zo.log import decode_canonical, encode_canonical
+from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
 from permille_workers.context import JobCancelledError, TaskContext
 from permille_workers.tasks import TASKS
@@ -292,7 +284,6 @@ def shared_log(package: PackageRow, **changes: Any) -> bytes:
         "package_digest": package.digest,
         "mask_digest": manifest.layer(Role.MASK).digest,
         "seed": 7,
-        "distribution": Distribution.RADEMACHER,
         "estimator": EstimatorKind.SPSA,
         "queries": 2,
         "epsilon": 1e-2,
@@ -363,9 +354,9 @@ def test_replay_reads_the_layers_that_a_log_needs(bench: Bench) -> None:
     scaled = package_of(bench, bench.finish("package", {**parts, "fisher_exponents": True}))
     exponents = exponents_of(Package.open(bench.blobs, scaled.digest))
     assert exponents is not None
-    data = shared_log(scaled, exponents=exponents.use())
+    data = shared_log(scaled, exponents=exponents.use)
     log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
-    s_K = replay(log.header, log.coefficients_TQ, DirectionLayers(exponents=exponents))
+    s_K = replay(log.header, log.coefficients_TQ, exponents)
     digest = state_digest(s_K, mask_digest=log.header.mask_digest, step_unit_exponent=-20)
 
     run = replayed(bench, scaled, data, digest)
@@ -402,7 +393,7 @@ def test_replay_refuses_a_malformed_log(bench: Bench, package: PackageRow) -> No
 
 
 def test_replay_opens_no_package_for_a_log_that_needs_no_layer(bench: Bench, package: PackageRow) -> None:
-    data = shared_log(package, estimator=EstimatorKind.ONE_SIDED)  # its header has version 2
+    data = shared_log(package, estimator=EstimatorKind.ONE_SIDED)
     bench.blobs.delete(Manifest.from_bytes(package.manifest).layer(Role.DENSE).digest)
     assert replayed(bench, package, data, state_of(data)).log_state == "verified"
 
@@ -430,7 +421,7 @@ def test_a_damaged_blob_of_the_service_is_no_verdict_on_the_devices_log(
     package = package_of(bench, bench.finish("package", parts))
     exponents = exponents_of(Package.open(bench.blobs, package.digest))
     assert exponents is not None
-    data = shared_log(package, exponents=exponents.use())
+    data = shared_log(package, exponents=exponents.use)
     job = queued_replay(bench, package, data, None)
     damage(bench, Manifest.from_bytes(package.manifest), digest_of(data))
     bench.run_queued()

@@ -1,5 +1,6 @@
 """Headers and records for the tests of logs, and a quadratic that stands in for a model."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,11 +9,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from permille.zo.estimators import Batch
-from permille.zo.layers import Basis, DirectionLayers
 from permille.zo.exponents import Exponents
 from permille.zo.header import BlockSplit, EstimatorKind, LogHeader, Schedule
-from permille.zo.directions import Distribution
 from permille.zo.records import StepFlag, StepRecord
+
+DIGEST = "sha256:" + "d" * 64
 
 
 def make_header(**changes: Any) -> LogHeader:
@@ -21,7 +22,6 @@ def make_header(**changes: Any) -> LogHeader:
         "package_digest": "sha256:" + "a" * 64,
         "mask_digest": "sha256:" + "b" * 64,
         "seed": 0x0123456789ABCDEF,
-        "distribution": Distribution.RADEMACHER,
         "estimator": EstimatorKind.SPSA,
         "queries": 2,
         "epsilon": 1e-3,
@@ -34,6 +34,12 @@ def make_header(**changes: Any) -> LogHeader:
     return LogHeader(**(fields | changes))
 
 
+def fields_of(header: LogHeader) -> dict[str, Any]:
+    """The header as the reference takes it."""
+    fields: dict[str, Any] = json.loads(header.to_bytes())
+    return fields
+
+
 def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> dict[str, Any]:
     """What a header of this estimator needs: a split has its blocks between the first and the last tensor."""
     if estimator is EstimatorKind.SPLIT:
@@ -42,26 +48,20 @@ def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> 
     return {"estimator": estimator}
 
 
-def make_layers(k: int, *, rank: int = 5, largest: int = 3, seed: int = 0) -> DirectionLayers:
-    """A basis and exponents of k weights, full of extremes."""
-    rng = np.random.default_rng(seed)
-    u_KR = rng.integers(-127, 128, (k, rank)).astype(np.int8)
-    e_K = rng.integers(0, largest + 1, k).astype(np.int8)
+def make_exponents(k: int, *, largest: int = 3, seed: int = 0) -> Exponents:
+    """Exponents of k weights from 0 to `largest`."""
+    e_K = np.random.default_rng(seed).integers(0, largest + 1, k).astype(np.int8)
     e_K[:2] = 0, largest
-    return DirectionLayers(
-        basis=Basis(u_KR, "sha256:" + "c" * 64), exponents=Exponents(e_K, "sha256:" + "d" * 64)
-    )
+    return Exponents(e_K, DIGEST)
 
 
-def layered_fields(layers: DirectionLayers, *, basis_steps: int = 3, **rates: float) -> dict[str, Any]:
-    """What a header says that uses both layers."""
-    assert layers.basis is not None
-    assert layers.exponents is not None
-    rates = {"epsilon": 1e-3, "learning_rate": 0.1} | rates
-    return {
-        "basis": layers.basis.use(steps=basis_steps, **rates),
-        "exponents": layers.exponents.use(),
-    }
+def header_kinds(counts: tuple[int, ...], exponents: Exponents) -> list[LogHeader]:
+    """A header of three queries of each kind: with and without exponents, of one block and of two."""
+    return [
+        make_header(counts=counts, **{"queries": 3} | kind_fields(kind), exponents=use)
+        for kind in (EstimatorKind.SPSA, EstimatorKind.SPLIT)
+        for use in (None, exponents.use)
+    ]
 
 
 def make_records(rows: Sequence[Sequence[int]], *, loss: float = 1.5) -> list[StepRecord]:
@@ -114,14 +114,14 @@ class QuadraticEngine:
     def __init__(self, target_K: NDArray[np.float32], curvature_K: NDArray[np.float32]) -> None:
         self.target_K = target_K.astype(np.float64)
         self.curvature_K = curvature_K.astype(np.float64)
-        self.calls: list[int] = []
+        self.asked_VK = np.empty((0, len(target_K)), dtype=np.float32)
 
     @property
     def k(self) -> int:
         return len(self.target_K)
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        self.calls.append(len(values_VK))
+        self.asked_VK = values_VK.copy()
         away_VK = values_VK.astype(np.float64) - self.target_K
         losses: NDArray[np.float32] = (0.5 * (self.curvature_K * away_VK**2).sum(axis=1)).astype(np.float32)
         return losses
@@ -132,3 +132,20 @@ class QuadraticEngine:
         gradient_K = self.curvature_K * (values_K.astype(np.float64) - self.target_K)
         derivatives: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
         return float(self.losses(values_K[None], batch)[0]), derivatives
+
+
+class FixedEngine(QuadraticEngine):
+    """Returns fixed numbers, whatever it is asked."""
+
+    def __init__(self, losses: Sequence[float], derivatives: Sequence[float] = (), k: int = 147) -> None:
+        super().__init__(np.zeros(k, dtype=np.float32), np.zeros(k, dtype=np.float32))
+        self._losses = losses
+        self._derivatives = derivatives
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        return np.array(self._losses, dtype=np.float32)
+
+    def directional_derivatives(
+        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
+    ) -> tuple[float, NDArray[np.float64]]:
+        return float(np.mean(self._losses)), np.array(self._derivatives, dtype=np.float64)

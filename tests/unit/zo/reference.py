@@ -1,8 +1,17 @@
-"""Slow, obvious versions of what `permille.zo` computes, written from FORMAT.md without its code."""
+"""Slow, obvious versions of what `permille.zo` computes, written from FORMAT.md without its code.
 
-from collections.abc import Sequence
+`read_log`, `state` and `state_digest` together are an independent replay: from a log's bytes, and the
+exponents where it needs them, to the name of the state.
+"""
 
-BITS = {"rademacher": 1, "binomial4": 4, "binomial16": 16, "binomial64": 64}
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Header = Mapping[str, Any]
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
@@ -21,96 +30,106 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def element(seed: int, step: int, query: int, tensor_id: int, rank: int, distribution: str) -> int:
-    """One element of z by FORMAT 6.2 and 6.3, bit by bit."""
-    bits = BITS[distribution]
-    ones = 0
-    for position in range(rank * bits, (rank + 1) * bits):
-        words = philox([position // 128, tensor_id, step, query], [seed % 2**32, seed // 2**32])
-        ones += (words[position % 128 // 32] >> (position % 32)) & 1
-    return 2 * ones - 1 if bits == 1 else ones - bits // 2
+def sign(seed: int, step: int, query: int, tensor_id: int, rank: int) -> int:
+    """One element of a direction by FORMAT 6.2 and 6.3."""
+    words = philox([rank // 128, tensor_id, step, query], [seed % 2**32, seed // 2**32])
+    return 2 * ((words[rank % 128 // 32] >> (rank % 32)) & 1) - 1
 
 
-def z(seed: int, step: int, query: int, counts: Sequence[int], distribution: str) -> list[int]:
-    """A whole direction in flat order."""
-    return [
-        element(seed, step, query, tensor_id, rank, distribution)
-        for tensor_id, count in enumerate(counts)
-        for rank in range(count)
+def z(header: Header, step: int, query: int, exponents: Sequence[int] | None = None) -> list[int]:
+    """A whole direction in flat order, by FORMAT 6.3 to 6.5."""
+    seed, counts, split = int(header["seed"], 16), header["counts"], header["split"]
+    found = [
+        sign(seed, step, query, tensor, rank)
+        for tensor in range(len(counts))
+        for rank in range(counts[tensor])
     ]
-
-
-def state(
-    seed: int, rows: Sequence[Sequence[int]], counts: Sequence[int], distribution: str, start: int = 0
-) -> list[int]:
-    """FORMAT 7.5 on Python integers."""
-    total = [0] * sum(counts)
-    for row, coefficients in enumerate(rows):
-        for query, c in enumerate(coefficients):
-            direction = z(seed, start + row, query, counts, distribution)
-            total = [s + c * element for s, element in zip(total, direction, strict=True)]
-    return total
-
-
-Split = tuple[int, int]
-"""First upper tensor and lower queries."""
-
-
-def layered_z(
-    seed: int,
-    step: int,
-    query: int,
-    counts: Sequence[int],
-    distribution: str,
-    *,
-    u: Sequence[Sequence[int]] | None = None,
-    basis_steps: int = 0,
-    exponents: Sequence[int] | None = None,
-    split: Split | None = None,
-) -> list[int]:
-    """A whole direction by FORMAT 6.5 to 6.7."""
-    if u is not None and step < basis_steps:
-        b = [element(seed, step, query, 2**32 - 1, rank, "rademacher") for rank in range(len(u[0]))]
-        found = [sum(x * y for x, y in zip(row, b, strict=True)) for row in u]
-    else:
-        found = z(seed, step, query, counts, distribution)
-        if exponents is not None:
-            found = [value * 2**exponent for value, exponent in zip(found, exponents, strict=True)]
+    if header["exponents"] is not None:
+        assert exponents is not None
+        found = [value * 2**d for value, d in zip(found, exponents, strict=True)]
     if split is not None:
-        below = sum(counts[: split[0]])
-        if query < split[1]:
-            found = [value if index < below else 0 for index, value in enumerate(found)]
-        else:
-            found = [value if index >= below else 0 for index, value in enumerate(found)]
+        below = sum(counts[: split["first_upper_tensor"]])
+        lower = query < split["lower_queries"]
+        found = [value if (index < below) == lower else 0 for index, value in enumerate(found)]
     return found
 
 
-def layered_state(
-    seed: int,
-    rows: Sequence[Sequence[int]],
-    counts: Sequence[int],
-    distribution: str,
-    start: int = 0,
-    *,
-    u: Sequence[Sequence[int]] | None = None,
-    basis_steps: int = 0,
-    exponents: Sequence[int] | None = None,
-    split: Split | None = None,
+def state(
+    header: Header, rows: Sequence[Sequence[int]], exponents: Sequence[int] | None = None, start: int = 0
 ) -> list[int]:
-    """FORMAT 7.5 for such directions."""
-    total = [0] * sum(counts)
+    """FORMAT 7.5 on Python integers."""
+    total = [0] * sum(header["counts"])
     for row, coefficients in enumerate(rows):
         for query, c in enumerate(coefficients):
-            direction = layered_z(
-                seed,
-                start + row,
-                query,
-                counts,
-                distribution,
-                u=u,
-                basis_steps=basis_steps,
-                exponents=exponents,
-                split=split,
-            )
-            total = [s + c * value for s, value in zip(total, direction, strict=True)]
+            if c:
+                direction = z(header, start + row, query, exponents)
+                total = [s + c * element for s, element in zip(total, direction, strict=True)]
     return total
+
+
+def state_digest(header: Header, s: Sequence[int]) -> str:
+    """FORMAT 10."""
+    data = b"permille-state-1\0" + header["mask_digest"].encode() + b"\0"
+    data += struct.pack("<i", header["step_unit_exponent"]) + struct.pack(f"<{len(s)}q", *s)
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def write_log(header: Header, rows: Sequence[Sequence[int]], flags: Mapping[int, int]) -> bytes:
+    """A canonical log by FORMAT 9.1 and 9.2."""
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    head = b"PMLLOG1\n" + struct.pack("<I", len(text)) + text + struct.pack("<I", len(rows))
+    crc = zlib.crc32(head)
+    data = head + struct.pack("<I", crc)
+    for first in range(0, len(rows), 1024):
+        chunk = rows[first : first + 1024]
+        flagged = {step - first: flag for step, flag in flags.items() if first <= step < first + len(chunk)}
+        numbers = [len(flagged), *(n for step in sorted(flagged) for n in (step, flagged[step]))]
+        numbers += [2 * c if c >= 0 else -2 * c - 1 for row in chunk for c in row]
+        payload = b"".join(_varint(number) for number in numbers)
+        sized = struct.pack("<I", len(payload)) + payload
+        crc = zlib.crc32(sized, crc)
+        data += sized + struct.pack("<I", crc)
+    return data
+
+
+def read_log(data: bytes) -> tuple[dict[str, Any], list[list[int]]]:
+    """Header and coefficients of a canonical log by FORMAT 9; checks checksums, not limits."""
+    (size,) = struct.unpack_from("<I", data, 8)
+    header = json.loads(data[12 : 12 + size])
+    at = 12 + size
+    steps, stored = struct.unpack_from("<II", data, at)
+    crc = zlib.crc32(data[: at + 4])
+    assert data[:8] == b"PMLLOG1\n"
+    assert stored == crc
+    at += 8
+    rows: list[list[int]] = []
+    while len(rows) < steps:
+        (size,) = struct.unpack_from("<I", data, at)
+        numbers = _numbers(data[at + 4 : at + 4 + size])
+        crc = zlib.crc32(data[at : at + 4 + size], crc)
+        assert struct.unpack_from("<I", data, at + 4 + size)[0] == crc
+        at += 8 + size
+        signed = [n // 2 if n % 2 == 0 else -(n + 1) // 2 for n in numbers[1 + 2 * numbers[0] :]]
+        queries = header["queries"]
+        rows += [signed[first : first + queries] for first in range(0, len(signed), queries)]
+    assert at == len(data)
+    return header, rows
+
+
+def _varint(number: int) -> bytes:
+    parts = []
+    while number >= 128:
+        parts.append(number % 128 + 128)
+        number //= 128
+    return bytes([*parts, number])
+
+
+def _numbers(data: bytes) -> list[int]:
+    numbers, number, shift = [], 0, 0
+    for byte in data:
+        number += byte % 128 << shift
+        shift += 7
+        if byte < 128:
+            numbers.append(number)
+            number, shift = 0, 0
+    return numbers

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from itertools import pairwise
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from permille.errors import InputError
-from permille.zo.directions import Distribution, direction, direction_slice, sigma
+from permille.zo.directions import direction
+from permille.zo.estimators import directions_of
+from permille.zo.exponents import Exponents
+from permille.zo.header import EstimatorKind, LogHeader
 from permille.zo.philox import philox4x32_10
 from tests.unit.zo import reference
+from tests.unit.zo.logs import DIGEST, header_kinds, kind_fields, make_exponents, make_header
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "directions.json").read_text())
+GOLDEN_EXPONENTS = Exponents(np.array(GOLDEN["exponents"][0], dtype=np.int8), DIGEST)
 
 # Random123, tests/kat_vectors, philox4x32 10
 KNOWN_ANSWERS = [
@@ -27,6 +33,7 @@ KNOWN_ANSWERS = [
         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
     ),
 ]
+WORDS = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
@@ -38,130 +45,105 @@ def test_philox_gives_the_known_answers_of_random123(
     assert reference.philox(counter, key) == expected
 
 
+@given(seed=st.integers(0, 2**64 - 1), block=WORDS, tensor=WORDS, step=WORDS, query=WORDS)
+def test_philox_equals_the_reference(seed: int, block: int, tensor: int, step: int, query: int) -> None:
+    words = philox4x32_10((block, tensor, step, query), seed)
+    expected = reference.philox([block, tensor, step, query], [seed % 2**32, seed // 2**32])
+    assert [int(word) for word in words] == expected
+
+
 @pytest.mark.parametrize("vector", GOLDEN["vectors"])
-def test_directions_match_the_golden_vectors(vector: dict[str, object]) -> None:
-    z_K = direction(
-        seed=int(str(vector["seed"]), 16),
-        step=int(str(vector["step"])),
-        query=int(str(vector["query"])),
-        counts=GOLDEN["counts"],
-        distribution=Distribution(str(vector["distribution"])),
+def test_directions_match_the_golden_vectors(vector: dict[str, Any]) -> None:
+    kind = kind_fields(EstimatorKind.SPLIT if vector["split"] else EstimatorKind.SPSA)
+    header = make_header(
+        **{"queries": 8 if vector["query"] < 8 else 1} | kind,
+        seed=int(vector["seed"], 16),
+        counts=(5, 0, 129, 40),
+        exponents=GOLDEN_EXPONENTS.use if vector["exponents"] else None,
     )
-    assert z_K.dtype == np.int8
+    if vector["query"] < header.queries:
+        z_K = directions_of(header, vector["step"], GOLDEN_EXPONENTS)[vector["query"]]
+    else:  # beyond what a header may ask for
+        z_K = direction(seed=header.seed, step=vector["step"], query=vector["query"], counts=header.counts)
+    assert z_K.dtype == (np.int32 if vector["exponents"] else np.int8)
     assert z_K[:12].tolist() == vector["first"]
     assert int(z_K.sum()) == vector["sum"]
-    assert hashlib.sha256(z_K.tobytes()).hexdigest() == vector["sha256"]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    step=st.integers(0, 2**32 - 1),
-    query=st.integers(0, 2**32 - 1),
-    tensor_id=st.integers(0, 2**32 - 1),
-    start=st.integers(0, 2**31),
-    size=st.integers(0, 6),
-    distribution=st.sampled_from(Distribution),
-)
-def test_any_slice_equals_the_reference(
-    seed: int, step: int, query: int, tensor_id: int, start: int, size: int, distribution: Distribution
-) -> None:
-    z_N = direction_slice(
-        seed=seed,
-        step=step,
-        query=query,
-        tensor_id=tensor_id,
-        start=start,
-        stop=start + size,
-        distribution=distribution,
-    )
-    expected = [
-        reference.element(seed, step, query, tensor_id, rank, distribution)
-        for rank in range(start, start + size)
-    ]
-    assert z_N.tolist() == expected
+    assert hashlib.sha256(z_K.astype("<i4").tobytes()).hexdigest() == vector["sha256"]
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    cuts=st.lists(st.integers(0, 1000), max_size=8),
-    counts=st.lists(st.integers(0, 400), min_size=1, max_size=4),
-    distribution=st.sampled_from(Distribution),
+    seed=st.integers(0, 2**64 - 1),
+    step=WORDS,
+    query=WORDS,
+    counts=st.lists(st.integers(0, 150), min_size=1, max_size=4),
 )
-def test_z_does_not_depend_on_the_chunks_it_is_made_in(
-    cuts: list[int], counts: list[int], distribution: Distribution
-) -> None:
-    whole_K = direction(seed=3, step=5, query=1, counts=counts, distribution=distribution)
-    pieces = []
-    for tensor_id, count in enumerate(counts):
-        edges = sorted({0, count, *(cut for cut in cuts if cut < count)})
-        for start, stop in pairwise(edges):
-            pieces.append(
-                direction_slice(
-                    seed=3,
-                    step=5,
-                    query=1,
-                    tensor_id=tensor_id,
-                    start=start,
-                    stop=stop,
-                    distribution=distribution,
-                )
-            )
-    assert np.concatenate([whole_K[:0], *pieces]).tolist() == whole_K.tolist()
+def test_any_direction_equals_the_reference(seed: int, step: int, query: int, counts: list[int]) -> None:
+    z_K = direction(seed=seed, step=step, query=query, counts=counts)
+    expected = [
+        reference.sign(seed, step, query, tensor, rank)
+        for tensor, count in enumerate(counts)
+        for rank in range(count)
+    ]
+    assert z_K.tolist() == expected
 
 
-@pytest.mark.parametrize("distribution", Distribution)
-def test_elements_have_mean_zero_and_the_stated_deviation(distribution: Distribution) -> None:
-    z_K = direction(seed=11, step=0, query=0, counts=[200_000], distribution=distribution).astype(np.float64)
-    standard_error = sigma(distribution) / np.sqrt(len(z_K))
-    assert abs(z_K.mean()) < 5 * standard_error
-    assert z_K.std() == pytest.approx(sigma(distribution), rel=0.01)
+def test_elements_have_mean_zero_and_unit_deviation() -> None:
+    z_K = direction(seed=11, step=0, query=0, counts=[200_000]).astype(np.float64)
+    assert abs(z_K.mean()) < 5 / math.sqrt(len(z_K))
+    assert set(np.unique(z_K).tolist()) == {-1, 1}
 
 
 @pytest.mark.parametrize("changed", ["seed", "step", "query", "tensor"])
 def test_directions_that_differ_in_one_number_are_uncorrelated(changed: str) -> None:
     numbers = {"seed": 7, "step": 7, "query": 7, "tensor": 7}
-    others = numbers | {changed: 8}
     first, second = (
-        direction_slice(
-            seed=n["seed"],
-            step=n["step"],
-            query=n["query"],
-            tensor_id=n["tensor"],
-            start=0,
-            stop=100_000,
-            distribution=Distribution.RADEMACHER,
-        ).astype(np.float64)
-        for n in (numbers, others)
+        direction(seed=n["seed"], step=n["step"], query=n["query"], counts=[0] * n["tensor"] + [100_000])
+        for n in (numbers, numbers | {changed: 8})
     )
-    assert abs(float(first @ second)) / 100_000 < 5 / np.sqrt(100_000)
+    assert abs(int(first.astype(int) @ second)) / 100_000 < 5 / math.sqrt(100_000)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "changes", [{"seed": -1}, {"seed": 2**64}, {"step": 2**32}, {"query": -1}, {"counts": (5, -1)}]
+)
+def test_numbers_that_do_not_fit_their_counter_word_are_refused(changes: dict[str, Any]) -> None:
+    numbers: dict[str, Any] = {"seed": 0, "step": 0, "query": 0, "counts": (8,)}
+    with pytest.raises(InputError, match="expected"):
+        direction(**numbers | changes)
+
+
+@pytest.mark.parametrize("header", header_kinds((70, 0, 60), make_exponents(130)))
+def test_no_element_is_beyond_the_bound_and_sigma_is_the_root_mean_square(header: LogHeader) -> None:
+    z_DK = np.concatenate([directions_of(header, step, make_exponents(130)) for step in range(400)])
+    assert np.abs(z_DK).max() == header.bound
+    if header.split is None:
+        assert math.sqrt((z_DK.astype(float) ** 2).mean()) == pytest.approx(header.sigma)
+    else:
+        assert not z_DK[0::3, 70:].any()
+        assert not z_DK[1::3, :70].any()
+
+
+@pytest.mark.parametrize(
+    "e_K",
     [
-        {"seed": -1},
-        {"seed": 2**64},
-        {"step": 2**32},
-        {"query": -1},
-        {"tensor_id": 2**32},
-        {"start": 5, "stop": 4},
+        np.array([0, 16], dtype=np.int8),
+        np.array([-1, 3], dtype=np.int8),
+        np.array([1, 3], dtype=np.int8),
+        np.array([0, 0], dtype=np.int8),
+        np.array([], dtype=np.int8),
+        np.array([[0, 1]], dtype=np.int8),
+        np.array([0, 1], dtype=np.int64),
     ],
 )
-def test_numbers_that_do_not_fit_their_counter_word_are_refused(changes: dict[str, int]) -> None:
-    numbers = {"seed": 0, "step": 0, "query": 0, "tensor_id": 0, "start": 0, "stop": 8} | changes
-    with pytest.raises(InputError, match="expected"):
-        direction_slice(
-            seed=numbers["seed"],
-            step=numbers["step"],
-            query=numbers["query"],
-            tensor_id=numbers["tensor_id"],
-            start=numbers["start"],
-            stop=numbers["stop"],
-            distribution=Distribution.RADEMACHER,
-        )
+def test_arrays_that_are_no_exponents_are_refused(e_K: Any) -> None:
+    with pytest.raises(InputError, match="expected exponents"):
+        Exponents(e_K, DIGEST)
 
 
-def test_negative_counts_are_refused() -> None:
-    with pytest.raises(InputError, match="counts"):
-        direction(seed=0, step=0, query=0, counts=[4, -1], distribution=Distribution.RADEMACHER)
+def test_exponents_say_of_themselves_what_a_header_needs() -> None:
+    exponents = make_exponents(147, largest=15)
+    assert exponents.use.largest == 15
+    assert exponents.use.sum_of_squares == sum(4**d for d in exponents.e_K.tolist())
+    assert make_header(exponents=exponents.use).needed_exponents(exponents) is exponents.e_K
+    assert make_header().needed_exponents(exponents) is None

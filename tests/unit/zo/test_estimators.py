@@ -1,207 +1,150 @@
-"""Estimators: they descend, they agree with calculus, and nothing that is not finite becomes a step."""
+"""Each estimator: its variants, its arithmetic, and that its mean is the gradient of a quadratic."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.errors import InputError
-from permille.zo.directions import Distribution, direction, sigma
-from permille.zo.estimators import Batch, forward_mode, spsa
-from permille.zo.steps import apply_record, take_step
-from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.header import EstimatorKind, LogHeader, Schedule
-from permille.zo.records import StepFlag
-from permille.zo.replay import replay
-from tests.unit.zo.logs import BATCH, QuadraticEngine, kind_fields, make_header
+from permille.zo.estimators import Batch, Descent, directions_of, estimate
+from permille.zo.header import EstimatorKind, LogHeader
+from permille.zo.lattice import perturbed
+from tests.unit.zo.logs import BATCH, FixedEngine, QuadraticEngine, kind_fields, make_exponents, make_header
 
-K = 147
-RNG = np.random.default_rng(5)
+COUNTS = (12, 0, 8)
+K = sum(COUNTS)
+RNG = np.random.default_rng(8)
 W_BASE = RNG.normal(0, 1, K).astype(np.float32)
 TARGET = RNG.normal(0, 1, K).astype(np.float32)
 CURVATURE = RNG.uniform(0.5, 2, K).astype(np.float32)
+GRADIENT = CURVATURE.astype(np.float64) * (W_BASE.astype(np.float64) - TARGET)
+ZERO = np.zeros(K, dtype=np.int64)
+EXPONENTS = make_exponents(K)
+POWERS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
 
 
-def make_engine() -> QuadraticEngine:
+def kind_descent(kind: EstimatorKind, **changes: Any) -> Descent:
+    fields = {"queries": 4, "epsilon": 1e-2, "counts": COUNTS} | kind_fields(kind, lower=2, upper=8)
+    return Descent(header=make_header(**(fields | changes)), w_base_K=W_BASE, exponents=EXPONENTS)
+
+
+def quadratic() -> QuadraticEngine:
     return QuadraticEngine(TARGET, CURVATURE)
 
 
-def loss_of(s_K: NDArray[np.int64], header: LogHeader) -> float:
-    values_K = values(W_BASE, s_K, header.step_unit_exponent)
-    return float(make_engine().losses(values_K[None], BATCH)[0])
-
-
-class BrokenEngine(QuadraticEngine):
-    """Returns fixed numbers, whatever it is asked."""
-
-    def __init__(self, losses: list[float], derivatives: list[float]) -> None:
-        super().__init__(TARGET, CURVATURE)
-        self._losses = losses
-        self._derivatives = derivatives
-
-    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        return np.array(self._losses, dtype=np.float32)
-
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        return float(np.mean(self._losses)), np.array(self._derivatives, dtype=np.float64)
-
-
-@pytest.mark.parametrize("estimator", EstimatorKind)
-@pytest.mark.parametrize(
-    ("distribution", "schedule"),
-    [(distribution, Schedule.CONSTANT) for distribution in Distribution]
-    + [(Distribution.RADEMACHER, Schedule.LINEAR)],
-)
-def test_steps_reduce_the_loss_and_the_log_replays_to_the_same_state(
-    estimator: EstimatorKind, distribution: Distribution, schedule: Schedule
-) -> None:
-    learning_rate, queries, steps = 0.02, 4, 150
-    fields = {"queries": queries} | kind_fields(estimator, lower=4, upper=8)
-    header = make_header(
-        **fields,
-        distribution=distribution,
-        schedule=schedule,
-        learning_rate=learning_rate,
-        epsilon=1e-2,
-        total_steps=steps,
-        step_unit_exponent=step_unit_exponent_for(learning_rate, 20.0, queries),
-    )
-    engine = make_engine()
-    s_K = np.zeros(K, dtype=np.int64)
-    rows = []
+def mean_step(descent: Descent, steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and standard error of the estimated gradient at the base, over steps, [k] each."""
+    header = descent.header
+    found_TK = np.zeros((steps, K))
     for step in range(steps):
-        record = take_step(engine, BATCH, header, W_BASE, s_K, step, clip=None)
-        assert record.flags is StepFlag.NONE
-        apply_record(s_K, record, header)
-        rows.append(record.coefficients)
-    assert loss_of(s_K, header) < 0.2 * loss_of(np.zeros(K, dtype=np.int64), header)
-    assert np.array_equal(replay(header, np.array(rows)), s_K)
+        _, g_Q = estimate(quadratic(), BATCH, descent, ZERO, step)
+        z_QK = directions_of(header, step, EXPONENTS) / header.sigma
+        for queries, _ in header.blocks():
+            found_TK[step] += g_Q[queries] @ z_QK[queries] / (queries.stop - queries.start)
+    return found_TK.mean(axis=0), found_TK.std(axis=0) / math.sqrt(steps)
+
+
+@pytest.mark.parametrize("kind", EstimatorKind)
+def test_the_mean_of_plain_estimates_is_the_gradient(kind: EstimatorKind) -> None:
+    mean_K, error_K = mean_step(kind_descent(kind, total_steps=1200), 1200)
+    assert np.abs((mean_K - GRADIENT) / error_K).max() < 4.5
+    assert np.abs(mean_K - GRADIENT).max() < 0.5 * np.abs(GRADIENT).max()
+
+
+@pytest.mark.parametrize("kind", EstimatorKind)
+def test_the_mean_of_scaled_estimates_is_the_scaled_gradient(kind: EstimatorKind) -> None:
+    descent = kind_descent(kind, exponents=EXPONENTS.use, total_steps=1000, epsilon=1e-3)
+    scale_K = 4.0**EXPONENTS.e_K
+    mean_K, error_K = mean_step(descent, 1000)
+    assert np.abs((mean_K - GRADIENT * scale_K / scale_K.mean()) / error_K).max() < 4.5
+
+
+def test_one_sided_differences_are_unbiased_with_as_few_as_two_queries() -> None:
+    mean_K, _ = mean_step(kind_descent(EstimatorKind.ONE_SIDED, queries=2, total_steps=2500), 2500)
+    # Without the factor q / (q - 1) this slope would be a half
+    assert mean_K @ GRADIENT / (GRADIENT @ GRADIENT) == pytest.approx(1.0, abs=0.08)
+
+
+@pytest.mark.parametrize("use", [None, EXPONENTS.use], ids=["plain", "scaled"])
+def test_spsa_and_forward_mode_give_the_gradient_along_z_over_sigma(use: Any) -> None:
+    spsa = kind_descent(EstimatorKind.SPSA, exponents=use)
+    _, by_spsa = estimate(quadratic(), BATCH, spsa, ZERO, 7)
+    loss, by_forward = estimate(
+        quadratic(), BATCH, kind_descent(EstimatorKind.FORWARD, exponents=use), ZERO, 7
+    )
+    expected = directions_of(spsa.header, 7, EXPONENTS) @ GRADIENT / spsa.header.sigma
+    assert by_forward == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert by_spsa == pytest.approx(expected, rel=2e-2, abs=2e-2)
+    assert loss == pytest.approx(float(quadratic().losses(W_BASE[None], BATCH)[0]))
 
 
 def test_spsa_asks_for_both_signs_of_all_queries_in_one_call() -> None:
-    engine = make_engine()
-    take_step(engine, BATCH, make_header(queries=5), W_BASE, np.zeros(K, np.int64), 0, clip=None)
-    assert engine.calls == [10]
+    engine, descent = quadratic(), kind_descent(EstimatorKind.SPSA, queries=5)
+    estimate(engine, BATCH, descent, ZERO, 3)
+    z_QK = directions_of(descent.header, 3)
+    expected = [perturbed(W_BASE, ZERO, -20, z_K, sign * 1e-2) for z_K in z_QK for sign in (1, -1)]
+    assert np.array_equal(engine.asked_VK, expected)
 
 
-@pytest.mark.parametrize("distribution", Distribution)
-def test_both_estimators_give_the_gradient_along_z_over_sigma(distribution: Distribution) -> None:
-    header = make_header(distribution=distribution, epsilon=1e-2, queries=3)
-    s_K = np.zeros(K, dtype=np.int64)
-    gradient_K = CURVATURE.astype(np.float64) * (W_BASE.astype(np.float64) - TARGET)
-    expected = [
-        gradient_K
-        @ direction(
-            seed=header.seed, step=7, query=query, counts=header.counts, distribution=distribution
-        ).astype(np.float64)
-        / sigma(distribution)
-        for query in range(3)
-    ]
-    _, by_spsa = spsa(make_engine(), BATCH, header, W_BASE, s_K, 7)
-    loss, by_forward = forward_mode(make_engine(), BATCH, header, W_BASE, s_K, 7)
-    assert by_forward == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    assert by_spsa == pytest.approx(expected, rel=2e-2, abs=2e-2)
-    assert loss == pytest.approx(loss_of(s_K, header))
+def test_one_sided_asks_for_one_variant_of_each_query() -> None:
+    engine, descent = quadratic(), kind_descent(EstimatorKind.ONE_SIDED, queries=5)
+    estimate(engine, BATCH, descent, ZERO, 3)
+    z_QK = directions_of(descent.header, 3)
+    assert np.array_equal(engine.asked_VK, [perturbed(W_BASE, ZERO, -20, z_K, 1e-2) for z_K in z_QK])
 
 
-def test_a_step_is_pure_and_depends_on_its_number() -> None:
-    header = make_header()
-    s_K = np.arange(K, dtype=np.int64)
-    before = s_K.copy()
-    first = take_step(make_engine(), BATCH, header, W_BASE, s_K, 3, clip=None)
-    again = take_step(make_engine(), BATCH, header, W_BASE, s_K, 3, clip=None)
-    other = take_step(make_engine(), BATCH, header, W_BASE, s_K, 4, clip=None)
-    assert np.array_equal(s_K, before)
-    assert first == again
-    assert first.coefficients != other.coefficients
+def test_a_loss_that_all_directions_share_does_not_move_a_one_sided_step() -> None:
+    class Lifted(QuadraticEngine):
+        def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+            return super().losses(values_VK, batch) + np.float32(64)
+
+    descent = kind_descent(EstimatorKind.ONE_SIDED)
+    mean, plain_Q = estimate(quadratic(), BATCH, descent, ZERO, 0)
+    lifted, same_Q = estimate(Lifted(TARGET, CURVATURE), BATCH, descent, ZERO, 0)
+    assert same_Q == pytest.approx(plain_Q, abs=1e-2)
+    assert lifted == pytest.approx(mean + 64)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("clip", [None, 100.0])
-def test_one_loss_that_is_not_finite_rejects_the_whole_step(bad: float, clip: float | None) -> None:
-    engine = BrokenEngine([1.0, 2.0, bad, 1.0], [])
-    record = take_step(engine, BATCH, make_header(queries=2), W_BASE, np.zeros(K, np.int64), 9, clip=clip)
-    assert record.step == 9
-    assert record.flags is StepFlag.REJECTED
-    assert record.coefficients == (0, 0)
-    assert not math.isfinite(record.loss)
+def test_even_curvature_cancels_in_one_sided_differences() -> None:
+    engine = QuadraticEngine(TARGET, np.full(K, 1.5, dtype=np.float32))
+    descent = kind_descent(EstimatorKind.ONE_SIDED, epsilon=0.5)
+    _, g_Q = estimate(engine, BATCH, descent, ZERO, 0)
+    slopes_Q = directions_of(descent.header, 0) @ (1.5 * (W_BASE.astype(np.float64) - TARGET))
+    assert g_Q == pytest.approx((slopes_Q - slopes_Q.mean()) * 4 / 3, rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("loss", "derivatives"), [(math.nan, [1.0, 1.0]), (1.0, [1.0, math.nan]), (1.0, [-math.inf, 0.0])]
-)
-def test_forward_mode_rejects_a_scalar_that_is_not_finite(loss: float, derivatives: list[float]) -> None:
-    header = make_header(queries=2, estimator=EstimatorKind.FORWARD)
-    engine = BrokenEngine([loss], derivatives)
-    record = take_step(engine, BATCH, header, W_BASE, np.zeros(K, np.int64), 0, clip=100.0)
-    assert record.flags is StepFlag.REJECTED
-    assert record.coefficients == (0, 0)
+def test_split_asks_for_groups_that_agree_in_the_lower_block() -> None:
+    engine, descent = quadratic(), kind_descent(EstimatorKind.SPLIT)
+    estimate(engine, BATCH, descent, ZERO, 1)
+    assert len(engine.asked_VK) == 16
+    z_QK = directions_of(descent.header, 1)
+    lower, upper = slice(0, 12), slice(12, 20)
+    for variant, values_K in enumerate(engine.asked_VK):
+        for part, size, query in ((lower, 4, variant // 8), (upper, 1, 2 + variant // 2)):
+            sign = 1 if variant // size % 2 == 0 else -1
+            expected_K = perturbed(W_BASE, ZERO, -20, sign * z_QK[query], 1e-2)
+            assert np.array_equal(values_K[part], expected_K[part])
+    assert len({values_K[lower].tobytes() for values_K in engine.asked_VK}) == 4
 
 
-def test_losses_whose_difference_overflows_are_rejected() -> None:
-    engine = BrokenEngine([3e38, -3e38], [])
-    header = make_header(queries=1, epsilon=1e-300)
-    record = take_step(engine, BATCH, header, W_BASE, np.zeros(K, np.int64), 0, clip=None)
-    assert record.flags is StepFlag.REJECTED
-
-
-@pytest.mark.parametrize("exponent", [-26, -100, -149])
-def test_a_coefficient_beyond_the_format_is_rejected_not_saturated(exponent: int) -> None:
-    engine = BrokenEngine([2.0, 1.0], [])
-    header = make_header(queries=1, step_unit_exponent=exponent)
-    record = take_step(engine, BATCH, header, W_BASE, np.zeros(K, np.int64), 0, clip=None)
-    assert record.flags is StepFlag.REJECTED
-    assert record.coefficients == (0,)
-
-
-def test_a_quotient_that_overflows_is_rejected() -> None:
-    engine = BrokenEngine([3e38, 1.0], [])
-    header = make_header(queries=1, step_unit_exponent=-149, learning_rate=1e250)
-    record = take_step(engine, BATCH, header, W_BASE, np.zeros(K, np.int64), 0, clip=None)
-    assert record.flags is StepFlag.REJECTED
-
-
-def test_clipping_is_flagged_and_logged_as_applied() -> None:
-    # projected_grad = (2 - 1) / (2 * 0.5) = 1 for the first query, -4 for the second
-    engine = BrokenEngine([2.0, 1.0, 1.0, 5.0], [])
-    header = make_header(queries=2, epsilon=0.5, learning_rate=1.0, step_unit_exponent=-4)
-    free = take_step(engine, BATCH, header, W_BASE, np.zeros(K, np.int64), 0, clip=None)
-    clipped = take_step(engine, BATCH, header, W_BASE, np.zeros(K, np.int64), 0, clip=2.0)
-    unclipped = take_step(engine, BATCH, header, W_BASE, np.zeros(K, np.int64), 0, clip=4.0)
-    assert free.coefficients == (-8, 32)
-    assert clipped.coefficients == (-8, 16)
-    assert (free.flags, clipped.flags, unclipped.flags) == (StepFlag.NONE, StepFlag.CLIPPED, StepFlag.NONE)
-    assert free.loss == 2.25
-
-
-def test_the_linear_schedule_falls_to_zero_at_the_last_step() -> None:
-    engine = BrokenEngine([2.0, 1.0], [])
-    header = make_header(
-        queries=1,
-        epsilon=0.5,
-        learning_rate=1.0,
-        step_unit_exponent=-10,
-        schedule=Schedule.LINEAR,
-        total_steps=4,
+def test_split_takes_equations_6_and_8_with_a_scalar_for_each_direction() -> None:
+    fields = kind_fields(EstimatorKind.SPLIT, lower=1, upper=4)
+    loss, g_Q = estimate(
+        FixedEngine(POWERS, k=K),
+        BATCH,
+        kind_descent(EstimatorKind.SPLIT, **fields, epsilon=0.5),
+        ZERO,
+        0,
     )
-    applied = [
-        take_step(engine, BATCH, header, W_BASE, np.zeros(K, np.int64), step, clip=None).coefficients[0]
-        for step in range(4)
-    ]
-    assert applied == [-1024, -768, -512, -256]
+    # Lower: (mean of the first four - mean of the last four) / (2 * 0.5); upper: differences of pairs
+    assert g_Q.tolist() == [3.75 - 60.0, 1 - 2, 4 - 8, 16 - 32, 64 - 128]
+    assert loss == 255 / 8
 
 
-def test_an_engine_that_returns_another_number_of_losses_is_an_error() -> None:
-    with pytest.raises(InputError, match="expected 4 scalars"):
-        take_step(
-            BrokenEngine([1.0], []),
-            BATCH,
-            make_header(queries=2),
-            W_BASE,
-            np.zeros(K, np.int64),
-            0,
-            clip=None,
-        )
+def test_split_gives_each_direction_of_a_block_zeros_outside_of_it() -> None:
+    header: LogHeader = kind_descent(EstimatorKind.SPLIT).header
+    z_QK = directions_of(header, 0)
+    assert [queries for queries, _ in header.blocks()] == [slice(0, 2), slice(2, 10)]
+    assert not z_QK[:2, 12:].any() and z_QK[:2, :12].all()
+    assert not z_QK[2:, :12].any() and z_QK[2:, 12:].all()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from permille.errors import InputError
-from permille.zo.steps import apply_record
 from permille.zo.lattice import (
     STATE_LIMIT,
     coefficient,
@@ -20,10 +19,6 @@ from permille.zo.lattice import (
     step_unit_exponent_for,
     values,
 )
-from permille.zo.directions import Distribution
-from permille.zo.records import StepRecord
-from tests.unit.zo import reference
-from tests.unit.zo.logs import make_header
 
 MASK = "sha256:" + "b" * 64
 
@@ -145,28 +140,6 @@ def test_state_digest_tells_one_unit_of_one_weight() -> None:
     assert state_digest(s_K, mask_digest=MASK, step_unit_exponent=-20) == digest
 
 
-@pytest.mark.parametrize("distribution", Distribution)
-def test_apply_record_adds_the_references_integers(distribution: Distribution) -> None:
-    header = make_header(distribution=distribution, counts=(20, 3))
-    s_K = np.arange(23, dtype=np.int64)
-    apply_record(s_K, StepRecord(step=4, coefficients=(700, -9), loss=0.0), header)
-    moved = reference.state(header.seed, [[700, -9]], header.counts, distribution, start=4)
-    assert s_K.tolist() == [before + c for before, c in zip(range(23), moved, strict=True)]
-
-
-def test_a_step_out_of_the_exact_range_is_refused_and_changes_nothing() -> None:
-    header = make_header(queries=1, counts=(4,))
-    s_K = np.array([0, STATE_LIMIT - 10, 0, 0], dtype=np.int64)
-    before = s_K.copy()
-    with pytest.raises(InputError, match="2\\*\\*53"):
-        apply_record(s_K, StepRecord(step=0, coefficients=(11,), loss=0.0), header)
-    assert np.array_equal(s_K, before)
-    apply_record(s_K, StepRecord(step=0, coefficients=(10,), loss=0.0), header)
-
-
 def test_a_state_of_another_size_is_refused() -> None:
-    header = make_header(queries=1, counts=(4,))
-    with pytest.raises(InputError, match="expected a state of 4"):
-        apply_record(np.zeros(5, np.int64), StepRecord(step=0, coefficients=(1,), loss=0.0), header)
     with pytest.raises(InputError, match="shape"):
         values(np.zeros(4, np.float32), np.zeros(5, np.int64), -20)

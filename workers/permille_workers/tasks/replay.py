@@ -15,10 +15,10 @@ from permille.package.reader import Package
 from permille.store import results, runs
 from permille.store.errors import NotFoundError
 from permille.store.tables import LogState, Run
+from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
 from permille.zo.log import CanonicalLog, decode_canonical
-from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.replay import replay
 from permille_workers.context import Publish, Result, TaskContext
 from permille_workers.payloads import ReplayPayload, parse_payload

@@ -1,0 +1,185 @@
+"""Steps: they descend, they are pure, and nothing that is not finite becomes one."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.zo.estimators import Descent
+from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.lattice import STATE_LIMIT, step_unit_exponent_for, values
+from permille.zo.records import StepFlag, StepRecord
+from permille.zo.replay import replay
+from permille.zo.steps import apply_record, take_step
+from tests.unit.zo import reference
+from tests.unit.zo.logs import (
+    BATCH,
+    FixedEngine,
+    QuadraticEngine,
+    fields_of,
+    kind_fields,
+    make_exponents,
+    make_header,
+)
+
+K = 147
+RNG = np.random.default_rng(5)
+W_BASE = RNG.normal(0, 1, K).astype(np.float32)
+ENGINE = QuadraticEngine(RNG.normal(0, 1, K).astype(np.float32), RNG.uniform(0.5, 2, K).astype(np.float32))
+ZERO = np.zeros(K, dtype=np.int64)
+EXPONENTS = make_exponents(K, largest=2)
+
+
+def loss_of(s_K: NDArray[np.int64], header: LogHeader) -> float:
+    values_K = values(W_BASE, s_K, header.step_unit_exponent)
+    return float(ENGINE.losses(values_K[None], BATCH)[0])
+
+
+def step_of(
+    losses: list[float], derivatives: list[float] | None = None, *, clip: float | None = None, **changes: Any
+) -> StepRecord:
+    """Step 0 of an engine that returns these numbers."""
+    descent = Descent(header=make_header(**changes), w_base_K=W_BASE)
+    return take_step(FixedEngine(losses, derivatives or []), BATCH, descent, ZERO, 0, clip=clip)
+
+
+@pytest.mark.parametrize("estimator", EstimatorKind)
+@pytest.mark.parametrize("use", [None, EXPONENTS.use], ids=["plain", "scaled"])
+@pytest.mark.parametrize("schedule", Schedule)
+def test_steps_reduce_the_loss_and_the_log_replays_to_the_same_state(
+    estimator: EstimatorKind, use: Any, schedule: Schedule
+) -> None:
+    learning_rate, queries, steps = 0.02, 4, 150
+    header = make_header(
+        **{"queries": queries} | kind_fields(estimator, lower=4, upper=8),
+        schedule=schedule,
+        learning_rate=learning_rate,
+        epsilon=1e-2,
+        total_steps=steps,
+        step_unit_exponent=step_unit_exponent_for(learning_rate, 20.0, queries),
+        exponents=use,
+    )
+    descent = Descent(header=header, w_base_K=W_BASE, exponents=EXPONENTS)
+    s_K = ZERO.copy()
+    rows = []
+    for step in range(steps):
+        record = take_step(ENGINE, BATCH, descent, s_K, step, clip=None)
+        assert record.flags is StepFlag.NONE
+        apply_record(s_K, record, header, EXPONENTS)
+        rows.append(record.coefficients)
+    assert loss_of(s_K, header) < 0.3 * loss_of(ZERO, header)
+    assert np.array_equal(replay(header, np.array(rows), EXPONENTS), s_K)
+
+
+def test_a_step_is_pure_and_depends_on_its_number() -> None:
+    descent = Descent(header=make_header(), w_base_K=W_BASE)
+    s_K = np.arange(K, dtype=np.int64)
+    first, again = (take_step(ENGINE, BATCH, descent, s_K, 3, clip=None) for _ in range(2))
+    other = take_step(ENGINE, BATCH, descent, s_K, 4, clip=None)
+    assert np.array_equal(s_K, np.arange(K))
+    assert first == again
+    assert first.coefficients != other.coefficients
+
+
+@pytest.mark.parametrize("kind", EstimatorKind)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("clip", [None, 100.0])
+def test_one_loss_that_is_not_finite_rejects_the_whole_step(
+    kind: EstimatorKind, bad: float, clip: float | None
+) -> None:
+    losses = {EstimatorKind.ONE_SIDED: [1.0, bad], EstimatorKind.FORWARD: [bad]}.get(kind, [1.0, 2.0, bad, 1])
+    record = step_of(losses, [1.0, 1.0], clip=clip, **kind_fields(kind))
+    assert record.flags is StepFlag.REJECTED
+    assert not any(record.coefficients)
+    assert not math.isfinite(record.loss)
+
+
+@pytest.mark.parametrize("derivatives", [[1.0, math.nan], [-math.inf, 0.0]])
+def test_forward_mode_rejects_a_scalar_that_is_not_finite(derivatives: list[float]) -> None:
+    record = step_of([1.0], derivatives, clip=100.0, estimator=EstimatorKind.FORWARD)
+    assert (record.flags, record.coefficients) == (StepFlag.REJECTED, (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("losses", "changes"),
+    [
+        ([3e38, -3e38], {"epsilon": 1e-300}),
+        ([2.0, 1.0], {"step_unit_exponent": -26}),
+        ([2.0, 1.0], {"step_unit_exponent": -149}),
+        ([3e38, 1.0], {"step_unit_exponent": -149, "learning_rate": 1e250}),
+    ],
+    ids=["difference", "coefficient", "far", "quotient"],
+)
+def test_what_the_format_cannot_hold_is_rejected_not_saturated(
+    losses: list[float], changes: dict[str, Any]
+) -> None:
+    record = step_of(losses, queries=1, **changes)
+    assert (record.flags, record.coefficients) == (StepFlag.REJECTED, (0,))
+
+
+def test_clipping_is_flagged_and_logged_as_applied() -> None:
+    # projected_grad = (2 - 1) / (2 * 0.5) = 1 for the first query, -4 for the second
+    fields: dict[str, Any] = {"epsilon": 0.5, "learning_rate": 1.0, "step_unit_exponent": -4}
+    free, clipped, unclipped = (
+        step_of([2.0, 1.0, 1.0, 5.0], clip=clip, **fields) for clip in (None, 2.0, 4.0)
+    )
+    assert free.coefficients == (-8, 32)
+    assert clipped.coefficients == (-8, 16)
+    assert (free.flags, clipped.flags, unclipped.flags) == (StepFlag.NONE, StepFlag.CLIPPED, StepFlag.NONE)
+    assert free.loss == 2.25
+
+
+def test_the_linear_schedule_falls_to_zero_at_the_last_step() -> None:
+    header = make_header(
+        queries=1,
+        epsilon=0.5,
+        learning_rate=1.0,
+        step_unit_exponent=-10,
+        schedule=Schedule.LINEAR,
+        total_steps=4,
+    )
+    descent, engine = Descent(header=header, w_base_K=W_BASE), FixedEngine([2.0, 1.0])
+    taken = [take_step(engine, BATCH, descent, ZERO, step, clip=None) for step in range(4)]
+    assert [record.coefficients for record in taken] == [(-1024,), (-768,), (-512,), (-256,)]
+
+
+def test_the_step_of_a_block_is_the_mean_over_its_own_directions() -> None:
+    kind = kind_fields(EstimatorKind.SPLIT, lower=1, upper=4)
+    losses = [1.0, 2, 4, 8, 16, 32, 64, 128]
+    record = step_of(losses, **kind, epsilon=0.5, learning_rate=1.0, step_unit_exponent=-4)
+    assert record.coefficients == (900, 4, 16, 64, 256)
+
+
+def test_an_engine_that_returns_another_number_of_losses_is_an_error() -> None:
+    with pytest.raises(InputError, match="expected 4 scalars"):
+        step_of([1.0])
+
+
+def test_a_record_adds_the_references_integers_and_a_rejected_one_none() -> None:
+    header = make_header(counts=(20, 3))
+    s_K = np.arange(23, dtype=np.int64)
+    apply_record(s_K, StepRecord(step=4, coefficients=(700, -9), loss=0.0), header)
+    moved = reference.state(fields_of(header), [[700, -9]], start=4)
+    assert s_K.tolist() == [before + c for before, c in zip(range(23), moved, strict=True)]
+    before_K = s_K.copy()
+    apply_record(s_K, StepRecord(step=5, coefficients=(0, 0), loss=math.nan), header)
+    assert np.array_equal(s_K, before_K)
+
+
+def test_a_step_out_of_the_exact_range_is_refused_and_changes_nothing() -> None:
+    header = make_header(queries=1, counts=(4,))
+    s_K = np.array([0, STATE_LIMIT - 10, 0, 0], dtype=np.int64)
+    before = s_K.copy()
+    with pytest.raises(InputError, match="2\\*\\*53"):
+        apply_record(s_K, StepRecord(step=0, coefficients=(11,), loss=0.0), header)
+    assert np.array_equal(s_K, before)
+    apply_record(s_K, StepRecord(step=0, coefficients=(10,), loss=0.0), header)
+
+
+def test_a_state_of_another_size_is_refused() -> None:
+    header = make_header(queries=1, counts=(4,))
+    with pytest.raises(InputError, match="expected a state of 4"):
+        apply_record(np.zeros(5, np.int64), StepRecord(step=0, coefficients=(1,), loss=0.0), header)
