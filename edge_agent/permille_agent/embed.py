@@ -40,7 +40,7 @@ from permille_agent.training.options import TrainOptions
 from permille_agent.training.progress import SilentProgress
 from permille_agent.training.run import Evaluation, RunFolder, list_runs
 from permille_agent.training.run_clock import RunClock
-from permille_agent.training.setup import Setup, training_layers
+from permille_agent.training.setup import Setup, training_exponents
 from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import make_plan, train_attempts
 from permille_agent.training.train import package_tokenizer, run_training
@@ -140,7 +140,7 @@ def personalise(
         prepared=prepared,
         options=options,
         batches=TrainingBatches(prepared.train, batch_rows=options.batch_rows, seed=options.seed),
-        layers=training_layers(package, options),
+        exponents=training_exponents(package, options),
         decoder_layers=int(package.config["num_hidden_layers"]),
     )
     plan = make_plan(setup, run, SilentProgress(), clock)
