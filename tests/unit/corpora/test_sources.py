@@ -93,7 +93,7 @@ def test_a_broken_corpus_is_refused_long_before_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [1, 8, 15])
 def test_a_file_that_ends_in_the_middle_of_a_row_is_refused(tmp_path: Path, kept: int) -> None:
     whole = rows(*["a text"] * 50)
-    with pytest.raises(InputError, match=r"expected a whole row at the end of 'a\.jsonl'"):
+    with pytest.raises(InputError, match="to end with a whole row, got one cut"):
         read(tmp_path, "a.jsonl", whole + whole[:kept])
 
 
