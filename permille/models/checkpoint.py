@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from permille.digests import canonical_json, digest_of, digest_of_file
 from permille.errors import InputError
-from permille.models.families import Family, canonical_name, expected_tensors, family_of, scoped_tensors
+from permille.models.descriptions import Family
+from permille.models.families import canonical_name, expected_tensors, family_of, scoped_tensors
 from permille.tensors import RawTensor
 
 CONFIG_FILE = "config.json"

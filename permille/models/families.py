@@ -1,36 +1,39 @@
-"""The model families we know: linear layers in scope, all tensors of a checkpoint; from `config.json` alone.
+"""A model from its `config.json` alone: family, shape, all tensors of a checkpoint, linear layers in scope.
 
 Tensor names are those of the state dict of transformers 5; `canonical_name` maps older checkpoints to them.
 A config is foreign input here: every number is checked before it becomes a shape. No torch, no file access.
 
-Shapes are those of the weight itself: a linear layer is (N, K) = (out_features, in_features).
+Shapes of tensors are those of the weight itself: a linear layer is (N, K) = (out_features, in_features).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from permille.choices import choice_of
 from permille.errors import InputError
+from permille.models.descriptions import DESCRIPTIONS, Description, Family, NormKind, Rotation
 
 Config = Mapping[str, Any]
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
-class Family(StrEnum):
-    """Values are the `model_type` of `config.json`."""
+class Part(StrEnum):
+    """The two parts of a block; a scope may be one of them."""
 
-    LLAMA = "llama"
-    MISTRAL = "mistral"
-    QWEN2 = "qwen2"
-    QWEN3 = "qwen3"
-    OPT = "opt"
-    GEMMA = "gemma"
-    GEMMA2 = "gemma2"
-    GEMMA3_TEXT = "gemma3_text"
-    GPT_NEOX = "gpt_neox"
+    ATTENTION = "attention"
+    MLP = "mlp"
 
+
+SCOPE_PATTERN = r"all|attention|mlp|layers:[0-9]{1,5}(-[0-9]{0,5})?"
+"""The forms of a scope, for schemas: everything, a part of every layer, or a range of layers from 0."""
+
+_ROLES = {
+    Part.ATTENTION: ("query", "key", "value", "fused", "output"),
+    Part.MLP: ("gate", "up", "down"),
+}
+_NORMS = ("norm_attention", "norm_attention_out", "norm_mlp", "norm_mlp_out", "norm_query", "norm_key")
 
 # Keys that mark a mixture of experts in the configs of the hub, whatever the model_type says.
 _EXPERT_KEYS = (
@@ -74,21 +77,145 @@ def family_of(config: Config) -> Family:
     return choice_of(Family, str(model_type), "a model_type")
 
 
-def expected_tensors(config: Config) -> dict[str, Shape]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The checked numbers of a config.
+
+    Attributes:
+        head: numbers of an attention head.
+        embedded: width of the embedding, which OPT projects to the hidden size.
+        positions: rows of the table of learned positions, or 0 without one.
+        normed: norms have weights; OPT can do without.
+        normed_last: a norm stands before the head.
+        tied: the output head shares the embedding.
+        biased: the roles of the linear layers that have a bias.
+        keys: those of the config that were read.
+    """
+
+    family: Family
+    about: Description
+    layers: int
+    hidden: int
+    inner: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head: int
+    embedded: int
+    positions: int
+    normed: bool
+    normed_last: bool
+    tied: bool
+    biased: frozenset[str]
+    keys: frozenset[str]
+
+    def linear(self, part: Part | None = None) -> dict[str, tuple[int, int]]:
+        """The linear layers of a block, or of a part of it: names relative to the block."""
+        query, key = self.heads * self.head, self.kv_heads * self.head
+        shapes = {
+            "query": (query, self.hidden),
+            "key": (key, self.hidden),
+            "value": (key, self.hidden),
+            "fused": (query + 2 * key, self.hidden),
+            "output": (self.hidden, query),
+            "gate": (self.inner, self.hidden),
+            "up": (self.inner, self.hidden),
+            "down": (self.hidden, self.inner),
+        }
+        found = {}
+        for each, roles in _ROLES.items():
+            for role in roles if part in (None, each) else ():
+                if (name := getattr(self.about.names, role)) is not None:
+                    found[f"{name}.weight"] = shapes[role]
+        return found
+
+    def block(self) -> dict[str, TensorShape]:
+        """All tensors of a block, the linear layers first."""
+        names = self.about.names
+        tensors: dict[str, TensorShape] = dict(self.linear())
+        for role in _NORMS if self.normed else ():
+            if (name := getattr(names, role)) is not None:
+                width = self.head if role in ("norm_query", "norm_key") else self.hidden
+                tensors |= self.norm(name, width)
+        roles = [role for roles in _ROLES.values() for role in roles if role in self.biased]
+        biased = [name for role in roles if (name := getattr(names, role)) is not None]
+        return tensors | {f"{name}.bias": tensors[f"{name}.weight"][:1] for name in biased}
+
+    def norm(self, name: str, width: int) -> dict[str, TensorShape]:
+        """The tensors of one norm."""
+        weight: dict[str, TensorShape] = {f"{name}.weight": (width,)}
+        return weight | ({f"{name}.bias": (width,)} if self.about.norm is NormKind.LAYER else {})
+
+
+def shape_of(config: Config) -> ModelShape:
+    """The numbers of a config.
+
+    Raises:
+        InputError: as `family_of`, or a number in the config that is missing, no integer or out of range.
+    """
+    family = family_of(config)
+    about, read = DESCRIPTIONS[family], _Reader(config)
+    learned = about.rotation is Rotation.LEARNED
+    own_heads = not learned and about.names.fused is None
+    hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
+    if about.head is None and (not own_heads or config.get("head_dim") is None) and hidden % heads:
+        raise InputError(f"expected hidden_size to be a multiple of {heads} heads, got {hidden}")
+    silent = about.silent_kv_heads or "num_key_value_heads" in config
+    kv_heads = read.size("num_key_value_heads", heads if silent else None) if own_heads else heads
+    if heads % kv_heads:
+        raise InputError(f"expected a multiple of {kv_heads} key-value heads, got {heads} heads")
+    last: list[bool] = []
+    if learned:  # Both are read, whatever the first says.
+        last = [read.flag("do_layer_norm_before", True), not read.flag("_remove_final_layer_norm", False)]
+    return ModelShape(
+        family=family,
+        about=about,
+        layers=read.size("num_hidden_layers", largest=_LARGEST_LAYERS),
+        hidden=hidden,
+        inner=read.size(about.inner),
+        vocabulary=read.size("vocab_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head=read.size("head_dim", about.head or hidden // heads) if own_heads else hidden // heads,
+        embedded=read.size("word_embed_proj_dim", hidden) if learned else hidden,
+        # OPT keeps two rows before position 0.
+        positions=read.size("max_position_embeddings") + 2 if learned else 0,
+        normed=not learned or read.flag("layer_norm_elementwise_affine", True),
+        normed_last=all(last),
+        tied=is_tied(config),
+        biased=_biased(about, read),
+        keys=frozenset(read.keys),
+    )
+
+
+def _biased(about: Description, read: "_Reader") -> frozenset[str]:
+    flags = {Part.ATTENTION: about.attention_bias, Part.MLP: about.mlp_bias}
+    biased = [role for part, flag in flags.items() if flag and read.flag(*flag) for role in _ROLES[part]]
+    return frozenset((*about.always_biased, *biased))
+
+
+def expected_tensors(config: Config) -> dict[str, TensorShape]:
     """Name and shape of every tensor of a checkpoint of this config; `lm_head.weight` is absent when tied.
 
     Order: embeddings, blocks by index with the scoped layers first, final norm, head.
 
     Raises:
-        InputError: as `family_of`, or a number in the config that is missing, no integer or out of range.
+        InputError: as `shape_of`.
     """
-    layout = _LAYOUTS[family_of(config)](config)
-    tensors = dict(layout.before)
-    for index in range(layout.layers):
-        tensors |= {
-            f"{layout.prefix}.{index}.{name}": shape for name, shape in (layout.linear | layout.other).items()
-        }
-    return tensors | layout.after
+    shape = shape_of(config)
+    about, table = shape.about, (shape.vocabulary, shape.embedded)
+    tensors: dict[str, TensorShape] = {f"{about.embedding}.weight": table}
+    if shape.positions:
+        tensors["model.decoder.embed_positions.weight"] = (shape.positions, shape.hidden)
+    if shape.embedded != shape.hidden:
+        tensors["model.decoder.project_in.weight"] = (shape.hidden, shape.embedded)
+        tensors["model.decoder.project_out.weight"] = (shape.embedded, shape.hidden)
+    block = shape.block()
+    for index in range(shape.layers):
+        tensors |= {f"{about.prefix}.{index}.{name}": size for name, size in block.items()}
+    if shape.normed and shape.normed_last:
+        tensors |= shape.norm(about.final_norm, shape.hidden)
+    return tensors if shape.tied else tensors | {"lm_head.weight": table}
 
 
 def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -98,16 +225,14 @@ def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple
     "layers:4-7", "layers:3".
 
     Raises:
-        InputError: as `expected_tensors`, or a scope of another form or outside the model's layers.
+        InputError: as `shape_of`, or a scope of another form or outside the model's layers.
     """
-    layout = _LAYOUTS[family_of(config)](config)
-    linear, layers = layout.linear, range(layout.layers)
-    if scope in ("attention", "mlp"):
-        linear = {name: shape for name, shape in linear.items() if _part_of(name) == scope}
-    else:
-        layers = _layers_in(scope, layout.layers)
+    shape = shape_of(config)
+    part = Part(scope) if scope in set(Part) else None
+    layers = range(shape.layers) if part else _layers_in(scope, shape.layers)
+    linear = shape.linear(part)
     return tuple(
-        (f"{layout.prefix}.{index}.{name}", shape) for index in layers for name, shape in linear.items()
+        (f"{shape.about.prefix}.{index}.{name}", size) for index in layers for name, size in linear.items()
     )
 
 
@@ -119,7 +244,7 @@ def layer_of(name: str) -> int | None:
 
 def is_tied(config: Config) -> bool:
     """Whether the output head shares the embedding, with the family's default where the config is silent."""
-    return _flag(config, "tie_word_embeddings", default=family_of(config) in _TIED_BY_DEFAULT)
+    return _Reader(config).flag("tie_word_embeddings", DESCRIPTIONS[family_of(config)].tied)
 
 
 def canonical_name(config: Config, name: str) -> str | None:
@@ -137,197 +262,29 @@ def canonical_name(config: Config, name: str) -> str | None:
     return None if name == "lm_head.weight" and is_tied(config) else name
 
 
-# --- one layout a family ---------------------------------------------------------------------------------
+class _Reader:
+    """Reads foreign numbers, and notes which keys it was asked for."""
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.keys: set[str] = set()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """Names inside a block are relative to `<prefix>.<layer index>.`."""
+    def size(self, key: str, default: int | None = None, *, largest: int = _LARGEST_WIDTH) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            raise InputError(f"expected {key} to be a whole number from 1 to {largest}, got {value!r}")
+        return value
 
-    prefix: str
-    layers: int
-    linear: dict[str, tuple[int, int]]
-    other: dict[str, Shape]
-    before: dict[str, Shape]
-    after: dict[str, Shape]
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise InputError(f"expected {key} to be true or false, got {value!r}")
+        return value
 
-
-def _llama_like(config: Config) -> _Layout:
-    """Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3: one block, with differences in biases and norms."""
-    family = family_of(config)
-    hidden, inner, vocabulary = (
-        _size(config, key) for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    heads = _size(config, "num_attention_heads")
-    kv_heads = _kv_heads(config, family, heads)
-    head = _head_dim(config, family, hidden, heads)
-    linear = {
-        "self_attn.q_proj.weight": (heads * head, hidden),
-        "self_attn.k_proj.weight": (kv_heads * head, hidden),
-        "self_attn.v_proj.weight": (kv_heads * head, hidden),
-        "self_attn.o_proj.weight": (hidden, heads * head),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if family in (Family.GEMMA2, Family.GEMMA3_TEXT):
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    other: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
-    if family in (Family.QWEN3, Family.GEMMA3_TEXT):
-        other |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-    return _Layout(
-        prefix="model.layers",
-        layers=_size(config, "num_hidden_layers", largest=_LARGEST_LAYERS),
-        linear=linear,
-        other=other | _biases(linear, _llama_biased(config, family)),
-        before={"model.embed_tokens.weight": (vocabulary, hidden)},
-        after={"model.norm.weight": (hidden,)} | _head(config, vocabulary, hidden),
-    )
-
-
-def _opt(config: Config) -> _Layout:
-    hidden, inner, vocabulary = _sizes(config, "hidden_size", "ffn_dim", "vocab_size")
-    positions = _size(config, "max_position_embeddings")
-    embedded = _size(config, "word_embed_proj_dim", default=hidden)
-    _divides(hidden, _size(config, "num_attention_heads"))
-    linear = {
-        "self_attn.q_proj.weight": (hidden, hidden),
-        "self_attn.k_proj.weight": (hidden, hidden),
-        "self_attn.v_proj.weight": (hidden, hidden),
-        "self_attn.out_proj.weight": (hidden, hidden),
-        "fc1.weight": (inner, hidden),
-        "fc2.weight": (hidden, inner),
-    }
-    affine = _flag(config, "layer_norm_elementwise_affine", default=True)
-    normed_last = _flag(config, "do_layer_norm_before", default=True) and not _flag(
-        config, "_remove_final_layer_norm", default=False
-    )
-    # 2: OPT's position embedding keeps two rows before position 0.
-    before: dict[str, Shape] = {
-        "model.decoder.embed_tokens.weight": (vocabulary, embedded),
-        "model.decoder.embed_positions.weight": (positions + 2, hidden),
-    }
-    if embedded != hidden:
-        before |= {"model.decoder.project_in.weight": (hidden, embedded)}
-        before |= {"model.decoder.project_out.weight": (embedded, hidden)}
-    return _Layout(
-        prefix="model.decoder.layers",
-        layers=_size(config, "num_hidden_layers", largest=_LARGEST_LAYERS),
-        linear=linear,
-        other=(_norm("self_attn_layer_norm", hidden) | _norm("final_layer_norm", hidden) if affine else {})
-        | (_biases(linear, tuple(linear)) if _flag(config, "enable_bias", default=True) else {}),
-        before=before,
-        after=(_norm("model.decoder.final_layer_norm", hidden) if affine and normed_last else {})
-        | _head(config, vocabulary, embedded),
-    )
-
-
-def _gpt_neox(config: Config) -> _Layout:
-    hidden, inner, vocabulary = (
-        _size(config, key) for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    _divides(hidden, _size(config, "num_attention_heads"))
-    linear = {
-        "attention.query_key_value.weight": (3 * hidden, hidden),
-        "attention.dense.weight": (hidden, hidden),
-        "mlp.dense_h_to_4h.weight": (inner, hidden),
-        "mlp.dense_4h_to_h.weight": (hidden, inner),
-    }
-    attention_biased = _flag(config, "attention_bias", default=True)
-    biased = tuple(name for name in linear if attention_biased or name.startswith("mlp."))
-    return _Layout(
-        prefix="gpt_neox.layers",
-        layers=_size(config, "num_hidden_layers", largest=_LARGEST_LAYERS),
-        linear=linear,
-        other=_norm("input_layernorm", hidden)
-        | _norm("post_attention_layernorm", hidden)
-        | _biases(linear, biased),
-        before={"gpt_neox.embed_in.weight": (vocabulary, hidden)},
-        after=_norm("gpt_neox.final_layer_norm", hidden) | _head(config, vocabulary, hidden),
-    )
-
-
-_LAYOUTS: dict[Family, Callable[[Config], _Layout]] = dict.fromkeys(Family, _llama_like) | {
-    Family.OPT: _opt,
-    Family.GPT_NEOX: _gpt_neox,
-}
-_TIED_BY_DEFAULT = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT, Family.OPT)
-
-
-# --- parts -----------------------------------------------------------------------------------------------
-
-
-def _llama_biased(config: Config, family: Family) -> tuple[str, ...]:
-    qkv = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
-    if family is Family.QWEN2:
-        return qkv
-    biased: tuple[str, ...] = ()
-    if family is not Family.MISTRAL and _flag(config, "attention_bias", default=False):
-        biased += (*qkv, "self_attn.o_proj.weight")
-    if family is Family.LLAMA and _flag(config, "mlp_bias", default=False):
-        biased += tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-    return biased
-
-
-def _kv_heads(config: Config, family: Family, heads: int) -> int:
-    # Only Llama's own default is "as many as heads"; another family's silence could mean another number.
-    default = heads if family is Family.LLAMA or "num_key_value_heads" in config else None
-    kv_heads = _size(config, "num_key_value_heads", default=default)
-    if heads % kv_heads:
-        raise InputError(f"expected a multiple of {kv_heads} key-value heads, got {heads} heads")
-    return kv_heads
-
-
-def _head_dim(config: Config, family: Family, hidden: int, heads: int) -> int:
-    fixed = {Family.QWEN3: 128, Family.GEMMA: 256, Family.GEMMA2: 256, Family.GEMMA3_TEXT: 256}.get(family)
-    if fixed is None and config.get("head_dim") is None:
-        _divides(hidden, heads)
-    return _size(config, "head_dim", default=fixed or hidden // heads)
-
-
-def _norm(name: str, width: int) -> dict[str, Shape]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def _biases(linear: dict[str, tuple[int, int]], biased: tuple[str, ...]) -> dict[str, Shape]:
-    return {f"{name.removesuffix('.weight')}.bias": (linear[name][0],) for name in biased}
-
-
-def _head(config: Config, vocabulary: int, width: int) -> dict[str, Shape]:
-    return {} if is_tied(config) else {"lm_head.weight": (vocabulary, width)}
-
-
-# --- reading foreign numbers -----------------------------------------------------------------------------
-
-
-def _size(config: Config, key: str, *, default: int | None = None, largest: int = _LARGEST_WIDTH) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-        raise InputError(f"expected {key} to be a whole number from 1 to {largest}, got {value!r}")
-    return value
-
-
-def _sizes(config: Config, *keys: str) -> tuple[int, ...]:
-    return tuple(_size(config, key) for key in keys)
-
-
-def _flag(config: Config, key: str, *, default: bool) -> bool:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise InputError(f"expected {key} to be true or false, got {value!r}")
-    return value
-
-
-def _divides(hidden: int, heads: int) -> None:
-    if hidden % heads:
-        raise InputError(f"expected hidden_size to be a multiple of {heads} heads, got {hidden}")
-
-
-def _part_of(name: str) -> str:
-    return "attention" if name.startswith(("self_attn.", "attention.")) else "mlp"
+    def _value(self, key: str, default: object) -> object:
+        self.keys.add(key)
+        value = self._config.get(key)
+        return default if value is None else value
 
 
 def _layers_in(scope: str, layers: int) -> range:

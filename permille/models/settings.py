@@ -5,7 +5,7 @@ name: this engine computes what transformers computes, or nothing.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from permille.errors import InputError
@@ -108,6 +108,10 @@ class Settings:
         value = self._value(key, None)
         if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
             raise unsupported(f"{key} of {', '.join(map(repr, allowed)) or 'null'}", value)
+
+    def passed_over(self, keys: Iterable[str]) -> None:
+        """These keys were read by others, or change nothing where they stand."""
+        self._read |= set(keys)
 
     def check_all_read(self) -> None:
         """

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from permille.errors import InputError, PackageError
-from permille.models.families import Family, expected_tensors, family_of
+from permille.models.descriptions import Family
+from permille.models.families import expected_tensors, family_of
 from permille.package.limits import MEASUREMENTS
 
 MAX_CONFIG_BYTES = 8 << 20  # chat templates and added tokens live in tokenizer_config.json

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from permille.engines.light.linear import LightLinear
 from permille.engines.light.model import LightLayer, Norm
-from permille.models.architecture import Architecture, BlockKind
+from permille.models.architecture import Architecture
+from permille.models.descriptions import BlockKind
 
 Array = NDArray[np.float32]
 

@@ -15,7 +15,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.models.architecture import Activation, NormKind
+from permille.models.architecture import Activation
+from permille.models.descriptions import NormKind
 from permille.native import layers as native
 
 Array = NDArray[np.float32]

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from permille.engines.inputs import ModelLimits
 from permille.engines.light.head import LightHead, StoredMatrix
 from permille.engines.light.linear import LightLinear, Tools
-from permille.models.architecture import Architecture, LayerSettings, NormKind, architecture_of
+from permille.models.architecture import Architecture, LayerSettings, architecture_of
+from permille.models.descriptions import NormKind
 from permille.models.families import layer_of
 from permille.native.weights import PackedRows
 from permille.package.reader import Package
@@ -121,15 +122,18 @@ def load_model(package: Package, tools: Tools, *, cached: bool) -> LightModel:
 
 def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
     names = parts.architecture.names
-    fused = names.fused is not None
+
+    def optional(leaf: str | None) -> LightLinear | None:
+        return None if leaf is None else parts.linear(prefix + leaf)
+
     return LightLayer(
         settings=settings,
-        fused=parts.linear(prefix + names.fused) if names.fused is not None else None,
-        query=None if fused else parts.linear(prefix + names.query),
-        key=None if fused else parts.linear(prefix + names.key),
-        value=None if fused else parts.linear(prefix + names.value),
+        fused=optional(names.fused),
+        query=optional(names.query),
+        key=optional(names.key),
+        value=optional(names.value),
         output=parts.linear(prefix + names.output),
-        gate=None if names.gate is None else parts.linear(prefix + names.gate),
+        gate=optional(names.gate),
         up=parts.linear(prefix + names.up),
         down=parts.linear(prefix + names.down),
         norm_attention=parts.norm(prefix, names.norm_attention),

@@ -28,7 +28,8 @@ from permille.engines.light.reverse_rules import (
 )
 from permille.engines.light.sequences import JoinedSequences
 from permille.engines.light.threads import blocks
-from permille.models.architecture import Architecture, BlockKind
+from permille.models.architecture import Architecture
+from permille.models.descriptions import BlockKind
 
 Array = NDArray[np.float32]
 

@@ -17,7 +17,8 @@ from permille.engines.light.layers import activate, attention_weights, slope, st
 from permille.engines.light.linear import LightLinear, Tools
 from permille.engines.light.model import Norm
 from permille.engines.light.threads import blocks
-from permille.models.architecture import Activation, Architecture, NormKind
+from permille.models.architecture import Activation, Architecture
+from permille.models.descriptions import NormKind
 
 Array = NDArray[np.float32]
 

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.engines.light import layers
-from permille.models.architecture import Activation, NormKind
+from permille.models.architecture import Activation
+from permille.models.descriptions import NormKind
 from permille.native import layers as native
 from permille.native.library import VARIABLE, paths
 

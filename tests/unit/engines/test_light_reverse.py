@@ -15,8 +15,8 @@ from permille.engines.light import layers, reverse
 from permille.engines.light.engine import LightEngine
 from permille.engines.light.model import Norm
 from permille.engines.light.reverse_rules import Heads, attention_back, feed_forward_back, norm_back
-from permille.models.architecture import Activation, Architecture, BlockKind, NormKind
-from permille.models.families import Family
+from permille.models.architecture import Activation, Architecture
+from permille.models.descriptions import BlockKind, BlockNames, Family, NormKind
 from permille.native.library import VARIABLE
 from permille.package.reader import Package
 from permille.quantization import Scheme
@@ -78,7 +78,7 @@ def _architecture(cap: float | None) -> Architecture:
     return Architecture(
         family=Family.LLAMA, prefix="", layers=(), heads=4, kv_heads=2, head=8, positions=64,
         block=BlockKind.PRE, norm=NormKind.RMS, norm_epsilon=1e-5, activation=Activation.SILU,
-        attention_scale=0.6, attention_softcap=cap, tied=False,
+        attention_scale=0.6, attention_softcap=cap, tied=False, names=BlockNames(),
     )  # fmt: skip
 
 

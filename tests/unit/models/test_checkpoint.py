@@ -13,7 +13,8 @@ import torch
 
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint, inside
-from permille.models.families import Family, scoped_tensors
+from permille.models.descriptions import Family
+from permille.models.families import scoped_tensors
 from permille.models.loading import FileTokenizer, load_model
 
 

@@ -1,5 +1,6 @@
 """What families.py says of a config, against the state dict that transformers builds from the same config."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 import transformers
 
 from permille.errors import InputError
+from permille.models.descriptions import Family
 from permille.models.families import (
-    Family,
+    SCOPE_PATTERN,
     canonical_name,
     expected_tensors,
     family_of,
@@ -123,6 +125,7 @@ def test_order_within_a_block_is_the_familys_order() -> None:
 )
 def test_scope_selects_a_range_of_layers(scope: str, layers: set[int]) -> None:
     assert {layer_of(name) for name, _ in scoped_tensors(config_of("llama", {}), scope)} == layers
+    assert re.fullmatch(SCOPE_PATTERN, scope)
 
 
 @pytest.mark.parametrize(

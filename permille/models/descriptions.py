@@ -1,0 +1,219 @@
+"""What the models of a family have in common: one record each, for shapes and for mathematics.
+
+A new family is a row here, if its block is one of those that we know: norms, attention and a feed-forward
+part that differ in where the norms stand, in biases, windows, rotations, soft caps and scales. What a config
+says is read by `families` (shapes, for every use of a model) and `architecture` (mathematics, for the light
+engine). Names of tensors and defaults are those of transformers 5.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Family(StrEnum):
+    """Values are the `model_type` of `config.json`."""
+
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    OPT = "opt"
+    GEMMA = "gemma"
+    GEMMA2 = "gemma2"
+    GEMMA3_TEXT = "gemma3_text"
+    GPT_NEOX = "gpt_neox"
+
+
+class NormKind(StrEnum):
+    """RMS: `w x / rms(x)`; RMS_PLUS_ONE: `(1 + w) x / rms(x)` (Gemma); LAYER: mean removed, with a bias."""
+
+    RMS = "rms"
+    RMS_PLUS_ONE = "rms_plus_one"
+    LAYER = "layer"
+
+
+class BlockKind(StrEnum):
+    """Where the norms stand.
+
+    PRE: `x += f(norm(x))`, twice. SANDWICH: `x += norm(f(norm(x)))`. POST: `x = norm(x + f(x))`. PARALLEL:
+    both parts read the block's input.
+    """
+
+    PRE = "pre"
+    SANDWICH = "sandwich"
+    POST = "post"
+    PARALLEL = "parallel"
+
+
+class Windows(StrEnum):
+    """Which layers attend to a window of `sliding_window` tokens.
+
+    UPPER: those from `max_window_layers` on, where `use_sliding_window` says so. PATTERN: all but every n-th.
+    """
+
+    NONE = "none"
+    ALL = "all"
+    UPPER = "upper"
+    PATTERN = "pattern"
+
+
+class Rotation(StrEnum):
+    """How positions come in: LEARNED, a table; WHOLE heads are rotated, or the first PART of them; BY_LAYER:
+    layers with a window have frequencies of their own."""
+
+    LEARNED = "learned"
+    WHOLE = "whole"
+    PART = "part"
+    BY_LAYER = "by_layer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNames:
+    """Names inside a block, without `.weight`; None: the family has no such tensor."""
+
+    query: str | None = "self_attn.q_proj"
+    key: str | None = "self_attn.k_proj"
+    value: str | None = "self_attn.v_proj"
+    fused: str | None = None
+    output: str = "self_attn.o_proj"
+    gate: str | None = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    norm_attention: str = "input_layernorm"
+    norm_attention_out: str | None = None
+    norm_mlp: str = "post_attention_layernorm"
+    norm_mlp_out: str | None = None
+    norm_query: str | None = None
+    norm_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """One family. A pair is a key of the config with its default.
+
+    Attributes:
+        final_norm: None in a config may still say that there is none (OPT).
+        head: numbers of a head where the config is silent; None: hidden size by heads.
+        silent_kv_heads: a config that names no key-value heads has as many as heads.
+        always_biased: parts with a bias whatever the config says.
+        attention_bias, mlp_bias: the flag that gives the part's layers a bias.
+        query_scalar: default of `query_pre_attn_scalar`; None: scores are scaled by the size of a head.
+        attention_softcap, final_softcap: defaults.
+    """
+
+    prefix: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    names: BlockNames = BlockNames()
+    inner: str = "intermediate_size"
+    head: int | None = None
+    tied: bool = False
+    silent_kv_heads: bool = False
+    always_biased: tuple[str, ...] = ()
+    attention_bias: tuple[str, bool] | None = ("attention_bias", False)
+    mlp_bias: tuple[str, bool] | None = None
+    block: BlockKind = BlockKind.PRE
+    norm: NormKind = NormKind.RMS
+    norm_epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    windows: Windows = Windows.NONE
+    window_pattern: int = 0
+    rotation: Rotation = Rotation.WHOLE
+    embedding_scaled: bool = False
+    query_scalar: int | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+
+
+_NORMED_HEADS = {"norm_query": "self_attn.q_norm", "norm_key": "self_attn.k_norm"}
+_SANDWICH = {
+    "norm_attention_out": "post_attention_layernorm",
+    "norm_mlp": "pre_feedforward_layernorm",
+    "norm_mlp_out": "post_feedforward_layernorm",
+}
+
+DESCRIPTIONS: Mapping[Family, Description] = {
+    Family.LLAMA: Description(silent_kv_heads=True, mlp_bias=("mlp_bias", False)),
+    Family.MISTRAL: Description(attention_bias=None, windows=Windows.ALL),
+    Family.QWEN2: Description(
+        attention_bias=None, always_biased=("query", "key", "value"), windows=Windows.UPPER
+    ),
+    Family.QWEN3: Description(head=128, names=BlockNames(**_NORMED_HEADS), windows=Windows.UPPER),
+    Family.GEMMA: Description(
+        head=256,
+        tied=True,
+        norm=NormKind.RMS_PLUS_ONE,
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        embedding_scaled=True,
+    ),
+    Family.GEMMA2: Description(
+        head=256,
+        tied=True,
+        names=BlockNames(**_SANDWICH),
+        block=BlockKind.SANDWICH,
+        norm=NormKind.RMS_PLUS_ONE,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        windows=Windows.PATTERN,
+        window_pattern=2,
+        embedding_scaled=True,
+        query_scalar=256,
+        attention_softcap=50.0,
+        final_softcap=30.0,
+    ),
+    Family.GEMMA3_TEXT: Description(
+        head=256,
+        tied=True,
+        names=BlockNames(**_SANDWICH, **_NORMED_HEADS),
+        block=BlockKind.SANDWICH,
+        norm=NormKind.RMS_PLUS_ONE,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        windows=Windows.PATTERN,
+        window_pattern=6,
+        rotation=Rotation.BY_LAYER,
+        embedding_scaled=True,
+        query_scalar=256,
+    ),
+    Family.OPT: Description(
+        prefix="model.decoder.layers",
+        embedding="model.decoder.embed_tokens",
+        final_norm="model.decoder.final_layer_norm",
+        names=BlockNames(
+            output="self_attn.out_proj",
+            gate=None,
+            up="fc1",
+            down="fc2",
+            norm_attention="self_attn_layer_norm",
+            norm_mlp="final_layer_norm",
+        ),
+        inner="ffn_dim",
+        tied=True,
+        attention_bias=("enable_bias", True),
+        mlp_bias=("enable_bias", True),
+        norm=NormKind.LAYER,
+        activation=("activation_function", "relu"),
+        rotation=Rotation.LEARNED,
+    ),
+    Family.GPT_NEOX: Description(
+        prefix="gpt_neox.layers",
+        embedding="gpt_neox.embed_in",
+        final_norm="gpt_neox.final_layer_norm",
+        names=BlockNames(
+            query=None,
+            key=None,
+            value=None,
+            fused="attention.query_key_value",
+            output="attention.dense",
+            gate=None,
+            up="mlp.dense_h_to_4h",
+            down="mlp.dense_4h_to_h",
+        ),
+        always_biased=("up", "down"),
+        attention_bias=("attention_bias", True),
+        block=BlockKind.PARALLEL,
+        norm=NormKind.LAYER,
+        norm_epsilon=("layer_norm_eps", 1e-5),
+        activation=("hidden_act", "gelu"),
+        rotation=Rotation.PART,
+    ),
+}
