@@ -18,7 +18,7 @@ COPY lab/permille_lab lab/permille_lab
 ARG TORCH_INDEX=
 RUN python -m venv /opt/permille \
  && /opt/permille/bin/pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
- && /opt/permille/bin/pip install --no-cache-dir -c constraints.txt '.[service,workers,evaluate,celery,postgres]'
+ && /opt/permille/bin/pip install --no-cache-dir -c constraints.txt '.[service,workers,celery,postgres]'
 
 FROM python:3.12-slim
 RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/permille permille

@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis bench-replay bench-engine bench-time-to-loss bench-compute-types bench-personalise bench-users bench-estimators bench-quantization bench-quantizers evidence example-model reference-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-neon test-sanitized fuzz kill-agent schemathesis results bench-replay bench-engine bench-time-to-loss bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -65,54 +65,43 @@ test-sanitized: $(VENV)/.native  ## The kernels' tests under AddressSanitizer an
 	bash scripts/test-sanitized.sh
 
 fuzz: $(VENV)/.native  ## Fuzz the package reader for ten minutes
-	$(BIN)/python -m permille_lab.benchmarks.fuzz_reader --minutes 10
+	$(BIN)/python -m tests.attacks.fuzz_reader --minutes 10
 
 kill-agent: $(VENV)/.native  ## Kill a training agent at 50 random moments and compare its bits
-	$(BIN)/python -m permille_lab.benchmarks.kill_agent --kills 50
+	$(BIN)/python -m tests.acceptance.kill_agent --kills 50
 
 schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks
 	$(BIN)/python -m tests.api_fuzz --examples 200
 
-bench-replay: $(VENV)/.native  ## Replay of 20,000 steps of 1.1M values
-	$(BIN)/python -m permille_lab.benchmarks.replay
+results: $(VENV)/.installed  ## Write docs/results from lab/results
+	$(BIN)/python -m permille_lab.pages
 
-bench-engine: $(VENV)/.native  ## Steps, memory and decoding beside dense passes, bitsandbytes and MeZO (20 minutes)
-	$(BIN)/python -m permille_lab.benchmarks.engine --output docs/results
+bench-replay: $(VENV)/.native  ## How long is the replay of 20,000 steps of 1.1M values?
+	$(BIN)/python -m permille_lab.engine.replay
 
-bench-time-to-loss: $(VENV)/.native  ## Time to the losses of MeZO and of first order (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.benchmarks.time_to_loss --cells build/bench/loss.jsonl
-	$(BIN)/python -m permille_lab.benchmarks.first_order --cells build/bench/loss.jsonl --output docs/results
+bench-engine: $(VENV)/.native  ## How fast and large is a step, beside dense passes, bitsandbytes and MeZO? (20 minutes)
+	$(BIN)/python -m permille_lab.engine
 
-bench-compute-types: $(VENV)/.native  ## Compute types that training bears (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.benchmarks.compute_types --cells build/bench/types.jsonl --output docs/results
+bench-time-to-loss: $(VENV)/.native  ## How long to a loss, beside MeZO and first order? (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m permille_lab.learning.time_to_loss
 
-bench-personalise: $(VENV)/.native  ## Held-out loss of several users, three seeds (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.benchmarks.personalise
+bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m permille_lab.learning.estimators
 
-bench-users: $(VENV)/.native  ## Own, pooled and strangers' states of many people (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.benchmarks.users --onward --restore docs/results/users.json --output docs/results
+bench-personalise: $(VENV)/.native  ## Does an untuned agent make a model better? (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m permille_lab.people.personalise
 
-bench-estimators: $(VENV)/.native  ## Held-out loss by estimator at equal cost (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.benchmarks.estimators --output docs/results
+bench-users: $(VENV)/.native  ## Is it personal, or the kind of text? (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m permille_lab.people.users
 
-bench-quantization: $(VENV)/.native  ## Perplexity by scheme and by knowledge of the mask (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.benchmarks.quantization_quality
+bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m permille_lab.quantization
 
-bench-quantizers: $(VENV)/.native  ## Perplexity, bits per byte and bytes of every base (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.benchmarks.quantizers --output docs/results
-
-evidence: $(VENV)/.native  ## The papers' comparisons and verdicts: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.benchmarks.evidence --restore docs/results --output docs/results
+evidence: $(VENV)/.native  ## The papers' comparisons: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m permille_lab.evidence
 
 example-model: $(VENV)/.installed  ## Train the example model again from its sources (Debian with apt-get)
 	$(BIN)/python -m examples.make_example_model --out examples/model --work build/example-model
-
-reference-model: $(VENV)/.installed  ## Train the reference model from its sources: hours, resumable (needs PERMILLE_DATA, git)
-	$(BIN)/python -m permille_lab.reference.fetch --texts build/reference/texts
-	$(BIN)/python -m permille_lab.reference.prepare --data "$$PERMILLE_DATA" --texts build/reference/texts --out build/reference/corpus
-	$(BIN)/python -m permille_lab.reference.train --corpus build/reference/corpus --run build/reference/run --steps 8000
-	$(BIN)/python -m permille_lab.reference.train --corpus build/reference/corpus --run build/reference/run --decay 1600 --out build/reference/reference-6M
-	$(BIN)/python -m permille_lab.reference.measure --data "$$PERMILLE_DATA" --model build/reference/reference-6M
 
 clean:  ## Remove the environment and all caches
 	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(KERNELS)*

@@ -28,7 +28,7 @@ from permille_agent.text.documents import Document
 from permille_agent.text.preparation import Prepared, prepare
 from permille_agent.text.reading import DataReport, read_documents
 from permille_agent.text.rows import Row, TrainingBatches, batch_of, document_rows, packed_rows
-from permille_agent.text.tokens import TextTokenizer
+from permille_agent.text.tokens import TextTokenizer, TokenizedDocument
 from permille_agent.training.evaluation import (
     Comparison,
     DocumentLosses,
@@ -58,6 +58,7 @@ __all__ = [
     "RunFolder",
     "SearchFailed",
     "TextTokenizer",
+    "TokenizedDocument",
     "TrainOptions",
     "TrainingBatches",
     "batch_of",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from permille_lab.benchmarks.kill_agent import bigram_command, kill_runs
+from tests.acceptance.kill_agent import bigram_command, kill_runs
 
 
 def test_ten_kills_change_no_bit(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "no program imports the lab",
         ),
         ("permille/zo/planted.py", "import permille_lab", "no program imports the lab"),
+        (
+            "lab/permille_lab/planted.py",
+            "import permille_agent.training.run",
+            "the lab uses public interfaces",
+        ),
         ("permille/zo/planted.py", "import pydantic", "zo and package stay light"),
         (
             "permille/models/planted.py",

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from permille.token_bytes import token_bytes
 from permille_lab.evaluate.cell_data import CellData, Encoder
-from permille_lab.evaluate.examples import BadRow, Example
-from permille_lab.evaluate.splits import Splits
+from permille_lab.tasks.examples import BadRow, Example
+from permille_lab.tasks.splits import Splits
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
 

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.token_bytes import token_bytes
 from permille.zo.estimators import Batch
-from permille_lab.evaluate import free_text
-from permille_lab.evaluate.examples import BadRow, Example
-from permille_lab.evaluate.rows import MAX_BAD_SHARE
-from permille_lab.evaluate.scoring import Choices, document_text, encode_example, training_batch
-from permille_lab.evaluate.splits import Splits
+from permille_lab.tasks.examples import BadRow, Example
+from permille_lab.tasks.rows import MAX_BAD_SHARE
+from permille_lab.tasks.scoring import Choices, document_text, encode_example, training_batch
+from permille_lab.tasks.splits import Splits
 
 
 class Encoder:
@@ -44,10 +43,6 @@ class Encoder:
         ends = [end for _, end in self._tokenizer.encode(text, add_special_tokens=False).offsets]
         return token_bytes(text, np.array(ends, dtype=np.int64))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
 
 class CellData:
     """Train, validation and test examples that fit; of what does not, `unfit` is told.
@@ -71,7 +66,6 @@ class CellData:
         self._splits = splits
         self._encoder = encoder
         self.seed = seed
-        self.decode = encoder.decode
         self._shots = shots
         self._batch_size = batch_size
         self._max_tokens = max_tokens
@@ -138,7 +132,7 @@ class CellData:
         for example in examples:
             try:
                 choices = encode_example(
-                    free_text.with_candidate(example),
+                    example,
                     self._encoder,
                     begin=self._encoder.begin,
                     max_tokens=self._max_tokens,
@@ -166,5 +160,5 @@ class CellData:
         train = self._splits.train
         rng = np.random.default_rng([self.seed, 1])
         chosen = rng.choice(len(train), min(self._shots, len(train)), replace=False)
-        solved = [free_text.with_candidate(train[index]) for index in chosen]
+        solved = [train[index] for index in chosen]
         return tuple(f"{item.prompt}{item.candidates[item.label]}\n\n" for item in solved)

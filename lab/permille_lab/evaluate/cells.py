@@ -19,24 +19,23 @@ from permille.corpora.sources import FileCorpus, ReadReport, read_texts
 from permille.errors import InputError
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask, MaskMethod
-from permille_lab.evaluate import free_text, models, schemes
 from permille_lab.evaluate.cell_data import CellData, Encoder
-from permille_lab.evaluate.examples import Pool
 from permille_lab.evaluate.methods import DYNAMIC, IN_SEGMENTS, TASK_MASKS, Order, TrainedSet
 from permille_lab.evaluate.outcomes import Cell, Outcome
-from permille_lab.evaluate.prompts import Task
-from permille_lab.evaluate.rows import read_file
-from permille_lab.evaluate.scoring import (
+from permille_lab.evaluate.specification import Base, Sweep
+from permille_lab.evaluate.training import Recipe, Trained, train, train_safely
+from permille_lab.evaluate.tuning import Trial
+from permille_lab.models import storage
+from permille_lab.models.trainables import Trainable, masked_weights
+from permille_lab.tasks.examples import Pool, Task
+from permille_lab.tasks.rows import read_file
+from permille_lab.tasks.scoring import (
     Choices,
     mean_losses,
     score,
     training_batch,
 )
-from permille_lab.evaluate.specification import Base, Sweep
-from permille_lab.evaluate.splits import Splits, split
-from permille_lab.evaluate.trainables import Trainable, masked_weights
-from permille_lab.evaluate.training import Recipe, Trained, train, train_safely
-from permille_lab.evaluate.tuning import Trial
+from permille_lab.tasks.splits import Splits, split
 
 _MASK_EXAMPLES = 64
 # Directions of one segment are no other segment's.
@@ -65,12 +64,7 @@ class Bench:
             trainable, trained = self._trained(cell, data, recipe, train_safely)
             values_K = trained.values_K
         tested = score(lambda batch: trainable.token_losses(values_K, batch), data.test)
-        written = None
-        if cell.task is Task.SQUAD:
-            model = trainable.installed(values_K)
-            written = free_text.write(model, data.test, data.tested, data.decode)
-            tested = replace(tested, correct_N=written.exact_N)
-        return Outcome(cell, data, trained, tested, time.perf_counter() - begin, written)
+        return Outcome(cell, data, trained, tested, time.perf_counter() - begin)
 
     def trial(self, cell: Cell, order: Order, seed: int, step_factor: float) -> Trial:
         """What tuning compares: one run, never scored on test items."""
@@ -118,7 +112,7 @@ class Bench:
         )
 
     def _pool(self, task: Task, path: Path) -> Pool:
-        found = read_file(task, path, self.sweep.wording)
+        found = read_file(task, path)
         self._bad_rows.update((f"{task.value}: {bad.name}: {bad.reason}", None) for bad in found.bad)
         return found
 
@@ -149,16 +143,16 @@ class Bench:
             ) from exc
 
     def _mask_of_corpus(self, model: Path) -> Mask:
-        return models.corpus_mask(
-            models.stored(model, Base.BF16), self.corpus_sequences(model), self.sweep.density
+        return storage.corpus_mask(
+            storage.stored(model, Base.BF16), self.corpus_sequences(model), self.sweep.density
         )
 
-    def _decoded(self, model: Path, base: Base) -> models.Decoded:
-        return schemes.calibrated(model, base, self.corpus_sequences(model))
+    def _decoded(self, model: Path, base: Base) -> storage.Decoded:
+        return storage.calibrated(model, base, self.corpus_sequences(model))
 
     def _stored(self, cell: Cell, mask: Mask | None = None) -> Any:
-        decoded = self.decoded(cell.model, cell.base) if cell.base in schemes.CALIBRATED else None
-        return models.stored(cell.model, cell.base, mask, decoded)
+        decoded = self.decoded(cell.model, cell.base) if cell.base in storage.CALIBRATED else None
+        return storage.stored(cell.model, cell.base, mask, decoded)
 
     def corpus_sequences(self, model: Path) -> NDArray[np.int64]:
         """Sequences of the corpus in the model's tokens, [sequences, tokens]."""
@@ -175,10 +169,10 @@ class Bench:
         """
         if cell.method.trained in IN_SEGMENTS:
             return self._trained_in_segments(cell, data, recipe)
-        mask = self._mask(cell, data, 0, lambda: models.stored(cell.model, Base.BF16))
+        mask = self._mask(cell, data, 0, lambda: storage.stored(cell.model, Base.BF16))
         model = self._stored(cell, mask)
         trainable = (
-            models.adapted(model, cell.method, recipe.seed) if mask is None else masked_weights(model, mask)
+            storage.adapted(model, cell.method, recipe.seed) if mask is None else masked_weights(model, mask)
         )
         return trainable, training(trainable, data.batch, _validation(trainable, data.validation), recipe)
 
@@ -189,7 +183,7 @@ class Bench:
         The step size follows from the segment's first gradients: it grows as these shrink.
         """
         model = self._stored(cell)
-        own = models.stored(cell.model, Base.BF16)
+        own = storage.stored(cell.model, Base.BF16)
         every = self.sweep.refresh_steps
         curve: list[tuple[int, float]] = []
         step, learned = 0, set[tuple[str, int]]()
@@ -198,7 +192,7 @@ class Bench:
             if first and cell.method.trained in DYNAMIC:
                 mask = self._mask(cell, data, first // every, lambda: model)
             assert mask is not None  # every set in segments has one
-            models.give_own_values(model, own, mask, learned)
+            storage.give_own_values(model, own, mask, learned)
             trainable = masked_weights(model, mask)
             part = replace(
                 recipe,
@@ -223,12 +217,12 @@ class Bench:
                 return self.mask_of_corpus(cell.model)
             case trained if trained in TASK_MASKS:
                 singles = [training_batch([item]) for item in data.train[:_MASK_EXAMPLES]]
-                return models.task_mask(model(), singles, density)
+                return storage.task_mask(model(), singles, density)
             case TrainedSet.RANDOM | TrainedSet.RANDOM_DYNAMIC:
                 seed = data.seed * 1000 + segment
-                return models.weight_mask(model(), MaskMethod.RANDOM, density, seed)
+                return storage.weight_mask(model(), MaskMethod.RANDOM, density, seed)
             case TrainedSet.OUTLIERS:
-                return models.weight_mask(model(), MaskMethod.MAGNITUDE, density, 0)
+                return storage.weight_mask(model(), MaskMethod.MAGNITUDE, density, 0)
             case _:
                 return None
 

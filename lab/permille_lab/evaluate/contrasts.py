@@ -4,7 +4,7 @@ A test of items alone says what these trained models do on other items; a claim 
 seeds too. So an item counts with every seed, `d[i, s] = mu + a_i + b_s + e_is`, and the variance of the mean
 is estimated by what item means and seed means spread, each over its own number (the error is counted twice:
 on the safe side). Items of one passage or text are a cluster: their sums are what varies
-(`permille_lab.evaluate.statistics.clustered_variance`). Degrees of freedom after Satterthwaite. Tasks are pooled
+(`statistics.clustered_variance`). Degrees of freedom after Satterthwaite. Tasks are pooled
 with equal weights; tasks that share items do not exist. They do share seeds: a random mask and the directions
 of a seed are the same for every task, so it is the seed means over all tasks that vary, and the seeds that
 all tasks have that count.

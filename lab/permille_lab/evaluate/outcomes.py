@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from permille_lab.evaluate import free_text
 from permille_lab.evaluate.cell_data import CellData
-from permille_lab.evaluate.examples import majority_share
 from permille_lab.evaluate.methods import Method
-from permille_lab.evaluate.prior import prior_losses
-from permille_lab.evaluate.prompts import Task
-from permille_lab.evaluate.scoring import Scored
 from permille_lab.evaluate.specification import Base
 from permille_lab.evaluate.training import Trained
+from permille_lab.tasks.examples import Task, majority_share
+from permille_lab.tasks.scoring import Scored, prior_losses
 
 Json = dict[str, Any]
 
@@ -56,20 +53,6 @@ class Outcome:
     trained: Trained | None
     tested: Scored
     seconds: float
-    written: free_text.Written | None = None
-
-    def record(self) -> Json:
-        """The line of the results file; in free text what is right is an exact match, and F1 is beside it.
-        Language modelling has nothing to be right about: no accuracy, no majority, no outcome but losses."""
-        return self._plain() | (
-            {}
-            if self.written is None
-            else {
-                "f1": float(self.written.f1_N.mean()),
-                "item_f1": [round(f1, 5) for f1 in self.written.f1_N.tolist()],
-                "written": list(self.written.texts),
-            }
-        )
 
     def _bits_per_byte(self) -> float | None:
         """Of language modelling, over the scored bytes of all documents alike: comparable between tokenizers
@@ -81,16 +64,16 @@ class Outcome:
         return float(self.tested.loss_N @ targets_N) / math.log(2) / size if size else None
 
     def _majority(self) -> float | None:
-        if self.cell.task is Task.TEXT:
-            return None
-        return majority_share(self.data.tested) if self.written is None else 0.0
+        return None if self.cell.task is Task.TEXT else majority_share(self.data.tested)
 
     def _prior_loss(self) -> float | None:
         """Of the best guess that is the same for every prompt; nothing where answers differ by example."""
         found = prior_losses(self.data.test)
         return None if found is None else float(found.mean())
 
-    def _plain(self) -> Json:
+    def record(self) -> Json:
+        """The line of the results file. Language modelling has nothing to be right about: no accuracy, no
+        majority, no outcome but losses."""
         return {
             "model": self.cell.model.name,
             "base": self.cell.base.value,

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille_lab.evaluate.contrasts import clusters
 from permille_lab.evaluate.outcomes import Json
-from permille_lab.evaluate.prompts import Task
 from permille_lab.evaluate.statistics import average_ranks, beats_by
+from permille_lab.tasks.examples import Task
 
 REQUIRED_GAIN = 0.05
 REQUIRED_P = 0.01

@@ -16,18 +16,27 @@ Paths are relative to the file's folder.
 import importlib.util
 import json
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from permille.errors import InputError
 from permille.zo.header import EstimatorKind
-from permille_lab.evaluate.methods import Method, method
-from permille_lab.evaluate.positions import check_positions
-from permille_lab.evaluate.prompts import Task, Wording
-from permille_lab.evaluate.splits import PAPER_SIZES
+from permille_lab.evaluate.methods import Method, TrainedSet, method
 from permille_lab.evaluate.tuning import TUNING_SEED_OFFSET
+from permille_lab.tasks.examples import Task
+from permille_lab.tasks.splits import PAPER_SIZES
 
 
 class Base(StrEnum):
@@ -38,21 +47,48 @@ class Base(StrEnum):
     NF4 = "nf4"
     INT4_G32 = "int4-g32"
     INT4_G128 = "int4-g128"
-    SQUEEZELLM = "squeezellm"
-    AUTO_ROUND = "auto-round"
     AUTO_ROUND_INT4 = "auto-round-int4"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFiles:
+def _existing(value: object, info: ValidationInfo) -> Path:
+    if not isinstance(value, str):
+        raise ValueError(f"expected a path, got {value!r:.80}")
+    path: Path = (info.context or {})["folder"] / value
+    if not path.exists():
+        raise ValueError(f"expected it to exist, got {path}")
+    return path
+
+
+def _method(value: object) -> Method:
+    try:
+        return method(str(value))
+    except InputError as exc:
+        raise ValueError(str(exc)) from exc
+
+
+def _each_once(values: Any) -> Any:
+    if isinstance(values, list | dict) and (not values or len(set(map(str, values))) < len(values)):
+        raise ValueError(f"expected one or more, each once, got {len(values)}")
+    return values
+
+
+_Existing = Annotated[Path, BeforeValidator(_existing)]
+_Method = Annotated[Method, BeforeValidator(_method)]
+_Count = Annotated[int, Field(ge=1, strict=True)]
+_Seed = Annotated[int, Field(ge=0, lt=TUNING_SEED_OFFSET, strict=True)]
+_Once = BeforeValidator(_each_once)
+
+
+class TaskFiles(BaseModel):
     """Files of one task; `test` None: the train file is divided into all three parts."""
 
-    train: Path
-    test: Path | None
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    train: _Existing
+    test: _Existing | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class Sweep(BaseModel):
     """What is compared, and how much of it.
 
     Attributes:
@@ -66,27 +102,68 @@ class Sweep:
         refresh_steps: how often dynamic masks are selected again.
     """
 
-    models: tuple[Path, ...]
-    corpus: Path
-    tasks: dict[Task, TaskFiles]
-    methods: tuple[Method, ...]
-    bases: tuple[Base, ...] = (Base.BF16,)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    density: float = 0.001
-    zo_steps: int = 1000
-    fo_steps: int = 100
-    queries: int = 4
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    models: Annotated[tuple[_Existing, ...], _Once]
+    corpus: _Existing
+    tasks: Annotated[dict[Task, TaskFiles], _Once]
+    methods: Annotated[tuple[_Method, ...], _Once]
+    bases: Annotated[tuple[Base, ...], _Once] = (Base.BF16,)
+    seeds: Annotated[tuple[_Seed, ...], _Once] = (0, 1, 2)
+    density: float = Field(default=0.001, gt=0, le=1)
+    zo_steps: _Count = 1000
+    fo_steps: _Count = 100
+    queries: _Count = 4
     estimator: EstimatorKind = EstimatorKind.SPSA
-    batch_size: int = 16
-    trials: int = 3
-    tuning_seeds: int = 1
-    evaluations: int = 10
-    sizes: tuple[int, int, int] = PAPER_SIZES
-    max_tokens: int = 256
-    refresh_steps: int = 100
-    corpus_sequences: int = 64
-    corpus_tokens: int = 128
-    wording: Wording = Wording.SENSITIVE
+    batch_size: _Count = 16
+    trials: _Count = 3
+    tuning_seeds: _Count = 1
+    evaluations: _Count = 10
+    sizes: tuple[_Count, _Count, _Count] = PAPER_SIZES
+    max_tokens: _Count = 256
+    refresh_steps: _Count = 100
+    corpus_sequences: _Count = 64
+    corpus_tokens: _Count = 128
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if problem := next(self._problems(), None):
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        for name in ("trials", "tuning_seeds"):
+            if getattr(self, name) % 2 == 0:
+                yield f"expected an odd number of {name}, got {getattr(self, name)}"
+        if self.estimator is EstimatorKind.SPLIT:
+            yield "expected an estimator without blocks, got split"
+        if len({model.name for model in self.models}) < len(self.models):
+            yield "expected models in folders of different names, got a name twice"
+        for model in self.models:
+            yield from self._problems_of(model)
+        for needed, library in (
+            (any(item.size for item in self.methods), "peft"),
+            (bool({Base.AUTO_ROUND_INT4} & set(self.bases)), "auto_round"),
+        ):
+            if needed and importlib.util.find_spec(library) is None:
+                yield f'expected {library}, which is not installed: pip install "permille[lab]"'
+
+    def _problems_of(self, model: Path) -> Iterator[str]:
+        """Losses at positions that a model was not trained on would say nothing."""
+        if missing := [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]:
+            yield f"expected {' and '.join(missing)} in {model}, got none"
+            return
+        try:
+            positions = json.loads((model / "config.json").read_text("utf-8")).get("max_position_embeddings")
+        except (OSError, ValueError, RecursionError, AttributeError) as exc:
+            yield f"expected a JSON object in {model / 'config.json'}, got {exc!r:.200}"
+            return
+        numbers = {"max_tokens": self.max_tokens}
+        if any(item.trained is TrainedSet.SENSITIVE_C4 for item in self.methods):
+            numbers["corpus_tokens"] = self.corpus_tokens
+        for name, number in numbers.items():
+            if type(positions) is int and number > positions:
+                yield f"expected {name} of at most the {positions} positions of {model.name}, got {number}"
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -106,136 +183,17 @@ def sweep_of(found: dict[str, Any], folder: Path) -> Sweep:
     """Check the keys of a sweep.
 
     Args:
-        found: what the file says, or a job's payload.
         folder: what relative paths begin at.
 
     Raises:
         InputError: an unknown or missing key, or a value that is not what the key takes.
     """
-    known = {field.name for field in fields(Sweep)}
-    if unknown := sorted(found.keys() - known):
-        raise InputError(f"expected keys of {', '.join(sorted(known))}; got {', '.join(unknown)}")
-    if missing := sorted({"models", "corpus", "tasks", "methods"} - found.keys()):
-        raise InputError(f"expected {', '.join(missing)} in a sweep, got none")
-    typed: dict[str, Any] = {
-        "models": tuple(_path(folder, "models", name) for name in _list(found, "models", str)),
-        "corpus": _path(folder, "corpus", found["corpus"]),
-        "tasks": {_task(name): _files(folder, name, value) for name, value in _table(found["tasks"])},
-        "methods": tuple(method(name) for name in _list(found, "methods", str)),
-    }
-    if "bases" in found:
-        typed["bases"] = tuple(_member(Base, "bases", name) for name in _list(found, "bases", str))
-    if "wording" in found:
-        typed["wording"] = _member(Wording, "wording", str(found["wording"]))
-    if "estimator" in found:
-        typed["estimator"] = _member(EstimatorKind, "estimator", str(found["estimator"]))
-    if "seeds" in found:
-        typed["seeds"] = tuple(_list(found, "seeds", int))
-    if "sizes" in found:
-        typed["sizes"] = _sizes(_list(found, "sizes", int))
-    for name in found.keys() - typed.keys():
-        typed[name] = _number(name, found[name])
-    return _checked(Sweep(**typed))
-
-
-def _checked(sweep: Sweep) -> Sweep:
-    for name in ("trials", "tuning_seeds"):
-        if getattr(sweep, name) % 2 == 0:
-            raise InputError(f"expected an odd number of {name}, got {getattr(sweep, name)}")
-    if sweep.estimator is EstimatorKind.SPLIT:
-        raise InputError("expected an estimator without blocks, got split")
-    if len({model.name for model in sweep.models}) < len(sweep.models):
-        raise InputError("expected models in folders of different names, got a name twice")
-    if not sweep.seeds or min(sweep.seeds) < 0 or max(sweep.seeds) >= TUNING_SEED_OFFSET:
-        raise InputError(f"expected seeds from 0 to {TUNING_SEED_OFFSET - 1}, got {list(sweep.seeds)}")
-    for name in ("models", "tasks", "methods", "bases", "seeds"):
-        found = list(getattr(sweep, name))
-        if not found or len(set(found)) < len(found):
-            raise InputError(f"expected one or more of {name}, each once, got {len(found)}")
-    for model in sweep.models:
-        if missing := [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]:
-            raise InputError(f"expected {' and '.join(missing)} in {model}, got none")
-        check_positions(
-            model.name,
-            _config(model),
-            sweep.methods,
-            max_tokens=sweep.max_tokens,
-            corpus_tokens=sweep.corpus_tokens,
-        )
-    if any(item.size for item in sweep.methods) and importlib.util.find_spec("peft") is None:
-        raise InputError(
-            'expected peft for adapters, which is not installed: pip install "permille[evaluate]"'
-        )
-    rounded = {Base.AUTO_ROUND, Base.AUTO_ROUND_INT4} & set(sweep.bases)
-    if rounded and importlib.util.find_spec("auto_round") is None:
-        raise InputError('expected auto-round, which is not installed: pip install "permille[evaluate]"')
-    return sweep
-
-
-def _config(model: Path) -> dict[str, Any]:
     try:
-        found = json.loads((model / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as exc:
-        raise InputError(f"expected JSON in {model / 'config.json'}, got {exc!r:.200}") from exc
-    if not isinstance(found, dict):
-        raise InputError(f"expected a JSON object in {model / 'config.json'}, got {type(found).__name__}")
-    return found
-
-
-def _sizes(found: list[int]) -> tuple[int, int, int]:
-    if len(found) != 3 or min(found) < 1:
-        raise InputError(f"expected sizes of train, validation and test, got {found}")
-    return found[0], found[1], found[2]
-
-
-def _number(name: str, value: Any) -> int | float:
-    if name == "density":
-        if type(value) not in (int, float) or not 0 < value <= 1:
-            raise InputError(f"expected density as a number above 0 and at most 1, got {value!r}")
-        return float(value)
-    if type(value) is not int or value < 1:
-        raise InputError(f"expected {name} as an integer of at least 1, got {value!r}")
-    return value
-
-
-def _list(found: dict[str, Any], key: str, kind: type) -> list[Any]:
-    values = found[key]
-    if not isinstance(values, list) or any(type(value) is not kind for value in values):
-        raise InputError(f"expected {key} as a list of {kind.__name__}, got {values!r:.80}")
-    return values
-
-
-def _table(value: object) -> list[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        raise InputError(f"expected tasks as tables, got {value!r:.80}")
-    return list(value.items())
-
-
-def _files(folder: Path, name: str, value: object) -> TaskFiles:
-    if not isinstance(value, dict) or "train" not in value or value.keys() - {"train", "test"}:
-        raise InputError(f"expected train and perhaps test of task {name}, got {value!r:.80}")
-    test = value.get("test")
-    return TaskFiles(
-        train=_path(folder, f"tasks.{name}.train", value["train"]),
-        test=None if test is None else _path(folder, f"tasks.{name}.test", test),
-    )
-
-
-def _task(name: str) -> Task:
-    return Task(_member(Task, "tasks", name))
-
-
-def _member(kind: type[StrEnum], key: str, value: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError as exc:
-        raise InputError(f"expected {key} of {', '.join(kind)}; got {value!r:.60}") from exc
-
-
-def _path(folder: Path, key: str, value: object) -> Path:
-    if not isinstance(value, str):
-        raise InputError(f"expected {key} as a path, got {value!r:.80}")
-    path = folder / value
-    if not path.exists():
-        raise InputError(f"expected {key} to exist, got {path}")
-    return path
+        return Sweep.model_validate(found, context={"folder": folder})
+    except ValidationError as exc:
+        first, *others = exc.errors(include_url=False)
+        place = ".".join(map(str, first["loc"]))
+        more = f"; and {len(others)} more" if others else ""
+        said = str(first["msg"]).removeprefix("Value error, ")
+        got = "" if "got" in said else f", got {first['input']!r:.80}"
+        raise InputError(f"{place}: {said}{got}{more}" if place else f"{said}{more}") from exc

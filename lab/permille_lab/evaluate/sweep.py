@@ -13,8 +13,8 @@ from permille.errors import InputError
 from permille_lab.evaluate.cells import Bench
 from permille_lab.evaluate.methods import Order
 from permille_lab.evaluate.outcomes import Cell, Json
+from permille_lab.evaluate.results import Results, alone, open_results
 from permille_lab.evaluate.specification import Sweep
-from permille_lab.evaluate.sweep_results import Results, alone, open_results
 from permille_lab.evaluate.tuning import Trial, tune, tuning_seed
 
 _TOLD = 3

@@ -20,8 +20,8 @@ from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.steps import apply_record, take_step
 from permille_lab.evaluate.methods import Order
-from permille_lab.evaluate.trainables import Trainable
 from permille_lab.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS
+from permille_lab.models.trainables import Trainable
 
 Batches = Callable[[int], Batch]
 """The batch of a step."""

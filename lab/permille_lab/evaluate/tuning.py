@@ -8,7 +8,7 @@ reported. Tuning seeds and reporting seeds never meet.
 A step size at the edge of what is stable is good or bad by the seed. With several tuning seeds the first one
 finds the best and its neighbours, and among these the lowest median over all seeds wins. What is compared
 then is what a reported run would keep: one that rose above the base begins anew with the next smaller step
-(`permille_lab.evaluate.training.train_safely`). With one seed that makes no difference inside the grid: there the
+(`training.train_safely`). With one seed that makes no difference inside the grid: there the
 lowest loss of single runs is the lowest one of those that begin anew.
 """
 

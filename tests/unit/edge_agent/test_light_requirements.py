@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from permille_lab.benchmarks.random_packages import Shape, random_package
+from permille_lab.measuring.random_packages import Shape, random_package
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "requirements" / "light-agent.txt"

@@ -21,7 +21,7 @@ from permille.package.config_files import clean_config
 from permille.package.reader import Package
 from permille.quantization import Scheme
 from permille.zo.estimators import Batch
-from permille_lab.benchmarks.random_packages import Shape, random_package
+from permille_lab.measuring.random_packages import Shape, random_package
 from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.tiny import (
     CONFIGS,

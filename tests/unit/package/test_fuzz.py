@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from permille_lab.benchmarks.fuzz_reader import ReaderFuzzer
+from tests.attacks.fuzz_reader import ReaderFuzzer
 from tests.attacks.test_every_code import documented_codes
 
 

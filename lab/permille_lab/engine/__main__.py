@@ -1,0 +1,50 @@
+"""How fast and how large is a training step? Beside dense passes, bitsandbytes and MeZO: `make bench-engine`.
+
+    python -m permille_lab.engine                           steps, memory, decoding: 20 minutes on two cores
+    python -m permille_lab.engine --layers 22 --figure step
+
+Packages are random, in the shapes of real models; without `--layers` a 1.1B model has 4 of its 22. Finished
+cells are not measured again: delete their lines to begin anew, on another machine all of them.
+"""
+
+import sys
+from functools import partial
+
+from permille_lab.engine import decode, memory, steps
+from permille_lab.engine.sizes import Sizes
+from permille_lab.measuring.cells import Cells, settings_parser
+
+_FIGURES = {
+    "step": steps.measure_steps,
+    "queries": steps.measure_queries,
+    "lower layers": steps.measure_lower_layers,
+    "memory": memory.measure,
+    "decode": decode.measure,
+}
+
+
+def main() -> int:
+    """Measure what is missing."""
+    parser = settings_parser(__doc__, "engine")
+    parser.add_argument("--figure", choices=_FIGURES, action="append", help="only these")
+    parser.add_argument("--layers", type=int, default=4, help="of the 1.1B shape, which has 22")
+    parser.add_argument("--tokens", type=int, default=64, help="of each of 16 sequences")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    cells = Cells(options.cells)
+    for shape, layers in (("30M", None), ("1.1B", options.layers)):
+        sizes = Sizes(
+            shape=shape,
+            layers=layers,
+            tokens=options.tokens,
+            threads=options.threads,
+            rounds=options.rounds,
+        )
+        for figure in options.figure or _FIGURES:
+            if shape == "1.1B" or figure == "step":
+                cells.once(figure, sizes.settings(), partial(_FIGURES[figure], options.folder, sizes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

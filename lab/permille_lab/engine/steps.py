@@ -1,0 +1,100 @@
+"""A training step beside two dense forward passes, bitsandbytes and MeZO, in interleaved rounds.
+
+A step of ours is a whole one: two variants of the sparse values (SPSA, one query), directions and update.
+Dense and bitsandbytes make two forward passes of the same tokens with losses at the same positions, and no
+update. MeZO moves all weights four times, with noise made again each time, and makes two forward passes.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from permille.engines.factory import LIGHT, LIGHT_INT8, open_engine
+from permille.package.reader import Package
+from permille.quantization import Scheme
+from permille.zo.header import EstimatorKind
+from permille_lab.engine.own_steps import EngineStep
+from permille_lab.engine.sizes import Sizes
+from permille_lab.learning.mezo import Mezo
+from permille_lab.measuring.cells import Result
+from permille_lab.measuring.dense import batch_loss, bitsandbytes_model, dense_model
+from permille_lab.measuring.machine import Step, interleaved, machine
+
+QUERIES = 8
+
+
+def measure_steps(folder: Path, sizes: Sizes) -> Result:
+    """All contenders in float32, and ours with 8-bit activations on int4."""
+    before = machine()
+    torch.set_num_threads(sizes.threads)
+    package = sizes.package(folder)
+    batch = sizes.batch(package)
+    ours = {
+        "permille light float32": _ours(package, sizes, LIGHT),
+        "permille light-int8 on int4": _ours(sizes.package(folder, Scheme.INT4), sizes, LIGHT_INT8),
+    }
+    losses: dict[str, float] = {}
+    models = {
+        "dense float32": dense_model(package, prepacked=True),
+        "bitsandbytes NF4 float32": bitsandbytes_model(package, folder / "linked" / package.digest[7:23]),
+    }
+
+    def pair(name: str) -> None:
+        for _ in range(2):
+            losses[name] = batch_loss(models[name], batch)
+
+    moved = dense_model(package, prepacked=False)
+    optimizer = Mezo(moved.parameters(), epsilon=1e-3, learning_rate=1e-12)
+    steps: dict[str, Step] = {
+        **ours,
+        **{name: partial(pair, name) for name in models},
+        "MeZO float32": lambda: optimizer.step(partial(batch_loss, moved, batch), 0),
+    }
+    found = interleaved(steps, rounds=sizes.rounds)
+    for name, step in ours.items():
+        found[name] |= {"not_forward": round(step.rest_share, 5)}
+        losses[name] = step.loss
+    return {
+        "k": package.k,
+        "steps": found,
+        "losses": losses,
+        "against": "dense float32",
+        "machine": {"before": before, "after": machine()},
+    }
+
+
+def measure_queries(folder: Path, sizes: Sizes) -> Result:
+    """Eight queries a step: finite differences and forward-mode, beside a step of one."""
+    before = machine()
+    package = sizes.package(folder)
+    steps: dict[str, Step] = {"spsa, 1 query": _ours(package, sizes, LIGHT)}
+    for estimator in (EstimatorKind.SPSA, EstimatorKind.ONE_SIDED, EstimatorKind.FORWARD):
+        engine = open_engine(package, LIGHT, threads=sizes.threads)
+        steps[f"{estimator}, {QUERIES} queries"] = EngineStep(
+            package, engine, sizes.batch(package), queries=QUERIES, estimator=estimator
+        )
+    found = interleaved(steps, rounds=sizes.rounds)
+    return {"steps": found, "machine": {"before": before, "after": machine()}}
+
+
+def measure_lower_layers(folder: Path, sizes: Sizes) -> Result:
+    """Steps of a package whose upper half is masked: what is below does not change from step to step."""
+    before = machine()
+    torch.set_num_threads(sizes.threads)
+    package = sizes.package(folder, upper_half=True)
+    batch = sizes.batch(package)
+    dense = dense_model(package, prepacked=True)
+
+    def pair() -> None:
+        batch_loss(dense, batch)
+        batch_loss(dense, batch)
+
+    found = interleaved(
+        {"dense": pair, "permille light, warm": _ours(package, sizes, LIGHT)}, rounds=sizes.rounds
+    )
+    return {"steps": found, "machine": {"before": before, "after": machine()}}
+
+
+def _ours(package: Package, sizes: Sizes, name: str) -> EngineStep:
+    return EngineStep(package, open_engine(package, name, threads=sizes.threads), sizes.batch(package))

@@ -1,0 +1,243 @@
+"""The results file of a sweep: what it is of, and what it holds.
+
+JSON lines: a `sweep` line with the digest of what is compared and the procedure, then `trial` (of a search),
+`tuning` (what it chose), `cell`, `bad-row` and `list` lines. Test items and their passages are the same in
+most cells: each such list stands once, in a `list` line, and cells name its number. A torn last line is cut
+off. A file of another sweep or procedure is refused, never mixed; seeds may be added after those that a file
+was begun with.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from permille import __version__
+from permille.errors import InputError, RetryableError
+from permille_lab.evaluate.cells import Bench
+from permille_lab.evaluate.methods import Method
+from permille_lab.evaluate.outcomes import Json
+from permille_lab.evaluate.specification import Sweep, TaskFiles
+from permille_lab.tasks.examples import Task
+
+PROCEDURE = 2
+"""How cells are tuned and trained; results of another procedure are refused."""
+
+_LISTED = ("items", "groups")
+_FIELDS: dict[str, set[str]] = {
+    "sweep": set(),
+    "bad-row": set(),
+    "list": {"values"},
+    "trial": {"loss", "rose"},
+    "tuning": {"step_factor", "losses", "on_edge"},
+    "cell": {
+        *("model", "base", "method", "task", "seed", "accuracy", "loss", "majority", "items", "correct"),
+        *("shots", "cut_examples", "validation_loss", "on_edge"),
+    },
+}
+"""What a line of each kind holds beside kind and key, as far as it is read again."""
+
+
+@contextmanager
+def alone(results: Path) -> Iterator[None]:
+    """Hold the file: two processes would measure each cell twice and write both.
+
+    Raises:
+        RetryableError: another process holds it.
+    """
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise RetryableError(f"expected to be the only sweep on {results}, got another one") from exc
+        yield
+
+
+def open_results(sweep: Sweep, path: Path) -> "Results":
+    """Open or begin the file of a sweep; one that was begun with the first of its seeds is its own.
+
+    Raises:
+        InputError: the file is of another sweep or procedure, or damaged before its last line.
+    """
+    known = digests(sweep)
+    headers = [{"kind": "sweep", "key": digest, "procedure": PROCEDURE} for digest in known]
+    found = path.read_bytes() if path.exists() else b""
+    whole, newline, torn = found.rpartition(b"\n")
+    if not newline:
+        if not any(_line(header).startswith(found) for header in headers):
+            raise InputError(f"expected results of a sweep in {path}, got {found[:60]!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")  # nothing, or the torn beginning of our own first line
+        results = Results(path, [])
+        results.append(headers[0])
+        return results
+    lines = list(_parsed(whole, path))
+    if lines[0].get("procedure") != PROCEDURE:
+        raise InputError(
+            f"expected results of procedure {PROCEDURE} in {path}, got those of another version of "
+            "permille: choose another file"
+        )
+    if lines[0] not in headers:
+        raise InputError(
+            f"expected results of the sweep {known[0][:19]} in {path}, got those of another one: "
+            "choose another file, or give the sweep as it was"
+        )
+    if torn:
+        with path.open("r+b") as file:
+            file.truncate(len(found) - len(torn))
+            os.fsync(file.fileno())
+    return Results(path, lines)
+
+
+def read_results(path: Path) -> "Results":
+    """What a file holds, whatever sweep it is of; a torn last line is left out.
+
+    Raises:
+        InputError: it is damaged before that.
+    """
+    return Results(path, _parsed(path.read_bytes().rpartition(b"\n")[0], path))
+
+
+class Results:
+    """The file of a sweep, and what it holds."""
+
+    def __init__(self, path: Path, lines: "list[Json] | Iterator[Json]") -> None:
+        self._path = path
+        self.cells: dict[str, Json] = {}
+        self.tunings: dict[str, Json] = {}
+        self.trials: dict[str, Json] = {}
+        self.bad_rows: dict[str, None] = {}
+        self._lists: dict[str, int] = {}
+        for line in lines:
+            self._take(line)
+
+    @contextmanager
+    def bad_rows_of(self, bench: Bench) -> Iterator[None]:
+        """Append what the bench meets and the file does not name, however the work ends."""
+        try:
+            yield
+        finally:
+            for line in bench.bad_rows():
+                if line not in self.bad_rows:
+                    self.append({"kind": "bad-row", "key": line})
+
+    def append(self, line: Json) -> None:
+        """Make a line durable, then known."""
+        short = dict(line)
+        data = b""
+        for name in _LISTED:
+            if name in line:
+                text = json.dumps(line[name])
+                if text not in self._lists:
+                    self._lists[text] = len(self._lists)
+                    data += _line({"kind": "list", "key": str(self._lists[text]), "values": line[name]})
+                short[name] = self._lists[text]
+        with self._path.open("ab") as file:
+            file.write(data + _line(short))
+            file.flush()
+            os.fsync(file.fileno())
+        self._take(line)
+
+    def _take(self, line: Json) -> None:
+        kinds = {"cell": self.cells, "tuning": self.tunings, "trial": self.trials}
+        if line["kind"] in kinds:
+            kinds[line["kind"]][line["key"]] = line
+        elif line["kind"] == "bad-row":
+            self.bad_rows[line["key"]] = None
+        elif line["kind"] == "list":
+            self._lists[json.dumps(line["values"])] = int(line["key"])
+
+
+def digests(sweep: Sweep) -> list[str]:
+    """Of the sweep, then of the same one with ever fewer of its first seeds.
+
+    A digest is of the choices, the bytes of the files, wherever these are, and our version. A choice at its
+    default is left out: what a sweep can choose may grow, and results stay its own.
+    """
+    chosen = {
+        name: getattr(sweep, name)
+        for name, field in Sweep.model_fields.items()
+        if getattr(sweep, name) != field.default
+    }
+    plain = json.loads(json.dumps(chosen, default=_content))
+    found = []
+    for count in range(len(sweep.seeds), 0, -1):
+        seeds = sweep.seeds[:count]
+        plain["seeds"] = list(seeds)
+        if seeds == Sweep.model_fields["seeds"].default:
+            del plain["seeds"]
+        definition = json.dumps([__version__, plain], sort_keys=True)
+        found.append(f"sha256:{hashlib.sha256(definition.encode()).hexdigest()}")
+    return found
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Method):
+        return value.name
+    if isinstance(value, TaskFiles):
+        return {"train": value.train, "test": value.test}
+    if not isinstance(value, Path):
+        raise TypeError(f"expected a path, got {type(value).__name__}")
+    files = sorted(value.iterdir()) if value.is_dir() else [value]
+    return [value.name, *(f"{file.name} {_file_digest(file)}" for file in files if file.is_file())]
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _line(record: Json) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _parsed(whole: bytes, path: Path) -> Iterator[Json]:
+    """The lines, with their lists in place."""
+    lists: list[list[str]] = []
+    for number, line in enumerate(whole.split(b"\n"), start=1):
+        try:
+            found = json.loads(line)
+            if type(found["key"]) is not str or not _FIELDS[found["kind"]] <= found.keys():
+                raise ValueError(f"fields {sorted(found)}")
+            if found["kind"] == "list":
+                lists.append(found["values"])
+            _check_numbers(found)
+            if found["kind"] == "cell":
+                found |= {name: lists[found[name]] for name in _LISTED if name in found}
+                names = [found[name] for name in ("model", "base", "method", "task")]
+                if found["key"] != "/".join([*names, str(found["seed"])]):
+                    raise ValueError(f"a cell of {names}")
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as exc:
+            raise InputError(
+                f"expected a result in line {number} of {path}, got {line[:60]!r} ({exc})"
+            ) from exc
+        yield found
+
+
+_NUMBERS = {
+    "trial": ("loss",),
+    "tuning": ("step_factor",),
+    "cell": ("loss", "cut_examples", "shots", "accuracy", "majority", "bits_per_byte", "prior_loss"),
+}
+_MAY_LACK = {"accuracy", "majority", "bits_per_byte", "prior_loss"}
+"""Language modelling has no accuracy, tasks no bytes; results of before they were measured have neither."""
+
+
+def _check_numbers(line: Json) -> None:
+    """Refuse what somebody edited."""
+    for name in _NUMBERS.get(line["kind"], ()):
+        value = line.get(name)
+        if value is None and (name in _MAY_LACK or line["kind"] == "trial"):
+            if name == "accuracy" and line["task"] != Task.TEXT:
+                raise ValueError("no accuracy")
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{value!r:.60} for the number {name}")
+    if not isinstance(line.get("rose", False), bool):
+        raise ValueError(f"rose {line['rose']!r:.60}")

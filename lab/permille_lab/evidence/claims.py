@@ -1,0 +1,370 @@
+"""What the papers claim, and what the records of sweeps say to it: holds, fails, or undecided.
+
+- BETTER: holds where the advantage is above 0 at 5%, two-sided; fails where an advantage of the margin is
+  excluded, and the 95% interval does not lie wholly above 0.
+- AT LEAST: holds where more than the margin behind is excluded at 5%; fails where less than that is,
+  two-sided.
+- WITHIN: two one-sided tests: holds where the 90% interval lies within the margin; fails where it is beyond
+  it on either side, two-sided.
+
+What holds and what fails are each judged at 5% after Holm over all rows of the claim. Where seeds were added
+after a look at the outcome, p is first multiplied by the number of looks (Bonferroni).
+
+A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
+(`report.countable`); on the others the losses of the right answers are compared, in a row
+of their own, and those of language modelling in another. Nothing is decided on fewer than `MIN_SEEDS` seeds
+(`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN) or `MIN_CLUSTERS` clusters of items (one of each passage or
+text). Tasks with `EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer, whose seeds would be
+all that count: these have a row of their own, and where it has too few for the claim's relation, beside a row
+that has enough, it is shown and does not count for the claim. And two methods that learned nothing are no
+equals: AT LEAST and WITHIN are decided only where the second method is better than the base it began from, at
+5% (or the first one better than it).
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+from permille_lab.evaluate.contrasts import Contrast, Record, contrast
+from permille_lab.evaluate.methods import SPARSE, method
+from permille_lab.evaluate.report import MIN_CLUSTERS, countable
+from permille_lab.evaluate.statistics import EQUIVALENCE_MARGIN, holm_adjusted
+from permille_lab.evidence.paper_claims import CLAIMS, FLOATING, Claim, Relation
+from permille_lab.tasks.examples import Task
+
+ALPHA = 0.05
+MANY_TIMES = 100
+"""As narrow an interval as nobody will measure."""
+MIN_SEEDS = 3
+EQUIVALENCE_SEEDS = 5
+LOSS_MARGIN = 0.01
+"""Nats a token."""
+
+DECIDING = ("table", "flat")
+"""Stages that decide claims; what other stages show at other densities says where a claim turns."""
+
+
+_UNBOUND = ("fo:lora-", "fo:full")
+"""First-order references that show what a task cannot teach a model; a mask's ceiling does not."""
+
+
+class Verdict(StrEnum):
+    """What is known."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One comparison of a claim.
+
+    Attributes:
+        by_loss: nats a token instead of shares of right answers.
+        found: None where nothing can be compared.
+        p_value: of what would make the claim hold, after Holm; None where nothing was tested.
+        p_failing: of what would make it fail, likewise.
+        reason: of `undecided`: what is needed; else what a reader should know, or nothing.
+        counts: whether the claim's verdict waits for it.
+    """
+
+    claim: Claim
+    model: str
+    density: float
+    by_loss: bool
+    found: Contrast | None
+    p_value: float | None
+    verdict: Verdict
+    reason: str
+    counts: bool = True
+    p_failing: float | None = None
+
+    @property
+    def margin(self) -> float:
+        """In the row's unit."""
+        return LOSS_MARGIN if self.by_loss else EQUIVALENCE_MARGIN
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95%, or 90% for two one-sided tests."""
+        if self.found is None:
+            return None
+        return self.found.interval(0.9 if self.claim.relation is Relation.WITHIN else 0.95)
+
+
+def verdicts(
+    records: Iterable[Record],
+    claims: Sequence[Claim] = CLAIMS,
+    *,
+    stages: Collection[str] = DECIDING,
+    looks: Mapping[str, int] = MappingProxyType({}),
+) -> list[Row]:
+    """A row for each claim, model, density and kind of outcome; at least one for each claim.
+
+    Args:
+        records: cells of results files, each with `stage`, `density` and `queries` of its sweep besides.
+        stages: whose records decide claims that name no stage of their own. References (zero-shot, first
+            order) come from all.
+        looks: how often a claim's outcome was looked at, with the last time, by its key; 1 where it is not
+            named.
+    """
+    known = list(records)
+    return [row for claim in claims for row in _rows(claim, known, stages, looks.get(claim.key, 1))]
+
+
+def overall(rows: Sequence[Row]) -> Verdict:
+    """Of one claim: holds where every row that counts does, fails where one does, else undecided."""
+    found = {row.verdict for row in rows if row.counts}
+    if Verdict.FAILS in found:
+        return Verdict.FAILS
+    return Verdict.HOLDS if found == {Verdict.HOLDS} else Verdict.UNDECIDED
+
+
+def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
+    """Whether a task's accuracies say something of a model, on a base that has both references: a 16- or
+    32-bit one if there is one.
+
+    A task without references (zero-shot and first-order training) is left out: nothing is known of it. So is
+    one that only first-order training of a few weights failed at. Language modelling has no accuracies.
+    """
+    own = [record for record in records if record["model"] == model]
+    found: dict[str, bool] = {}
+    for task in dict.fromkeys(record["task"] for record in own):
+        if task == Task.TEXT:
+            found[task] = False
+            continue
+        for base in sorted({record["base"] for record in own}, key=lambda base: (base not in FLOATING, base)):
+            rows: dict[tuple[str, str], list[Record]] = {}
+            for record in own:
+                if (record["task"], record["base"]) == (task, base):
+                    name, setting = record["method"], (record["stage"], record["density"], record["queries"])
+                    key = name if name == "zero-shot" else f"{name} {setting}"
+                    rows.setdefault((key, task), []).append(record)
+            if ("zero-shot", task) in rows and any(name.startswith("fo:") for name, _ in rows):
+                counts = countable(_plain(rows), task)
+                if counts or (counts is False and any(name.startswith(_UNBOUND) for name, _ in rows)):
+                    found[task] = counts
+                break
+    return found
+
+
+def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], looks: int) -> list[Row]:
+    pairs = []
+    for model in dict.fromkeys(record["model"] for record in records):
+        counted = counted_tasks(records, model)
+        own = [record for record in records if record["model"] == model]
+        for by_loss, text in ((False, False), (True, False), (True, True)):
+            tasks = {task for task, counts in counted.items() if counts is not by_loss}
+            of_kind = [r for r in own if r["task"] in tasks and (r["task"] == Task.TEXT) is text]
+            pairs += [
+                (model, density, by_loss, first, second, of_kind)
+                for density, first, second in _matched(claim, of_kind, stages)
+            ]
+    rows = [
+        replace(_row(claim, model, density, by_loss, mine, theirs, of_kind), counts=counts)
+        for model, density, by_loss, first, second, of_kind in pairs
+        for mine, theirs, counts in _by_seeds(claim, first, second)
+    ]
+    if not rows:
+        nothing = "needs both methods at one density, and the task's zero-shot and first-order references"
+        return [_undecided(claim, "", 0.0, by_loss=False, found=None, reason=nothing)]
+    tested = [(row.p_value, _p_failing(row)) for row in rows if row.p_value is not None]
+    holding = iter(holm_adjusted([min(1.0, looks * holds) for holds, _ in tested]))
+    failing = iter(holm_adjusted([min(1.0, looks * fails) for _, fails in tested]))
+    return [
+        _judged(replace(row, p_value=next(holding), p_failing=next(failing)))
+        if row.p_value is not None
+        else row
+        for row in rows
+    ]
+
+
+def _matched(
+    claim: Claim, records: Sequence[Record], stages: Collection[str]
+) -> list[tuple[float, list[Record], list[Record]]]:
+    """(density, first, second): a setting and a density that both sides have, on one base unless the claim
+    compares bases.
+
+    Sets without a mask have the density of their sweep, which says nothing of them: they stand beside every
+    density.
+    """
+    wanted = stages if claim.stage is None else {claim.stage}
+    kept = [record for record in records if record["stage"] in wanted]
+    first = [record for record in kept if claim.first.takes(record)]
+    second = [record for record in kept if claim.second.takes(record)]
+    found = []
+    for density in sorted({record["density"] for record in first}):
+        mine = _once([record for record in first if record["density"] == density])
+        maskless = method(claim.second.method).trained not in SPARSE
+        bases = {(record["task"], record["base"]) for record in mine}
+        theirs = _once(
+            [
+                record
+                for record in second
+                if (maskless or record["density"] == density)
+                and (claim.first.four_bit or (record["task"], record["base"]) in bases)
+            ]
+        )
+        if mine and theirs:
+            found.append((density, mine, theirs))
+    return found
+
+
+def _once(records: Sequence[Record]) -> list[Record]:
+    """One record of a task and seed: of the setting with the most seeds. Test items choose nothing."""
+    settings: dict[str, dict[tuple[str, int, str], list[Record]]] = {}
+    for record in records:
+        setting = (record["stage"], record["queries"], record["base"])
+        settings.setdefault(record["task"], {}).setdefault(setting, []).append(record)
+    chosen: list[Record] = []
+    for of_task in settings.values():
+        chosen += of_task[min(of_task, key=lambda setting: (-len(of_task[setting]), setting))]
+    return chosen
+
+
+def _row(
+    claim: Claim,
+    model: str,
+    density: float,
+    by_loss: bool,
+    first: Sequence[Record],
+    second: Sequence[Record],
+    records: Sequence[Record],
+) -> Row:
+    wanted = MIN_SEEDS if claim.relation is Relation.BETTER else EQUIVALENCE_SEEDS
+    found = contrast(first, second, by_loss=by_loss)
+    blank = _undecided(claim, model, density, by_loss=by_loss, found=found, reason="")
+    if found is None or found.seeds < wanted:
+        common = set.intersection(*_common_seeds(first, second).values())
+        return replace(blank, reason=f"needs {wanted} seeds that all its tasks have, has {len(common)}")
+    if found.clusters < MIN_CLUSTERS:
+        return replace(blank, reason=f"needs {MIN_CLUSTERS} passages or texts, has {found.clusters}")
+    ahead = claim.relation is Relation.AT_LEAST and found.interval(0.95)[0] > 0
+    if not (claim.relation is Relation.BETTER or ahead or _learned(second, records, by_loss)):
+        return replace(blank, reason=f"needs a {claim.second.method} that learned something: equals at "
+                       "nothing are no evidence")  # fmt: skip
+    return replace(blank, p_value=_p_value(claim, found, blank.margin))
+
+
+def _by_seeds(
+    claim: Claim, first: list[Record], second: list[Record]
+) -> list[tuple[list[Record], list[Record], bool]]:
+    """Both sides of each row, and whether it counts: of the tasks with many common seeds, and of those with
+    few; of all tasks where none has enough."""
+    common = {task: len(seeds) for task, seeds in _common_seeds(first, second).items()}
+    many = {task for task, count in common.items() if count >= EQUIVALENCE_SEEDS}
+    few = {task for task, count in common.items() if MIN_SEEDS <= count < EQUIVALENCE_SEEDS}
+    groups = [group for group in (many, few) if group] or [set(common)]
+    return [
+        (
+            [r for r in first if r["task"] in group],
+            [r for r in second if r["task"] in group],
+            group is not few or not many or claim.relation is Relation.BETTER,
+        )
+        for group in groups
+    ]
+
+
+def _common_seeds(first: Sequence[Record], second: Sequence[Record]) -> dict[str, set[int]]:
+    """Seeds that both sides have, by task."""
+    return {
+        task: {r["seed"] for r in first if r["task"] == task}
+        & {r["seed"] for r in second if r["task"] == task}
+        for task in {record["task"] for record in first}
+    }
+
+
+def _p_value(claim: Claim, found: Contrast, margin: float) -> float:
+    match claim.relation:
+        case Relation.BETTER:
+            return min(1.0, 2 * found.p_above(0.0))
+        case Relation.AT_LEAST:
+            return found.p_above(-margin)
+        case Relation.WITHIN:
+            return max(found.p_above(-margin), found.p_below(margin))
+
+
+def _p_failing(row: Row) -> float:
+    """Of what would make the claim fail."""
+    found = row.found
+    assert found is not None  # it was tested
+    match row.claim.relation:
+        case Relation.BETTER:
+            return min(1.0, 2 * found.p_below(row.margin))
+        case Relation.AT_LEAST:
+            return min(1.0, 2 * found.p_below(-row.margin))
+        case Relation.WITHIN:
+            return min(1.0, 2 * min(found.p_above(row.margin), found.p_below(-row.margin)))
+
+
+def _judged(row: Row) -> Row:
+    assert row.found is not None and row.interval is not None  # it was tested
+    assert row.p_value is not None and row.p_failing is not None
+    low, high = row.interval
+    if row.p_value < ALPHA:
+        return replace(row, verdict=Verdict.HOLDS)
+    fails = row.p_failing < ALPHA and row.found.error > 0
+    match row.claim.relation:
+        case Relation.BETTER:
+            fails = fails and low <= 0
+            note = "worse" if high < 0 else "an advantage of the margin is excluded"
+        case Relation.AT_LEAST:
+            note = "behind by more than the margin"
+        case Relation.WITHIN:
+            note = "better by more than the margin" if low > 0 else "worse by more than the margin"
+    if fails:
+        return replace(row, verdict=Verdict.FAILS, reason=note)
+    leaning, distance = _nearest_decision(row)
+    width = (high - low) / 2 / distance if distance > 0 else math.inf
+    if width > MANY_TIMES:
+        return replace(row, reason="the effect lies on the border")
+    wanted = (
+        f"an interval {math.ceil(10 * width) / 10:.1f} times as narrow"
+        if width > 1
+        else "more, for the correction over all rows"
+    )
+    return replace(row, reason=f"seems to {leaning}; needs {wanted}: more items or seeds")
+
+
+def _nearest_decision(row: Row) -> tuple[str, float]:
+    """On which side of the border the effect lies, and how far from it."""
+    assert row.found is not None
+    effect = row.found.effect
+    match row.claim.relation:
+        case Relation.BETTER:
+            return ("hold", effect) if effect > 0 else ("fail", row.margin - effect)
+        case Relation.AT_LEAST:
+            return ("hold" if effect > -row.margin else "fail", abs(effect + row.margin))
+        case Relation.WITHIN:
+            return ("hold" if abs(effect) < row.margin else "fail", abs(row.margin - abs(effect)))
+
+
+def _learned(second: Sequence[Record], records: Sequence[Record], by_loss: bool) -> bool:
+    """Whether the second method beat its own base's zero-shot."""
+    bases = {record["base"] for record in second}
+    untrained = [record for record in records if record["method"] == "zero-shot" and record["base"] in bases]
+    one = {record["task"]: record for record in untrained}
+    gain = contrast(second, list(one.values()), by_loss=by_loss, fixed=True)
+    return gain is not None and gain.p_above(0.0) < ALPHA
+
+
+def _undecided(
+    claim: Claim, model: str, density: float, *, by_loss: bool, found: Contrast | None, reason: str
+) -> Row:
+    return Row(
+        claim=claim,
+        model=model,
+        density=density,
+        by_loss=by_loss,
+        found=found,
+        p_value=None,
+        verdict=Verdict.UNDECIDED,
+        reason=reason,
+    )
+
+
+def _plain(rows: Mapping[tuple[str, str], list[Record]]) -> dict[tuple[str, str], list[dict[str, object]]]:
+    return {key: [dict(record) for record in found] for key, found in rows.items()}

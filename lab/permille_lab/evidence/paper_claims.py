@@ -1,0 +1,115 @@
+"""The papers' claims: two sides each, for which records are found; `claims.py` judges them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from permille_lab.evaluate.contrasts import Record
+
+FLOATING = ("bf16", "float32")
+"""Bases that are not quantized."""
+
+SEVERAL = 4
+"""Queries that stand for several: said beforehand, since the best of many numbers is a lucky one."""
+
+
+class Relation(StrEnum):
+    """What a claim says of its first method."""
+
+    BETTER = "better than"
+    AT_LEAST = "at least equal to"
+    WITHIN = "within the margin of"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """Records of one side: a method, on a kind of base."""
+
+    method: str
+    four_bit: bool = False
+    queries: int | None = None
+
+    def takes(self, record: Record) -> bool:
+        """Whether a record is of this side."""
+        return (
+            record["method"] == self.method
+            and (record["base"] == "nf4" if self.four_bit else record["base"] in FLOATING)
+            and (self.queries is None or self.queries == record["queries"])
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A sentence that records can refute.
+
+    Attributes:
+        stage: the only stage of the evidence whose records are compared; None: those that are asked for.
+    """
+
+    key: str
+    sentence: str
+    relation: Relation
+    first: Side
+    second: Side
+    stage: str | None = None
+
+
+_SENSITIVE = Side(method="zo:sensitive-c4")
+CLAIMS = (
+    Claim(
+        key="sensitive-random",
+        sentence="Sensitive weights train better than as many random ones",
+        relation=Relation.BETTER,
+        first=_SENSITIVE,
+        second=Side(method="zo:random"),
+    ),
+    Claim(
+        key="sensitive-outliers",
+        sentence="Sensitive weights train better than as many of the largest ones",
+        relation=Relation.BETTER,
+        first=_SENSITIVE,
+        second=Side(method="zo:outliers"),
+    ),
+    Claim(
+        key="c4-task",
+        sentence="The mask of C4 is within the margin of the task's own",
+        relation=Relation.WITHIN,
+        first=_SENSITIVE,
+        second=Side(method="zo:sensitive-task"),
+    ),
+    Claim(
+        key="four-bit",
+        sentence="Sensitive weights over 4 bits are at least equal to all weights of 16 bits",
+        relation=Relation.AT_LEAST,
+        first=Side(method="zo:sensitive-c4", four_bit=True),
+        second=Side(method="zo:full"),
+    ),
+    *(
+        Claim(
+            key=f"four-bit-{method.partition(':')[2]}",
+            sentence=f"Over the same 4 bits sensitive weights train better than {rival}",
+            relation=Relation.BETTER,
+            first=Side(method="zo:sensitive-c4", four_bit=True),
+            second=Side(method=method, four_bit=True),
+        )
+        for method, rival in (("zo:lora-8", "LoRA"), ("zo:prefix-real-5", "a prefix"))
+    ),
+    *(
+        Claim(
+            key=f"queries-{method.partition(':')[2]}",
+            sentence=f"At constant work, {SEVERAL} queries are better than one ({method})",
+            relation=Relation.BETTER,
+            first=Side(method=method, queries=SEVERAL),
+            second=Side(method=method, queries=1),
+            stage="queries",
+        )
+        for method in ("zo:sensitive-c4", "zo:lora-fa-8")
+    ),
+    Claim(
+        key="static",
+        # Segments train better by themselves (docs/adr/0145): both sides have them.
+        sentence="A static mask is at least equal to one that is selected again while training",
+        relation=Relation.AT_LEAST,
+        first=Side(method="zo:sensitive-task-segments"),
+        second=Side(method="zo:sensitive-task-dynamic"),
+    ),
+)

@@ -1,0 +1,316 @@
+"""What the evidence consists of: sweeps, each a file of results that `permille evaluate` could have made.
+
+A sweep is one model, one task and one setting, so that what is finished stays finished when models or tasks
+are added. Sizes follow the model: the evidence is to be had in hours, not days. The first task (SST-2) and
+people's text have every stage; of other tasks the references are measured, since no method is shown to learn
+these at such sizes (docs/results/evidence.md).
+
+Zeroth-order methods take `QUERIES` exact directional derivatives a step (estimator "forward"): on models of
+this size all of them cost one gradient, and they are what finite differences approach. Both gave the same
+curve on SST-2 with stories260K (0.749 and 0.747 after 200 steps of four queries).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from permille.models.families import expected_tensors, scoped_tensors
+from permille.sensitivity.masks import count
+from permille_lab.evaluate.specification import Sweep, sweep_of
+from permille_lab.tasks.examples import Task
+
+QUERIES = 16
+DENSITY = 0.001
+FRACTIONS = (1e-2, 1e-4, 1e-1, 1e-5)
+"""Densities beside `DENSITY`, whose cells are the table's; in the order that says most soonest."""
+EFFECTIVE_BATCH = 16
+SEEDS, EQUIVALENCE_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
+
+STATIC = ("zo:sensitive-c4", "zo:sensitive-task", "zo:random", "zo:outliers")
+DYNAMIC = ("zo:sensitive-task-dynamic", "zo:random-dynamic")
+SEGMENTS = "zo:sensitive-task-segments"
+"""One mask, trained as those that move: what re-selection is judged by."""
+BY_DENSITY = (*STATIC, "fo:sensitive-c4", *DYNAMIC)
+TEXT_BY_DENSITY = ("zo:sensitive-c4", "zo:random", "fo:sensitive-c4")
+TEXT_FRACTIONS = FRACTIONS[:3]
+"""On people's text the curve alone: how many weights are worth training there."""
+WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
+RANK_16 = ("zo:lora-16", "zo:lora-fa-16")
+REFERENCES = ("zero-shot", "icl:8", "fo:sensitive-c4", "fo:lora-8")
+REAL_PREFIX = ("zo:prefix-real-5",)
+NF4_ADAPTERS = ("zo:lora-8", *REAL_PREFIX)
+"""What the sensitive-sparse paper compares with sensitive weights on the same 4-bit base."""
+NF4_REFERENCES = ("zero-shot", "fo:lora-8", "fo:sensitive-c4")
+SCHEMES = ("int4-g32", "int4-g128", "auto-round-int4")
+"""Beside bf16 and nf4, which have their cells in the table."""
+SCHEME_METHODS = ("zero-shot", "zo:sensitive-c4")
+LONGER = 5
+"""Times the table's steps: nearly all of its runs are best at their ends."""
+LONGER_METHODS: Mapping[str, tuple[str, ...]] = {
+    "masks": ("zo:sensitive-c4", "zo:random"),
+    "others": ("zo:lora-8", "zo:full"),
+}
+LONGER_REFERENCES: Mapping[str, tuple[str, ...]] = {
+    "references": ("zero-shot", "fo:lora-8"),
+    "masks": ("zo:sensitive-c4",),
+}
+"""Of the first task: whether its prompts are read, given more steps."""
+LONG_TASKS = frozenset({"boolq", "rte"})
+"""Tasks with passages: half the steps, fewer items, three seeds: they do not decide what is equal."""
+FLAT = 0.01
+"""Where the curve of sensitive weights is flat for a small model: it was measured, seed by seed."""
+SMALL = 2_000_000
+"""Weights below which a model is small."""
+
+STAGES = ("table", "fractions", "flat", "longer", "queries", "schemes")
+_FIRST_TASK_ONLY = frozenset({"queries", "schemes"})
+_OF_OTHERS = {False: ("references",), True: ("references", "pairs")}
+"""Of tasks that are neither the first nor text; of RTE (true) also masks, measured before it was known that
+no method learns it: what was looked at stays in the family of tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materials:
+    """What the evidence is made from.
+
+    Attributes:
+        models: transformers folders.
+        tasks: train and perhaps test file, by task; the first one has every stage.
+        corpus: JSON lines with `text`.
+    """
+
+    models: tuple[Path, ...]
+    tasks: Mapping[str, Mapping[str, Path]]
+    corpus: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much a cell computes.
+
+    Attributes:
+        tuning_seeds: but for `fractions` and `longer`, whose one seed shows how curves run (ADR 120).
+    """
+
+    zo_steps: int
+    fo_steps: int
+    sizes: tuple[int, int, int] = (1000, 128, 400)
+    queries: int = QUERIES
+    batch_size: int = 8
+    max_tokens: int = 128
+    trials: int = 3
+    tuning_seeds: int = 3
+    evaluations: int = 5
+    corpus_sequences: int = 64
+    corpus_tokens: int = 128
+    query_numbers: tuple[int, ...] = (1, 4, 16)
+    schemes: tuple[str, ...] = SCHEMES
+    seeds: tuple[int, ...] = SEEDS
+    equivalence_seeds: tuple[int, ...] = EQUIVALENCE_SEEDS
+
+    def longer(self, *, first_order: bool) -> "Size":
+        """For longer runs, with a search of one seed.
+
+        Args:
+            first_order: of these, too.
+        """
+        return replace(
+            self,
+            zo_steps=LONGER * self.zo_steps,
+            fo_steps=LONGER * self.fo_steps if first_order else self.fo_steps,
+            evaluations=2 * self.evaluations,
+            tuning_seeds=1,
+        )
+
+    def halved(self) -> "Size":
+        """For tasks with passages."""
+        train, validation, test = self.sizes
+        return replace(
+            self,
+            zo_steps=max(1, self.zo_steps // 2),
+            fo_steps=max(1, self.fo_steps // 2),
+            sizes=(train, max(1, validation // 2), max(1, test * 3 // 4)),
+            tuning_seeds=1,
+            equivalence_seeds=self.seeds,
+        )
+
+
+def size_for(model: Path) -> Size:
+    """Steps by the model's weights: 200 below two million, 100 above, and shorter examples."""
+    if _weights(model) < SMALL:
+        return Size(zo_steps=200, fo_steps=200)
+    return Size(zo_steps=100, fo_steps=100, max_tokens=96)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One sweep.
+
+    Attributes:
+        stage: one of `STAGES`.
+        choices: keys of the sweep beside model, task and corpus.
+    """
+
+    stage: str
+    model: Path
+    task: str
+    name: str
+    choices: Mapping[str, Any]
+
+    def sweep(self, materials: Materials) -> Sweep:
+        """What `permille evaluate` would run."""
+        files = {part: str(path.absolute()) for part, path in materials.tasks[self.task].items()}
+        found = {
+            "models": [str(self.model.absolute())],
+            "corpus": str(materials.corpus.absolute()),
+            "tasks": {self.task: files},
+            **self.choices,
+        }
+        return sweep_of(found, Path())
+
+
+def planned(materials: Materials, size: Size | None = None) -> list[Unit]:
+    """Every sweep, in the order in which they say most soonest.
+
+    Args:
+        size: of every model; by default by its weights.
+    """
+    first = next(iter(materials.tasks))
+    return [
+        unit
+        for stage in STAGES
+        for model in materials.models
+        for task in materials.tasks
+        if task == first or (task == Task.TEXT and stage not in _FIRST_TASK_ONLY) or stage == "table"
+        if stage != "flat" or _weights(model) < SMALL
+        for unit in units(stage, model, task, size or size_for(model))
+        if task in (first, Task.TEXT)
+        or unit.name.removeprefix(f"table-{model.name}-{task}-") in _OF_OTHERS[task == Task.RTE]
+    ]
+
+
+def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
+    """The sweeps of a stage for one model and task."""
+    if task in LONG_TASKS:
+        size = size.halved()
+    many = size.equivalence_seeds
+    match stage:
+        case "table":
+            pairs = (*STATIC, DYNAMIC[0])
+            # The references first: without them nothing is decided.
+            return [
+                _unit(stage, model, task, size, "references", REFERENCES),
+                _unit(stage, model, task, size, "pairs", pairs, seeds=many),
+                _unit(stage, model, task, size, "segments", (SEGMENTS,), seeds=many),
+                _unit(stage, model, task, size, "full", WITHOUT_MASK[:1], seeds=many),
+                _unit(stage, model, task, size, "others", (*WITHOUT_MASK[1:], DYNAMIC[1])),
+                _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
+                _unit(stage, model, task, size, "nf4-references", NF4_REFERENCES, "nf4"),
+                _unit(stage, model, task, size, "nf4-adapters", NF4_ADAPTERS, "nf4", seeds=many),
+                _unit(stage, model, task, size, "prefix", REAL_PREFIX),
+                _unit(stage, model, task, size, "rank-16", RANK_16),
+            ]
+        case "flat":
+            methods, density = (*STATIC, "fo:sensitive-c4"), FLAT
+            return [
+                _unit(stage, model, task, size, f"{density:g}", methods, seeds=many, density=density),
+                _unit(
+                    stage, model, task, size, f"nf4-{density:g}", ("zo:sensitive-c4",), "nf4",
+                    seeds=many, density=density,
+                ),
+                _unit(
+                    stage, model, task, size, f"segments-{density:g}", (SEGMENTS, DYNAMIC[0]),
+                    seeds=many, density=density,
+                ),
+            ]  # fmt: skip
+        case "fractions":
+            # Static ones first: where claims turn. The table's density has these cells in the table.
+            parts = {"static-": BY_DENSITY[: -len(DYNAMIC)], "dynamic-": DYNAMIC}
+            fractions: Sequence[float] = FRACTIONS
+            if task == Task.TEXT:
+                parts, fractions = {"static-": TEXT_BY_DENSITY}, TEXT_FRACTIONS
+            return [
+                _unit(stage, model, task, size, f"{part}{at:g}", methods, density=at, tuning_seeds=1)
+                for part, methods in parts.items()
+                for at in _distinct(model, fractions)
+            ]
+        case "longer":
+            named = LONGER_METHODS if task == Task.TEXT else LONGER_REFERENCES
+            # Text has no first order here, whose steps would be those of the table.
+            size = size.longer(first_order=task != Task.TEXT)
+            return [_unit(stage, model, task, size, part, methods) for part, methods in named.items()]
+        case "queries":
+            return [
+                _unit(
+                    stage, model, task, size, f"q{queries}", ("zo:sensitive-c4", "zo:lora-fa-8"),
+                    queries=queries, batch_size=EFFECTIVE_BATCH // queries, zo_steps=2 * size.zo_steps,
+                    seeds=many,
+                )
+                for queries in size.query_numbers
+            ]  # fmt: skip
+        case "schemes":
+            return [_unit(stage, model, task, size, base, SCHEME_METHODS, base) for base in size.schemes]
+    raise ValueError(f"expected a stage of {', '.join(STAGES)}; got {stage!r}")
+
+
+def _distinct(model: Path, fractions: Sequence[float]) -> list[float]:
+    """Densities with masks of their own, the first one of each size: of a small model 0.01 % and 0.001 % both
+    are one weight of each tensor. One that has the table's masks has its cells there."""
+    shares = {_masked_share(model, DENSITY)}
+    found = []
+    for density in fractions:
+        if (share := _masked_share(model, density)) not in shares:
+            shares.add(share)
+            found.append(density)
+    return found
+
+
+def _masked_share(model: Path, density: float) -> float:
+    """Share of the linear weights that a mask of this density really has: no tensor has less than one."""
+    sizes = [prod(shape) for _, shape in scoped_tensors(_config(model), "all")]
+    return sum(count(Decimal(str(density)), numel) for numel in sizes) / sum(sizes)
+
+
+def _unit(
+    stage: str,
+    model: Path,
+    task: str,
+    size: Size,
+    part: str,
+    methods: Sequence[str],
+    base: str = "bf16",
+    *,
+    density: float = DENSITY,
+    **changed: Any,
+) -> Unit:
+    names = (
+        *("zo_steps", "fo_steps", "queries", "batch_size", "trials", "tuning_seeds", "evaluations", "sizes"),
+        *("max_tokens", "corpus_sequences", "corpus_tokens", "seeds"),
+    )
+    choices = {name: getattr(size, name) for name in names} | changed
+    choices |= {
+        "methods": list(methods),
+        "bases": [base],
+        "density": density,
+        "estimator": "forward",
+        "refresh_steps": max(1, choices["zo_steps"] // 4),
+    }
+    if set(methods) & {SEGMENTS, *DYNAMIC}:
+        # A new mask at each evaluation: a state is chosen from as many as where the mask stays.
+        choices["refresh_steps"] = max(1, choices["zo_steps"] // choices["evaluations"])
+    return Unit(
+        stage=stage, model=model, task=task, name=f"{stage}-{model.name}-{task}-{part}", choices=choices
+    )
+
+
+def _config(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _weights(model: Path) -> int:
+    return sum(prod(shape) for shape in expected_tensors(_config(model)).values())

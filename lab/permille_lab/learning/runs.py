@@ -1,0 +1,89 @@
+"""One text of one person under one package, and what the agent's training makes of it.
+
+Every method is judged on the same rows, the select split of the text. Seconds are those since training began,
+less what its evaluations took.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from permille.engines.factory import AUTO, open_engine
+from permille.engines.interface import Engine
+from permille.package.reader import Package
+from permille_agent.embed import (
+    Prepared,
+    TrainOptions,
+    mean_loss,
+    package_tokenizer,
+    personalise,
+    prepare,
+    read_documents,
+)
+from permille_lab.measuring.cells import Result
+from permille_lab.people.user_texts import Document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRun:
+    """A package in its engine, and a text divided."""
+
+    package: Package
+    engine: Engine
+    prepared: Prepared
+    seed: int
+
+    def loss(self) -> float:
+        """Of the select split under the package's own values."""
+        return mean_loss(self.engine, self.package.values(), self.prepared.select)
+
+    def train(self, options: TrainOptions, folder: Path) -> Result:
+        """The losses on the way of a run with these options: points, seconds of the search."""
+        begin = time.perf_counter()
+        self.loss()
+        evaluation_s = time.perf_counter() - begin
+        found = personalise(self.package, self.engine, self.prepared, options, folder=folder)
+        points = [
+            {
+                "step": at.step,
+                "loss": at.loss,
+                "seconds": round(max(0.0, at.seconds - found.search_seconds - number * evaluation_s), 3),
+            }
+            for number, at in enumerate(found.curve)
+        ]
+        return {"points": points, "search_s": round(found.search_seconds, 1), "steps": found.steps}
+
+
+def text_run(
+    package: Package,
+    documents: Sequence[Document],
+    folder: Path,
+    *,
+    seed: int,
+    threads: int,
+    engine: str = AUTO,
+) -> TextRun:
+    """Divide a text as the agent does; it is written to `folder` for that.
+
+    Raises:
+        InputError: too little text.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "text.jsonl"
+    path.write_text("".join(json.dumps(dict(document)) + "\n" for document in documents))
+    read, _ = read_documents([path])
+    row_tokens = options_for(package, seed=seed, steps=1).row_tokens
+    return TextRun(
+        package=package,
+        engine=open_engine(package, engine, threads=threads),
+        prepared=prepare(read, package_tokenizer(package), seed=seed, row_tokens=row_tokens),
+        seed=seed,
+    )
+
+
+def options_for(package: Package, *, seed: int, steps: int) -> TrainOptions:
+    """The agent's defaults, with rows that fit the model."""
+    positions = int(package.config["max_position_embeddings"])
+    return TrainOptions(seed=seed, steps=steps).within(positions)

@@ -1,0 +1,134 @@
+"""What a measurement ran on, how long it took and what it kept in memory: the system's own accounts."""
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+Step = Callable[[], object]
+
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+_PACKAGES = ("numpy", "torch", "transformers", "bitsandbytes", "peft")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, its instruction sets, cores, memory, load and versions, now."""
+    return {
+        "processor": _named("/proc/cpuinfo", "model name") or platform.machine(),
+        "instructions": sorted(instructions()),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_1m": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def instructions() -> set[str]:
+    """The instruction sets that decide which kernels run; those that we know by name."""
+    found = (_named("/proc/cpuinfo", "flags") or _named("/proc/cpuinfo", "Features") or "").split()
+    return set(_FLAGS) & set(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One measured call: wall and processor seconds (of all threads of this process)."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(step: Step) -> Timing:
+    """Call it once."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return Timing(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def interleaved(steps: Mapping[str, Step], *, rounds: int) -> dict[str, dict[str, Any]]:
+    """Each step once unmeasured, then in rounds, one after the other, so that a busy machine is busy for all.
+
+    Args:
+        rounds: how often each is measured.
+
+    Returns:
+        For each: the medians `wall_s` and `cpu_s`, the fastest `least_s`, and all `walls`.
+    """
+    for step in steps.values():
+        step()
+    timings: dict[str, list[Timing]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            timings[name].append(timed(step))
+            sys.stderr.write(f"  {name}: {timings[name][-1].wall_s:.2f} s\n")
+    return {name: summary(found) for name, found in timings.items()}
+
+
+def summary(timings: list[Timing]) -> dict[str, Any]:
+    """Medians of several calls."""
+    walls = [timing.wall_s for timing in timings]
+    return {
+        "wall_s": round(statistics.median(walls), 4),
+        "cpu_s": round(statistics.median(timing.cpu_s for timing in timings), 4),
+        "least_s": round(min(walls), 4),
+        "walls": [round(wall, 4) for wall in walls],
+    }
+
+
+def resident() -> dict[str, int]:
+    """Bytes of this process, from the kernel: now (`VmRSS`), peak (`VmHWM`), and what no file backs."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("VmRSS", "VmHWM", "RssAnon", "RssFile"):
+            found[name] = int(rest.split()[0]) << 10
+    return found
+
+
+class AnonymousPeak:
+    """The largest `RssAnon` while the block runs, sampled: the kernel keeps a peak of the whole alone."""
+
+    def __init__(self, *, every_s: float = 0.01) -> None:
+        self._every_s = every_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self.bytes = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, resident()["RssAnon"])
+
+    def _sample(self) -> None:
+        while not self._done.wait(self._every_s):
+            self.bytes = max(self.bytes, resident()["RssAnon"])
+
+
+def _named(path: str, field: str) -> str | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    named = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field)
+    return next(named, None)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,67 @@
+"""Packages of real models for benchmarks: scored on public text, written by the library."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from permille.corpora.sequences import token_sequences
+from permille.corpora.sources import FileCorpus, ReadReport, read_texts
+from permille.models.checkpoint import Checkpoint
+from permille.models.loading import FileTokenizer, load_model
+from permille.package.blobs import BlobFolder
+from permille.package.build import pack_model
+from permille.package.reader import Package
+from permille.quantization import Scheme
+from permille.sensitivity.fisher import fisher_scores
+from permille.sensitivity.masks import MaskMethod, select_mask
+
+DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}
+_OTHER_DENSITY = 0.001
+_SEQUENCES, _LENGTH = 64, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where models and texts are.
+
+    Attributes:
+        models: transformers folders by name.
+        data: holds `text/c4_en/c4_sample.jsonl` and `users/`.
+    """
+
+    models: Path
+    data: Path
+
+
+def sources_from_environment() -> Sources:
+    """The folders that PERMILLE_MODELS and PERMILLE_DATA name.
+
+    Raises:
+        SystemExit: one of them is not set.
+    """
+    try:
+        return Sources(models=Path(os.environ["PERMILLE_MODELS"]), data=Path(os.environ["PERMILLE_DATA"]))
+    except KeyError as exc:
+        raise SystemExit(f"expected the environment variable {exc.args[0]} to name a folder") from exc
+
+
+def model_package(
+    sources: Sources, model: str, folder: Path, *, scheme: Scheme = Scheme.NF4, density: float | None = None
+) -> Package:
+    """The package of a model with the mask that Fisher scores on C4 select; made once in `folder`.
+
+    Args:
+        density: share of the weights that is masked; by default by the model's name.
+    """
+    density = DENSITIES.get(model, _OTHER_DENSITY) if density is None else density
+    blobs = BlobFolder(folder / "blobs")
+    known = folder / f"{model}-{density}-{scheme.value}.digest"
+    if not known.exists():
+        path = sources.models / model
+        texts = read_texts(FileCorpus(path="c4_sample.jsonl"), sources.data / "text/c4_en", ReadReport())
+        sequences_NT = token_sequences(FileTokenizer(path), texts, _SEQUENCES, _LENGTH, 0)
+        mask = select_mask(fisher_scores(load_model(path), sequences_NT), MaskMethod.FISHER, density)
+        blobs.root.mkdir(parents=True, exist_ok=True)
+        digest = pack_model(blobs, Checkpoint(path), mask, method="fisher", density=density, scheme=scheme)
+        known.write_text(digest)
+    return Package.open(blobs, known.read_text())

@@ -1,0 +1,252 @@
+"""One flat vector of trained numbers for every method: sparse weights, all weights, LoRA, LoRA-FA, a prefix.
+
+A `Trainable` wraps a transformers model whose parameters it overwrites, and is a `LossEngine`: the estimators
+of `permille.zo` train any of these sets with the same code. It also has the gradient, which devices have
+not, for first-order references and for scores on task data. It is made for experiments on models that fit a
+process comfortably: variants run one after another.
+
+Adapters come from peft.
+
+# Legend: K trained numbers, V variants, Q directions, B sequences, T tokens, R targets, C columns, D words.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from permille.errors import InputError
+from permille.zo.estimators import Batch
+from permille_lab.models.forward_rows import (
+    PACKABLE,
+    Part,
+    can_pack,
+    distinct_rows,
+    packed_parts,
+    padded_parts,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PREFIX_TOKENS = 5
+PACKED_TOKENS = 256
+"""Of packed rows in one pass: attention is made for all pairs, and products are no faster above it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Entries of one parameter: those of `index`, or all of them."""
+
+    parameter: Tensor
+    index: Tensor | None
+
+    @property
+    def size(self) -> int:
+        return self.parameter.numel() if self.index is None else self.index.numel()
+
+    def read(self) -> Tensor:
+        flat = self.parameter.detach().reshape(-1)
+        return (flat if self.index is None else flat[self.index]).float()
+
+    def write(self, values: Tensor) -> None:
+        flat = self.parameter.detach().view(-1)
+        if self.index is None:
+            flat.copy_(values)
+        else:
+            flat[self.index] = values.to(flat.dtype)
+
+    def gradient(self) -> Tensor:
+        grad = self.parameter.grad
+        if grad is None:
+            return torch.zeros(self.size)
+        flat = grad.reshape(-1)
+        return (flat if self.index is None else flat[self.index]).float()
+
+
+class Trainable:
+    """See the module's docstring; not safe for several threads, since the model's parameters are shared."""
+
+    def __init__(
+        self, model: Any, parts: Sequence[_Part], *, max_tokens: int = 8192, packs: bool = True
+    ) -> None:
+        """
+        Args:
+            model: called with `input_ids`, `attention_mask` or `position_ids`, and `logits_to_keep`
+                (columns); gives their `.logits`, each a function of what its `get_output_embeddings()` is
+                called with there. Has a `config.model_type`.
+            parts: what is trained; no parameter twice.
+            max_tokens: sequences times longest of one forward pass of padded rows.
+            packs: whether rows may be packed where the model's family can (`forward_rows.PACKABLE`).
+        """
+        self._model = model.eval().requires_grad_(False)
+        self._head = model.get_output_embeddings()
+        self._parts = list(parts)
+        self._max_tokens = max_tokens
+        self._packs = packs and model.config.model_type in PACKABLE
+        sizes = [part.size for part in self._parts]
+        self._ends = np.cumsum(sizes)
+        self.k = int(sum(sizes))
+        self.base_K: NDArray[np.float32] = (
+            torch.cat([torch.zeros(0), *(part.read() for part in self._parts)]).cpu().numpy().copy()
+        )
+        """What the model holds before anything is trained, float32 [k]."""
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Mean loss over the batch's targets of each variant, float32 [v]."""
+        means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
+        return np.array(means, dtype=np.float32)
+
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Loss of each target, float32 [R], row-major; what several rows ask is computed once."""
+        _check(batch)
+        self._install(values_K)
+        distinct, entry_R = distinct_rows(batch)
+        with torch.no_grad():
+            logits_RD = torch.cat([self._part_logits(part) for part in self._split(distinct)])
+            losses = _cross_entropy(logits_RD[torch.from_numpy(entry_R)], batch.input_ids_BT[batch.target_BT])
+        result: NDArray[np.float32] = losses.float().cpu().numpy()
+        return result
+
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        """The loss and its gradient, float32 [k], by reverse mode."""
+        _check(batch)
+        self._install(values_K)
+        parameters = [part.parameter for part in self._parts]
+        targets = int(batch.target_BT.sum())
+        total = 0.0
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        try:
+            for rows in self._split(batch):
+                loss = _cross_entropy(self._part_logits(rows), rows.ids[rows.target]).sum() / targets
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+            gradient_K = torch.cat([part.gradient() for part in self._parts])
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+                parameter.requires_grad_(False)
+        result: NDArray[np.float32] = gradient_K.cpu().numpy()
+        return total, result
+
+    def directional_derivatives(
+        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
+    ) -> tuple[float, NDArray[np.float64]]:
+        """The loss, and `grad f . z_i` by the gradient: the numbers of forward mode, at this model's size."""
+        loss, gradient_K = self.gradient(values_K, batch)
+        wide_K = gradient_K.astype(np.float64)
+        # One by one: all directions of all weights at float64 would be gigabytes.
+        return loss, np.array([direction_K.astype(np.float64) @ wide_K for direction_K in directions_QK])
+
+    def _install(self, values_K: NDArray[np.float32]) -> None:
+        if values_K.shape != (self.k,) or values_K.dtype != np.float32:
+            raise InputError(
+                f"expected values float32 [{self.k}], got {values_K.dtype} {list(values_K.shape)}"
+            )
+        start = 0
+        for part, end in zip(self._parts, self._ends.tolist(), strict=True):
+            part.write(torch.from_numpy(values_K[start:end]))
+            start = end
+
+    def _split(self, batch: Batch) -> list[Part]:
+        if self._packs and can_pack(batch):
+            return list(packed_parts(batch, PACKED_TOKENS))
+        return list(padded_parts(batch, self._max_tokens))
+
+    def _part_logits(self, part: Part) -> Tensor:
+        """Logits before each target, [R, vocabulary]: those that predict it. No others are made."""
+        columns = part.target[:, 1:].any(dim=0).nonzero()[:, 0]
+        before_BC = part.target[:, 1:][:, columns]
+        hook = self._head.register_forward_pre_hook(lambda _, inputs: (inputs[0][before_BC], *inputs[1:]))
+        try:
+            logits_RD: Tensor = self._model(
+                input_ids=part.ids, use_cache=False, logits_to_keep=columns, **part.inputs
+            ).logits
+        finally:
+            hook.remove()
+        return logits_RD
+
+
+def _check(batch: Batch) -> None:
+    if batch.target_BT[:, 0].any():
+        raise InputError("expected no target in a row's first column, which nothing predicts, got one")
+
+
+def _cross_entropy(logits_RD: Tensor, ids_R: Tensor | NDArray[np.int64]) -> Tensor:
+    return functional.cross_entropy(logits_RD.float(), torch.as_tensor(ids_R), reduction="none")
+
+
+def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint32]]) -> Trainable:
+    """The weights of a mask (sensitive, random, outliers); every other number is frozen.
+
+    Raises:
+        InputError: the mask names a tensor that the model has not.
+    """
+    parameters = dict(model.named_parameters())
+    if missing := [name for name in mask if name not in parameters]:
+        raise InputError(f"expected masked tensors of the model, got {missing[0]!r}")
+    parts = [
+        _Part(parameter=parameters[name], index=torch.from_numpy(index.astype(np.int64)))
+        for name, index in mask.items()
+        if len(index)
+    ]
+    return Trainable(model, parts)
+
+
+def all_weights(model: "PreTrainedModel") -> Trainable:
+    """Every parameter, tied ones once: what MeZO trains."""
+    return Trainable(model, _whole(model.parameters()))
+
+
+def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> Trainable:
+    """Low-rank adapters on all linear layers of the blocks, alpha = rank; LoRA-FA where `frozen_a`.
+
+    The papers take alpha 16 with rank 8: their update of the weights is twice ours at the same adapter, for
+    which a step size that is searched for makes up at the first order only.
+    `B` starts at zero, so at `base_K` the model is the base's, and for LoRA-FA only `B` is trained.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
+    )
+    adapted = get_peft_model(model, config)
+    return Trainable(adapted, _whole(_adapters(adapted, lambda name: not (frozen_a and "lora_A" in name))))
+
+
+def prefix(
+    model: "PreTrainedModel", tokens: int = PREFIX_TOKENS, *, real: bool = False, seed: int
+) -> Trainable:
+    """Trained keys and values before the text, in every layer (prefix tuning without a network behind it).
+
+    Args:
+        real: starts at the keys and values of random tokens, else at random numbers.
+    """
+    from peft import PrefixTuningConfig, get_peft_model, initialize_kv_prefix_from_past_key_values
+
+    torch.manual_seed(seed)
+    config = PrefixTuningConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    if real:
+        ids_1T = torch.randint(0, int(model.config.vocab_size), (1, tokens))
+        with torch.no_grad(), adapted.disable_adapter():
+            cache = adapted(input_ids=ids_1T, use_cache=True).past_key_values
+        initialize_kv_prefix_from_past_key_values(adapted, past_key_values=cache)
+    return Trainable(adapted, _whole(_adapters(adapted, lambda _: True)), packs=False)
+
+
+def _adapters(model: Any, wanted: Callable[[str], bool]) -> list[Tensor]:
+    return [
+        parameter for name, parameter in model.named_parameters() if parameter.requires_grad and wanted(name)
+    ]
+
+
+def _whole(parameters: Any) -> list[_Part]:
+    return [_Part(parameter=parameter, index=None) for parameter in parameters]

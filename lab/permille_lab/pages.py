@@ -1,0 +1,60 @@
+"""Writes docs/results from lab/results: `make results`, or `python -m permille_lab.pages`.
+
+A page is a template: its first paragraph is the answer, in words, and its tables come from the finished
+cells. Whoever measures again reads the words again, too.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from permille.files import write_atomic
+from permille_lab.engine import page as engine
+from permille_lab.evidence import page as evidence
+from permille_lab.learning import page as learning
+from permille_lab.measuring.cells import RESULTS
+from permille_lab.people import page as people
+from permille_lab.quantization import page as quantization
+
+_OUTPUT = Path("docs/results")
+_PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
+    "engine": engine.tables,
+    "estimators": learning.estimator_tables,
+    "evidence": evidence.tables,
+    "people": people.tables,
+    "quantizers": quantization.tables,
+    "time_to_loss": learning.time_tables,
+}
+
+
+def written(results: Path) -> dict[Path, str]:
+    """Every file that is made from results, by its place in a checkout."""
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    found = {
+        _OUTPUT / f"{name}.md": templates.get_template(f"{name}.md").render(**tables(results))
+        for name, tables in _PAGES.items()
+    }
+    return found | {RESULTS / "evidence/verdicts.csv": evidence.verdict_rows(results)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write all pages below a checkout."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, default=Path(), help="the checkout")
+    root: Path = parser.parse_args(arguments).root
+    for path, text in written(root / RESULTS).items():
+        write_atomic(root / path, text.encode())
+        print(root / path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""People and what they wrote, from three public collections, one document a speech, tweet or turn.
+
+    shakespeare     speakers of the plays, their speeches             users/shakespeare/...by_speaker.jsonl
+    lamp7           authors of tweets (LaMP-7), their profiles        users/lamp7_dev/lamp7_dev.jsonl
+    personachat     personas, their turns after the other's ones      users/personachat_valid/dialogues.jsonl
+
+A document is a row as the agent reads it: `text`, or `prompt` and `completion` where another person's words
+come first and are not learned. Personas are told apart by their sentences, which are no part of the text. A
+line that is no such person is kept as a `BadRow`. Lines end at a newline alone: tweets hold other separators.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError
+from permille_lab.tasks.examples import BadRow
+
+MAX_LINE_BYTES = 4 << 20
+
+Document = Mapping[str, str]
+
+
+class Collection(StrEnum):
+    """Where people are from."""
+
+    SHAKESPEARE = "shakespeare"
+    LAMP7 = "lamp7"
+    PERSONACHAT = "personachat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class User:
+    """One person.
+
+    Attributes:
+        name: unique in the collection.
+        documents: rows with `text`, or with `prompt` and `completion`; none twice.
+    """
+
+    name: str
+    documents: tuple[Document, ...]
+
+    @property
+    def characters(self) -> int:
+        """Of the person's own words."""
+        return sum(len(own_words(document)) for document in self.documents)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Users:
+    """The people of a collection, and the lines that could not be read."""
+
+    users: Sequence[User]
+    bad: Sequence[BadRow]
+
+
+def own_words(document: Document) -> str:
+    """What the person wrote of a document."""
+    return document["text"] if "text" in document else document["completion"]
+
+
+def read_users(data: Path, collection: Collection) -> Users:
+    """Everybody of a collection.
+
+    Args:
+        data: holds `users/`.
+
+    Raises:
+        InputError: no such file, a line of more than 4 MiB, or nobody in it.
+    """
+    path = data / _FILES[collection]
+    if not path.is_file():
+        raise InputError(f"expected the people of {collection.value} in {path}, got no file")
+    documents: dict[str, dict[Any, Document]] = {}
+    bad = []
+    for number, line in _lines(path):
+        try:
+            name, found = _READERS[collection](json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            bad.append(
+                BadRow(name=f"{path.name}:{number}", reason=f"expected a person as JSON, got {exc!r:.120}")
+            )
+            continue
+        documents.setdefault(name, {}).update(
+            (tuple(sorted(document.items())), document) for document in found if own_words(document).strip()
+        )
+    users = [User(name=name, documents=tuple(found.values())) for name, found in documents.items() if found]
+    if not users:
+        raise InputError(f"expected people in {path}, got none and {len(bad)} lines that cannot be read")
+    return Users(users=users, bad=bad)
+
+
+def cohort(users: Sequence[User], *, least_characters: int) -> list[User]:
+    """Those who wrote enough, in an order that only their names decide: the first n are no choice of ours."""
+    eligible = [user for user in users if user.characters >= least_characters]
+    return sorted(
+        eligible, key=lambda user: hashlib.sha256(f"permille-users-1\0{user.name}".encode()).digest()
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            if len(line) > MAX_LINE_BYTES:
+                raise InputError(
+                    f"expected lines of at most {MAX_LINE_BYTES} bytes, got a longer one in {path}"
+                )
+            if line.strip():
+                yield number, line
+
+
+def _speaker(row: Any) -> tuple[str, list[Document]]:
+    return _text(row["user"]), [{"text": _text(speech)} for speech in _listed(row["text"])]
+
+
+def _author(row: Any) -> tuple[str, list[Document]]:
+    return str(row["user"]), [{"text": _text(tweet)} for tweet in _listed(row["profile"])]
+
+
+def _persona(row: Any) -> tuple[str, list[Document]]:
+    name = hashlib.sha256(
+        "\n".join(_text(sentence) for sentence in _listed(row["persona"])).encode()
+    ).hexdigest()[:12]
+    return name, [
+        {"prompt": f"{_text(other)}\n", "completion": _text(own)} for other, own in _listed(row["turns"])
+    ]
+
+
+def _listed(value: Any) -> list[Any]:
+    # A string can be walked through, too: letter by letter.
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, got {type(value).__name__}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {type(value).__name__}")
+    return value
+
+
+_FILES = {
+    Collection.SHAKESPEARE: "users/shakespeare/tinyshakespeare_by_speaker.jsonl",
+    Collection.LAMP7: "users/lamp7_dev/lamp7_dev.jsonl",
+    Collection.PERSONACHAT: "users/personachat_valid/dialogues.jsonl",
+}
+_READERS: Mapping[Collection, Callable[[Any], tuple[str, list[Document]]]] = {
+    Collection.SHAKESPEARE: _speaker,
+    Collection.LAMP7: _author,
+    Collection.PERSONACHAT: _persona,
+}

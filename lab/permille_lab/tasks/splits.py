@@ -1,0 +1,97 @@
+"""Train, validation and test examples by seed, never with a group on two sides.
+
+Groups (passages, texts) stand in the order of their hash with the seed. Test is filled first, then
+validation, then train; the group that fills a part to its size is cut there, and what is cut off is used
+nowhere. With a test file of its own, test comes from it, and every group of it is kept out of the other
+parts: eight in a hundred of BoolQ's validation passages repeat.
+
+The seed decides train and validation. Which examples test is the same for every seed: whatever was chosen
+with one seed, step sizes above all, was never looked at through a test item of another.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from permille.errors import InputError
+from permille_lab.tasks.examples import Example
+
+_TEST = "test"
+PAPER_SIZES = (1000, 500, 1000)
+"""Examples that train, select and test, as the papers take them after MeZO."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """Examples of one seed."""
+
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    test: Sequence[Example]
+
+
+def split(
+    pool: Sequence[Example],
+    seed: int,
+    *,
+    test_pool: Sequence[Example] | None = None,
+    sizes: tuple[int, int, int] = PAPER_SIZES,
+) -> Splits:
+    """Splits of at most these sizes; a small pool is divided in their proportion.
+
+    Args:
+        pool: labelled examples to train and select from, and to test on where there is no `test_pool`.
+        seed: decides which groups train and which select.
+        test_pool: examples of a release's own labelled test or validation file.
+        sizes: examples of train, validation and test.
+
+    Raises:
+        InputError: a part would be empty.
+    """
+    train_size, validation_size, test_size = sizes
+    if test_pool is None:
+        wanted = _scaled((test_size, validation_size, train_size), len(pool))
+        (test,) = _fill(_ordered(pool, _TEST), wanted[:1])
+        kept_out = {example.group for example in test}
+    else:
+        test = _ordered(test_pool, _TEST)[:test_size]
+        kept_out = {example.group for example in test_pool}
+    rest = [example for example in pool if example.group not in kept_out]
+    validation, train = _fill(_ordered(rest, str(seed)), _scaled((validation_size, train_size), len(rest)))
+    splits = Splits(train=train, validation=validation, test=test)
+    if not (train and validation and test):
+        raise InputError(
+            f"expected examples for train, validation and test, got {len(train)}, {len(validation)} "
+            f"and {len(test)}"
+        )
+    return splits
+
+
+def _ordered(pool: Sequence[Example], seed: str) -> list[Example]:
+    """By the hash of the group; within a group as they stood."""
+    keys = {example.group: _position(example.group, seed) for example in pool}
+    return sorted(pool, key=lambda example: keys[example.group])
+
+
+def _position(group: str, seed: str) -> bytes:
+    return hashlib.sha256(f"permille-task-split-1\0{seed}\0{group}".encode()).digest()
+
+
+def _scaled(sizes: tuple[int, ...], available: int) -> tuple[int, ...]:
+    total = sum(sizes)
+    return sizes if available >= total else tuple(size * available // total for size in sizes)
+
+
+def _fill(ordered: Sequence[Example], sizes: tuple[int, ...]) -> list[list[Example]]:
+    """Fill parts in order. A part ends with a group; the rest of the group that filled it is dropped."""
+    parts: list[list[Example]] = [[] for _ in sizes]
+    part, last_group = 0, None
+    for example in ordered:
+        if part < len(sizes) and len(parts[part]) >= sizes[part] and example.group != last_group:
+            part += 1
+        if part == len(sizes):
+            break
+        if len(parts[part]) < sizes[part]:
+            parts[part].append(example)
+        last_group = example.group
+    return parts

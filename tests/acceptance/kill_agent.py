@@ -1,0 +1,159 @@
+"""Kill `train` with SIGKILL at random moments, start it again, and compare the end with that of an unkilled
+run.
+
+    python -m tests.acceptance.kill_agent --kills 50
+
+Runs are made anew until so many kills were delivered; every one has to end with the same bits: plan,
+evaluations, journal, chosen state, decision, active model, and exactly one report. Moments are drawn from a
+seed, over the whole life of a process: loading, search, steps, evaluation, judgement, adoption, report.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from permille_agent.link.report import read_reports
+from permille_agent.state.activation import active_model, history
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.training.personal import canonical_log
+from permille_agent.training.run import list_runs
+from tests.packages import sentences, tiny_package
+
+Command = Callable[[Home, Path], Sequence[str]]
+
+# Result files in the order in which a run makes them; the last one that is there says how far a run came.
+PHASES = (
+    ("run.json", "search"),
+    ("plan.json", "steps"),
+    ("losses-base.json", "judgement"),
+    ("decision.json", "adoption"),
+    ("outcome.json", "report"),
+)
+
+
+@dataclass(slots=True)
+class KillReport:
+    """What was killed, where, and which runs ended otherwise than the unkilled one."""
+
+    kills: int = 0
+    runs: int = 0
+    by_phase: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+
+
+def torch_command(home: Home, text: Path) -> list[str]:
+    """The real command line on the real engine."""
+    command = [sys.executable, "-m", "permille_agent", "--home", str(home.root), "train", str(text)]
+    return [*command, "--steps", "12", "--threads", "1", "--share-log", "--json"]
+
+
+def bigram_command(home: Home, text: Path) -> list[str]:
+    """The same run on the engine of tests, which starts in no time."""
+    return [sys.executable, "-m", "tests.bigram_agent", str(home.root), str(text), "12"]
+
+
+def kill_runs(folder: Path, command: Command, *, kills: int, seed: int) -> KillReport:
+    """Deliver `kills` kills to runs made by `command`, and compare each run's end with an unkilled one."""
+    rng = random.Random(seed)
+    text = folder / "user.txt"
+    text.write_text("\n\n".join(sentences(320, seed=3)))
+    expected_home = _home(folder / "whole")
+    began = time.monotonic()
+    subprocess.run(command(expected_home, text), check=True, stdout=subprocess.DEVNULL)
+    whole_s = time.monotonic() - began
+    expected = end_of(expected_home)
+    report = KillReport()
+    while report.kills < kills:
+        home = _home(folder / f"killed-{report.runs}")
+        while report.kills < kills and _killed(command(home, text), rng.uniform(0.0, 1.1 * whole_s)):
+            report.kills += 1
+            report.by_phase[_phase(home)] += 1
+        subprocess.run(command(home, text), check=True, stdout=subprocess.DEVNULL)
+        report.runs += 1
+        differing = [name for name, value in end_of(home).items() if expected[name] != value]
+        report.differences += [f"run {report.runs}: {name}" for name in differing]
+    return report
+
+
+def end_of(home: Home) -> dict[str, str]:
+    """Everything about a run's end that must not depend on kills, by name."""
+    (run,) = list_runs(home)
+    decision = run.require("decision")
+    (sent,) = read_reports(home)
+    metrics = sent.metrics or {}
+    unclocked = {name: metrics[name] for name in sorted(metrics) if name not in ("seconds", "peak_rss_bytes")}
+    return {
+        "plan": json.dumps(run.require("plan"), sort_keys=True),
+        "evaluations": repr([(at.step, at.loss) for at in run.evaluations(decision["attempt"])]),
+        "journal": hashlib.sha256(run.journal(decision["attempt"]).read_bytes()).hexdigest(),
+        "log": hashlib.sha256(canonical_log(run)).hexdigest(),
+        "state": hashlib.sha256((run.path / "state.i64").read_bytes()).hexdigest(),
+        "decision": json.dumps(decision, sort_keys=True),
+        "active": repr((active_model(home), history(home))),
+        "report": json.dumps(unclocked, sort_keys=True),
+    }
+
+
+def _home(root: Path) -> Home:
+    home = open_home(root)
+    package = tiny_package(home.blobs)
+    record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
+    return home
+
+
+def _killed(command: Sequence[str], after_s: float) -> bool:
+    """Start, wait, kill; False where the process was faster."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            code = process.wait(timeout=after_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return True
+    if code != 0:
+        raise RuntimeError(f"expected exit code 0 of {' '.join(command)}, got {code}")
+    return False
+
+
+def _phase(home: Home) -> str:
+    runs = list_runs(home)
+    found = [phase for name, phase in PHASES if runs and (runs[0].path / name).exists()]
+    return found[-1] if found else "start"
+
+
+def main() -> int:
+    """Print a report as JSON; the exit code says whether all runs ended alike."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=("torch", "bigram"), default="torch")
+    arguments = parser.parse_args()
+    command = torch_command if arguments.engine == "torch" else bigram_command
+    with tempfile.TemporaryDirectory() as folder:
+        report = kill_runs(Path(folder), command, kills=arguments.kills, seed=arguments.seed)
+    document = {
+        "engine": arguments.engine,
+        "kills": report.kills,
+        "runs": report.runs,
+        "kills_by_phase": dict(sorted(report.by_phase.items())),
+        "differences": report.differences,
+    }
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    return 1 if report.differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

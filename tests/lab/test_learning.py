@@ -1,0 +1,141 @@
+"""Runs of the agent and of what it is compared with: a tiny random model, made-up text, a few steps."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from permille.engines.torch_engine import TorchEngine
+from permille.zo.header import EstimatorKind
+from permille_lab.learning.estimators import CONTENDERS, DEFAULT, measure
+from permille_lab.learning.mezo import Mezo
+from permille_lab.learning.page import estimator_tables, loss_at, time_tables
+from permille_lab.learning.runs import TextRun, options_for, text_run
+from permille_lab.learning.time_to_loss import THEIRS, best_rate, descend, measure_ours, measure_theirs
+from permille_lab.measuring.cells import Cells
+from permille_lab.people.user_texts import Document
+from tests.packages import sentences, tiny_package
+from tests.tiny_model import write_model
+
+DOCUMENTS: tuple[Document, ...] = tuple({"text": text} for text in sentences(250, seed=7))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TextRun:
+    package = tiny_package(tmp_path / "blobs")
+    found = text_run(package, DOCUMENTS, tmp_path / "text", seed=0, threads=1)
+    return TextRun(package=package, engine=TorchEngine(package), prepared=found.prepared, seed=0)
+
+
+def test_mezo_moves_all_weights_along_one_direction_and_lowers_the_loss() -> None:
+    weight = torch.full((64,), 3.0)
+    before = weight.clone()
+    optimizer = Mezo([weight], epsilon=1e-3, learning_rate=1e-3)
+    for seed in range(200):
+        optimizer.step(lambda: float(weight.square().sum()), seed)
+    assert float(weight.square().sum()) < float(before.square().sum()) / 2
+    assert bool((weight != before).all())
+
+
+def test_the_agent_is_timed_without_its_evaluations(run: TextRun, tmp_path: Path) -> None:
+    found = measure_ours(run.package, DOCUMENTS, "light", seed=0, steps=20, threads=1)
+    points = found["points"]
+    assert (points[0]["step"], points[0]["seconds"]) == (0, 0.0)
+    assert points[0]["loss"] == pytest.approx(run.loss(), abs=1e-4)
+    assert points[-1]["step"] <= found["steps"] <= 20
+    assert [point["seconds"] for point in points] == sorted(point["seconds"] for point in points)
+
+
+@pytest.mark.parametrize("method", THEIRS)
+def test_every_method_begins_at_its_base_and_ends_lower(method: str, run: TextRun, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    make, _ = THEIRS[method]
+    grid = (1e-4,) if method == "MeZO" else (1e-2,)
+    found = measure_theirs(make, grid, (run, run), model, steps=6, trial_steps=1)
+    points = found["points"]
+    assert [point["step"] for point in points] == list(range(7))
+    if method != "MeZO":  # whose base is not the package's, but the full-precision model
+        assert points[0]["loss"] == pytest.approx(run.loss(), abs=1e-3)
+        assert points[-1]["loss"] < points[0]["loss"]
+
+
+def test_a_loss_that_is_not_finite_ends_a_run(run: TextRun) -> None:
+    class Diverging:
+        losses = iter([5.0, math.inf, 2.0])
+
+        def step(self, *_: object) -> None:
+            pass
+
+        def loss(self) -> float:
+            return next(self.losses)
+
+    assert [point["step"] for point in descend(Diverging(), run, steps=6, every=2)] == [0, 2]
+
+
+@pytest.mark.parametrize(("best", "tries"), [(1e-2, 4), (0.1, 6), (10.0, 8), (1e-5, 8)])
+def test_a_learning_rate_on_the_edge_of_its_grid_extends_it(best: float, tries: int) -> None:
+    made: list[float] = []
+
+    def tried(rate: float) -> float:
+        made.append(rate)
+        return abs(math.log(rate / best))
+
+    found = best_rate(tried, (1e-3, 3e-3, 1e-2, 3e-2))
+    assert len(made) == tries
+    assert tried(found) == min(map(tried, made[:tries]))
+
+
+def test_contenders_have_the_same_row_passes(tmp_path: Path) -> None:
+    package = tiny_package(tmp_path / "blobs")
+    options = options_for(package, seed=0, steps=9)
+    assert {contender.row_passes() for contender in CONTENDERS} <= {30, 32, 18}
+    assert DEFAULT.estimator is EstimatorKind.ONE_SIDED
+    for contender in CONTENDERS[1:3]:
+        found = measure(package, DOCUMENTS, contender, options, threads=1)
+        assert found["steps"] == 9 * 32 // contender.row_passes()
+
+
+def test_between_points_losses_are_on_a_line() -> None:
+    curve = [{"seconds": 10.0 * n, "loss": loss} for n, loss in enumerate((5.0, 4.0, 4.5, 3.0))]
+    assert loss_at(curve, "seconds", 5.0) == 4.5
+    assert loss_at(curve, "seconds", 25) == 3.75
+    assert math.isnan(loss_at([*curve, {"seconds": 40.0, "loss": None}], "seconds", 40))
+
+
+def test_contenders_are_compared_in_the_runs_that_both_have(tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "estimators.jsonl")
+    common = {"batch_rows": 2, "scaling": False, "model": "m"}
+    for text, estimator, queries, last, seconds in (
+        ("a", "spsa", 8, 4.0, 10.0),
+        ("a", "one_sided", 16, 3.0, 20.0),
+        ("b", "one_sided", 16, 1.0, 10.0),
+    ):
+        points = [{"loss": 5.0, "seconds": 0.0}, {"loss": last, "seconds": seconds}]
+        settings = {**common, "text": text, "seed": 0, "estimator": estimator, "queries": queries}
+        cells.keep("estimators", settings, {"points": points})
+    # One-sided differences have fallen by 1 after 10 of their 20 seconds; of text b there is no baseline.
+    rows = [line.split("|") for line in estimator_tables(tmp_path)["paired"].splitlines()]
+    (row,) = [row for row in rows if "one_sided" in row[1]]
+    assert [cell.strip() for cell in row[2:4]] == ["1", "+0.000"]
+
+
+def test_methods_are_timed_to_shares_of_our_fall(tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "time_to_loss.jsonl")
+    for method, losses in (("permille", (5.0, 4.4, 4.0)), ("LoRA, AdamW", (5.0, 4.2, 4.1))):
+        points = [{"step": n, "loss": loss, "seconds": 7.0 * n} for n, loss in enumerate(losses)]
+        settings = {"model": "m", "method": method, "steps": 2}
+        result = {"points": points, "search_s": 3.0}
+        cells.keep("time_to_loss", settings, result)
+    ours, theirs = time_tables(tmp_path)["times"].splitlines()[2:]
+    assert [cell.strip() for cell in ours.split("|")[4:8]] == ["7.0", "14.0", "14.0", "4.000"]
+    assert [cell.strip() for cell in theirs.split("|")[4:8]] == ["7.0", "7.0", "not reached", "4.100"]
+
+
+def test_the_engines_gradient_moves_the_same_values(run: TextRun) -> None:
+    make, _ = THEIRS["the same values, AdamW"]
+    method = make(run, Path(), 1e-2)
+    before = run.package.values().copy()
+    descend(method, run, steps=1, every=1)
+    np.testing.assert_array_equal(run.package.values(), before)
