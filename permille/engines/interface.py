@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from permille.zo.estimators import Batch, LossEngine
 
-__all__ = ["Batch", "Engine", "EngineInfo", "GradientEngine", "LossEngine"]
-
 
 class EngineInfo(TypedDict):
     """What a run reports about its engine; a resumed run has the same bits only where this is equal."""

@@ -1,7 +1,7 @@
 """A checked model folder as a torch model or a tokenizer. Nothing in the folder is executed."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,14 +10,6 @@ from permille.models.checkpoint import Checkpoint, inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class Tokenizer(Protocol):
-    """What reading a corpus asks of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of one text, special tokens as the model's own tokenizer adds them."""
-        ...
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":

@@ -16,6 +16,7 @@ after its last shard.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -28,8 +29,7 @@ from torch import Tensor, nn
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.sensitivity.backward import check_sequences, differentiable, sequence_loss
-from permille.sensitivity.partial_sums import PartialSums
-from permille.sensitivity.scores import Scores, Shapes, zero_scores
+from permille.sensitivity.scores import PartialSums, Scores, Shapes, zero_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,10 +155,6 @@ def add_shard(
                 progress(index + 1)
 
 
-# --- gradients
-# ------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _squares_into(model: nn.Module, sums: Scores, sequence: int) -> Iterator[None]:
     """While autograd runs backward: square each gradient onto its sum and free it at once."""
@@ -193,18 +189,12 @@ def _square_hook(name: str, sum_NK: NDArray[np.float32], sequence: int) -> Calla
     return add_square
 
 
-# --- shards
-# ---------------------------------------------------------------------------------------------------
-
-
 def _offset(progress: Progress, start: int, total: int) -> Callable[[int], None]:
     return lambda done: progress(start + done, total)
 
 
 def _fingerprint(model: "PreTrainedModel", sequences_NT: NDArray[np.int64], shapes: Shapes) -> str:
     """Names the sum: weights, sequences, scope and the rule of the shards."""
-    import hashlib
-
     state = hashlib.sha256(f"permille-fisher-1 {SHARD_SEQUENCES} {sequences_NT.shape} {shapes}".encode())
     state.update(np.ascontiguousarray(sequences_NT).astype("<i8", copy=False).data)
     for name, parameter in model.named_parameters():

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from permille.sensitivity.coverage import CurvePoint, Report
+from permille.sensitivity.coverage import CurvePoint
 
 _DOTS_PER_INCH = 120
-_TABLE_ROWS = 60
 
 
 def curve_picture(curves: Mapping[str, Sequence[CurvePoint]], *, density: float | None = None) -> bytes:
@@ -28,20 +27,6 @@ def curve_picture(curves: Mapping[str, Sequence[CurvePoint]], *, density: float 
     axes.set(xscale="log", ylim=(0, 1.02), xlabel="fraction of the weights", ylabel="share of the score")
     axes.grid(visible=True, linewidth=0.3)
     axes.legend(loc="upper left")
-    return _png(figure)
-
-
-def tensor_picture(report: Report) -> bytes:
-    """Share of each tensor's score on the mask, one bar a tensor; of a large model the first
-    `_TABLE_ROWS`."""
-    rows = report["tensors"][:_TABLE_ROWS]
-    figure = Figure(figsize=(7, 1 + 0.18 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    names = [row["name"].removesuffix(".weight") for row in rows]
-    axes.barh(range(len(rows)), [row["coverage"] for row in rows])
-    axes.set_yticks(range(len(rows)), names, fontsize=6)
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 1), xlabel="share of the tensor's score on the mask")
     return _png(figure)
 
 

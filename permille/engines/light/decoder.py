@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light.linear import LightLinear
-from permille.engines.light.model import LightLayer, Norm
+from permille.engines.light.model import LightLayer, LightModel, Norm
 from permille.models.architecture import Architecture
 from permille.models.descriptions import BlockKind
 
@@ -73,6 +73,13 @@ def run_layer(run: Pass, architecture: Architecture, layer: LightLayer, x_GMH: A
     x_GMH += moved_GMH
     if kind is BlockKind.POST and layer.norm_mlp is not None:
         run.norm(layer.norm_mlp, x_GMH, x_GMH)
+
+
+def finish(run: Pass, model: LightModel, states_GRH: Array) -> Array:
+    """What the head reads, from hidden states of the last layer, which are used up."""
+    if model.final_norm is not None:
+        run.norm(model.final_norm, states_GRH, states_GRH)
+    return states_GRH if model.project_out_EH is None else states_GRH @ model.project_out_EH.T
 
 
 def _attention(run: Pass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> Array:

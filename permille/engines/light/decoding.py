@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light import layers as numbers
+from permille.engines.light.decoder import finish, run_layer
 from permille.engines.light.linear import Correction, LightLinear, Tools
 from permille.engines.light.model import LightLayer, LightModel
 from permille.engines.light.passes import LossPass, Workspace
@@ -46,13 +47,21 @@ class TextPass(LossPass):
         self._tables = {}
         return self._joined.position_M
 
-    def end(self) -> None:
-        """They have gone through all layers."""
-        self.length += len(self._joined.position_M)
+    def next_logits(self, id_M: NDArray[np.int64]) -> Array:
+        """Logits [D] after the last of these tokens, which follow what the pass has seen."""
+        model = self._model
+        x_1MH = model.embed(id_M, self.begin(len(id_M)))[None]
+        with np.errstate(all="ignore"):
+            for layer in model.layers:
+                run_layer(self, model.architecture, layer, x_1MH)
+            self.length += len(id_M)
+            last_1RH = np.ascontiguousarray(x_1MH[:, -1:])
+            logit_D: Array = model.head.logits(finish(self, model, last_1RH)[0])[0]
+        return logit_D
 
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
         """See `Pass`."""
-        if x_GMK.shape[1] > 1 or not all(layer.multiplies_codes for layer in layers):
+        if x_GMK.shape[1] > 1:
             super().linear(layers, x_GMK, outs)
             return
         threads = self._tools.threads

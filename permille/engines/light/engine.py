@@ -26,10 +26,10 @@ import permille
 from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values
 from permille.engines.interface import EngineInfo
 from permille.engines.light.blas import Blas
-from permille.engines.light.decoder import run_layer
+from permille.engines.light.decoder import finish, run_layer
 from permille.engines.light.decoding import TextPass
 from permille.engines.light.linear import Tools
-from permille.engines.light.model import LightModel, Norm, load_model
+from permille.engines.light.model import LightModel, load_model
 from permille.engines.light.passes import LossPass, TangentPass, Workspace
 from permille.engines.light.reverse import ReversePass
 from permille.engines.light.sequences import JoinedSequences, LowerLayerStates, join_sequences
@@ -50,8 +50,6 @@ DEFAULT_MAX_TOKENS = 1024
 _FEW_TOKENS = 256
 # Tangents of one pass share the primal: rather fewer tokens at a time than the primal twice.
 _FEW_TANGENT_TOKENS = 128
-# Dequantized weights that are kept. With the kernels a step is not faster with them, even of a model of 6 M.
-DEFAULT_CACHE_BYTES = 0
 # Hidden states below the first masked layer, of masks of upper layers alone: 128 rows of 256 tokens at 1.1B.
 DEFAULT_KEPT_BYTES = 256 << 20
 
@@ -65,16 +63,14 @@ class LightEngine:
         *,
         threads: int | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
         kept_bytes: int = DEFAULT_KEPT_BYTES,
         int8: bool = False,
     ) -> None:
-        """Map the package. Weights are dequantized now only where the whole model fits `cache_bytes`.
+        """Map the package; nothing is dequantized yet.
 
         Args:
             threads: None takes every processor that the process may use.
             max_tokens: bound on variants * tokens of one forward pass; a call beyond it runs in parts.
-            cache_bytes: bound on dequantized weights that are kept. 0 keeps none.
             kept_bytes: bound on hidden states below the first masked layer that are kept from call to call;
                 none are where the lowest layer is masked.
             int8: losses see the inputs of linear layers in 8 bits.
@@ -93,9 +89,7 @@ class LightEngine:
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self._workspace = Workspace()
-        weights = sum(rows * columns for rows, columns in (info.shape for info in package.manifest.tensors))
-        fits = 4 * weights <= cache_bytes
-        self._model: LightModel = load_model(package, self._tools, cached=fits)
+        self._model: LightModel = load_model(package, self._tools)
         if int8:
             for linear in (linear for layer in self._model.layers for linear in layer.linears):
                 linear.check_int8()
@@ -198,25 +192,12 @@ class LightEngine:
         for _ in range(room):
             # Per token, so that a consumer that pauses does not keep the engine from others.
             with self._lock:
-                logit_D = self._next_logits(run, ids)
+                logit_D = run.next_logits(ids)
             token = next_token(logit_D, sampling, rng)
             if token in sampling.stop_ids:
                 return
             yield token
             ids = np.array([token], dtype=np.int64)
-
-    def _next_logits(self, run: TextPass, ids: NDArray[np.int64]) -> Array:
-        """Logits after the last of `ids`, which follow what the run has seen."""
-        position_M = run.begin(len(ids))
-        x_1MH = np.empty((1, len(ids), self._model.hidden), np.float32)
-        self._embed(ids, position_M, x_1MH[0])
-        with np.errstate(all="ignore"):
-            for layer in self._model.layers:
-                run_layer(run, self._model.architecture, layer, x_1MH)
-            run.end()
-            last_1RH = np.ascontiguousarray(x_1MH[:, -1:])
-            logit_D: Array = self._model.head.logits(self._finish(run, last_1RH)[0])[0]
-        return logit_D
 
     def _token_losses(self, values_VK: Array, batch: Batch) -> Array:
         """[v, R] for a checked batch, in parts of at most `max_tokens`."""
@@ -244,7 +225,7 @@ class LightEngine:
         x_VMH[1:] = x_VMH[0]
         for layer in self._model.layers[self._model.first_masked :]:
             run_layer(run, self._model.architecture, layer, x_VMH)
-        states_VRH = self._finish(run, self._before_targets(x_VMH, joined))
+        states_VRH = finish(run, self._model, self._before_targets(x_VMH, joined))
         losses_N = self._model.head.losses(
             states_VRH.reshape(-1, states_VRH.shape[2]), np.tile(joined.target_R, len(values_VK))
         )
@@ -263,7 +244,7 @@ class LightEngine:
             x_QMH[1:] = 0
             for layer in self._model.layers[self._model.first_masked :]:
                 run_layer(run, self._model.architecture, layer, x_QMH)
-            states_QRH = self._finish(run, self._before_targets(x_QMH, joined))
+            states_QRH = finish(run, self._model, self._before_targets(x_QMH, joined))
             loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], joined.target_R)
             sums_Q = [
                 np.einsum("rh,rh->r", tangent_RH, gradient_RH).sum(dtype=np.float64)
@@ -275,7 +256,7 @@ class LightEngine:
         """Work memory [states, M, H] whose first state is what enters the first masked layer."""
         x_GMH = self._workspace.take("residual", (states, len(joined.id_M), self._model.hidden))
         if self._model.first_masked == 0:
-            self._embed(joined.id_M, joined.position_M, x_GMH[0])
+            x_GMH[0] = self._model.embed(joined.id_M, joined.position_M)
             return x_GMH
         for index, part in enumerate(joined.sequences):
 
@@ -287,8 +268,7 @@ class LightEngine:
 
     def _below_mask(self, joined: JoinedSequences, tools: Tools) -> Array:
         """Hidden states [M, H] after the layers that no value has a part in."""
-        x_1MH = np.empty((1, len(joined.id_M), self._model.hidden), np.float32)
-        self._embed(joined.id_M, joined.position_M, x_1MH[0])
+        x_1MH = self._model.embed(joined.id_M, joined.position_M)[None]
         run = LossPass(tools, self._model.architecture, self._workspace, joined)
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._model.first_masked]:
@@ -296,33 +276,7 @@ class LightEngine:
         states_MH: Array = x_1MH[0]
         return states_MH
 
-    def _embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64], out_MH: Array) -> None:
-        model = self._model
-        if model.project_in_HE is None:
-            model.embedding.look_up(id_M, out_MH)
-        else:
-            narrow_ME = np.empty((len(id_M), model.embedding.width), np.float32)
-            model.embedding.look_up(id_M, narrow_ME)
-            np.matmul(narrow_ME, model.project_in_HE.T, out=out_MH)
-        if model.architecture.embedding_scale != 1:
-            out_MH *= np.float32(model.architecture.embedding_scale)
-        if model.learned_positions is not None:
-            place_MH = np.empty_like(out_MH)
-            model.learned_positions.look_up(
-                position_M + (model.architecture.learned_positions or 0), place_MH
-            )
-            out_MH += place_MH
-
     def _before_targets(self, x_GMH: Array, joined: JoinedSequences) -> Array:
         """The hidden states [g, R, H] that the losses need, in work memory that no layer uses any more."""
         shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
-
-    def _finish(self, run: LossPass | TangentPass, states_GRH: Array) -> Array:
-        """What the head reads, from hidden states of the last layer."""
-        norm: Norm | None = self._model.final_norm
-        if norm is not None:
-            run.norm(norm, states_GRH, states_GRH)
-        if self._model.project_out_EH is not None:
-            return states_GRH @ self._model.project_out_EH.T
-        return states_GRH

@@ -81,8 +81,6 @@ class LightLinear:
         indices: NDArray[np.uint32],
         start: int,
         bias_N: Array | None,
-        *,
-        cached: bool,
     ) -> None:
         """`indices` are flat and strictly increasing; `start` is their offset in the package's values."""
         self.rows, self.columns = weight.shape
@@ -92,14 +90,6 @@ class LightLinear:
         self.indices = indices
         rows = np.searchsorted(indices, np.arange(self.rows + 1, dtype=np.int64) * self.columns)
         self.row_start_N1 = rows.astype(np.int32)
-        self._cache_NK = np.empty(weight.shape, np.float32) if cached else None
-        if self._cache_NK is not None:
-            dequantize_rows(weight, 0, self.rows, self._cache_NK)
-
-    @property
-    def multiplies_codes(self) -> bool:
-        """Whether a product with few tokens goes straight from the codes."""
-        return self._cache_NK is None
 
     def correction(self, value_C: Array) -> "Correction":
         """What the values of one variant add to a product with the codes alone."""
@@ -202,11 +192,8 @@ class LightLinear:
     def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
         """(group, tile [R, K] with its values): the same memory each time, so use it before the next."""
         width = rows.stop - rows.start
-        if self._cache_NK is None:
-            tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
-            dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
-        else:
-            tile_RK = self._cache_NK[rows]
+        tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
+        dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         for group, value_C in enumerate(values_GC):
             if last > first:
@@ -216,10 +203,7 @@ class LightLinear:
 
     def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
         """Some rows of the weight with the values of one variant, into memory of the caller's."""
-        if self._cache_NK is None:
-            dequantize_rows(self.weight, rows.start, rows.stop, out_RK)
-        else:
-            np.copyto(out_RK, self._cache_NK[rows])
+        dequantize_rows(self.weight, rows.start, rows.stop, out_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         if last > first:
             set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)

@@ -79,19 +79,30 @@ class LightModel:
     first_masked: int
     hidden: int
 
+    def embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64]) -> Array:
+        """What enters the first layer, [M, H]."""
+        found_ME = np.empty((len(id_M), self.embedding.width), np.float32)
+        self.embedding.look_up(id_M, found_ME)
+        out_MH = found_ME if self.project_in_HE is None else found_ME @ self.project_in_HE.T
+        if self.architecture.embedding_scale != 1:
+            out_MH *= np.float32(self.architecture.embedding_scale)
+        if self.learned_positions is not None:
+            place_MH = np.empty_like(out_MH)
+            first = self.architecture.learned_positions or 0
+            self.learned_positions.look_up(position_M + first, place_MH)
+            out_MH += place_MH
+        return out_MH
 
-def load_model(package: Package, tools: Tools, *, cached: bool) -> LightModel:
+
+def load_model(package: Package, tools: Tools) -> LightModel:
     """Map the model of a package.
-
-    Args:
-        cached: keep all weights dequantized.
 
     Raises:
         InputError: mathematics that this engine does not have.
         PackageError: numbers in the package that break its format.
     """
     architecture = architecture_of(package.config)
-    parts = _Parts(package, architecture, cached)
+    parts = _Parts(package, architecture)
     embedding = StoredMatrix(package.plain(f"{architecture.embedding}.weight"))
     head = embedding if architecture.tied else StoredMatrix(package.plain("lm_head.weight"))
     masked = [layer_of(info.name) or 0 for info in package.manifest.tensors if info.count]
@@ -148,11 +159,10 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
 class _Parts:
     """Reads the tensors of one package."""
 
-    def __init__(self, package: Package, architecture: Architecture, cached: bool) -> None:
+    def __init__(self, package: Package, architecture: Architecture) -> None:
         self.architecture = architecture
         self._package = package
         self._plain = frozenset(package.plain_names)
-        self._cached = cached
         stops = np.cumsum(package.counts)
         self._start = {
             info.name: int(stop) - info.count
@@ -163,7 +173,7 @@ class _Parts:
         name = f"{path}.weight"
         weight = PackedRows.of(self._package.quantized(name))
         bias_N = self._vector(f"{path}.bias")
-        return LightLinear(weight, self._package.mask(name), self._start[name], bias_N, cached=self._cached)
+        return LightLinear(weight, self._package.mask(name), self._start[name], bias_N)
 
     def norm(self, prefix: str, leaf: str | None) -> Norm | None:
         """None: there is no such norm. A norm without weights (OPT) is one of ones."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.engines.interface import Batch
 from permille.package.reader import Package
+from permille.zo.estimators import Batch
 from permille.zo.header import EstimatorKind
 from permille_agent.state.home import open_home
 from permille_agent.training.run import RunFolder, open_run

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.engines.interface import Batch
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
-from permille.zo.estimators import directions_of, estimate
+from permille.zo.estimators import Batch, directions_of, estimate
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import BlockSplit, EstimatorKind
 from permille.zo.journal import read_journal

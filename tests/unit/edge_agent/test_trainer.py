@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.engines.interface import Batch, Engine
+from permille.engines.interface import Engine
 from permille.package.reader import Package
+from permille.zo.estimators import Batch
 from permille.zo.journal import read_journal
 from permille.zo.records import StepFlag
 from permille_agent.state.home import open_home

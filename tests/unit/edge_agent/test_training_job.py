@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 import permille.zo.journal
 import permille_agent.state.home
 import permille_agent.training.personal
-from permille.engines.interface import Batch, Engine
+from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome, RunMetrics
+from permille.zo.estimators import Batch
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay

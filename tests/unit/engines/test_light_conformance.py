@@ -19,7 +19,7 @@ from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_batch, tiny_package, var
 def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Conformance:
     family, scheme = request.param
     tiny: Tiny = tiny_package(tmp_path_factory.mktemp("blobs"), family, scheme)
-    return Conformance(engine=LightEngine(tiny.package, cache_bytes=0), tiny=tiny)
+    return Conformance(engine=LightEngine(tiny.package), tiny=tiny)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -34,10 +34,10 @@ def test_a_package_in_half_precision_conforms(dtype: torch.dtype, tmp_path: Path
     Conformance(engine=LightEngine(tiny.package), tiny=tiny).check()
 
 
-def test_it_conforms_in_parts_with_kept_weights_and_one_thread(tmp_path: Path) -> None:
+def test_it_conforms_in_parts_and_with_one_thread(tmp_path: Path) -> None:
     """Every call is cut: 14 tokens are less than two sequences, and less than two variants."""
     tiny = tiny_package(tmp_path, "qwen2")
-    engine = LightEngine(tiny.package, threads=1, max_tokens=14, cache_bytes=1 << 20)
+    engine = LightEngine(tiny.package, threads=1, max_tokens=14)
     Conformance(engine=engine, tiny=tiny).check()
 
 
@@ -94,8 +94,7 @@ def test_int8_activations_leave_text_and_derivatives_in_float32(scope: str, tmp_
     assert loss == same_loss
     np.testing.assert_array_equal(slope_Q, same_Q)
     logits = [
-        engine._next_logits(TextPass(engine._exact, engine._model, values_K, 8), prompt)
-        for engine in (exact, rounded)
+        TextPass(engine._exact, engine._model, values_K, 8).next_logits(prompt) for engine in (exact, rounded)
     ]
     np.testing.assert_array_equal(logits[0], logits[1])
     written = [list(each.generate(values_K, prompt, max_new_tokens=8)) for each in (exact, rounded)]

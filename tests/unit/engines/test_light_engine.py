@@ -171,14 +171,14 @@ def test_windows_without_a_size_are_refused() -> None:
 def test_numpy_alone_conforms(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     tiny = tiny_package(tmp_path, family)
-    engine = LightEngine(tiny.package, cache_bytes=0)
+    engine = LightEngine(tiny.package)
     assert engine.info()["version"].endswith("kernels numpy")
     Conformance(engine=engine, tiny=tiny).check()
 
 
 def test_kernels_and_numpy_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_package(tmp_path, "qwen3")
-    engine = LightEngine(tiny.package, cache_bytes=0)
+    engine = LightEngine(tiny.package)
     losses = {}
     for path in ("off", *paths()):
         monkeypatch.setenv(VARIABLE, path)
@@ -306,7 +306,7 @@ def test_embedding_and_head_are_never_copied(call: str, tmp_path: Path) -> None:
     values_K, batch = package.values(), tiny_batch()
     tracemalloc.start()
     try:
-        engine = LightEngine(package, threads=1, cache_bytes=0)
+        engine = LightEngine(package, threads=1)
         if call == "losses":
             engine.losses(values_K[None], batch)
         elif call == "derivatives":
@@ -323,7 +323,7 @@ def test_no_weight_is_unpacked_as_a_whole(tmp_path: Path) -> None:
     """A weight of 4 M numbers is 16 MB in float32; a tile of it is 6."""
     shape = Shape(hidden=2048, inner=2048, layers=1, heads=4, kv_heads=4, vocabulary=96)
     package = random_package(tmp_path, shape, density=1e-4)
-    engine = LightEngine(package, threads=1, cache_bytes=0)
+    engine = LightEngine(package, threads=1)
     values_K, batch = package.values(), tiny_batch()
     tracemalloc.start()
     try:

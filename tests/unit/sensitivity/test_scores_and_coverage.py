@@ -13,7 +13,7 @@ from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.sensitivity.coverage import coverage, coverage_by_tensor, curve, mask_report
 from permille.sensitivity.masks import MaskMethod, select_mask
-from permille.sensitivity.plots import curve_picture, error_picture, tensor_picture
+from permille.sensitivity.plots import curve_picture, error_picture
 from permille.sensitivity.scores import (
     Scores,
     fisher_exponents,
@@ -168,7 +168,6 @@ def test_pictures_have_the_same_bytes_for_the_same_numbers() -> None:
     assert one.startswith(b"\x89PNG\r\n")
     assert one == curve_picture({"c4": report["curve"]}, density=0.001)
     assert one != curve_picture({"c4": other}, density=0.001)  # type: ignore[dict-item]
-    assert tensor_picture(report) == tensor_picture(report)
     assert error_picture({"a": 0.1, "b": 0.2}) == error_picture({"a": 0.1, "b": 0.2})
 
 
