@@ -7,8 +7,7 @@ output has on calibration text (Cheng et al. 2023, "Optimize Weight Rounding via
 Symmetric, one float16 scale for 128 weights of a row. Why this one of the calibrated methods, and how it is
 called: docs/adr/0125.
 
-`rounded` lets a scale be negative, so that the side of the larger weight has the code -8. `rounded_int4` does
-not: what it finds is an int4 layer of a package as it stands (ADR 149).
+Scales are not negative: what is found is an int4 layer of a package as it stands (ADR 149).
 
 # Legend: N, K = rows and columns; G = groups of a row; Q, T = sequences and their tokens.
 """
@@ -38,26 +37,6 @@ ITERATIONS = 200
 BATCH_SIZE = 8
 
 
-def rounded(
-    model: "PreTrainedModel",
-    names: Sequence[str],
-    sequences_QT: NDArray[np.int64],
-    *,
-    iterations: int = ITERATIONS,
-) -> dict[str, NDArray[np.float32]]:
-    """What the linear weights of the blocks decode to. The model's own weights are gone afterwards.
-
-    Args:
-        names: parameters that have to come out in four bits.
-        sequences_QT: calibration text, [Q, T] token ids.
-
-    Raises:
-        InputError: auto-round is not installed, or left one of the weights as it was.
-    """
-    tuned = _tuned(model, names, sequences_QT, iterations, "int_sym")
-    return {name: _array(tuned.get_parameter(name)).copy() for name in names}
-
-
 def rounded_int4(
     model: "PreTrainedModel",
     names: Sequence[str],
@@ -65,13 +44,17 @@ def rounded_int4(
     *,
     iterations: int = ITERATIONS,
 ) -> dict[str, QuantizedTensor]:
-    """The linear weights of the blocks as int4 of packages, in groups of 128. See `rounded` for the arguments
-    and what becomes of the model.
+    """The linear weights of the blocks as int4 of packages. The model's own weights are gone afterwards.
+
+    Args:
+        names: parameters that have to come out in four bits.
+        sequences_QT: calibration text, [Q, T] token ids.
 
     Raises:
-        InputError: as `rounded`, or a weight that is no product of a code and a scale.
+        InputError: auto-round is not installed, left one of the weights as it was, or made a weight that is
+            no product of a code and a scale.
     """
-    tuned = _tuned(model, names, sequences_QT, iterations, "int_sym_gptq")
+    tuned = _tuned(model, names, sequences_QT, iterations)
     return {
         name: _int4(
             name,
@@ -116,7 +99,6 @@ def _tuned(
     names: Sequence[str],
     sequences_QT: NDArray[np.int64],
     iterations: int,
-    data_type: str,
 ) -> torch.nn.Module:
     """The model with its weights rounded, and `scale` beside each of them."""
     auto_round, tokenizer = _library()
@@ -130,8 +112,9 @@ def _tuned(
             bits=4,
             group_size=GROUP_SIZE,
             sym=True,
-            # By such a name, since under "int" it leaves every matrix out whose sides are no multiples of 32.
-            data_type=data_type,
+            # Scales that are positive; and under "int" it would leave every matrix out whose sides are no
+            # multiples of 32.
+            data_type="int_sym_gptq",
             scale_dtype="fp16",
             dataset=dataset,
             iters=iterations,
@@ -158,7 +141,7 @@ def _library() -> tuple[Any, Any]:
         from auto_round import AutoRound
     except ImportError as exc:
         raise InputError(
-            'expected auto-round, which is not installed: pip install "permille[evaluate]"'
+            'expected auto-round, which is not installed: pip install "permille[workers]"'
         ) from exc
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""One sequence's loss, ready to be differentiated with little memory: what all gradients of this package use.
+"""One sequence's loss, ready to be differentiated with little memory.
 
 Only the wanted weights require a gradient, a block's activations are computed again in backward, no dropout.
 """
