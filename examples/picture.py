@@ -37,7 +37,7 @@ def main() -> int:
                 user("enroll", url, invitation),
                 user("pull"),
                 user("train", "notes.txt", "--steps", "400"),
-                user("compare"),
+                user("compare", "--prompt", PROMPT, "--max-tokens", "24"),
             ]
     finally:
         shutil.rmtree(WORK, ignore_errors=True)
