@@ -20,7 +20,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from permille.package.blobs import BlobFolder
-from permille.package.manifest import MAX_MANIFEST_BYTES, Manifest
+from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.package.manifest import Manifest
 from permille.package.signing import (
     Release,
     SignedRelease,

@@ -5,7 +5,7 @@ No torch, no files from elsewhere; the same arguments give the same package dige
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from permille.models.families import expected_tensors, family_of, scoped_tensors
+from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
-from permille.package.direction_layers import write_basis, write_exponents
-from permille.package.layers import (
-    masked_values,
-    write_dense,
-    write_file,
-    write_mask,
-    write_plain,
-    write_values,
-)
-from permille.package.manifest import (
-    Manifest,
-    MaskInfo,
-    ModelInfo,
-    Quantization,
-    TensorInfo,
-    decimal_text,
-    sort_layers,
-)
+from permille.package.build import ChosenMask, pack_model, write_manifest
+from permille.package.layers import write_exponents
+from permille.package.manifest import sort_layers
 from permille.package.reader import Package
-from permille.package.writer import write_manifest
-from permille.quantization import Scheme, default_group_size, quantize
+from permille.quantization import Scheme
 from permille.tensors import RawTensor
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
@@ -112,66 +96,39 @@ def tiny_package(
     }
     if chat_template is not None:
         files["chat_template.jinja"] = chat_template.encode()
-    return write_package(blobs, config, weights, mask, files, scheme=scheme)
-
-
-def write_package(
-    blobs: Path,
-    config: Mapping[str, Any],
-    weights: Mapping[str, NDArray[np.float32]],
-    mask: Mapping[str, NDArray[np.uint32]],
-    files: Mapping[str, bytes],
-    *,
-    scheme: Scheme = Scheme.NF4,
-    method: str = "random",
-) -> Package:
-    """Write the package of a float32 model with a known mask, quantized with regard to it; open it."""
     blobs.mkdir(parents=True, exist_ok=True)
-    folder = BlobFolder(blobs)
-    shapes = dict(scoped_tensors(config))
-    order = list(shapes)
-    raw = {name: _raw(name, weight) for name, weight in weights.items()}
-    group_size = default_group_size(scheme)
-    quantized = []
-    for name in order:
-        keep = np.zeros(weights[name].size, dtype=np.bool_)
-        keep[mask[name]] = True
-        quantized.append((name, quantize(weights[name], scheme, group_size, keep.reshape(shapes[name]))))
-    config_layer = write_file(folder, "config.json", json.dumps(config, indent=2).encode())
-    layers = [
-        write_dense(folder, quantized, scheme),
-        write_plain(folder, [raw[name] for name in weights if name not in shapes]),
-        write_mask(folder, mask, order),
-        write_values(folder, [masked_values(raw[name], mask[name]) for name in order], order),
-        config_layer,
-        *(write_file(folder, path, data) for path, data in files.items()),
-    ]
-    total = sum(n * k for n, k in shapes.values())
-    k = sum(len(indices) for indices in mask.values())
-    manifest = Manifest(
-        model=ModelInfo(family=family_of(config).value, config=config_layer.digest),
-        scheme=Quantization(name=scheme, group_size=group_size, mask_aware=True),
-        mask=MaskInfo(method=method, density=decimal_text(k / total), scope="all", k=k),
-        tensors=tuple(TensorInfo(name=name, shape=shapes[name], count=len(mask[name])) for name in order),
-        layers=sort_layers(layers),
-        provenance={},
+    model = MemoryModel(
+        config=config, tensors={name: _raw(name, w) for name, w in weights.items()}, files=files
     )
-    return Package.open(folder, write_manifest(folder, manifest))
+    chosen = ChosenMask(indices=mask, method="random", density=density)
+    return Package.open(BlobFolder(blobs), pack_model(BlobFolder(blobs), model, chosen, scheme))
 
 
-def layered_package(
-    package: Package, *, basis_KR: NDArray[np.int8] | None = None, exponents_K: NDArray[np.int8] | None = None
-) -> Package:
-    """The package with layers of learned directions or scaling exponents added, in the same folder."""
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """A model that packages are made of, without a folder."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, RawTensor]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(expected_tensors(self.config))
+
+    def raw(self, name: str) -> RawTensor:
+        return self.tensors[name]
+
+    def file(self, name: str, *, limit: int) -> bytes | None:
+        return self.files.get(name)
+
+
+def layered_package(package: Package, *, exponents_K: NDArray[np.int8]) -> Package:
+    """The package with scaling exponents added, in the same folder."""
     manifest, folder = package.manifest, package.blobs
     counts = {tensor.name: tensor.count for tensor in manifest.tensors}
-    layers = list(manifest.layers)
-    if basis_KR is not None:
-        layers.append(write_basis(folder, basis_KR, counts))
-    if exponents_K is not None:
-        layers.append(write_exponents(folder, exponents_K, counts))
-    changed = replace(manifest, layers=sort_layers(layers))
-    return Package.open(folder, write_manifest(folder, changed))
+    layers = sort_layers([*manifest.layers, write_exponents(folder, exponents_K, counts)])
+    return Package.open(folder, write_manifest(folder, replace(manifest, layers=layers)))
 
 
 def _random_weight(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

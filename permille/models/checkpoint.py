@@ -104,6 +104,20 @@ class Checkpoint:
         """A tensor as float32, exactly."""
         return self.raw(name).float32()
 
+    def file(self, name: str, *, limit: int) -> bytes | None:
+        """A small file's bytes; None where the folder has none.
+
+        Raises:
+            InputError: it has more than `limit` bytes, or leads out of the folder.
+        """
+        if not (self.folder / name).exists():
+            return None
+        path = inside(self.folder, name)
+        size = path.stat().st_size
+        if size > limit:
+            raise InputError(f"expected {name} of at most {limit} bytes, got {size}")
+        return path.read_bytes()
+
     def weights(self, scope: str = "all") -> "ScopedWeights":
         """The linear layers in scope as float32, read one at a time on access."""
         return ScopedWeights(self, tuple(name for name, _ in scoped_tensors(self.config, scope)))

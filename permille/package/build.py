@@ -1,30 +1,30 @@
-"""From a checked model folder and a mask to a package: the last step of a build, and of a notebook.
+"""Make a package of a model, a mask and a scheme: the last step of a build, and of a notebook.
 
-Tensor by tensor, so a model never has to fit into memory. The same folder, mask and description give the same
-package: no clock is in it.
+Tensor by tensor, so a model never has to fit into memory. The same inputs give the same package: no clock is
+in it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.digests import JSON
-from permille.errors import InputError
-from permille.models.checkpoint import Checkpoint, inside
-from permille.models.families import scoped_tensors
+from permille.models.families import family_of, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config, config_bytes
-from permille.package.direction_layers import write_basis, write_exponents
 from permille.package.layers import (
     masked_values,
     write_dense,
+    write_exponents,
     write_file,
     write_mask,
     write_plain,
     write_values,
 )
-from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES, MEASUREMENTS
+from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES
 from permille.package.manifest import (
     Layer,
     Manifest,
@@ -35,143 +35,139 @@ from permille.package.manifest import (
     decimal_text,
     sort_layers,
 )
-from permille.package.writer import write_manifest
-from permille.quantization import QuantizedTensor, Scheme, default_group_size, quantize
-from permille.quantization.report import keep_of
+from permille.package.reader import Package
+from permille.quantization import Scheme, default_group_size, quantize
 from permille.tensors import RawTensor
 
-Indices = Mapping[str, NDArray[np.uint32]]
 _NONE = np.empty(0, np.uint32)
+
+
+class SourceModel(Protocol):
+    """What a package is made of: a `permille.models.checkpoint.Checkpoint`, or tensors in memory."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Its `config.json`."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all tensors, as `permille.models.families.expected_tensors` has them."""
+        ...
+
+    def raw(self, name: str) -> RawTensor:
+        """One tensor in the model's own dtype."""
+        ...
+
+    def file(self, name: str, *, limit: int) -> bytes | None:
+        """A tokenizer's or license's file of at most `limit` bytes; None where there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChosenMask:
+    """The masked weights, and how they were chosen, for the manifest.
+
+    Attributes:
+        indices: strictly increasing flat indices by tensor; a tensor without any may be left out.
+        exponents_K: powers of two for directions, [k] int8 in flat order, or none.
+    """
+
+    indices: Mapping[str, NDArray[np.uint32]]
+    method: str
+    density: float | str
+    scope: str = "all"
+    exponents_K: NDArray[np.int8] | None = None
 
 
 def pack_model(
     blobs: BlobFolder,
-    checkpoint: Checkpoint,
-    mask: Indices,
-    *,
-    method: str,
-    density: float | str,
-    scope: str = "all",
+    model: SourceModel,
+    mask: ChosenMask,
     scheme: Scheme = Scheme.NF4,
+    *,
     group_size: int | None = None,
-    mask_aware: bool = True,
-    exponents: NDArray[np.int8] | None = None,
-    basis: NDArray[np.int8] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
     """Quantize the model, take its masked values and write everything; returns the package's digest.
 
     Args:
-        mask: strictly increasing flat indices by tensor; a tensor without any may be left out.
-        method, density, scope: how the mask was chosen, for the manifest.
         group_size: None takes the scheme's default.
-        mask_aware: leave masked weights out of their group's scale.
-        exponents: [k] int8 in flat order, or none; see `permille.sensitivity.scores`.
-        basis: [k, r] int8 in flat order, or none.
 
     Raises:
-        InputError: a mask, exponents or a basis that do not fit, weights that are not finite, a file that is
-            too large.
+        InputError: a mask or exponents that do not fit, weights that are not finite, too large a file.
         PackageError: a file of the model may not be in a package.
         OSError: as the file system reports it.
     """
-    group_size = default_group_size(scheme) if group_size is None else group_size
-    tensors = _quantized(checkpoint, mask if mask_aware else {}, scheme, group_size)
-    counts = mask_counts(checkpoint, mask)
-    optional = []
-    if exponents is not None:
-        optional.append(write_exponents(blobs, exponents, counts))
-    if basis is not None:
-        optional.append(write_basis(blobs, basis, counts))
-    return write_package(
-        blobs,
-        checkpoint,
-        mask,
-        layers=(
-            write_dense(blobs, tensors, scheme),
-            write_plain(blobs, plain_tensors(checkpoint)),
-            write_mask(blobs, mask, [name for name, _ in scoped_tensors(checkpoint.config)]),
-        ),
-        optional=optional,
-        scheme=Quantization(name=scheme, group_size=group_size, mask_aware=mask_aware),
-        method=method,
-        density=density,
-        scope=scope,
-        provenance=provenance,
-    ).digest
+    size = default_group_size(scheme) if group_size is None else group_size
+    scoped = [name for name, _ in scoped_tensors(model.config)]
+    quantized = ((name, quantize(model.raw(name).float32(), scheme, size, name=name)) for name in scoped)
+    layers = (
+        write_dense(blobs, quantized, scheme),
+        write_plain(blobs, plain_tensors(model)),
+        write_mask(blobs, mask.indices, scoped),
+    )
+    how = Quantization(name=scheme, group_size=size)
+    return write_package(blobs, model, mask, layers, how, provenance=provenance).digest
 
 
 def write_package(
     blobs: BlobFolder,
-    checkpoint: Checkpoint,
-    mask: Indices,
-    *,
+    model: SourceModel,
+    mask: ChosenMask,
     layers: tuple[Layer, Layer, Layer],
     scheme: Quantization,
-    method: str,
-    density: float | str,
-    scope: str = "all",
-    optional: Sequence[Layer] = (),
+    *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write what is missing beside the dense, the plain and the mask layer: values, files, manifest.
-
-    `optional`: an exponents layer, a basis layer, both or none.
+    """Write what is missing beside the dense, the plain and the mask layer.
 
     Raises:
         InputError, PackageError, OSError: as `pack_model`.
     """
-    scoped = scoped_tensors(checkpoint.config)
-    order = [name for name, _ in scoped]
-    values = write_values(
-        blobs, (masked_values(checkpoint.raw(name), mask.get(name, _NONE)) for name in order), order
-    )
-    files = list(_files(blobs, checkpoint))
-    config = next(layer for layer in files if layer.path == "config.json")
-    counts = mask_counts(checkpoint, mask)
+    scoped = scoped_tensors(model.config)
+    masks = {name: mask.indices.get(name, _NONE) for name, _ in scoped}
+    counts = {name: indices.size for name, indices in masks.items()}
+    values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
+    made = [*layers, write_values(blobs, values, list(masks))]
+    if mask.exponents_K is not None:
+        made.append(write_exponents(blobs, mask.exponents_K, counts))
+    config = write_file(blobs, "config.json", config_bytes(clean_config(model.config)))
     manifest = Manifest(
-        model=ModelInfo(family=checkpoint.family.value, config=config.digest),
+        model=ModelInfo(family=family_of(model.config).value, config=config.digest),
         scheme=scheme,
         mask=MaskInfo(
-            method=method, density=decimal_text(float(density)), scope=scope, k=sum(counts.values())
+            method=mask.method,
+            density=decimal_text(float(mask.density)),
+            scope=mask.scope,
+            k=sum(counts.values()),
         ),
         tensors=tuple(TensorInfo(name=name, shape=shape, count=counts[name]) for name, shape in scoped),
-        layers=sort_layers([*layers, values, *optional, *files]),
+        layers=sort_layers([*made, config, *_other_files(blobs, model)]),
         provenance=provenance or {},
     )
     write_manifest(blobs, manifest)
     return manifest
 
 
-def mask_counts(checkpoint: Checkpoint, mask: Indices) -> dict[str, int]:
-    """Masked weights by tensor, in tensor_id order, tensors without any included."""
-    return {name: mask.get(name, _NONE).size for name, _ in scoped_tensors(checkpoint.config)}
+def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
+    """Store the manifest after its layers; returns the package's digest.
+
+    Raises:
+        PackageError: `blob-missing`, or the package would not open.
+    """
+    Package(blobs, manifest)
+    return blobs.put_bytes(manifest.to_bytes())
 
 
-def plain_tensors(checkpoint: Checkpoint) -> Iterator[RawTensor]:
-    """All tensors that are not quantized, in the checkpoint's order."""
-    scoped = {name for name, _ in scoped_tensors(checkpoint.config)}
-    return (checkpoint.raw(name) for name in checkpoint.names if name not in scoped)
+def plain_tensors(model: SourceModel) -> Iterator[RawTensor]:
+    """All tensors that are not quantized, in the model's order."""
+    scoped = {name for name, _ in scoped_tensors(model.config)}
+    return (model.raw(name) for name in model.names if name not in scoped)
 
 
-def _quantized(
-    checkpoint: Checkpoint, mask: Indices, scheme: Scheme, group_size: int
-) -> Iterator[tuple[str, QuantizedTensor]]:
-    for name, shape in scoped_tensors(checkpoint.config):
-        keep = keep_of(mask[name], shape) if name in mask else None
-        yield name, quantize(checkpoint.float32(name), scheme, group_size, keep, name=name)
-
-
-def _files(blobs: BlobFolder, checkpoint: Checkpoint) -> Iterator[Layer]:
-    yield write_file(blobs, "config.json", config_bytes(clean_config(checkpoint.config)))
-    for name in sorted(FILE_NAMES - {"config.json", MEASUREMENTS}):
-        if (checkpoint.folder / name).exists():
-            yield write_file(blobs, name, _read(checkpoint, name))
-
-
-def _read(checkpoint: Checkpoint, name: str) -> bytes:
-    path = inside(checkpoint.folder, name)
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise InputError(f"expected {name} of at most {MAX_FILE_BYTES} bytes, got {size}")
-    return path.read_bytes()
+def _other_files(blobs: BlobFolder, model: SourceModel) -> Iterator[Layer]:
+    for name in sorted(FILE_NAMES - {"config.json"}):
+        data = model.file(name, limit=MAX_FILE_BYTES)
+        if data is not None:
+            yield write_file(blobs, name, data)

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from permille.errors import InputError, PackageError
 from permille.models.descriptions import Family
 from permille.models.families import expected_tensors, family_of
-from permille.package.limits import MEASUREMENTS
 
 MAX_CONFIG_BYTES = 8 << 20  # chat templates and added tokens live in tokenizer_config.json
 _MAX_DEPTH = 4
@@ -89,19 +88,8 @@ def check_file(path: str, data: bytes) -> None:
     """
     if path == "config.json":
         parse_config(data)
-    elif path in ("generation_config.json", "tokenizer_config.json", MEASUREMENTS):
+    elif path in ("generation_config.json", "tokenizer_config.json"):
         _refuse_code(_object(data), path)
-
-
-def parse_measurements(data: bytes) -> dict[str, Any]:
-    """Parse a `measurements.json`.
-
-    Raises:
-        PackageError: `config-malformed` or `config-key`.
-    """
-    found = _object(data)
-    _refuse_code(found, MEASUREMENTS)
-    return found
 
 
 def _check_settings(value: object, depth: int) -> None:

@@ -3,6 +3,7 @@
 The same tensors in the same order give the same bytes. Reading is in `reader`; names that both need are here.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import check_file
-from permille.package.limits import FILE_NAMES, GROUP_SIZES, MEDIA_TYPES, Role
+from permille.package.limits import FILE_NAMES, GROUP_SIZES, MAX_EXPONENT, Role
 from permille.package.manifest import Layer
-from permille.package.safetensors_io import SafetensorsWriter, compact_json
+from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization import QuantizedTensor, Scheme
 from permille.quantization.nf4 import NF4_CODES
 from permille.tensors import FLOATS, RawTensor
@@ -92,6 +93,33 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
         return _layer(Role.VALUES, writer.finish())
 
 
+def write_exponents(blobs: BlobFolder, exponents_K: NDArray[np.int8], counts: Mapping[str, int]) -> Layer:
+    """The power of two by which each masked weight's direction may be scaled (FORMAT 4.7).
+
+    Args:
+        exponents_K: [k] in flat order, from 0 to `MAX_EXPONENT`, the smallest 0.
+        counts: masked weights by tensor, in tensor_id order.
+
+    Raises:
+        InputError: another dtype, size or range.
+    """
+    shape = (sum(counts.values()),)
+    if exponents_K.dtype != np.int8 or exponents_K.shape != shape or not exponents_K.size:
+        raise InputError(f"expected int8 {shape}, got {exponents_K.dtype} {exponents_K.shape}")
+    if not are_exponents(exponents_K):
+        raise InputError(f"expected exponents from exactly 0 to {MAX_EXPONENT}")
+    parts = np.split(exponents_K, np.cumsum(list(counts.values()))[:-1])
+    with SafetensorsWriter(blobs) as writer:
+        for name, part in zip(counts, parts, strict=True):
+            writer.add(name, "I8", part.shape, part)
+        return _layer(Role.EXPONENTS, writer.finish())
+
+
+def are_exponents(exponents_K: NDArray[np.int8]) -> bool:
+    """Whether the numbers are from 0 to 15, the smallest 0 (FORMAT 4.7)."""
+    return int(exponents_K.min()) == 0 and int(exponents_K.max()) <= MAX_EXPONENT
+
+
 def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
     """A tokenizer's or a config's file, under a name of the allow-list (FORMAT 3.3).
 
@@ -115,9 +143,8 @@ def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
 
 def quant_state(shape: tuple[int, int], group_size: int) -> bytes:
     """What bitsandbytes packs beside an NF4 weight. dtype float32: dequantizing loses nothing (ADR 0023)."""
-    return compact_json(
-        {"quant_type": "nf4", "blocksize": group_size, "dtype": "float32", "shape": list(shape)}
-    )
+    state = {"quant_type": "nf4", "blocksize": group_size, "dtype": "float32", "shape": list(shape)}
+    return json.dumps(state).encode("ascii")
 
 
 def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTensor) -> None:
@@ -135,7 +162,7 @@ def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTen
 
 def _layer(role: Role, blob: tuple[str, int], path: str | None = None) -> Layer:
     digest, size = blob
-    return Layer(role=role, media_type=MEDIA_TYPES[role], digest=digest, size_bytes=size, path=path)
+    return Layer(role=role, digest=digest, size_bytes=size, path=path)
 
 
 def _check_float(tensor: RawTensor) -> None:

@@ -15,10 +15,7 @@ MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 8.1: what the header of a log can say
 MAX_EXPONENT = 15  # FORMAT 4.7
-MAX_BASIS_RANK = 256  # FORMAT 4.8
 GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
-
-MEASUREMENTS = "measurements.json"  # made with the package, never taken from a model's folder
 
 # FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.
 FILE_NAMES = frozenset(
@@ -34,7 +31,6 @@ FILE_NAMES = frozenset(
         "merges.txt",
         "added_tokens.json",
         "LICENSE",
-        MEASUREMENTS,
     }
 )
 
@@ -47,7 +43,6 @@ class Role(StrEnum):
     MASK = "mask"
     VALUES = "values"
     EXPONENTS = "exponents"
-    BASIS = "basis"
     FILE = "file"
 
 
@@ -57,10 +52,8 @@ MEDIA_TYPES = {
     Role.MASK: "application/vnd.permille.mask+safetensors",
     Role.VALUES: "application/vnd.permille.values+safetensors",
     Role.EXPONENTS: "application/vnd.permille.exponents+safetensors",
-    Role.BASIS: "application/vnd.permille.basis+safetensors",
     Role.FILE: "application/vnd.permille.file",
 }
 
-# FORMAT 3.3: one of each in every package, one or none of each, and files besides.
+# FORMAT 3.3: one of each in every package; exponents and files besides.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.MASK, Role.VALUES)
-OPTIONAL_ROLES = (Role.EXPONENTS, Role.BASIS)

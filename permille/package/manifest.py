@@ -1,34 +1,38 @@
 """The manifest (FORMAT 3): what a package consists of, in canonical JSON. Its digest is the package's name.
 
-Parsing checks everything that the manifest alone can tell, so that nothing is downloaded for one that cannot
-be true. Nothing here reads a blob or a clock.
+Every record refuses what it can tell by itself, the manifest what only the whole can tell, so that nothing is
+downloaded for one that cannot be true. Nothing here reads a blob or a clock.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from decimal import Decimal
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
-from permille.digests import JSON, canonical_json, digest_of, parse_canonical
+from permille.digests import JSON, canonical_json, digest_of, is_digest, parse_canonical
 from permille.errors import PackageError
-from permille.package.limits import FORMAT, MAX_MANIFEST_BYTES, MEDIA_TYPES, VERSION, Role
-from permille.package.rules import check_manifest, sort_layers
-from permille.quantization.types import Scheme
+from permille.package.limits import (
+    FILE_NAMES,
+    FORMAT,
+    GROUP_SIZES,
+    MAX_FILE_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_K,
+    MAX_LAYER_BYTES,
+    MAX_MANIFEST_BYTES,
+    MAX_TENSORS,
+    MAX_WEIGHTS_OF_A_TENSOR,
+    MEDIA_TYPES,
+    REQUIRED_ROLES,
+    VERSION,
+    Role,
+)
+from permille.quantization.types import Scheme, packed_size, scales_shape
 
-__all__ = [
-    "MAX_MANIFEST_BYTES",
-    "MEDIA_TYPES",
-    "Layer",
-    "Manifest",
-    "MaskInfo",
-    "ModelInfo",
-    "Quantization",
-    "Role",
-    "TensorInfo",
-    "decimal_text",
-    "sort_layers",
-]
+Member = TypeVar("Member", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +42,23 @@ class ModelInfo:
     family: str
     config: str
 
+    def __post_init__(self) -> None:
+        _check_word(self.family)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How the dense layer was made. `mask_aware`: masked weights were left out of their group's absmax."""
+    """How the dense layer was made."""
 
     name: Scheme
     group_size: int
-    mask_aware: bool
+
+    def __post_init__(self) -> None:
+        allowed = GROUP_SIZES[self.name]
+        if self.group_size not in allowed:
+            raise PackageError(
+                "manifest-schema", f"expected a group size of {allowed}, got {self.group_size}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +70,12 @@ class MaskInfo:
     scope: str
     k: int
 
+    def __post_init__(self) -> None:
+        _check_word(self.method)
+        _check_word(self.scope)
+        if not re.fullmatch(r"[0-9]\.[0-9]{1,20}|0|1", self.density, re.ASCII):
+            raise PackageError("manifest-schema", f"expected a decimal density, got {self.density!r:.40}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
@@ -66,16 +85,41 @@ class TensorInfo:
     shape: tuple[int, int]
     count: int
 
+    def __post_init__(self) -> None:
+        rows, columns = self.shape
+        if rows < 1 or columns < 1 or rows * columns > MAX_WEIGHTS_OF_A_TENSOR:
+            raise PackageError(
+                "manifest-tensors", f"expected 1 to 2^32 weights in {self.name!r:.100}, got {self.shape}"
+            )
+        if not 0 <= self.count <= rows * columns:
+            raise PackageError(
+                "manifest-counts", f"expected at most {rows * columns} masked weights, got {self.count}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One blob of the package. `path` is the file's name for the role FILE, else None."""
 
     role: Role
-    media_type: str
     digest: str
     size_bytes: int
     path: str | None = None
+
+    def __post_init__(self) -> None:
+        if not is_digest(self.digest):
+            raise PackageError("digest-malformed", f"expected a layer's digest, got {self.digest!r:.100}")
+        if self.role is Role.FILE and self.path not in FILE_NAMES:
+            raise PackageError("layer-path", f"expected one of {sorted(FILE_NAMES)}, got {self.path!r:.100}")
+        if self.role is not Role.FILE and self.path is not None:
+            raise PackageError(
+                "layer-path", f"expected no path of a {self.role} layer, got {self.path!r:.100}"
+            )
+
+    @property
+    def media_type(self) -> str:
+        """The one media type of the layer's role."""
+        return MEDIA_TYPES[self.role]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +136,11 @@ class Manifest:
     tensors: tuple[TensorInfo, ...]
     layers: tuple[Layer, ...]
     provenance: Mapping[str, JSON] = field(default_factory=dict)
-    format: str = FORMAT
-    version: int = VERSION
 
     def __post_init__(self) -> None:
-        check_manifest(self)
+        self._check_tensors()
+        self._check_layers()
+        self._check_sizes()
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -129,31 +173,13 @@ class Manifest:
         """Canonical bytes (FORMAT 3.1)."""
         return canonical_json(
             {
-                "format": self.format,
-                "version": self.version,
-                "model": {"family": self.model.family, "config": self.model.config},
-                "scheme": {
-                    "name": self.scheme.name,
-                    "group_size": self.scheme.group_size,
-                    "mask_aware": self.scheme.mask_aware,
-                },
-                "mask": {
-                    "method": self.mask.method,
-                    "density": self.mask.density,
-                    "scope": self.mask.scope,
-                    "k": self.mask.k,
-                },
-                "tensors": [{"name": t.name, "shape": t.shape, "count": t.count} for t in self.tensors],
-                "layers": [
-                    {
-                        "role": x.role,
-                        "media_type": x.media_type,
-                        "digest": x.digest,
-                        "size_bytes": x.size_bytes,
-                        "path": x.path,
-                    }
-                    for x in self.layers
-                ],
+                "format": FORMAT,
+                "version": VERSION,
+                "model": asdict(self.model),
+                "scheme": asdict(self.scheme),
+                "mask": asdict(self.mask),
+                "tensors": [asdict(tensor) for tensor in self.tensors],
+                "layers": [asdict(layer) | {"media_type": layer.media_type} for layer in self.layers],
                 "provenance": self.provenance,
             }
         )
@@ -169,7 +195,81 @@ class Manifest:
         if isinstance(top, Mapping) and (top.get("format"), top.get("version")) != (FORMAT, VERSION):
             got = f"{top.get('format')!r:.60} {top.get('version')!r:.20}"
             raise PackageError("manifest-version", f"expected {FORMAT} version {VERSION}, got {got}")
-        return _manifest(_fields(top, "manifest", _TOP))
+        fields = _fields(top, "manifest", _TOP)
+        scheme = _fields(fields["scheme"], "scheme", _SCHEME)
+        return cls(
+            model=ModelInfo(**_fields(fields["model"], "model", _MODEL)),
+            scheme=Quantization(**scheme | {"name": _member(Scheme, scheme["name"])}),
+            mask=MaskInfo(**_fields(fields["mask"], "mask", _MASK)),
+            tensors=tuple(_tensor(item) for item in fields["tensors"]),
+            layers=tuple(_layer(item) for item in fields["layers"]),
+            provenance=fields["provenance"],
+        )
+
+    def _check_tensors(self) -> None:
+        number, total = len(self.tensors), sum(self.counts)
+        if not 1 <= number <= MAX_TENSORS:
+            raise PackageError("manifest-tensors", f"expected 1 to {MAX_TENSORS} tensors, got {number}")
+        if len({tensor.name for tensor in self.tensors}) != number:
+            raise PackageError("manifest-tensors", "expected every tensor once, got a name twice")
+        if total != self.mask.k or not 1 <= total <= MAX_K:
+            raise PackageError(
+                "manifest-counts", f"expected k = {self.mask.k} from 1 to {MAX_K}, got counts of {total}"
+            )
+
+    def _check_layers(self) -> None:
+        for role in Role:
+            found = sum(layer.role is role for layer in self.layers)
+            if role is not Role.FILE and (found > 1 or (role in REQUIRED_ROLES and found == 0)):
+                raise PackageError("manifest-layers", f"expected one {role} layer, got {found}")
+        files = [layer.path for layer in self.layers if layer.role is Role.FILE]
+        if len(set(files)) != len(files):
+            raise PackageError("manifest-layers", f"expected every file once, got {files}")
+        if sort_layers(self.layers) != self.layers:
+            raise PackageError("manifest-layers", "expected layers by role, then by path")
+        config = self.files().get("config.json")
+        if config is None or config.digest != self.model.config:
+            raise PackageError(
+                "manifest-layers", "expected a file config.json with the digest in model.config"
+            )
+
+    def _check_sizes(self) -> None:
+        """FORMAT 3.4: what each layer can weigh, known before a byte of it is downloaded."""
+        scheme, k = self.scheme, self.mask.k
+        dense = sum(
+            packed_size(t.shape) + 4 * math.prod(scales_shape(scheme.name, t.shape, scheme.group_size))
+            for t in self.tensors
+        )
+        code_book = 320 * len(self.tensors) if scheme.name is Scheme.NF4 else 0
+        overhead = MAX_HEADER_BYTES + 8
+        bounds = {
+            Role.DENSE: (dense, dense + code_book + overhead),
+            Role.PLAIN: (0, MAX_LAYER_BYTES),
+            Role.MASK: (4 * k, 4 * k + overhead),
+            Role.VALUES: (2 * k, 4 * k + overhead),
+            Role.EXPONENTS: (k, k + overhead),
+            Role.FILE: (0, MAX_FILE_BYTES),
+        }
+        for layer in self.layers:
+            least, most = bounds[layer.role]
+            if not least <= layer.size_bytes <= most:
+                raise PackageError(
+                    "layer-size",
+                    f"expected a {layer.role} layer of {least} to {most} bytes, got {layer.size_bytes}",
+                )
+
+
+def sort_layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """Layers in the order that a manifest wants: by role, then by path."""
+    roles = list(Role)
+    return tuple(sorted(layers, key=lambda layer: (roles.index(layer.role), layer.path or "")))
+
+
+def decimal_text(number: float) -> str:
+    """A float as the shortest decimal text without exponent, as manifests carry it: 0.001 -> "0.001"."""
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {number!r}")
+    return format(Decimal(repr(number)), "f")
 
 
 # --- from JSON -------------------------------------------------------------------------------------------
@@ -177,7 +277,7 @@ class Manifest:
 _TOP = {"format": str, "version": int, "model": dict, "scheme": dict, "mask": dict, "tensors": list}
 _TOP |= {"layers": list, "provenance": dict}
 _MODEL = {"family": str, "config": str}
-_SCHEME = {"name": str, "group_size": int, "mask_aware": bool}
+_SCHEME = {"name": str, "group_size": int}
 _MASK = {"method": str, "density": str, "scope": str, "k": int}
 _TENSOR = {"name": str, "shape": list, "count": int}
 _LAYER = {"role": str, "media_type": str, "digest": str, "size_bytes": int, "path": object}
@@ -192,23 +292,10 @@ def _fields(value: object, what: str, kinds: Mapping[str, type]) -> dict[str, An
             "manifest-schema", f"expected {what} to have {sorted(kinds)}, got {sorted(value)!r:.300}"
         )
     for key, kind in kinds.items():
-        good = type(value[key]) is kind if kind is not object else True
-        if not good:
+        if kind is not object and type(value[key]) is not kind:
             got = type(value[key]).__name__
             raise PackageError("manifest-schema", f"expected {what}.{key} to be {kind.__name__}, got {got}")
     return value
-
-
-def _manifest(top: dict[str, Any]) -> Manifest:
-    scheme = _fields(top["scheme"], "scheme", _SCHEME)
-    return Manifest(
-        model=ModelInfo(**_fields(top["model"], "model", _MODEL)),
-        scheme=Quantization(**scheme | {"name": _member(Scheme, scheme["name"])}),
-        mask=MaskInfo(**_fields(top["mask"], "mask", _MASK)),
-        tensors=tuple(_tensor(item) for item in top["tensors"]),
-        layers=tuple(_layer(item) for item in top["layers"]),
-        provenance=top["provenance"],
-    )
 
 
 def _tensor(item: object) -> TensorInfo:
@@ -221,20 +308,22 @@ def _tensor(item: object) -> TensorInfo:
 
 def _layer(item: object) -> Layer:
     found = _fields(item, "layer", _LAYER)
-    if found["path"] is not None and type(found["path"]) is not str:
+    role, path = _member(Role, found["role"]), found["path"]
+    if path is not None and type(path) is not str:
         raise PackageError("manifest-schema", "expected layer.path to be null or text")
-    return Layer(**found | {"role": _member(Role, found["role"])})
+    if found["media_type"] != MEDIA_TYPES[role]:
+        got = found["media_type"]
+        raise PackageError("manifest-schema", f"expected media type {MEDIA_TYPES[role]}, got {got!r:.80}")
+    return Layer(role=role, digest=found["digest"], size_bytes=found["size_bytes"], path=path)
 
 
-def _member(kind: type[Any], value: str) -> Any:
+def _member(kind: type[Member], value: str) -> Member:
     try:
         return kind(value)
     except ValueError as exc:
         raise PackageError("manifest-schema", f"expected a known {kind.__name__}, got {value!r:.60}") from exc
 
 
-def decimal_text(number: float) -> str:
-    """A float as the shortest decimal text without exponent, as manifests carry it: 0.001 -> "0.001"."""
-    if not math.isfinite(number):
-        raise ValueError(f"expected a finite number, got {number!r}")
-    return format(Decimal(repr(number)), "f")
+def _check_word(text: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_.:-]{0,63}", text, re.ASCII):
+        raise PackageError("manifest-schema", f"expected a short lower-case word, got {text!r:.80}")

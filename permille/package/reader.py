@@ -2,13 +2,11 @@
 
 `Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, mask, values,
 exponents), and holds the structure of all layers against the manifest and the config. The big layers (dense,
-plain, basis) are mapped; their bytes are hashed when they enter the blob folder and again by `verify`, those
-of exponents and basis also each time they are read, because they are read whole. Scales and plain numbers
-are checked as they are read.
+plain) are mapped; their bytes are hashed when they enter the blob folder and again by `verify_package`.
+Scales and plain numbers are checked as they are read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,18 +15,14 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
-from permille.package.config_files import check_config_family, check_file, parse_config, parse_measurements
-from permille.package.direction_layers import check_basis, check_exponents, rank_of, read_flat
-from permille.package.layers import ABSMAX, SCALES
-from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, MEASUREMENTS, OPTIONAL_ROLES, Role
+from permille.package.config_files import check_config_family, check_file, parse_config
+from permille.package.layers import ABSMAX, SCALES, are_exponents
+from permille.package.limits import MAX_EXPONENT, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
-from permille.package.plan import DownloadPlan, check_plan
 from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import check_code_book, check_indices, check_scales, check_shapes
 from permille.quantization import QuantizedTensor, Scheme
 from permille.tensors import FLOATS, RawTensor
-
-__all__ = ["DownloadPlan", "LayerReport", "Package", "VerifyReport", "check_plan", "verify_package"]
 
 _DTYPES = {
     Role.DENSE: frozenset({"U8", "F32"}),
@@ -36,33 +30,8 @@ _DTYPES = {
     Role.MASK: frozenset({"U32"}),
     Role.VALUES: FLOATS,
     Role.EXPONENTS: frozenset({"I8"}),
-    Role.BASIS: frozenset({"I8"}),
 }
 _HASHED_AT_OPENING = (Role.FILE, Role.MASK, Role.VALUES, Role.EXPONENTS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerReport:
-    """One layer that was checked."""
-
-    role: Role
-    path: str | None
-    digest: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What a verification looked at. There is no report of a failure: that raises."""
-
-    digest: str
-    deep: bool
-    family: str
-    scheme: Scheme
-    k: int
-    tensors: int
-    size_bytes: int
-    layers: tuple[LayerReport, ...]
 
 
 class Package:
@@ -85,11 +54,11 @@ class Package:
         self._layers = {
             role: SafetensorsFile(blobs.path(manifest.layer(role).digest), dtypes=dtypes)
             for role, dtypes in _DTYPES.items()
-            if role not in OPTIONAL_ROLES or manifest.has_layer(role)
+            if manifest.has_layer(role)
         }
         check_shapes(manifest, self.config, self._layers)
         for tensor in manifest.tensors:
-            check_indices(tensor.name, self._indices(tensor.name), tensor.shape[0] * tensor.shape[1])
+            check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
         self.exponents()
 
     @classmethod
@@ -173,7 +142,7 @@ class Package:
 
     def mask(self, name: str) -> NDArray[np.uint32]:
         """Flat indices of a weight's masked positions, strictly increasing (KeyError: no such tensor)."""
-        return self._indices(name)
+        return self._layers[Role.MASK].tensor(name).data.view("<u4").astype(np.uint32, copy=False)
 
     def values(self) -> NDArray[np.float32]:
         """The sparse values [k] float32, tensors concatenated in tensor_id order; the caller's own copy.
@@ -201,107 +170,42 @@ class Package:
         if layer is None:
             return None
         self.blobs.check(self.manifest.layer(Role.EXPONENTS).digest)
-        exponents_K = read_flat(layer, self.manifest.tensors)
-        check_exponents(exponents_K)
+        found = [layer.tensor(tensor.name).data.view(np.int8) for tensor in self.manifest.tensors]
+        exponents_K = np.concatenate(found)
+        if not are_exponents(exponents_K):
+            got = f"{exponents_K.min()} to {exponents_K.max()}"
+            raise PackageError(
+                "exponents-range", f"expected exponents from exactly 0 to {MAX_EXPONENT}, got {got}"
+            )
         return exponents_K
-
-    @property
-    def basis_rank(self) -> int | None:
-        """Columns of the basis, without reading it; None: the package has none."""
-        layer = self._layers.get(Role.BASIS)
-        return None if layer is None else rank_of(layer, self.manifest.tensors[0].name)
-
-    def basis(self) -> NDArray[np.int8] | None:
-        """The learned directions [k, r], flat order (FORMAT 4.8); None: the package has none.
-
-        The caller's own copy: r bytes a masked weight.
-
-        Raises:
-            PackageError: `blob-digest`, `basis-range` or `basis-column`.
-        """
-        layer = self._layers.get(Role.BASIS)
-        if layer is None:
-            return None
-        self.blobs.check(self.manifest.layer(Role.BASIS).digest)
-        basis_KR = read_flat(layer, self.manifest.tensors)
-        check_basis(basis_KR)
-        return basis_KR
 
     def file(self, path: str) -> bytes:
         """A file's bytes, hashed (KeyError: the package has no such file)."""
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)
 
-    def measurements(self) -> dict[str, Any] | None:
-        """What the package's maker measured of it (FORMAT 3.3); None: nothing. Evidence, not settings."""
-        return parse_measurements(self.file(MEASUREMENTS)) if MEASUREMENTS in self.manifest.files() else None
-
-    def verify(self, deep: bool = True) -> VerifyReport:
-        """Hash every blob and look at every number; without `deep` what `open` did is reported.
-
-        Raises:
-            PackageError: the first rule that is broken.
-        """
-        if deep:
-            _check_digests(self.blobs, self.manifest)
-            self._check_numbers()
-        self.values()
-        return _report(self, deep=deep)
-
-    def _check_numbers(self) -> None:
-        for tensor in self.manifest.tensors:
-            self.quantized(tensor.name)
-        for name in self.plain_names:
-            self.plain(name)
-        self.basis()
-
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, int]]:
         return {tensor.name: tensor.shape for tensor in self.manifest.tensors}
 
-    def _indices(self, name: str) -> NDArray[np.uint32]:
-        return self._layers[Role.MASK].tensor(name).data.view("<u4").astype(np.uint32, copy=False)
 
-
-def verify_package(blobs: BlobFolder, digest: str, deep: bool = True) -> VerifyReport:
-    """Check a package as a stranger would: every blob's digest before its bytes are parsed.
-
-    Args:
-        deep: also hash the two big layers and look at every number in them.
+def verify_package(blobs: BlobFolder, digest: str) -> Package:
+    """Open a package as a stranger would: every blob's digest is checked before its bytes are parsed, and
+    every number is looked at.
 
     Raises:
         PackageError: the first rule that is broken; the code says which.
     """
     manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
-    if not deep:
-        return Package(blobs, manifest).verify(deep=False)
-    _check_digests(blobs, manifest)
-    package = Package(blobs, manifest)
-    package._check_numbers()
-    package.values()
-    return _report(package, deep=True)
-
-
-def _report(package: Package, *, deep: bool) -> VerifyReport:
-    manifest = package.manifest
-    return VerifyReport(
-        digest=package.digest,
-        deep=deep,
-        family=manifest.model.family,
-        scheme=manifest.scheme.name,
-        k=package.k,
-        tensors=len(manifest.tensors),
-        size_bytes=package.size_bytes,
-        layers=tuple(
-            LayerReport(role=x.role, path=x.path, digest=x.digest, size_bytes=x.size_bytes)
-            for x in manifest.layers
-        ),
-    )
-
-
-def _check_digests(blobs: BlobFolder, manifest: Manifest) -> None:
     for layer in manifest.layers:
         _check_size(blobs, layer)
         blobs.check(layer.digest)
+    package = Package(blobs, manifest)
+    for tensor in manifest.tensors:
+        package.quantized(tensor.name)
+    for name in package.plain_names:
+        package.plain(name)
+    package.values()
+    return package
 
 
 def _check_size(blobs: BlobFolder, layer: Layer) -> None:

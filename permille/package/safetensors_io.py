@@ -6,7 +6,6 @@ that a tensor costs memory when it is touched. It checks structure; what the num
 affair.
 """
 
-import json
 import math
 import mmap
 import os
@@ -219,8 +218,3 @@ class SafetensorsWriter:
         if len(header) > MAX_HEADER_BYTES:
             raise InputError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(header)}")
         return header
-
-
-def compact_json(value: object) -> bytes:
-    """JSON as bitsandbytes writes it into a tensor: `json.dumps` with its default spaces."""
-    return json.dumps(value).encode("utf-8")

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.models.families import expected_tensors, scoped_tensors
-from permille.package.direction_layers import rank_of
 from permille.package.layers import ABSMAX, QUANT_MAP, QUANT_STATE, SCALES, quant_state
-from permille.package.manifest import Manifest, Role
+from permille.package.limits import Role
+from permille.package.manifest import Manifest
 from permille.package.safetensors_io import SafetensorsFile
 from permille.quantization import Scheme
 from permille.quantization.nf4 import NF4_CODES
@@ -43,9 +43,6 @@ def check_shapes(
     }
     if Role.EXPONENTS in layers:
         expected[Role.EXPONENTS] = counts
-    if Role.BASIS in layers:
-        rank = rank_of(layers[Role.BASIS], manifest.tensors[0].name)
-        expected[Role.BASIS] = {tensor.name: (tensor.count, rank) for tensor in manifest.tensors}
     for role, shapes in expected.items():
         _check_layer_shapes(role, layers[role], shapes)
 

@@ -21,7 +21,7 @@ assert np.array_equal(replayed_K, s_K)
 assert log.steps == STEPS
 assert len(log_bytes) < 2048
 again = BlobFolder(WORK / "again")
-assert package.digest == pack_model(again, checkpoint, mask, method="fisher", density=DENSITY)
+assert package.digest == pack_model(again, checkpoint, chosen)
 exported = dict(plain.named_parameters())
 start = 0
 for info in package.manifest.tensors:

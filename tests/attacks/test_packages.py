@@ -12,7 +12,8 @@ from permille.digests import canonical_json, digest_of
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES
-from permille.package.reader import check_plan, verify_package
+from permille.package.plan import check_plan
+from permille.package.reader import verify_package
 from tests.attacks.forge import Forge, container_bytes
 from tests.unit.package.tiny import LLAMA, Tiny, write_tiny
 
@@ -468,20 +469,6 @@ def tokenizer_config_with_code(forge: Forge) -> str:
     return forge.seal()
 
 
-@attack("config-malformed")
-def measurements_are_a_list(forge: Forge) -> str:
-    forge.rename("LICENSE", "measurements.json")
-    forge.replace("measurements.json", b"[1]")
-    return forge.seal()
-
-
-@attack("config-malformed")
-def measurements_with_nan(forge: Forge) -> str:
-    forge.rename("LICENSE", "measurements.json")
-    forge.replace("measurements.json", b'{"error_of_g":NaN}')
-    return forge.seal()
-
-
 @attack("config-model")
 def config_of_an_unknown_family(forge: Forge) -> str:
     return _with_config(forge, model_type="mamba")
@@ -848,37 +835,37 @@ def config_of_a_wider_model(forge: Forge) -> str:
     return _with_config(forge, intermediate_size=64)
 
 
-# --- FORMAT 4.7 and 4.8: exponents and basis -------------------------------------------------------------
+# --- FORMAT 4.7: exponents -------------------------------------------------------------------------------
 
 
 @attack("manifest-layers")
-def two_bases(forge: Forge) -> str:
-    forge.manifest["layers"].insert(5, forge.entry("basis"))
+def exponents_twice(forge: Forge) -> str:
+    forge.manifest["layers"].insert(5, forge.entry("exponents"))
     return forge.seal()
 
 
 @attack("manifest-layers")
-def basis_before_the_exponents(forge: Forge) -> str:
+def exponents_before_the_values(forge: Forge) -> str:
     layers = forge.manifest["layers"]
-    layers[4], layers[5] = layers[5], layers[4]
+    layers[3], layers[4] = layers[4], layers[3]
     return forge.seal()
 
 
 @attack("manifest-schema")
-def basis_with_the_media_type_of_exponents(forge: Forge) -> str:
-    forge.entry("basis")["media_type"] = forge.entry("exponents")["media_type"]
+def exponents_with_the_media_type_of_values(forge: Forge) -> str:
+    forge.entry("exponents")["media_type"] = forge.entry("values")["media_type"]
     return forge.seal()
 
 
 @attack("layer-path")
-def basis_with_a_path(forge: Forge) -> str:
-    forge.entry("basis")["path"] = "config.json"
+def exponents_with_a_path(forge: Forge) -> str:
+    forge.entry("exponents")["path"] = "config.json"
     return forge.seal()
 
 
 @attack("layer-size")
-def basis_heavier_than_256_columns(forge: Forge) -> str:
-    forge.entry("basis")["size_bytes"] = 256 * forge.manifest["mask"]["k"] + MAX_HEADER_BYTES + 9
+def exponents_heavier_than_their_header_allows(forge: Forge) -> str:
+    forge.entry("exponents")["size_bytes"] = forge.manifest["mask"]["k"] + MAX_HEADER_BYTES + 9
     return forge.seal()
 
 
@@ -889,22 +876,16 @@ def exponents_lighter_than_a_byte_a_weight(forge: Forge) -> str:
 
 
 @attack("blob-digest")
-def one_bit_of_the_basis_is_flipped(forge: Forge) -> str:
+def one_bit_of_the_exponents_is_flipped(forge: Forge) -> str:
     digest = forge.seal()
-    data = forge.layers["basis"]
-    forge.overwrite(forge.entry("basis")["digest"], data[:-1] + bytes([data[-1] ^ 1]))
+    data = forge.layers["exponents"]
+    forge.overwrite(forge.entry("exponents")["digest"], data[:-1] + bytes([data[-1] ^ 1]))
     return digest
 
 
 @attack("header-dtype")
 def exponents_without_a_sign(forge: Forge) -> str:
     return _with_entry(forge, "exponents", dtype="U8")
-
-
-@attack("header-dtype")
-def basis_of_floats(forge: Forge) -> str:
-    forge.rewrite("basis", Q0, "F32", np.zeros((5, 3), np.float32))
-    return forge.seal()
 
 
 @attack("exponents-range")
@@ -925,48 +906,6 @@ def exponents_that_do_not_begin_at_zero(forge: Forge) -> str:
     return forge.seal()
 
 
-@attack("basis-range")
-def basis_with_a_number_that_has_no_opposite(forge: Forge) -> str:
-    return _with_number(forge, "basis", Q0, "i1", 7, -128)
-
-
-@attack("basis-column")
-def basis_with_a_column_of_nothing(forge: Forge) -> str:
-    container = forge.container("basis")
-    np.frombuffer(container.body, np.int8).reshape(-1, 3)[:, 1] = 0
-    forge.replace("basis", container.data())
-    return forge.seal()
-
-
-@attack("tensor-shape")
-def basis_of_another_rank_in_one_tensor(forge: Forge) -> str:
-    forge.rewrite("basis", Q0, "I8", np.ones((5, 2), np.int8))
-    return forge.seal()
-
-
-@attack("tensor-shape")
-def basis_of_rank_zero(forge: Forge) -> str:
-    container = forge.container("basis")
-    for name in container.entries:
-        if name != "__metadata__":
-            container.entries[name] |= {"shape": [5, 0], "data_offsets": [0, 0]}
-    container.body = bytearray()
-    forge.replace("basis", container.data())
-    forge.entry("basis")["size_bytes"] = len(forge.layers["basis"])
-    return forge.seal()
-
-
-@attack("tensor-shape")
-def basis_of_rank_257(forge: Forge) -> str:
-    forge.rewrite("basis", Q0, "I8", np.ones((5, 257), np.int8))
-    return forge.seal()
-
-
-@attack("tensor-shape")
-def basis_of_three_dimensions(forge: Forge) -> str:
-    return _with_entry(forge, "basis", shape=[5, 3, 1])
-
-
 @attack("tensor-shape")
 def exponents_of_one_weight_less(forge: Forge) -> str:
     forge.rewrite("exponents", Q0, "I8", np.ones(4, np.int8))
@@ -975,12 +914,9 @@ def exponents_of_one_weight_less(forge: Forge) -> str:
     return forge.seal()
 
 
-@attack("tensor-names")
-def basis_without_the_first_tensor(forge: Forge) -> str:
-    container = forge.container("basis")
-    container.entries["lm_head.weight"] = container.entries.pop(Q0)
-    forge.replace("basis", container.data())
-    return forge.seal()
+@attack("tensor-shape")
+def exponents_of_two_dimensions(forge: Forge) -> str:
+    return _with_entry(forge, "exponents", shape=[5, 1])
 
 
 @attack("tensor-names")
@@ -994,8 +930,7 @@ def exponents_of_another_tensor(forge: Forge) -> str:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     exponents = (np.arange(70) % 16).astype(np.int8)
-    basis = (np.arange(210).reshape(70, 3) % 255 - 127).astype(np.int8)
-    return write_tiny(BlobFolder(tmp_path_factory.mktemp("good")), exponents=exponents, basis=basis)
+    return write_tiny(BlobFolder(tmp_path_factory.mktemp("good")), exponents=exponents)
 
 
 @pytest.fixture
@@ -1004,7 +939,7 @@ def forge(tiny: Tiny, tmp_path: Path) -> Iterator[Forge]:
 
 
 def test_a_package_that_was_only_taken_apart_and_sealed_again_verifies(forge: Forge, tiny: Tiny) -> None:
-    for role in ("dense", "plain", "mask", "values", "exponents", "basis"):
+    for role in ("dense", "plain", "mask", "values", "exponents"):
         forge.replace(role, forge.container(role).data())
     assert forge.seal() == tiny.digest
     assert verify_package(forge.target, tiny.digest).k == tiny.manifest.mask.k

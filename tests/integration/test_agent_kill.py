@@ -58,7 +58,7 @@ def check_state(home_folder: Path, digest: str) -> None:
         blobs.check(blob)
     if installed is not None:
         assert installed.manifest_digest == digest
-        verify_package(blobs, digest, deep=True)
+        verify_package(blobs, digest)
 
 
 def start_over(home: Home) -> None:
@@ -90,7 +90,7 @@ def test_a_download_that_is_killed_again_and_again_ends_with_the_right_package(
         assert ended["package"] == package.digest
         assert site.json("pull")["download_bytes"] == 0
     home = open_home(site.home)
-    assert verify_package(BlobFolder(home.blobs), package.digest, deep=True).k == package.k
+    assert verify_package(BlobFolder(home.blobs), package.digest).k == package.k
     assert list(home.partial.iterdir()) == []
     assert any(service.ranges), "nothing was continued"
 

@@ -142,7 +142,7 @@ def test_a_package_is_pulled_and_verified(enrolled: Device, package: Package) ->
     code, answer = enrolled("pull")
     assert (code, answer["package"], answer["version"]) == (0, package.digest, 1)
     blobs = BlobFolder(open_home(enrolled.home).blobs)
-    assert verify_package(blobs, package.digest, deep=True).k == package.k
+    assert verify_package(blobs, package.digest).k == package.k
     assert enrolled("pull")[1]["download_bytes"] == 0
 
 
@@ -164,7 +164,7 @@ def test_a_download_is_continued_by_range(
     part.with_suffix(".etag").write_text(f'"{layer.digest}"')
     code, answer = enrolled("pull")
     assert code == 0, answer
-    assert verify_package(BlobFolder(home.blobs), package.digest, deep=True).k == package.k
+    assert verify_package(BlobFolder(home.blobs), package.digest).k == package.k
 
 
 def test_an_invitation_is_good_once(

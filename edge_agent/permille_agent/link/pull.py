@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
-from permille.package.manifest import MAX_MANIFEST_BYTES, Manifest
+from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.package.manifest import Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.reader import Package
 from permille.package.signing import Release, signed_release_from_json, verify_release

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from permille.package.reader import Package
-from permille.package.writer import link_transformers_folder
+from permille.package.transformers_folder import link_transformers_folder
 from permille.quantization import dequantize
 from permille.zo.estimators import Batch
 

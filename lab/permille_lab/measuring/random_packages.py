@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from permille.models.families import expected_tensors, layer_of, scoped_tensors
 from permille.package.blobs import BlobFolder
+from permille.package.build import write_manifest
 from permille.package.layers import write_dense, write_file, write_mask, write_plain, write_values
 from permille.package.manifest import (
     Manifest,
@@ -29,7 +30,6 @@ from permille.package.manifest import (
     sort_layers,
 )
 from permille.package.reader import Package
-from permille.package.writer import write_manifest
 from permille.quantization import QuantizedTensor, Scheme, default_group_size
 from permille.quantization.types import packed_size, scales_shape
 from permille.tensors import RawTensor
@@ -130,7 +130,7 @@ def _write(
     ]
     manifest = Manifest(
         model=ModelInfo(family="llama", config=config_layer.digest),
-        scheme=Quantization(name=scheme, group_size=group_size, mask_aware=True),
+        scheme=Quantization(name=scheme, group_size=group_size),
         mask=MaskInfo(
             method="random",
             density=decimal_text(density),

@@ -9,7 +9,7 @@ import pytest
 
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
-from permille.package.manifest import Role
+from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.package.signing import generate_key
 from permille_agent.link.api import DeviceApi

@@ -14,30 +14,15 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from permille.models.families import expected_tensors, scoped_tensors
+from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
-from permille.package.config_files import clean_config, config_bytes
-from permille.package.layers import (
-    masked_values,
-    write_dense,
-    write_file,
-    write_mask,
-    write_plain,
-    write_values,
-)
-from permille.package.manifest import (
-    Manifest,
-    MaskInfo,
-    ModelInfo,
-    Quantization,
-    TensorInfo,
-    sort_layers,
-)
+from permille.package.build import ChosenMask, pack_model
+from permille.package.config_files import clean_config
 from permille.package.reader import Package
-from permille.package.writer import write_manifest
-from permille.quantization import Scheme, default_group_size, dequantize, quantize
+from permille.quantization import Scheme, dequantize
 from permille.tensors import RawTensor
 from permille.zo.estimators import Batch
+from tests.packages import MemoryModel
 
 VOCABULARY = 96
 POSITIONS = 64
@@ -94,35 +79,19 @@ def write_package(
     rng = np.random.default_rng(seed)
     config = clean_config(model.config.to_dict())
     state = {name: _raw(name, tensor.to(dtype)) for name, tensor in model.state_dict().items()}
-    scoped = dict(scoped_tensors(config))
-    group_size = default_group_size(scheme)
+    covered = dict(scoped_tensors(config, scope))
     mask = {
         name: np.flatnonzero(rng.random(rows * columns) < density).astype(np.uint32)
-        for name, (rows, columns) in scoped.items()
+        for name, (rows, columns) in scoped_tensors(config)
     }
-    covered = dict(scoped_tensors(config, scope))
-    mask = {name: found if name in covered else found[:0] for name, found in mask.items()}
-    file = write_file(blobs, "config.json", config_bytes(config))
-    dense = [(name, quantize(state[name].float32(), scheme, group_size)) for name in scoped]
-    layers = [
-        write_dense(blobs, dense, scheme),
-        write_plain(blobs, [state[name] for name in expected_tensors(config) if name not in scoped]),
-        write_mask(blobs, mask, list(scoped)),
-        write_values(blobs, [masked_values(state[name], mask[name]) for name in scoped], list(scoped)),
-        file,
-    ]
-    manifest = Manifest(
-        model=ModelInfo(family=config["model_type"], config=file.digest),
-        scheme=Quantization(name=scheme, group_size=group_size, mask_aware=False),
-        mask=MaskInfo(
-            method="random", density=str(density), scope=scope, k=sum(len(found) for found in mask.values())
-        ),
-        tensors=tuple(
-            TensorInfo(name=name, shape=shape, count=len(mask[name])) for name, shape in scoped.items()
-        ),
-        layers=sort_layers(layers),
+    chosen = ChosenMask(
+        indices={name: found for name, found in mask.items() if name in covered},
+        method="random",
+        density=density,
+        scope=scope,
     )
-    return Package.open(blobs, write_manifest(blobs, manifest))
+    digest = pack_model(blobs, MemoryModel(config=config, tensors=state), chosen, scheme)
+    return Package.open(blobs, digest)
 
 
 def tiny_package(

@@ -10,12 +10,20 @@ import pytest
 from permille.errors import InputError, PackageError
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
+from permille.package.build import write_manifest
 from permille.package.config_files import clean_config
-from permille.package.layers import write_dense, write_file, write_mask, write_plain, write_values
-from permille.package.manifest import Manifest, Role, decimal_text
+from permille.package.layers import (
+    write_dense,
+    write_exponents,
+    write_file,
+    write_mask,
+    write_plain,
+    write_values,
+)
+from permille.package.limits import Role
+from permille.package.manifest import Manifest, decimal_text
 from permille.package.reader import Package, verify_package
 from permille.package.safetensors_io import SafetensorsWriter
-from permille.package.writer import write_manifest
 from permille.quantization import Scheme, default_group_size, dequantize, quantize
 from permille.tensors import RawTensor
 from tests.unit.package.tiny import LLAMA, as_dtype, write_tiny
@@ -57,17 +65,6 @@ def test_everything_comes_back_bit_for_bit(
     assert package.file("LICENSE").startswith(b"Anybody")
 
 
-def test_verify_reports_what_it_looked_at(blobs: BlobFolder) -> None:
-    tiny = write_tiny(blobs)
-    report = verify_package(blobs, tiny.digest)
-    assert (report.deep, report.k, report.tensors, report.family) == (True, 70, 14, "llama")
-    assert report.size_bytes == sum(blobs.size(digest) for digest in blobs.iterate())
-    assert {(layer.digest, layer.size_bytes) for layer in report.layers} | {
-        (tiny.digest, blobs.size(tiny.digest))
-    } == {(digest, blobs.size(digest)) for digest in blobs.iterate()}
-    assert not verify_package(blobs, tiny.digest, deep=False).deep
-
-
 def test_the_same_inputs_give_the_same_digest_anywhere(tmp_path: Path) -> None:
     first, second = (write_tiny(BlobFolder(tmp_path / name)) for name in "ab")
     assert first.digest == second.digest
@@ -91,16 +88,20 @@ def test_what_open_returns_cannot_be_written_but_values_are_a_copy(blobs: BlobFo
     assert np.any(package.values())
 
 
-def test_a_quick_verification_leaves_the_big_layers_to_the_deep_one(blobs: BlobFolder) -> None:
+def test_a_package_has_the_size_of_its_blobs(blobs: BlobFolder) -> None:
+    tiny = write_tiny(blobs)
+    package = verify_package(blobs, tiny.digest)
+    assert package.size_bytes == sum(blobs.size(digest) for digest in blobs.iterate())
+
+
+def test_opening_leaves_the_bytes_of_big_layers_to_a_verification(blobs: BlobFolder) -> None:
     tiny = write_tiny(blobs)
     path = blobs.path(tiny.manifest.layer(Role.DENSE).digest)
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
-    verify_package(blobs, tiny.digest, deep=False)
+    Package.open(blobs, tiny.digest)
     with pytest.raises(PackageError, match="blob-digest"):
         verify_package(blobs, tiny.digest)
-    with pytest.raises(PackageError, match="blob-digest"):
-        Package.open(blobs, tiny.digest).verify()
 
 
 def test_a_tensor_outside_of_the_scope_has_an_empty_mask(blobs: BlobFolder) -> None:
@@ -165,6 +166,54 @@ def test_layers_are_streamed(blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch)
 
     write_plain(blobs, tensors())
     assert (held, most) == (0, 1)
+
+
+COUNTS = {"a": 2, "b": 0, "c": 3}
+EXPONENTS = (np.arange(70) % 16).astype(np.int8)
+
+
+def test_exponents_come_back_in_flat_order_and_change_nothing_else(blobs: BlobFolder) -> None:
+    without, tiny = write_tiny(blobs), write_tiny(blobs, exponents=EXPONENTS)
+    assert Package.open(blobs, without.digest).exponents() is None
+    package = verify_package(blobs, tiny.digest)
+    found_K = package.exponents()
+    assert found_K is not None and found_K.dtype == np.int8 and np.array_equal(found_K, EXPONENTS)
+    assert [layer.role for layer in tiny.manifest.layers][:6] == list(Role)
+    assert set(tiny.manifest.layers) - set(without.manifest.layers) == {tiny.manifest.layer(Role.EXPONENTS)}
+    assert Manifest.from_bytes(tiny.manifest.to_bytes()) == tiny.manifest
+
+
+def test_exponents_whose_bytes_changed_after_opening_are_not_used(blobs: BlobFolder) -> None:
+    package = Package.open(blobs, write_tiny(blobs, exponents=EXPONENTS).digest)
+    path = blobs.path(package.manifest.layer(Role.EXPONENTS).digest)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")  # still in range
+    with pytest.raises(PackageError, match="blob-digest"):
+        package.exponents()
+
+
+def test_a_tensor_without_masked_weights_has_no_exponents(blobs: BlobFolder) -> None:
+    exponents = np.arange(5, dtype=np.int8)
+    layer = write_exponents(blobs, exponents, COUNTS)
+    assert layer == write_exponents(blobs, exponents, dict(COUNTS))
+    assert layer != write_exponents(blobs, exponents, COUNTS | {"a": 3, "c": 2})
+
+
+@pytest.mark.parametrize(
+    "exponents",
+    [
+        np.zeros(4, np.int8),
+        np.zeros((5, 1), np.int8),
+        np.zeros(5, np.int16),
+        np.ones(5, np.int8),
+        np.array([0, 0, 0, 0, 16], np.int8),
+        np.array([0, 0, 0, 0, -1], np.int8),
+    ],
+)
+def test_wrong_exponents_are_not_written(blobs: BlobFolder, exponents: Any) -> None:
+    with pytest.raises(InputError):
+        write_exponents(blobs, exponents, COUNTS)
+    assert list(blobs.iterate()) == []
 
 
 def test_manifest_round_trip(blobs: BlobFolder) -> None:

@@ -7,22 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.models.families import expected_tensors, family_of, scoped_tensors
+from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
-from permille.package.config_files import clean_config, config_bytes
-from permille.package.direction_layers import write_basis, write_exponents
-from permille.package.layers import (
-    masked_values,
-    write_dense,
-    write_file,
-    write_mask,
-    write_plain,
-    write_values,
-)
-from permille.package.manifest import Manifest, MaskInfo, ModelInfo, Quantization, TensorInfo, sort_layers
-from permille.package.writer import write_manifest
-from permille.quantization import Scheme, default_group_size, quantize
+from permille.package.build import ChosenMask, pack_model
+from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.package.manifest import Manifest
+from permille.quantization import Scheme
 from permille.tensors import RawTensor
+from tests.packages import MemoryModel
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -88,37 +80,13 @@ def write_tiny(
     seed: int = 0,
     mask_seed: int = 0,
     exponents: NDArray[np.int8] | None = None,
-    basis: NDArray[np.int8] | None = None,
 ) -> Tiny:
-    """Write a package of random weights and a random mask; [70] exponents and a [70, r] basis on request."""
+    """Write a package of random weights and a random mask, with [70] exponents on request."""
     weights = random_weights(config, seed=seed, dtype=dtype)
     mask = random_mask(config, seed=mask_seed)
-    group_size = default_group_size(scheme)
-    scoped = scoped_tensors(config)
-    order = [name for name, _ in scoped]
-    config_layer = write_file(blobs, "config.json", config_bytes(clean_config(config)))
-    layers = [
-        write_dense(
-            blobs, ((name, quantize(weights[name].float32(), scheme, group_size)) for name in order), scheme
-        ),
-        write_plain(blobs, (tensor for name, tensor in weights.items() if name not in mask)),
-        write_mask(blobs, mask, order),
-        write_values(blobs, (masked_values(weights[name], mask[name]) for name in order), order),
-        config_layer,
-        write_file(blobs, "LICENSE", b"Anybody may do anything with these random numbers.\n"),
-    ]
-    counts = {name: mask[name].size for name in order}
-    if exponents is not None:
-        layers.append(write_exponents(blobs, exponents, counts))
-    if basis is not None:
-        layers.append(write_basis(blobs, basis, counts))
-    manifest = Manifest(
-        model=ModelInfo(family=family_of(config), config=config_layer.digest),
-        scheme=Quantization(name=scheme, group_size=group_size, mask_aware=False),
-        mask=MaskInfo(method="random", density="0.004", scope="all", k=sum(x.size for x in mask.values())),
-        tensors=tuple(TensorInfo(name=name, shape=shape, count=mask[name].size) for name, shape in scoped),
-        layers=sort_layers(layers),
-        provenance={"seed": seed},
-    )
-    digest = write_manifest(blobs, manifest)
+    license_text = b"Anybody may do anything with these random numbers.\n"
+    model = MemoryModel(config=config, tensors=weights, files={"LICENSE": license_text})
+    chosen = ChosenMask(indices=mask, method="random", density="0.004", exponents_K=exponents)
+    digest = pack_model(blobs, model, chosen, scheme, provenance={"seed": seed})
+    manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     return Tiny(blobs=blobs, digest=digest, manifest=manifest, weights=weights, mask=mask)

@@ -15,7 +15,6 @@ def layer_of(record: dict[str, Any]) -> Layer:
     """A layer as its row has it."""
     return Layer(
         role=Role(record["role"]),
-        media_type=record["media_type"],
         digest=record["digest"],
         size_bytes=record["size_bytes"],
     )

@@ -10,9 +10,9 @@ from sqlalchemy.orm import Session
 
 from permille.digests import JSON
 from permille.errors import InputError
-from permille.package.build import mask_counts, write_package
-from permille.package.direction_layers import write_exponents
-from permille.package.manifest import Layer, Quantization
+from permille.models.families import scoped_tensors
+from permille.package.build import ChosenMask, write_package
+from permille.package.manifest import Quantization
 from permille.package.reader import verify_package
 from permille.quantization import Scheme
 from permille.sensitivity.scores import fisher_exponents, load_scores
@@ -38,23 +38,25 @@ def run(context: TaskContext) -> Publish:
     model = open_model(context, mask_row.model_id)
     _check_same_weights(model.provenance, mask_row, quantization)
     mask = read_mask(context.blobs, mask_row.mask_digest)
-    optional = []
+    exponents_K = None
     if payload.fisher_exponents:
         context.progress(0.1, "scaling")
-        optional.append(_exponents(context, model, mask_row, mask))
+        exponents_K = _exponents(context, model, mask_row, mask)
     context.progress(0.2, "writing the values")
     stored = (quantization.dense_layer, quantization.plain_layer, mask_row.layer)
     dense, plain, mask_layer = (layer_of(record) for record in stored)
     manifest = write_package(
         context.blobs,
         model.checkpoint,
-        mask,
-        layers=(dense, plain, mask_layer),
-        optional=optional,
-        scheme=_scheme(quantization),
-        method=str(mask_row.options["method"]),
-        density=str(mask_row.options["density"]),
-        scope=str(mask_row.options["scope"]),
+        ChosenMask(
+            indices=mask,
+            method=str(mask_row.options["method"]),
+            density=str(mask_row.options["density"]),
+            scope=str(mask_row.options["scope"]),
+            exponents_K=exponents_K,
+        ),
+        (dense, plain, mask_layer),
+        _scheme(quantization),
         provenance={"mask": mask_row.provenance, "quantization": quantization.provenance},
     )
     digest = manifest.digest
@@ -101,14 +103,13 @@ def _parts(context: TaskContext, payload: PackagePayload) -> tuple[Mask, Quantiz
 
 def _exponents(
     context: TaskContext, model: SourceModel, mask_row: Mask, mask: dict[str, NDArray[np.uint32]]
-) -> Layer:
+) -> NDArray[np.int8]:
     """Powers of two from the scores that chose the mask."""
     if mask_row.scores_digest is None:
         raise InputError(f"expected a mask with scores, got {mask_row.id}, which has none")
     scores = load_scores(context.blobs.path(mask_row.scores_digest))
-    counts = mask_counts(model.checkpoint, mask)
-    masked = [scores[name].reshape(-1)[mask[name]] for name in counts if counts[name]]
-    return write_exponents(context.blobs, fisher_exponents(np.concatenate(masked)), counts)
+    names = [name for name, _ in scoped_tensors(model.checkpoint.config) if name in mask]
+    return fisher_exponents(np.concatenate([scores[name].reshape(-1)[mask[name]] for name in names]))
 
 
 def _check_same_weights(model: dict[str, JSON], mask: Mask, quantization: QuantizationRow) -> None:
@@ -122,5 +123,4 @@ def _scheme(quantization: QuantizationRow) -> Quantization:
     return Quantization(
         name=Scheme(quantization.options["scheme"]),
         group_size=int(quantization.options["group_size"]),
-        mask_aware=False,
     )

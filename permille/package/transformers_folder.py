@@ -1,60 +1,24 @@
-"""The last step of making a package, and a view of it for other software.
+"""Lay out an NF4 package for other software: a folder that unmodified transformers with bitsandbytes opens.
 
-`write_manifest` stores the manifest after its layers are there, `add_measurements` the same package with what
-was measured of it. `link_transformers_folder` lays out an NF4 package as a folder that unmodified
-transformers with bitsandbytes opens: the dense layer, without the overlay.
+It shows the dense layer, without the overlay: masked weights have their dense value.
 """
 
-import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from permille.errors import InputError
 from permille.files import write_atomic
-from permille.package.blobs import BlobFolder
-from permille.package.layers import write_file
-from permille.package.limits import MEASUREMENTS
-from permille.package.manifest import Manifest, Role, sort_layers
+from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.quantization import Scheme
 
 _SHARDS = {Role.DENSE: "model-00001-of-00002.safetensors", Role.PLAIN: "model-00002-of-00002.safetensors"}
 
 
-def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
-    """Store the manifest; returns the package's digest.
-
-    Raises:
-        PackageError: `blob-missing`, or the package would not open.
-    """
-    Package(blobs, manifest)
-    return blobs.put_bytes(manifest.to_bytes())
-
-
-def add_measurements(package: Package, measurements: Mapping[str, Any]) -> str:
-    """Write the same package with what was measured of it; returns the new package's digest.
-
-    Args:
-        measurements: what JSON holds, finite numbers; see FORMAT 3.3.
-
-    Raises:
-        PackageError: `config-key`, or the package would not open.
-        TypeError, ValueError: it is no JSON.
-    """
-    text = json.dumps(measurements, indent=1, sort_keys=True, allow_nan=False) + "\n"
-    layer = write_file(package.blobs, MEASUREMENTS, text.encode("utf-8"))
-    kept = [other for other in package.manifest.layers if other.path != MEASUREMENTS]
-    manifest = dataclasses.replace(package.manifest, layers=sort_layers([*kept, layer]))
-    return write_manifest(package.blobs, manifest)
-
-
 def link_transformers_folder(package: Package, folder: Path) -> None:
     """Lay out an NF4 package for `AutoModelForCausalLM.from_pretrained`: links, an index and a config.
 
-    Only files that this function makes are replaced. Masked weights have their dense value: the overlay is
-    ours.
+    Only files that this function makes are replaced.
 
     Raises:
         InputError: the package is not NF4.
