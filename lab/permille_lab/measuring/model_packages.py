@@ -9,7 +9,7 @@ from permille.corpora.sources import FileCorpus, ReadReport, read_texts
 from permille.models.checkpoint import Checkpoint
 from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
-from permille.package.build import pack_model
+from permille.package.build import ChosenMask, pack_model
 from permille.package.reader import Package
 from permille.quantization import Scheme
 from permille.sensitivity.fisher import fisher_scores
@@ -62,6 +62,7 @@ def model_package(
         sequences_NT = token_sequences(FileTokenizer(path), texts, _SEQUENCES, _LENGTH, 0)
         mask = select_mask(fisher_scores(load_model(path), sequences_NT), MaskMethod.FISHER, density)
         blobs.root.mkdir(parents=True, exist_ok=True)
-        digest = pack_model(blobs, Checkpoint(path), mask, method="fisher", density=density, scheme=scheme)
+        chosen = ChosenMask(indices=mask, method="fisher", density=density)
+        digest = pack_model(blobs, Checkpoint(path), chosen, scheme)
         known.write_text(digest)
     return Package.open(blobs, known.read_text())
