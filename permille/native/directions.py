@@ -71,6 +71,50 @@ def bit_sums(
     return sums
 
 
+def groups_into(
+    library: Library,
+    out: tuple[NDArray[np.int32], NDArray[np.int8]],
+    *,
+    seed: int,
+    step: int,
+    queries: int,
+    counts: Sequence[int],
+) -> None:
+    """Group and sign of each weight in a step: `counts[t]` of them for tensor t.
+
+    Raises:
+        InputError: `out` is not int32 and int8 [sum of counts].
+    """
+    counts_T = np.array(counts, dtype=np.int64)
+    for name, array, dtype in (("groups", out[0], np.int32), ("signs", out[1], np.int8)):
+        check_array(name, array, dtype, (int(counts_T.sum()),))
+        check_writable(name, array)
+    library.call("groups", _signed(seed), step, queries, counts_T, len(counts_T), *out)
+
+
+def add_group_sums(
+    library: Library,
+    s_C: NDArray[np.int64],
+    c_TQ: NDArray[np.int64],
+    *,
+    seed: int,
+    start: int,
+    tensor: int,
+    first: int,
+) -> None:
+    """`s += sum over steps of c[step, group] * sign` for a tensor's weights from rank `first` on.
+
+    Raises:
+        InputError: other types or shapes, or a first rank that is no multiple of four.
+    """
+    check_array("the state", s_C, np.int64, (None,))
+    check_writable("the state", s_C)
+    check_array("coefficients", c_TQ, np.int64, (None, None))
+    if first % 4:
+        raise InputError(f"expected a first rank that is a multiple of 4, got {first}")
+    library.call("group_sums", _signed(seed), tensor, first, len(s_C), start, c_TQ, *c_TQ.shape, s_C)
+
+
 def add_scaled(library: Library, s_K: NDArray[np.int64], c: int, z_K: Direction) -> None:
     """`s += c * z` in place; that no sum leaves the exact range is checked by whoever calls (FORMAT 7.3).
 

@@ -106,12 +106,14 @@ class BlockLayout:
         tensor_B: counter word 1 (tensor id) of each block, uint64.
     """
 
-    __slots__ = ("block_B", "counts", "k", "starts", "tensor_B")
+    __slots__ = ("_width", "block_B", "counts", "k", "starts", "tensor_B")
 
-    def __init__(self, counts: tuple[int, ...]) -> None:
+    def __init__(self, counts: tuple[int, ...], width: int = BLOCK_BITS) -> None:
+        """`width`: elements that a block gives."""
         if any(not 0 <= count < _WORD_LIMIT for count in counts):
             raise InputError(f"expected counts from 0 to 2**32 - 1, got {min(counts)} to {max(counts)}")
-        blocks_T = np.array([-(-count // BLOCK_BITS) for count in counts], dtype=np.int64)
+        blocks_T = np.array([-(-count // width) for count in counts], dtype=np.int64)
+        self._width = width
         self.counts = counts
         self.k = sum(counts)
         self.starts = np.concatenate([[0], np.cumsum(blocks_T)])
@@ -125,7 +127,7 @@ class BlockLayout:
     def without_padding(self, padded_P: NDArray[Scalar], tensors: slice = slice(None)) -> NDArray[Scalar]:
         """Drop what the last blocks of consecutive tensors hold beyond their counts."""
         starts_T = self.starts[:-1][tensors]
-        firsts = ((starts_T - starts_T[:1]) * BLOCK_BITS).tolist()
+        firsts = ((starts_T - starts_T[:1]) * self._width).tolist()
         parts = zip(firsts, self.counts[tensors], strict=True)
         return np.concatenate([padded_P[:0], *(padded_P[first : first + count] for first, count in parts)])
 

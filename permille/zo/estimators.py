@@ -119,8 +119,12 @@ def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
     """The loss of `step` and its q scalars, by the header's estimator; neither need be finite."""
-    z_QK = directions_of(descent.header, step, descent.exponents)
-    return _ESTIMATES[descent.header.estimator](engine, batch, descent, s_K, z_QK)
+    found = _ESTIMATES.get(descent.header.estimator)
+    if found is None:
+        raise InputError(
+            f"expected an estimator of losses or derivatives, got {descent.header.estimator.value}"
+        )
+    return found(engine, batch, descent, s_K, directions_of(descent.header, step, descent.exponents))
 
 
 def _spsa(

@@ -1,4 +1,4 @@
-"""Scale directions by a power of two for each weight: `z' = 2**d * z` (FORMAT 4.7, 6.6).
+"""Scale directions by a power of two for each weight: `z' = 2**d * z` (FORMAT 4.7, 6.4).
 
 The powers come from a layer of the package, as an array with its digest. A log's header says which layer it
 needs and the few integers that bound the lattice and define sigma, so that a log's range can be checked

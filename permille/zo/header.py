@@ -27,24 +27,30 @@ FORMAT = "permille-log"
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 MAX_QUERIES = 1024
+MAX_GROUPS = 8192
 MAX_STEPS = 1 << 24
 MAX_TENSORS = 1 << 16
 MAX_K = 1 << 32
 
 
 class EstimatorKind(StrEnum):
-    """How the scalars of a step were estimated. Replay depends on it only through the blocks of `SPLIT`."""
+    """How the scalars of a step were estimated; replay depends on it by directions and blocks alone.
+
+    `SKETCH`: they are what `queries` groups hold of a change that was computed from a gradient.
+    """
 
     SPSA = "spsa"
     FORWARD = "forward"
     ONE_SIDED = "one_sided"
     SPLIT = "split"
+    SKETCH = "sketch"
 
 
 class DirectionKind(StrEnum):
-    """What the elements of a direction are (FORMAT 6.3)."""
+    """What the elements of a direction are: signs (FORMAT 6.3), or those of one group (6.6)."""
 
     RADEMACHER = "rademacher"
+    GROUPS = "groups"
 
 
 class Schedule(StrEnum):
@@ -115,10 +121,12 @@ class LogHeader:
             if not is_digest(digest):
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
         _check_range("seed", self.seed, 0, (1 << 64) - 1)
+        sketch = self.estimator is EstimatorKind.SKETCH
+        if sketch != (self.directions is DirectionKind.GROUPS):
+            raise InputError(f"expected groups for sketch and only there, got {self.directions.value}")
         # FORMAT 8.1: a one-sided difference is one to the mean of the others
-        _check_range(
-            "queries", self.queries, 2 if self.estimator is EstimatorKind.ONE_SIDED else 1, MAX_QUERIES
-        )
+        least = 2 if self.estimator is EstimatorKind.ONE_SIDED else 1
+        _check_range("queries", self.queries, least, MAX_GROUPS if sketch else MAX_QUERIES)
         _check_range("total_steps", self.total_steps, 1, MAX_STEPS)
         _check_range("number of tensors", len(self.counts), 1, MAX_TENSORS)
         for count in self.counts:

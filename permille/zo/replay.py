@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.zo.directions import Combination
 from permille.zo.exponents import Exponents
-from permille.zo.header import MAX_STEPS, LogHeader
+from permille.zo.groups import group_sums
+from permille.zo.header import MAX_STEPS, DirectionKind, LogHeader
 from permille.zo.records import check_weight, weight_of_rows
 
 
@@ -42,6 +43,18 @@ def replay(
         raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
     check_weight(weight_of_rows(coefficients_TQ, header))
     e_K = header.needed_exponents(exponents)
+    if header.directions is DirectionKind.GROUPS:
+        s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
+    else:
+        s_K = _sums_of_signs(header, coefficients_TQ, start, threads)
+    if e_K is not None:
+        s_K <<= e_K
+    return s_K
+
+
+def _sums_of_signs(
+    header: LogHeader, coefficients_TQ: NDArray[np.int64], start: int, threads: int
+) -> NDArray[np.int64]:
     s_K = np.zeros(header.k, dtype=np.int64)
     for queries, tensors in header.blocks():
         block_TQ = coefficients_TQ[:, queries]
@@ -53,6 +66,4 @@ def replay(
             c_D=block_TQ[step_D, query_D],
         )
         s_K[header.weights_of(tensors)] = sums.over(header.counts, tensors, threads=threads)
-    if e_K is not None:
-        s_K <<= e_K
     return s_K

@@ -1,4 +1,4 @@
-"""FORMAT 11, the code and the attacks name the same refusals: none undocumented, none untried."""
+"""FORMAT 12, the code and the attacks name the same refusals: none undocumented, none untried."""
 
 import ast
 import re
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import permille
-from tests.attacks import test_logs, test_packages, test_releases
+from tests.attacks import test_logs, test_packages, test_releases, test_states
 
 LIBRARY = Path(permille.__file__).parent
 
 
 def documented_codes() -> set[str]:
-    section = (LIBRARY / "FORMAT.md").read_text().split("\n## 11 ")[1]
+    section = (LIBRARY / "FORMAT.md").read_text().split("\n## 12 ")[1]
     return set(re.findall(r"^\| `([a-z0-9-]+)` \|", section, re.MULTILINE))
 
 
@@ -33,6 +33,7 @@ def attacked_codes() -> set[str]:
         *test_releases.ATTACKS,
         *test_logs.ATTACKS,
         *test_logs.JOURNAL_ATTACKS,
+        *test_states.ATTACKS,
     ]
     alone = {"log-duplicate"}  # no bytes are malformed: the same log comes twice (test_logs.py)
     return {code for code, _ in registered} | alone

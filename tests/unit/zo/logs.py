@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from permille.zo.estimators import Batch
 from permille.zo.exponents import Exponents
-from permille.zo.header import BlockSplit, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
 from permille.zo.records import StepFlag, StepRecord
 
 DIGEST = "sha256:" + "d" * 64
+ESTIMATES = [kind for kind in EstimatorKind if kind is not EstimatorKind.SKETCH]
+"""The estimators that ask an engine for losses or derivatives."""
 
 
 def make_header(**changes: Any) -> LogHeader:
@@ -45,6 +47,8 @@ def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> 
     if estimator is EstimatorKind.SPLIT:
         split = BlockSplit(first_upper_tensor=2, lower_queries=lower)
         return {"estimator": estimator, "queries": lower + upper, "split": split}
+    if estimator is EstimatorKind.SKETCH:
+        return {"estimator": estimator, "directions": DirectionKind.GROUPS}
     return {"estimator": estimator}
 
 
@@ -56,10 +60,10 @@ def make_exponents(k: int, *, largest: int = 3, seed: int = 0) -> Exponents:
 
 
 def header_kinds(counts: tuple[int, ...], exponents: Exponents) -> list[LogHeader]:
-    """A header of three queries of each kind: with and without exponents, of one block and of two."""
+    """A header of three queries of each kind: with and without exponents, of one block, of two, of groups."""
     return [
         make_header(counts=counts, **{"queries": 3} | kind_fields(kind), exponents=use)
-        for kind in (EstimatorKind.SPSA, EstimatorKind.SPLIT)
+        for kind in (EstimatorKind.SPSA, EstimatorKind.SPLIT, EstimatorKind.SKETCH)
         for use in (None, exponents.use)
     ]
 

@@ -37,13 +37,14 @@ def sign(seed: int, step: int, query: int, tensor_id: int, rank: int) -> int:
 
 
 def z(header: Header, step: int, query: int, exponents: Sequence[int] | None = None) -> list[int]:
-    """A whole direction in flat order, by FORMAT 6.3 to 6.5."""
+    """A whole direction in flat order, by FORMAT 6.3 to 6.6."""
     seed, counts, split = int(header["seed"], 16), header["counts"], header["split"]
-    found = [
-        sign(seed, step, query, tensor, rank)
-        for tensor in range(len(counts))
-        for rank in range(counts[tensor])
-    ]
+    places = [(tensor, rank) for tensor in range(len(counts)) for rank in range(counts[tensor])]
+    if header["directions"] == "groups":
+        standing = [group_and_sign(seed, step, header["queries"], *place) for place in places]
+        found = [one if group == query else 0 for group, one in standing]
+    else:
+        found = [sign(seed, step, query, *place) for place in places]
     if header["exponents"] is not None:
         assert exponents is not None
         found = [value * 2**d for value, d in zip(found, exponents, strict=True)]
@@ -52,6 +53,12 @@ def z(header: Header, step: int, query: int, exponents: Sequence[int] | None = N
         lower = query < split["lower_queries"]
         found = [value if (index < below) == lower else 0 for index, value in enumerate(found)]
     return found
+
+
+def group_and_sign(seed: int, step: int, groups: int, tensor_id: int, rank: int) -> tuple[int, int]:
+    """Where a weight stands in one step, by FORMAT 6.6."""
+    word = philox([rank // 4, tensor_id, step, 2**32 - 1], [seed % 2**32, seed // 2**32])[rank % 4]
+    return word % 2**31 * groups // 2**31, 1 if word >= 2**31 else -1
 
 
 def state(
@@ -114,6 +121,25 @@ def read_log(data: bytes) -> tuple[dict[str, Any], list[list[int]]]:
         rows += [signed[first : first + queries] for first in range(0, len(signed), queries)]
     assert at == len(data)
     return header, rows
+
+
+def read_state(data: bytes) -> tuple[dict[str, Any], list[int]]:
+    """Header and integers of a packed state by FORMAT 11; checks the digest, not limits."""
+    assert data[:8] == b"PMLSTA1\n"
+    assert hashlib.sha256(data[:-32]).digest() == data[-32:]
+    (size,) = struct.unpack_from("<I", data, 8)
+    header = json.loads(data[12 : 12 + size])
+    at = 12 + size
+    s: list[int] = []
+    while len(s) < header["k"]:
+        count, width = min(4096, header["k"] - len(s)), data[at]
+        size = -(-count * width // 8)
+        bits = int.from_bytes(data[at + 1 : at + 1 + size], "little")
+        zigzags = [bits >> index * width & 2**width - 1 for index in range(count)]
+        s += [n // 2 if n % 2 == 0 else -(n + 1) // 2 for n in zigzags]
+        at += 1 + size
+    assert at == len(data) - 32
+    return header, s
 
 
 def _varint(number: int) -> bytes:

@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 from permille.zo.estimators import Batch, Descent, directions_of, estimate
 from permille.zo.header import EstimatorKind, LogHeader
 from permille.zo.lattice import perturbed
-from tests.unit.zo.logs import BATCH, FixedEngine, QuadraticEngine, kind_fields, make_exponents, make_header
+from tests.unit.zo.logs import (
+    BATCH,
+    ESTIMATES,
+    FixedEngine,
+    QuadraticEngine,
+    kind_fields,
+    make_exponents,
+    make_header,
+)
 
 COUNTS = (12, 0, 8)
 K = sum(COUNTS)
@@ -45,14 +53,14 @@ def mean_step(descent: Descent, steps: int) -> tuple[NDArray[np.float64], NDArra
     return found_TK.mean(axis=0), found_TK.std(axis=0) / math.sqrt(steps)
 
 
-@pytest.mark.parametrize("kind", EstimatorKind)
+@pytest.mark.parametrize("kind", ESTIMATES)
 def test_the_mean_of_plain_estimates_is_the_gradient(kind: EstimatorKind) -> None:
     mean_K, error_K = mean_step(kind_descent(kind, total_steps=1200), 1200)
     assert np.abs((mean_K - GRADIENT) / error_K).max() < 4.5
     assert np.abs(mean_K - GRADIENT).max() < 0.5 * np.abs(GRADIENT).max()
 
 
-@pytest.mark.parametrize("kind", EstimatorKind)
+@pytest.mark.parametrize("kind", ESTIMATES)
 def test_the_mean_of_scaled_estimates_is_the_scaled_gradient(kind: EstimatorKind) -> None:
     descent = kind_descent(kind, exponents=EXPONENTS.use, total_steps=1000, epsilon=1e-3)
     scale_K = 4.0**EXPONENTS.e_K

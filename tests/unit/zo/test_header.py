@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from permille.errors import InputError, PackageError
 from permille.zo.exponents import ExponentsUse
-from permille.zo.header import BlockSplit, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
 from tests.unit.zo.logs import DIGEST, kind_fields, make_header
 
 K = 147
@@ -77,6 +77,9 @@ def split(**changes: Any) -> dict[str, Any]:
         {"seed": -1},
         {"queries": 0},
         {"queries": 1025},
+        {"estimator": EstimatorKind.SKETCH},
+        {"directions": DirectionKind.GROUPS},
+        {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS, "queries": 8193},
         {"queries": 1, "estimator": EstimatorKind.ONE_SIDED},
         {"epsilon": 0.0},
         {"epsilon": float("nan")},

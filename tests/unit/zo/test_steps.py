@@ -17,6 +17,7 @@ from permille.zo.steps import apply_record, take_step
 from tests.unit.zo import reference
 from tests.unit.zo.logs import (
     BATCH,
+    ESTIMATES,
     FixedEngine,
     QuadraticEngine,
     fields_of,
@@ -46,7 +47,7 @@ def step_of(
     return take_step(FixedEngine(losses, derivatives or []), BATCH, descent, ZERO, 0, clip=clip)
 
 
-@pytest.mark.parametrize("estimator", EstimatorKind)
+@pytest.mark.parametrize("estimator", ESTIMATES)
 @pytest.mark.parametrize("use", [None, EXPONENTS.use], ids=["plain", "scaled"])
 @pytest.mark.parametrize("schedule", Schedule)
 def test_steps_reduce_the_loss_and_the_log_replays_to_the_same_state(
@@ -84,7 +85,7 @@ def test_a_step_is_pure_and_depends_on_its_number() -> None:
     assert first.coefficients != other.coefficients
 
 
-@pytest.mark.parametrize("kind", EstimatorKind)
+@pytest.mark.parametrize("kind", ESTIMATES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("clip", [None, 100.0])
 def test_one_loss_that_is_not_finite_rejects_the_whole_step(

@@ -1,0 +1,187 @@
+"""The packed state: the trained integers, for who keeps or shares a result without its steps (FORMAT 11).
+
+It is shorter than a log of many steps of a small mask; log and packed state of one run have one state digest.
+Reading trusts nothing: the digest at the end is compared first, then every limit before what it bounds is
+allocated, so `encode(decode(data)) == data`.
+
+Shapes: K = masked weights, N = weights of one block.
+"""
+
+import hashlib
+import json
+import struct
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.digests import canonical_json, is_digest
+from permille.errors import InputError, PackageError
+from permille.zo.header import MAX_K
+from permille.zo.lattice import STATE_LIMIT, check_step_unit_exponent
+from permille.zo.varints import unzigzag, zigzag
+
+MAGIC = b"PMLSTA1\n"
+FORMAT = "permille-state"
+VERSION = 1
+BLOCK_WEIGHTS = 4096
+MAX_HEADER_BYTES = 1024
+
+_HEAD = struct.Struct("<8sI")
+_DIGEST_BYTES = 32
+_MAX_WIDTH = 55
+
+
+class StateOrigin(StrEnum):
+    """Whose text made a state: one person's, or a corpus that a release was made with."""
+
+    PERSONAL = "personal"
+    POOLED = "pooled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateHeader:
+    """What a packed state is bound to.
+
+    Attributes:
+        k: masked weights.
+
+    Raises:
+        InputError: a field is outside the limits of FORMAT 11.1.
+    """
+
+    package_digest: str
+    mask_digest: str
+    step_unit_exponent: int
+    k: int
+    origin: StateOrigin
+
+    def __post_init__(self) -> None:
+        for name, digest in (("package_digest", self.package_digest), ("mask_digest", self.mask_digest)):
+            if not is_digest(digest):
+                raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
+        for name, number in (("step_unit_exponent", self.step_unit_exponent), ("k", self.k)):
+            if type(number) is not int:
+                raise InputError(f"expected {name} as an integer, got {number!r}")
+        check_step_unit_exponent(self.step_unit_exponent)
+        if not 1 <= self.k <= MAX_K:
+            raise InputError(f"expected k from 1 to {MAX_K}, got {self.k}")
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON of the header (FORMAT 11.1)."""
+        return canonical_json(asdict(self) | {"format": FORMAT, "version": VERSION})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "StateHeader":
+        """Read a header, refusing every byte string that `to_bytes` would not have made.
+
+        Raises:
+            PackageError: `state-header`.
+        """
+        try:
+            fields = json.loads(data)
+            del fields["format"], fields["version"]  # to_bytes knows the only value of each
+            header = cls(**fields | {"origin": StateOrigin(fields["origin"])})
+            canonical = header.to_bytes()
+        except (ValueError, TypeError, KeyError, RecursionError, InputError) as exc:
+            raise PackageError("state-header", f"expected the header of a state, got {exc!r:.300}") from exc
+        if canonical != data:
+            raise PackageError("state-header", "expected the canonical bytes of a header, got others")
+        return header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedState:
+    """A decoded state: `w = w_base + 2**step_unit_exponent * s`."""
+
+    header: StateHeader
+    s_K: NDArray[np.int64]
+
+    def check_binding(self, *, package_digest: str, mask_digest: str, k: int) -> None:
+        """Refuse a state of another package.
+
+        Raises:
+            PackageError: `state-binding`.
+        """
+        found = (self.header.package_digest, self.header.mask_digest, self.header.k)
+        if found != (package_digest, mask_digest, k):
+            expected = f"package {package_digest}, mask {mask_digest} and {k} weights"
+            raise PackageError("state-binding", f"expected a state of {expected}, got one of {found}")
+
+
+def encode_state(header: StateHeader, s_K: NDArray[np.int64]) -> bytes:
+    """The only bytes of a state.
+
+    Raises:
+        InputError: not int64 [k], or an integer beyond 2**53.
+    """
+    if s_K.dtype != np.int64 or s_K.shape != (header.k,):
+        raise InputError(f"expected a state int64 [{header.k}], got {s_K.dtype} {list(s_K.shape)}")
+    if max(int(s_K.max()), -int(s_K.min())) > STATE_LIMIT:
+        raise InputError("expected a state within 2**53, got a larger integer")
+    header_bytes = header.to_bytes()
+    parts = [_HEAD.pack(MAGIC, len(header_bytes)), header_bytes]
+    parts += [
+        _pack(zigzag(s_K[first : first + BLOCK_WEIGHTS])) for first in range(0, header.k, BLOCK_WEIGHTS)
+    ]
+    data = b"".join(parts)
+    return data + hashlib.sha256(data).digest()
+
+
+def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
+    """Read a packed state that nobody vouches for.
+
+    Raises:
+        PackageError: `state-limit`, `state-corrupt`, `state-header` or `state-content` (FORMAT 11.3).
+    """
+    if len(data) > max_bytes:
+        raise PackageError("state-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
+    end = len(data) - _DIGEST_BYTES
+    if end < _HEAD.size or hashlib.sha256(data[:end]).digest() != data[end:]:
+        raise PackageError("state-corrupt", f"expected a state and its digest, got {len(data)} other bytes")
+    magic, header_size = _HEAD.unpack_from(data)
+    if magic != MAGIC or header_size > min(MAX_HEADER_BYTES, end - _HEAD.size):
+        raise PackageError("state-header", f"expected {MAGIC!r} and a header, got {magic!r}, {header_size}")
+    position = _HEAD.size + header_size
+    header = StateHeader.from_bytes(data[_HEAD.size : position])
+    if header.k > max_k:
+        raise PackageError("state-limit", f"expected at most {max_k} masked weights, got {header.k}")
+    # FORMAT 11.2: a block takes at least one byte, so the array is bounded by the upload
+    if -(-header.k // BLOCK_WEIGHTS) > end - position:
+        raise PackageError(
+            "state-content", f"expected blocks of {header.k} weights, got {end - position} bytes"
+        )
+    s_K = np.empty(header.k, dtype=np.int64)
+    for first in range(0, header.k, BLOCK_WEIGHTS):
+        block_N = s_K[first : first + BLOCK_WEIGHTS]
+        position += _unpack(memoryview(data)[position:end], block_N)
+    if position != end:
+        raise PackageError("state-content", f"expected the end of the state, got {end - position} more bytes")
+    return PackedState(header=header, s_K=s_K)
+
+
+def _pack(numbers_N: NDArray[np.uint64]) -> bytes:
+    """One byte with the bits of the largest number, then the numbers, each of so many bits, lowest first."""
+    width = int(numbers_N.max()).bit_length()
+    bits_NW = (numbers_N[:, None] >> np.arange(width, dtype=np.uint64)) & np.uint64(1)
+    return bytes([width]) + np.packbits(bits_NW.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
+
+
+def _unpack(data: memoryview, out_N: NDArray[np.int64]) -> int:
+    """Read one block from the start of the bytes; returns how many it took."""
+    width = data[0] if data else _MAX_WIDTH + 1
+    size = 1 + -(-len(out_N) * width // 8)
+    if width > _MAX_WIDTH or size > len(data):
+        raise PackageError(
+            "state-content", f"expected a block of {len(out_N)} weights, got {len(data)} bytes"
+        )
+    bits = np.unpackbits(np.frombuffer(data, np.uint8, size - 1, 1), bitorder="little")
+    used = len(out_N) * width
+    bits_NW = bits[:used].reshape(len(out_N), width).astype(np.uint64)
+    numbers_N = (bits_NW << np.arange(width, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
+    shortest = int(numbers_N.max()).bit_length() == width
+    out_N[...] = unzigzag(numbers_N)
+    if not shortest or bits[used:].any() or int(np.abs(out_N).max()) > STATE_LIMIT:
+        raise PackageError("state-content", "expected the only bytes of a block, got others")
+    return size
