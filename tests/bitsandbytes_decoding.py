@@ -10,7 +10,7 @@ def decoded(layer: bitsandbytes.nn.Linear4bit) -> torch.Tensor:
     """Weights of a layer, decoded as one row.
 
     bitsandbytes 0.50.2 with AVX-512 takes another block's scale where a row's length is no multiple of the
-    block size, of tensors that it has quantized itself too; as one row they come out right (ADR 23).
+    block size, of tensors that it has quantized itself too; as one row they come out right (ADR 13).
     """
     state = copy.copy(layer.weight.quant_state)
     shape, state.shape = state.shape, torch.Size([1, state.shape.numel()])

@@ -22,7 +22,7 @@ from permille.quantization import dequantize
 
 
 class MaskedLinear(nn.Module):
-    """`y = x W^T + b` with `W[mask] = values`: the sparse values replace what the codes decode to (ADR 3)."""
+    """`y = x W^T + b` with `W[mask] = values`: sparse values replace what the codes decode to (ADR 12)."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, indices: Tensor) -> None:
         """`indices` are flat, int64 [c]; `values` [c] float32 is what `functional_call` replaces."""
@@ -42,7 +42,7 @@ class MaskedLinear(nn.Module):
         y = functional.linear(x, weight_NK, self.bias)
         if self.weight.dtype == self.values.dtype:
             return y
-        # A perturbation below half a unit in the last place of bfloat16 must still reach the output (ADR 41).
+        # A perturbation below half a unit in the last place of bfloat16 must still reach the output (ADR 18).
         rest_C = self.values - rounded_C.float()
         none = x.new_zeros(*x.shape[:-1], len(self.weight), dtype=torch.float32)
         return y + none.index_add(-1, self.row_C, x[..., self.column_C].float() * rest_C).to(y.dtype)

@@ -142,7 +142,7 @@ def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
 
 
 def quant_state(shape: tuple[int, int], group_size: int) -> bytes:
-    """What bitsandbytes packs beside an NF4 weight. dtype float32: dequantizing loses nothing (ADR 0023)."""
+    """What bitsandbytes packs beside an NF4 weight. dtype float32: dequantizing loses nothing (ADR 13)."""
     state = {"quant_type": "nf4", "blocksize": group_size, "dtype": "float32", "shape": list(shape)}
     return json.dumps(state).encode("ascii")
 

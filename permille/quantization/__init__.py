@@ -55,5 +55,5 @@ def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
 
 
 def default_group_size(scheme: Scheme | str) -> int:
-    """64 for NF4, 32 for INT4 (ADR 30)."""
+    """64 for NF4, 32 for INT4 (ADR 12)."""
     return nf4.BLOCK_SIZE if choice_of(Scheme, scheme, "a scheme") is Scheme.NF4 else 32

@@ -30,7 +30,7 @@ Validate = Callable[[NDArray[np.float32]], float]
 """Validation loss of some values."""
 
 STEP_NORM = 0.4
-"""Where a step size search begins: `learning_rate * g_rms * sqrt(k / q)` (docs/adr/0071)."""
+"""Where a step size search begins: `learning_rate * g_rms * sqrt(k / q)` (docs/adr/0030)."""
 
 EPSILON_NORM = 0.5
 _NO_PACKAGE = "sha256:" + "0" * 64
@@ -120,7 +120,7 @@ def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Re
 def train_safely(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
     """Train; where the loss rose above the base's, train again from the base with the next smaller step size.
 
-    The best attempt on validation counts. Agents do likewise with half steps (docs/adr/0077): a step size
+    The best attempt on validation counts. Agents do likewise with half steps (docs/adr/0030): a step size
     that suited the seed that chose it is too long for others now and then, and what a comparison says would
     else be decided by whether a seed diverged.
     """

@@ -93,7 +93,7 @@ class Size:
     """How much a cell computes.
 
     Attributes:
-        tuning_seeds: but for `fractions` and `longer`, whose one seed shows how curves run (ADR 120).
+        tuning_seeds: but for `fractions` and `longer`, whose one seed shows how curves run (ADR 35).
     """
 
     zo_steps: int

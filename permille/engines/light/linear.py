@@ -6,7 +6,7 @@ The weight exists a tile of rows at a time, in the scratch memory of the thread 
 dequantized once, and for each variant its values are set and the variant's tokens multiplied.
 
 With inputs of 8 bits the tile stays integers, the same for all variants, and what a variant's values change
-is a sparse product of its own, with the inputs in float32 (ADR 141):
+is a sparse product of its own, with the inputs in float32 (ADR 20):
 
     y = round8(x) dequantize(codes)^T + x (W - dequantize(codes))^T + b
 
