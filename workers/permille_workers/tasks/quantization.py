@@ -144,7 +144,7 @@ def _perplexity(
         return progress
 
     before = perplexity(loaded, sequences, progress=part(0.62, "before"))
-    apply_quantized(loaded, coded(), None)
+    apply_quantized(loaded, coded())
     after = perplexity(loaded, sequences, progress=part(0.8, "after"))
     return {
         "tokens": before["tokens"],
