@@ -16,8 +16,6 @@ from permille.errors import InputError
 from permille.quantization import int4, nf4
 from permille.quantization.types import QuantizedTensor, Scheme
 
-__all__ = ["QuantizedTensor", "Scheme", "default_group_size", "dequantize", "quantize"]
-
 
 def quantize(
     w_NK: NDArray[np.float32],

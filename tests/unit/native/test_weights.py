@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native import weights
 from permille.native.weights import PackedRows
-from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
+from permille.quantization import dequantize, quantize
+from permille.quantization.types import QuantizedTensor, Scheme
 
 # Odd columns, groups that end within a row, rows that begin within a byte or a block
 CASES = [

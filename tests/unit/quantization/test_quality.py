@@ -11,9 +11,10 @@ import transformers
 
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
-from permille.quantization import Scheme, dequantize, quantize
+from permille.quantization import dequantize, quantize
 from permille.quantization.perplexity import apply_quantized, perplexity
 from permille.quantization.report import ErrorReport
+from permille.quantization.types import Scheme
 
 
 def tiny() -> Any:

@@ -11,7 +11,8 @@ from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.layers import write_dense
-from permille.quantization import Scheme, dequantize, quantize, rounding
+from permille.quantization import dequantize, quantize, rounding
+from permille.quantization.types import Scheme
 from tests.unit.engines.tiny import tiny_model
 
 SEQUENCES_NT = np.random.default_rng(0).integers(1, 60, (4, 12))

@@ -10,15 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization import (
-    QuantizedTensor,
-    Scheme,
-    default_group_size,
-    dequantize,
-    nf4,
-    quantize,
-    source,
-)
+from permille.quantization import default_group_size, dequantize, nf4, quantize, source
+from permille.quantization.types import QuantizedTensor, Scheme
 
 BOTH = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128)]
 

@@ -15,8 +15,9 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.build import plain_tensors
 from permille.package.layers import write_dense, write_plain
-from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
+from permille.quantization import dequantize, quantize
 from permille.quantization.report import ErrorReport
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.sensitivity.plots import error_picture
 from permille.store import results
 from permille_workers.context import Publish, Result, TaskContext
