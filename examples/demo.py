@@ -145,7 +145,7 @@ def replays(trained: dict[str, Any]) -> dict[str, str]:
     if reported["log"]["state"] != "verified":
         raise DemoError(f"expected the service to verify the log, got {reported['log']}")
     decision = trained["decision"]
-    journal = WORK / "device" / "runs" / trained["run"] / f"attempt-{decision['attempt']}.journal"
+    journal = WORK / "device" / "runs" / trained["run"] / f"descent-{decision['descent']}.journal"
     fresh = run(
         [sys.executable, "-c", REPLAY, journal, str(decision["step"]), WORK / "device" / "blobs"]
     ).strip()

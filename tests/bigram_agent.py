@@ -6,10 +6,10 @@ python -m tests.bigram_agent HOME TEXT STEPS
 import sys
 from pathlib import Path
 
-from permille_agent.link.run_reports import collect_reports
+from permille_agent.link.report import collect_reports
 from permille_agent.state.home import open_home
 from permille_agent.state.lock import hold_lock
-from permille_agent.training.options import TrainOptions
+from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
 
@@ -18,17 +18,9 @@ def main(arguments: list[str]) -> int:
     """What `permille-agent train` does, with another engine and short rows."""
     home = open_home(Path(arguments[0]))
     options = TrainOptions(seed=0, steps=int(arguments[2]), queries=2, batch_rows=2, row_tokens=32)
+    context = RunContext(share_log=True, engine_of=bigram_engine)
     with hold_lock(home, "train", wait_s=10.0):
-        run_training(
-            home,
-            data_paths=[Path(arguments[1])],
-            steps=None,
-            minutes=None,
-            seed=0,
-            share_log=True,
-            options=options,
-            engine_of=bigram_engine,
-        )
+        run_training(home, [Path(arguments[1])], options, context)
         collect_reports(home)
     return 0
 

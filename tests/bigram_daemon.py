@@ -13,7 +13,7 @@ from permille_agent.daemon.policy import Machine
 from permille_agent.daemon.training_child import TrainingRequest
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.lock import hold_daemon_lock, hold_lock
-from permille_agent.training.options import TrainOptions
+from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
 
@@ -25,17 +25,9 @@ def main(arguments: list[str]) -> int:
     options = TrainOptions(seed=0, steps=int(arguments[1]), queries=2, batch_rows=2, row_tokens=32)
 
     def train(home: Home, request: TrainingRequest, _keep_going: Callable[[], bool]) -> str:
+        context = RunContext(share_log=request.share_log, engine_of=bigram_engine)
         with hold_lock(home, "run"):
-            result = run_training(
-                home,
-                data_paths=request.data_paths,
-                steps=None,
-                minutes=None,
-                seed=0,
-                share_log=request.share_log,
-                options=options,
-                engine_of=bigram_engine,
-            )
+            result = run_training(home, request.data_paths, options, context)
         return result.outcome.value
 
     home = open_home(Path(arguments[0]))

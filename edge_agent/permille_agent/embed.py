@@ -23,12 +23,12 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
 from permille_agent.state.home import Home, open_home
-from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.text.documents import Document
 from permille_agent.text.preparation import Prepared, prepare
 from permille_agent.text.reading import DataReport, read_documents
 from permille_agent.text.rows import Row, TrainingBatches, batch_of, document_rows, packed_rows
-from permille_agent.text.tokens import TextTokenizer, TokenizedDocument
+from permille_agent.text.tokens import TextTokenizer, TokenizedDocument, package_tokenizer
 from permille_agent.training.evaluation import (
     Comparison,
     DocumentLosses,
@@ -36,14 +36,12 @@ from permille_agent.training.evaluation import (
     mean_loss,
     paired_bootstrap,
 )
-from permille_agent.training.options import TrainOptions
-from permille_agent.training.progress import SilentProgress
-from permille_agent.training.run import Evaluation, RunFolder, list_runs
-from permille_agent.training.run_clock import RunClock
-from permille_agent.training.setup import Setup, training_exponents
+from permille_agent.training.options import RunContext, TrainOptions
+from permille_agent.training.plan import make_plan
+from permille_agent.training.run import Evaluation, Run, RunClock, RunFolder, list_runs
 from permille_agent.training.step_size import SearchFailed
-from permille_agent.training.steps import make_plan, train_attempts
-from permille_agent.training.train import package_tokenizer, run_training
+from permille_agent.training.steps import train
+from permille_agent.training.train import run_training
 
 __all__ = [
     "Comparison",
@@ -55,6 +53,7 @@ __all__ = [
     "Personalised",
     "Prepared",
     "Row",
+    "RunContext",
     "RunFolder",
     "SearchFailed",
     "TextTokenizer",
@@ -130,29 +129,23 @@ def personalise(
         SearchFailed: no epsilon or no step size works for this package on this text.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunFolder(folder)
-    clock = RunClock(run)
-    setup = Setup(
+    run = Run(
+        folder=RunFolder(folder),
+        clock=RunClock(RunFolder(folder)),
+        package=package,
         engine=engine,
-        package_digest=package.digest,
-        mask_digest=package.mask_digest,
-        counts=package.counts,
         w_base_K=package.values() if start_K is None else start_K,
         prepared=prepared,
         options=options,
-        batches=TrainingBatches(prepared.train, batch_rows=options.batch_rows, seed=options.seed),
-        exponents=training_exponents(package, options),
-        decoder_layers=int(package.config["num_hidden_layers"]),
     )
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
-    curve = run.evaluations(chosen.attempt)
+    selected = train(run, make_plan(run))
+    curve = run.folder.evaluations(selected.descent)
     return Personalised(
-        values_K=values(setup.w_base_K, chosen.s_K, chosen.header.step_unit_exponent),
-        step=chosen.step,
-        steps=chosen.steps,
-        learning_rate=chosen.header.learning_rate,
-        epsilon=chosen.header.epsilon,
-        search_seconds=curve[0].seconds,
+        values_K=values(run.w_base_K, selected.s_K, selected.header.step_unit_exponent),
+        step=selected.step,
+        steps=selected.steps,
+        learning_rate=selected.header.learning_rate,
+        epsilon=selected.header.epsilon,
+        search_seconds=run.folder.evaluations(0)[0].seconds,
         curve=tuple(curve),
     )

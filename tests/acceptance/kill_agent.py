@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from permille_agent.link.report import read_reports
-from permille_agent.state.activation import active_model, history
-from permille_agent.state.home import Home, open_home
-from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.state.home import Home, as_json, open_home
+from permille_agent.state.models import InstalledRelease, active_model, history, record_installed
+from permille_agent.training.decision import Decision
 from permille_agent.training.personal import canonical_log
+from permille_agent.training.plan import Plan
 from permille_agent.training.run import list_runs
 from tests.packages import sentences, tiny_package
 
@@ -89,17 +90,17 @@ def kill_runs(folder: Path, command: Command, *, kills: int, seed: int) -> KillR
 def end_of(home: Home) -> dict[str, str]:
     """Everything about a run's end that must not depend on kills, by name."""
     (run,) = list_runs(home)
-    decision = run.require("decision")
+    decision = run.require("decision", Decision)
     (sent,) = read_reports(home)
-    metrics = sent.metrics or {}
+    metrics = as_json(sent.metrics)
     unclocked = {name: metrics[name] for name in sorted(metrics) if name not in ("seconds", "peak_rss_bytes")}
     return {
-        "plan": json.dumps(run.require("plan"), sort_keys=True),
-        "evaluations": repr([(at.step, at.loss) for at in run.evaluations(decision["attempt"])]),
-        "journal": hashlib.sha256(run.journal(decision["attempt"]).read_bytes()).hexdigest(),
+        "plan": repr(run.require("plan", Plan)),
+        "evaluations": repr([(at.step, at.loss) for at in run.evaluations(decision.descent)]),
+        "journal": hashlib.sha256(run.journal(decision.descent).read_bytes()).hexdigest(),
         "log": hashlib.sha256(canonical_log(run)).hexdigest(),
         "state": hashlib.sha256((run.path / "state.i64").read_bytes()).hexdigest(),
-        "decision": json.dumps(decision, sort_keys=True),
+        "decision": repr(decision),
         "active": repr((active_model(home), history(home))),
         "report": json.dumps(unclocked, sort_keys=True),
     }

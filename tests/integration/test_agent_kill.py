@@ -15,11 +15,9 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import verify_package
 from permille_agent.link.enrolment import enroll
 from permille_agent.link.report import read_reports
-from permille_agent.state.activation import active_model
-from permille_agent.state.consent import set_share_log
+from permille_agent.state.choices import add_references, set_share_log
 from permille_agent.state.home import Home, open_home
-from permille_agent.state.references import add_references
-from permille_agent.state.releases import installed_release
+from permille_agent.state.models import active_model, installed_release
 from tests.device_service import INVITATION, DeviceService, Fault, serving
 from tests.integration.agent_site import ROOT, AgentSite
 from tests.packages import sentences, tiny_package

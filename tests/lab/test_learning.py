@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,3 +131,11 @@ def test_methods_are_timed_to_shares_of_our_fall(tmp_path: Path) -> None:
     ours, theirs = time_tables(tmp_path)["times"].splitlines()[2:]
     assert [cell.strip() for cell in ours.split("|")[4:8]] == ["7.0", "14.0", "14.0", "4.000"]
     assert [cell.strip() for cell in theirs.split("|")[4:8]] == ["7.0", "7.0", "not reached", "4.100"]
+
+
+def test_the_engines_gradient_moves_the_same_values(run: TextRun) -> None:
+    make, _ = THEIRS["the same values, AdamW"]
+    method = make(run, Path(), 1e-2)
+    before = run.package.values().copy()
+    descend(method, run, steps=1, every=1)
+    np.testing.assert_array_equal(run.package.values(), before)

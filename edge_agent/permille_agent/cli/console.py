@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Mapping
 from enum import IntEnum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -11,11 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
-from permille_agent.cli.settings import AgentSettings
 from permille_agent.state.home import Home, open_home
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        envvar="PERMILLE_AGENT_ENGINE",
+        help="auto, light, light-int8 or torch. auto: light, which needs no torch, where it knows the model. "
+        "light-int8: inputs of linear layers in 8 bits, faster for models of ten million weights and more, "
+        "coarser; for int4 packages.",
+    ),
+]
 
 UNWRAPPED = 4096  # columns, where there is no terminal
 
@@ -42,7 +51,7 @@ EXIT_CODE_HELP = (
 
 
 def exit_code_of(error: PermilleError) -> ExitCode:
-    """The exit code that tells a script what to do about `error`."""
+    """Choose the exit code that tells a script what to do about `error`."""
     match error:
         case PackageError():
             return ExitCode.PACKAGE_REFUSED
@@ -56,19 +65,19 @@ def exit_code_of(error: PermilleError) -> ExitCode:
 
 
 def home_of(context: typer.Context) -> Home:
-    """The home folder of this command, made on first use."""
-    settings = context.ensure_object(AgentSettings)
-    return open_home(settings.home)
+    """Open the home folder of this command; it is made on first use."""
+    root: Path = context.obj
+    return open_home(root)
 
 
 def output_console() -> Console:
-    """Where text goes. What is no terminal has no edge: digests and paths must not be cut in two."""
+    """Open where text goes. What is no terminal has no edge: digests and paths must not be cut in two."""
     console = Console()
     return console if console.is_terminal else Console(width=UNWRAPPED)
 
 
 def show(
-    document: Mapping[str, Any], *, as_json: bool, render: Callable[[Console], None] | None = None
+    document: Mapping[str, object], *, as_json: bool, render: Callable[[Console], None] | None = None
 ) -> None:
     """Print `document`: as JSON, or by `render`, or as a table of two columns."""
     if as_json:
@@ -86,7 +95,7 @@ def show(
     console.print(table)
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

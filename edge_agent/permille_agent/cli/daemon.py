@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from permille_agent.cli.console import JsonOption, home_of, show
-from permille_agent.training.engines import AUTO, EngineOption
+from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
+from permille_agent.training.engines import AUTO
 
 
 class JsonLines(logging.Formatter):
@@ -104,8 +104,7 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent policy
     """
-    from permille_agent.daemon.machine import read_machine
-    from permille_agent.daemon.policy import decide, read_policy
+    from permille_agent.daemon.policy import decide, read_machine, read_policy
     from permille_agent.daemon.state import read_daemon_state
 
     home = home_of(context)

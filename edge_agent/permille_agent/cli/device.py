@@ -1,4 +1,4 @@
-"""Commands about what is on this device: data, rollback, reset, forget."""
+"""Commands about what is on this device: status, data, rollback, reset, forget."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +15,25 @@ data = typer.Typer(
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
+    app.command()(status)
     app.add_typer(data, name="data")
     app.command()(rollback)
     app.command()(reset)
     app.command()(forget)
+
+
+def status(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show enrolment, installed package, active personalisation, last run and what waits to be reported.
+
+    [bold]Examples[/bold]
+
+      permille-agent status
+      permille-agent status --json | jq .active.personal
+    """
+    from permille_agent.cli.status import read_status
+
+    now = read_status(home_of(context))
+    show(now.document(), as_json=as_json, render=now.render)
 
 
 @data.command("add")
@@ -33,8 +48,8 @@ def data_add(
 
       permille-agent data add ~/notes ~/mail/sent.jsonl
     """
+    from permille_agent.state.choices import add_references
     from permille_agent.state.lock import hold_lock
-    from permille_agent.state.references import add_references
 
     home = home_of(context)
     with hold_lock(home, "data", wait_s=10.0):
@@ -45,7 +60,7 @@ def data_add(
 @data.command("list")
 def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the files and folders that the daemon trains on."""
-    from permille_agent.state.references import read_references
+    from permille_agent.state.choices import read_references
 
     show({"data": [str(path) for path in read_references(home_of(context))]}, as_json=as_json)
 
@@ -57,8 +72,8 @@ def data_remove(
     as_json: JsonOption = False,
 ) -> None:
     """Train on these no more. The files are not touched; what was learned stays until `reset` or `forget`."""
+    from permille_agent.state.choices import remove_references
     from permille_agent.state.lock import hold_lock
-    from permille_agent.state.references import remove_references
 
     home = home_of(context)
     with hold_lock(home, "data", wait_s=10.0):
@@ -73,12 +88,12 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent rollback
     """
-    from permille_agent.state import activation
+    from permille_agent.state import models
     from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "rollback"):
-        active = activation.rollback(home)
+        active = models.rollback(home)
     show({"package": active.package, "run": active.run, "personal": active.run is not None}, as_json=as_json)
 
 
@@ -89,12 +104,12 @@ def reset(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent reset
     """
-    from permille_agent.state import activation
+    from permille_agent.state import models
     from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "reset"):
-        active = activation.reset(home)
+        active = models.reset(home)
     show({"package": active.package, "run": active.run, "personal": False}, as_json=as_json)
 
 

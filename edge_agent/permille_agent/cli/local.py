@@ -1,16 +1,17 @@
 """Commands that use the model on this device: compare, generate, chat, serve, export."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from permille_agent.cli.console import JsonOption, home_of, show
-from permille_agent.training.engines import AUTO, EngineChoice, EngineOption
+from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
+from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
+    from permille_agent.local.compare import SideBySide
     from permille_agent.local.model import LocalModel, Variant
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model instead of the personal one.")]
@@ -54,12 +55,13 @@ def compare(
     """
     from permille_agent.local.compare import compare as compare_models
     from permille_agent.local.model import Sampling
+    from permille_agent.state.home import as_json as json_of
 
     home = home_of(context)
     sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with _open_model(context, threads, engine) as model:
         result = compare_models(home, model, data_paths=data or [], prompts=prompt or [], sampling=sampling)
-    show(result, as_json=as_json, render=lambda console: _render_comparison(console, result))
+    show(json_of(result), as_json=as_json, render=lambda console: _render_comparison(console, result))
 
 
 def generate(
@@ -205,16 +207,14 @@ def export(
       permille-agent export ~/models/mine
     """
     from permille.engines.export import export_transformers
-    from permille.errors import InputError, OperatorError
+    from permille.errors import InputError
     from permille.package.blobs import BlobFolder
     from permille.package.reader import Package
-    from permille_agent.state.activation import Active, active_model
+    from permille_agent.state.models import Active, require_active
     from permille_agent.training.personal import model_values
 
     home = home_of(context)
-    active = active_model(home)
-    if active is None:
-        raise OperatorError("expected an installed package, found none: run `permille-agent pull`")
+    active = require_active(home)
     if base:
         active = Active(package=active.package)
     folder = folder.expanduser().absolute()
@@ -251,20 +251,19 @@ def _read_line() -> str | None:
             return line
 
 
-def _render_comparison(console: Console, result: dict[str, Any]) -> None:
-    losses = result["losses"]
-    table = Table(title=losses["text"], title_justify="left")
+def _render_comparison(console: Console, result: "SideBySide") -> None:
+    losses = result.losses
+    table = Table(title=losses.text, title_justify="left")
     for column in ("", "base", "personal"):
         table.add_column(column)
-    table.add_row("loss per token", f"{losses['base']:.4f}", f"{losses['personal']:.4f}")
-    base, personal = losses["bits_per_byte_base"], losses["bits_per_byte_personal"]
+    table.add_row("loss per token", f"{losses.base:.4f}", f"{losses.personal:.4f}")
+    base, personal = losses.bits_per_byte_base, losses.bits_per_byte_personal
     table.add_row("bits per byte", f"{base:.4f}", f"{personal:.4f}")
     console.print(table)
-    better = losses["improvement"]
-    console.print(f"improvement {better['improvement']:.4f} ({better['low']:.4f} to {better['high']:.4f})")
-    for sample in result["samples"]:
-        table = Table(title=sample["prompt"], title_justify="left", show_lines=True)
+    console.print(f"improvement {losses.improvement}")
+    for sample in result.samples:
+        table = Table(title=sample.prompt, title_justify="left", show_lines=True)
         table.add_column("base", ratio=1)
         table.add_column("personal", ratio=1)
-        table.add_row(sample["base"], sample["personal"])
+        table.add_row(sample.base, sample.personal)
         console.print(table)

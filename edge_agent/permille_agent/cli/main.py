@@ -2,16 +2,29 @@
 
 import logging
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import platformdirs
 import typer
 
 from permille import __version__
 from permille.errors import PermilleError
 from permille_agent.cli import daemon, device, local, service, train
 from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of, show_error
-from permille_agent.cli.settings import HOME_VARIABLE, read_settings
+
+HOME_VARIABLE = "PERMILLE_AGENT_HOME"
+
+
+class LogLevel(StrEnum):
+    """How much the log says, which goes to standard error."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 app = typer.Typer(
     name="permille-agent",
@@ -35,15 +48,16 @@ def _settings(
     home: Annotated[
         Path | None, typer.Option(envvar=HOME_VARIABLE, help="Folder of everything the agent keeps.")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(help="How much the log says.")] = LogLevel.INFO,
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    settings = read_settings(home, log_level)
+    if home is None:
+        home = platformdirs.user_data_path("permille-agent", appauthor=False)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("permille").setLevel(settings.log_level.upper())
-    context.obj = settings
+    logging.getLogger("permille").setLevel(log_level.upper())
+    context.obj = home.expanduser().absolute()
 
 
 for commands in (service, train, local, daemon, device):

@@ -1,4 +1,4 @@
-"""Commands between this device and its service: enroll, pull, status, report, share-log, unenroll."""
+"""Commands between this device and its service: enroll, pull, report, share-log, unenroll."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def register(app: typer.Typer) -> None:
     # An invitation may begin with a dash: what is no option of ours is an argument.
     app.command(context_settings={"ignore_unknown_options": True})(enroll)
     app.command()(pull)
-    app.command()(status)
     app.command()(report)
     app.add_typer(share_log, name="share-log")
     app.command()(unenroll)
@@ -88,20 +87,6 @@ def pull(context: typer.Context, as_json: JsonOption = False) -> None:
     show(document, as_json=as_json)
 
 
-def status(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show enrolment, installed package, active personalisation, last run and what waits to be reported.
-
-    [bold]Examples[/bold]
-
-      permille-agent status
-      permille-agent status --json | jq .active.personal
-    """
-    from permille_agent.cli.status import read_status, render_status
-
-    document = read_status(home_of(context))
-    show(document, as_json=as_json, render=lambda console: render_status(console, document))
-
-
 def report(context: typer.Context, as_json: JsonOption = False) -> None:
     """Deliver the reports that wait: numbers and enums only, and logs where you share them.
 
@@ -110,8 +95,7 @@ def report(context: typer.Context, as_json: JsonOption = False) -> None:
       permille-agent report
     """
     from permille_agent.link.enrolment import open_api
-    from permille_agent.link.report import deliver
-    from permille_agent.link.run_reports import collect_reports
+    from permille_agent.link.report import collect_reports, deliver
     from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
@@ -141,7 +125,7 @@ def share_log_off(context: typer.Context, as_json: JsonOption = False) -> None:
 def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
     """Say whether logs are shared and which were uploaded."""
     from permille_agent.link.report import Delivery, read_reports
-    from permille_agent.state.consent import shares_log
+    from permille_agent.state.choices import shares_log
 
     home = home_of(context)
     uploaded = [report.run_id for report in read_reports(home) if report.log_delivery is Delivery.SENT]
@@ -204,7 +188,7 @@ def unenroll(
 
 def _set_share_log(context: typer.Context, *, share: bool, as_json: bool) -> None:
     from permille_agent.link.report import withdraw_logs
-    from permille_agent.state.consent import set_share_log
+    from permille_agent.state.choices import set_share_log
     from permille_agent.state.lock import LockedError, hold_lock
 
     home = home_of(context)

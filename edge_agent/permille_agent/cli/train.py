@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
-from permille_agent.training.engines import AUTO, EngineChoice, EngineOption
+from permille_agent.cli.console import EngineOption, ExitCode, JsonOption, home_of, show
+from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
     from permille_agent.link.report import Delivery
@@ -73,15 +73,16 @@ def train(
       permille-agent train ~/notes --estimator forward
     """
     from permille.errors import InputError
-    from permille_agent.link.run_reports import collect_reports, log_delivery
-    from permille_agent.link.run_reports import share_log as share_log_of
-    from permille_agent.state.consent import shares_log
+    from permille_agent.link.report import collect_reports, log_delivery
+    from permille_agent.link.report import share_log as share_log_of
+    from permille_agent.state.choices import read_references, shares_log
+    from permille_agent.state.home import as_json as json_of
     from permille_agent.state.lock import hold_lock
-    from permille_agent.state.references import read_references
     from permille_agent.training.options import (
         DEFAULT_ESTIMATOR,
         DEFAULT_MINUTES,
         DEFAULT_QUERIES,
+        RunContext,
         TrainOptions,
         estimator_named,
     )
@@ -100,31 +101,18 @@ def train(
         raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")
     bar = contextlib.nullcontext(SilentProgress()) if as_json else BarProgress(Console(stderr=True))
     with hold_lock(home, "train"), _stopped_by_signals() as stop, bar as progress:
-        result = run_training(
-            home,
-            data_paths=data_paths,
-            steps=steps,
-            minutes=minutes,
-            seed=seed,
+        context_of_run = RunContext(
             share_log=shares_log(home) if share_log is None else share_log,
-            stop_event=stop,
+            stop=stop,
             progress=progress,
-            options=options,
             engine_of=EngineChoice(name=engine, threads=threads, device=device),
         )
+        result = run_training(home, data_paths, options, context_of_run)
         collect_reports(home)
-        if share_log and result.known and result.run is not None:
+        if share_log and result.known:
             share_log_of(home, result.run)
         log = log_delivery(home, result.run_id)
-    document = {
-        "run": result.run,
-        "run_id": result.run_id,
-        "log_delivery": log.value,
-        "outcome": result.outcome.value,
-        "message": result.message,
-        "known": result.known,
-        **result.details,
-    }
+    document = {**json_of(result), "log_delivery": log.value}
     show(document, as_json=as_json, render=lambda console: _render(console, result, log))
     raise typer.Exit(int(_EXIT_CODES[result.outcome.value]))
 
@@ -158,28 +146,24 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 
 
 def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
-    metrics = result.details.get("metrics", {})
-    decision = result.details.get("decision") or {}
     colour = "green" if result.outcome.value == "adopted" else "yellow"
     console.print(f"[{colour}]{result.outcome.value.replace('_', ' ')}[/{colour}]: {result.message}")
     if result.known:
         console.print("This run had ended before; nothing was computed.")
     if log.value == "queued":
         console.print("Its log is shared with the next `permille-agent report`.")
-    for reason, count in result.details.get("data", {}).get("bad_rows", {}).items():
+    for reason, count in (result.data.bad_rows if result.data else {}).items():
         console.print(f"left out: {count} x {reason}")
-    for example in result.details.get("bad_row_examples", [])[:SHOWN_EXAMPLES]:
+    for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
         console.print(f"  {example}", markup=False, highlight=False)
-    if "against_base" not in decision:
+    decision, metrics = result.decision, result.metrics
+    if decision is None or metrics is None or decision.against_base is None:
         return
-    against = decision["against_base"]
     table = Table(show_header=False, box=None)
-    table.add_row("held-out loss", f"{decision['loss_base']:.4f} -> {decision['loss_personal']:.4f}")
-    table.add_row(
-        "improvement", f"{against['improvement']:.4f} ({against['low']:.4f} to {against['high']:.4f})"
-    )
-    table.add_row("steps", f"{decision['step']} of {decision['steps']} used")
-    table.add_row("time", f"{metrics['seconds']:.0f} s")
-    table.add_row("peak memory", f"{metrics['peak_rss_bytes'] / 2**20:.0f} MiB")
-    table.add_row("personal log", f"{metrics['log_bytes']} bytes")
+    table.add_row("held-out loss", f"{decision.loss_base:.4f} -> {decision.loss_personal:.4f}")
+    table.add_row("improvement", str(decision.against_base))
+    table.add_row("steps", f"{decision.step} of {decision.steps} used")
+    table.add_row("time", f"{metrics.seconds:.0f} s")
+    table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")
+    table.add_row("personal log", f"{metrics.log_bytes} bytes")
     console.print(table)

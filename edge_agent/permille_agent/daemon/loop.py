@@ -15,20 +15,17 @@ from datetime import datetime
 from typing import Any
 
 from permille.errors import InputError, PermilleError, RetryableError
-from permille_agent.daemon.machine import read_machine
-from permille_agent.daemon.policy import Machine, Policy, decide, may_continue, read_policy
-from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state, write_daemon_state
+from permille_agent.daemon.policy import Machine, Policy, decide, may_continue, read_machine, read_policy
+from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import TrainingRequest, train_in_child
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Connect, connect, open_api, require_enrolment
 from permille_agent.link.pull import pull
-from permille_agent.link.report import deliver
-from permille_agent.link.run_reports import collect_reports
-from permille_agent.state.consent import shares_log
-from permille_agent.state.home import Home
+from permille_agent.link.report import collect_reports, deliver
+from permille_agent.state.choices import read_references, shares_log
+from permille_agent.state.home import Home, write_record
 from permille_agent.state.lock import LockedError, hold_lock
-from permille_agent.state.references import read_references
-from permille_agent.state.releases import installed_release
+from permille_agent.state.models import installed_release
 from permille_agent.training.engines import AUTO
 
 POLL_S = 900.0
@@ -168,7 +165,6 @@ class Daemon:
         request = TrainingRequest(
             data_paths=read_references(self._home),
             minutes=policy.minutes_per_run,
-            seed=0,
             share_log=shares_log(self._home),
             engine=self._engine,
         )
@@ -216,7 +212,7 @@ class Daemon:
         """Count seconds of training towards today; returns all of today's."""
         state = self._today(read_daemon_state(self._home))
         state = replace(state, seconds_used=state.seconds_used + seconds)
-        write_daemon_state(self._home, state)
+        write_record(self._home.daemon, state)
         return state.seconds_used
 
     def may_go_on(self, policy: Policy) -> bool:
@@ -235,7 +231,8 @@ class Daemon:
         return state if state.day == today else replace(state, day=today, seconds_used=0.0)
 
     def _note(self, **changes: Any) -> None:
-        write_daemon_state(self._home, replace(self._today(read_daemon_state(self._home)), **changes))
+        state = self._today(read_daemon_state(self._home))
+        write_record(self._home.daemon, replace(state, **changes))
 
 
 class _Meter:

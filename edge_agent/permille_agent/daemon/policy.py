@@ -8,16 +8,19 @@
     minutes_per_run = 30          # search and judgement included
 
 Each key may be left out. A key that is not known is refused by name: a typing error must not switch a limit
-off. Deciding is pure; reading the machine is in `machine.py`.
+off. Deciding is pure; `read_machine` reads what it looks at.
 """
 
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, time
 from typing import Any
+
+import psutil
 
 from permille.errors import InputError
 from permille_agent.state.home import Home
@@ -99,6 +102,16 @@ def decide(policy: Policy, machine: Machine, *, now: datetime, minutes_used: flo
 def may_continue(policy: Policy, machine: Machine, *, now: datetime) -> Decision:
     """Whether a training that runs may go on. Load does not count here: the training itself is load."""
     return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
+
+
+def read_machine() -> Machine:
+    """Read power and load now. A machine that reports no battery counts as plugged in."""
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return Machine(
+        on_ac=battery is None or battery.power_plugged is not False,
+        battery=None if battery is None else float(battery.percent),
+        load=_load(),
+    )
 
 
 def read_policy(home: Home) -> Policy:
@@ -197,3 +210,10 @@ def _number(
     if not low <= value <= high:
         raise InputError(f"{key}: expected {low} to {high}, got {value}")
     return float(value)
+
+
+def _load() -> float | None:
+    try:
+        return float(psutil.getloadavg()[0]) / (os.cpu_count() or 1)
+    except OSError:
+        return None

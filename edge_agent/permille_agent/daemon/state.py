@@ -3,10 +3,10 @@
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from permille_agent.state.home import Home, read_state, write_state
+from permille_agent.state.home import Home, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +34,8 @@ class DaemonState:
 
 
 def read_daemon_state(home: Home) -> DaemonState:
-    """The state, or that of a daemon that never ran; a field of another version is dropped."""
-    known = DaemonState.__dataclass_fields__
-    state = {name: value for name, value in (read_state(home.daemon) or {}).items() if name in known}
-    state["waiting_for"] = tuple(state.get("waiting_for", ()))
-    return DaemonState(**state)
-
-
-def write_daemon_state(home: Home, state: DaemonState) -> None:
-    """Replace the state."""
-    write_state(home.daemon, asdict(state))
+    """Read the state; that of a daemon that never ran where there is none."""
+    return read_record(home.daemon, DaemonState) or DaemonState()
 
 
 def data_fingerprint(paths: Sequence[Path]) -> str:

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
-from permille_agent.state.home import Home, open_home
+from permille_agent.state.home import Home, as_json, open_home, parse_record
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.training.engines import AUTO, EngineChoice
 
@@ -32,20 +32,38 @@ _ERRORS: Mapping[str, type[PermilleError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
-    """What the daemon asks for. `minutes` and `seed` are the same on every try, so that a run is resumed;
-    `engine` is the name of one."""
+    """What the daemon asks for. It is the same on every try, so that a run is resumed; `engine` is a name."""
 
     data_paths: tuple[Path, ...]
     minutes: float
-    seed: int
     share_log: bool
     engine: str = AUTO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """The line that the child reads."""
+
+    home: Path
+    request: TrainingRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """The line that the child writes: how the run ended, or the error and, of a package, its code."""
+
+    outcome: str = ""
+    error: str = ""
+    code: str = ""
+    message: str = ""
 
 
 def train_in_child(home: Home, request: TrainingRequest, keep_going: Callable[[], bool]) -> str:
     """Train in a child; returns how the run ended (`permille.schemas.runs.Outcome`).
 
     Args:
+        home: the home folder.
+        request: what to train on, and for how long.
         keep_going: asked every few seconds; the child is told to stop once it says no.
 
     Raises:
@@ -53,7 +71,7 @@ def train_in_child(home: Home, request: TrainingRequest, keep_going: Callable[[]
         RetryableError: the child died without an answer.
     """
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
-    line = json.dumps({"home": str(home.root), **asdict(request)}, default=str) + "\n"
+    line = json.dumps(as_json(_Order(home=home.root, request=request))) + "\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         answer = _supervise(child, line, keep_going)
     if child.returncode != 0 or not answer:
@@ -62,48 +80,34 @@ def train_in_child(home: Home, request: TrainingRequest, keep_going: Callable[[]
 
 
 def run_child(stdin: TextIO, stdout: TextIO) -> int:
-    """The child's side: one request in, one answer out. Signals are for the parent: the leash decides."""
+    """Be the child: one order in, one answer out. Signals are for the parent: its pipe decides."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    request = json.loads(stdin.readline())
+    order = parse_record(stdin.readline().encode(), _Order, "the parent's line")
     stop = threading.Event()
     threading.Thread(target=_wait_for_end, args=(stdin, stop), daemon=True).start()
     try:
-        answer: dict[str, Any] = {"outcome": _train(request, stop)}
+        answer = _Answer(outcome=_train(order, stop))
     except PackageError as exc:
-        answer = {
-            "error": "PackageError",
-            "code": exc.code,
-            "message": str(exc).removeprefix(f"{exc.code}: "),
-        }
+        message = str(exc).removeprefix(f"{exc.code}: ")
+        answer = _Answer(error="PackageError", code=exc.code, message=message)
     except PermilleError as exc:
-        answer = {"error": type(exc).__name__, "kind": _kind(exc), "message": str(exc)}
-    stdout.write(json.dumps(answer) + "\n")
+        kind = next((name for name, kind in _ERRORS.items() if isinstance(exc, kind)), "OperatorError")
+        answer = _Answer(error=kind, message=str(exc))
+    stdout.write(json.dumps(as_json(answer)) + "\n")
     stdout.flush()
     return 0
 
 
-def _train(request: Mapping[str, Any], stop: threading.Event) -> str:
+def _train(order: _Order, stop: threading.Event) -> str:
+    from permille_agent.training.options import RunContext, TrainOptions
     from permille_agent.training.train import run_training
 
-    home = open_home(Path(request["home"]))
-    paths: Sequence[Path] = [Path(name) for name in request["data_paths"]]
+    home, request = open_home(order.home), order.request
+    context = RunContext(share_log=request.share_log, stop=stop, engine_of=EngineChoice(name=request.engine))
     with hold_lock(home, "run"):
-        outcome = run_training(
-            home,
-            data_paths=paths,
-            steps=None,
-            minutes=request["minutes"],
-            seed=request["seed"],
-            share_log=request["share_log"],
-            stop_event=stop,
-            engine_of=EngineChoice(name=request.get("engine", AUTO)),
-        )
-    return str(outcome.outcome)
-
-
-def _kind(error: PermilleError) -> str:
-    return next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "OperatorError")
+        result = run_training(home, request.data_paths, TrainOptions(minutes=request.minutes), context)
+    return str(result.outcome)
 
 
 def _wait_for_end(stdin: TextIO, stop: threading.Event) -> None:
@@ -134,14 +138,14 @@ def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[],
 
 def _read_answer(text: str) -> str:
     try:
-        answer = json.loads(text.splitlines()[-1])
-    except ValueError as exc:
-        raise RetryableError(f"expected one JSON line of the training process: {exc}") from exc
-    if "error" not in answer:
-        return str(answer["outcome"])
-    if answer["error"] == "PackageError":
-        raise PackageError(str(answer["code"]), str(answer["message"]))
-    raise _ERRORS[answer["kind"]](str(answer["message"]))
+        answer = parse_record(text.splitlines()[-1].encode(), _Answer, "the answer of the training process")
+    except OperatorError as exc:
+        raise RetryableError(str(exc)) from exc
+    if answer.error == "PackageError":
+        raise PackageError(answer.code, answer.message)
+    if answer.error:
+        raise _ERRORS[answer.error](answer.message)
+    return answer.outcome
 
 
 if __name__ == "__main__":

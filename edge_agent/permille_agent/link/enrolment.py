@@ -6,17 +6,23 @@ them; only enrolling again, by hand, does. Enrolling the same key again gives th
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from permille.errors import InputError, OperatorError
 from permille.files import write_atomic
 from permille.schemas import devices
-from permille_agent.link.api import Credentials, DeviceApi
+from permille_agent.link.api import (
+    Credentials,
+    DeviceApi,
+    Identity,
+    decode_bytes,
+    load_identity,
+    load_or_create_identity,
+)
 from permille_agent.link.client import AccessRefusedError, Connection, RequestRefusedError, check_server
-from permille_agent.link.identity import Identity, decode_bytes, load_identity, load_or_create_identity
-from permille_agent.state.home import Home, read_state, write_state
+from permille_agent.state.home import Home, read_record, write_record
 
 INVITATION = re.compile(r"[A-Za-z0-9_-]{22}", re.ASCII)
 CA_LIMIT_BYTES = 1 << 20
@@ -80,14 +86,7 @@ def load_enrolment(home: Home) -> Enrolment | None:
     Raises:
         OperatorError: the file is damaged.
     """
-    state = read_state(home.enrolment)
-    if state is None:
-        return None
-    try:
-        keys = tuple(SigningKey(**key) for key in state.pop("signing_keys"))
-        return Enrolment(signing_keys=keys, **state)
-    except (TypeError, KeyError) as exc:
-        raise OperatorError(f"expected a complete enrolment in {home.enrolment}: {exc}") from exc
+    return read_record(home.enrolment, Enrolment)
 
 
 def require_enrolment(home: Home) -> tuple[Enrolment, Identity]:
@@ -180,5 +179,5 @@ def _store(home: Home, server: str, name: str, answer: devices.Enrolment, *, pri
         signing_keys=keys,
         private_ca=private_ca,
     )
-    write_state(home.enrolment, asdict(enrolment))
+    write_record(home.enrolment, enrolment)
     return enrolment

@@ -17,9 +17,9 @@ from permille.errors import OperatorError
 from permille.files import fsync_folder
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError
-from permille_agent.link.report import Delivery, deliver, read_reports, want_deletion, withdraw_logs
-from permille_agent.state.home import Home, open_home, write_state
-from permille_agent.state.releases import forget_versions
+from permille_agent.link.report import Delivery, Report, deliver, read_reports, want_deletion, withdraw_logs
+from permille_agent.state.home import Home, open_home, write_record
+from permille_agent.state.models import forget_versions
 
 CHUNK_BYTES = 1 << 20
 
@@ -110,15 +110,9 @@ def _leave_service(home: Home, api: DeviceApi) -> None:
 
 def _keep_deletion(path: Path, run_id: str) -> int:
     """Keep of a report only that its log is to be deleted; what it said is overwritten."""
-    entry = {
-        "run_id": run_id,
-        "metrics": None,
-        "metrics_delivery": Delivery.NONE,
-        "log_delivery": Delivery.DELETION_WANTED,
-        "reason": "",
-    }
+    entry = Report(run_id=run_id, log_delivery=Delivery.DELETION_WANTED)
     with path.open("r+b", buffering=0) as old:
-        write_state(path, entry)
+        write_record(path, entry)
         return _overwrite(old)
 
 

@@ -21,16 +21,15 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
-from permille_agent.state.activation import referenced_packages
 from permille_agent.state.home import Home
-from permille_agent.state.releases import (
+from permille_agent.state.models import (
+    AcceptedVersion,
     InstalledRelease,
-    accepted_digests,
     installed_release,
-    last_digest,
-    last_version,
+    read_releases,
     record_accepted,
     record_installed,
+    referenced_models,
 )
 
 STALE_S = 3600.0
@@ -123,14 +122,15 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
 
 def packages_in_use(home: Home) -> set[str]:
     """Digests of the packages that are installed, being downloaded, active, or can be rolled back to."""
-    used = {*accepted_digests(home), *referenced_packages(home)}
-    if (installed := installed_release(home)) is not None:
-        used.add(installed.manifest_digest)
-    return used
+    releases = read_releases(home)
+    used = {accepted.manifest_digest for accepted in releases.last_versions.values()}
+    used |= {model.package for model in referenced_models(home)}
+    return used | ({releases.installed.manifest_digest} if releases.installed else set())
 
 
 def _accept_release(home: Home, api: DeviceApi, enrolment: Enrolment, now_s: float) -> Release:
     name = enrolment.release
+    last = read_releases(home).last_versions.get(name)
     try:
         answer = api.release(name, enrolment.alias)
     except RequestRefusedError as exc:
@@ -141,16 +141,17 @@ def _accept_release(home: Home, api: DeviceApi, enrolment: Enrolment, now_s: flo
         signed_release_from_json(answer.model_dump()),
         {key.key_id: key.raw for key in enrolment.signing_keys},
         int(now_s),
-        last_version(home, name),
+        last.version if last else None,
         name=name,
-        last_digest=last_digest(home, name),
+        last_digest=last.manifest_digest if last else None,
     )
     if answer.yanked:
         raise PackageError(
             "release-yanked", f"expected a release that stands, {name} {release.version} is withdrawn"
         )
-    if last_version(home, name) != release.version:
-        record_accepted(home, name, release.version, release.manifest_digest)
+    accepted = AcceptedVersion(version=release.version, manifest_digest=release.manifest_digest)
+    if last is None or last.version != release.version:
+        record_accepted(home, name, accepted)
     return release
 
 

@@ -3,24 +3,27 @@
 By default only metrics leave the device: the closed schema of `permille.schemas.runs`, numbers and enums. A
 log is queued only where the user agreed to share it, on this device; withdrawing the consent removes every
 log that waits. One file a run, `reports/<run_id>.json`, is queue entry and receipt in one; the log that waits
-lies beside it.
+lies beside it. `collect_reports` queues what finished runs say, once; a run that ended while nothing could
+queue it (a kill between the two) is found there the next time.
 """
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from permille.errors import InputError, OperatorError
 from permille.files import write_atomic
 from permille.schemas.runs import MAX_LOG_BYTES, RunMetrics
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
-from permille_agent.state.consent import is_withdrawn
-from permille_agent.state.home import Home, read_state, write_state
+from permille_agent.state.choices import is_withdrawn
+from permille_agent.state.home import Home, read_record, write_record
+from permille_agent.training.decision import Decision
+from permille_agent.training.outcome import RunOutcome
+from permille_agent.training.personal import canonical_log
+from permille_agent.training.run import RunFolder, find_run, list_runs
 
 RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
@@ -44,9 +47,9 @@ class Report:
     """One run's report. `reason` says why the service refused it."""
 
     run_id: str
-    metrics: dict[str, Any] | None
-    metrics_delivery: Delivery
-    log_delivery: Delivery
+    metrics: RunMetrics | None = None
+    metrics_delivery: Delivery = Delivery.NONE
+    log_delivery: Delivery = Delivery.NONE
     reason: str = ""
 
     @property
@@ -83,7 +86,7 @@ def enqueue(home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes |
         _write_log(home, run_id, shared_log)
     report = Report(
         run_id=run_id,
-        metrics=metrics.model_dump(mode="json"),
+        metrics=metrics,
         metrics_delivery=Delivery.QUEUED,
         log_delivery=Delivery.NONE if shared_log is None else Delivery.QUEUED,
     )
@@ -102,21 +105,69 @@ def queue_log(home: Home, report: Report, log: bytes) -> Report:
     return _save(home, replace(report, log_delivery=Delivery.QUEUED))
 
 
+def collect_reports(home: Home) -> int:
+    """Queue the reports of all runs that ended and are not reported yet; the caller holds the writers' lock.
+
+    Raises:
+        OperatorError: a run's outcome breaks the closed schema of metrics, or the disk is full.
+    """
+    return sum(_collect(home, run) for run in list_runs(home))
+
+
+def share_log(home: Home, name: str) -> Delivery:
+    """Queue the log of a run that was reported without it, by the user's word of now; the caller holds the
+    writers' lock.
+
+    Args:
+        home: the home folder.
+        name: folder name of the run.
+
+    Returns:
+        How far the log has come. `NONE`: the run has no log, or its report was refused or is not queued.
+
+    Raises:
+        OperatorError: there is no such run, or the disk is full.
+        PackageError: the log is damaged.
+        InputError: the log is larger than the service takes.
+    """
+    run = find_run(home, name)
+    report = read_report(home, run.run_id)
+    if report is None:
+        return Delivery.NONE
+    shareable = report.log_delivery in (Delivery.NONE, Delivery.DELETED)
+    decision = run.load("decision", Decision)
+    has_log = decision is not None and decision.step > 0
+    if shareable and has_log and report.metrics_delivery is not Delivery.REFUSED:
+        report = queue_log(home, report, canonical_log(run))
+    return report.log_delivery
+
+
+def log_delivery(home: Home, run_id: str) -> Delivery:
+    """How far the log of a run has come on its way to the service."""
+    report = read_report(home, run_id)
+    return Delivery.NONE if report is None else report.log_delivery
+
+
+def _collect(home: Home, run: RunFolder) -> int:
+    outcome = run.load("outcome", RunOutcome)
+    if outcome is None:
+        return 0
+    log = run.path / "shared.log"
+    new = read_report(home, run.run_id) is None
+    if new:
+        shared = log.is_file() and not is_withdrawn(home, run.path / "run.json")
+        enqueue(home, run.run_id, outcome.metrics, shared_log=log.read_bytes() if shared else None)
+    log.unlink(missing_ok=True)
+    return int(new)
+
+
 def read_report(home: Home, run_id: str) -> Report | None:
-    """One report, or None."""
-    state = read_state(home.reports / f"{run_id}.json")
-    if state is None:
-        return None
-    try:
-        state["metrics_delivery"] = Delivery(state["metrics_delivery"])
-        state["log_delivery"] = Delivery(state["log_delivery"])
-        return Report(**state)
-    except (TypeError, KeyError, ValueError) as exc:
-        raise OperatorError(f"expected a report in {home.reports / run_id}.json: {exc}") from exc
+    """Read the report or the receipt of one run; None where there is none."""
+    return read_record(home.reports / f"{run_id}.json", Report)
 
 
 def read_reports(home: Home) -> Iterator[Report]:
-    """All reports and receipts, by run id."""
+    """Read all reports and receipts, by run id."""
     for path in sorted(home.reports.glob("*.json")):
         if RUN_ID.fullmatch(path.stem) and (report := read_report(home, path.stem)) is not None:
             yield report
@@ -171,7 +222,7 @@ def want_deletion(home: Home, run_id: str | None) -> int:
 
 def _withdraw(home: Home, report: Report) -> Report:
     _log_path(home, report.run_id).unlink(missing_ok=True)
-    metrics = None if report.metrics is None else {**report.metrics, "state_digest": None}
+    metrics = report.metrics and report.metrics.model_copy(update={"state_digest": None})
     known = report.metrics_delivery is Delivery.SENT
     log = Delivery.DELETION_WANTED if known else Delivery.NONE
     return _save(home, replace(report, log_delivery=log, metrics=metrics))
@@ -182,7 +233,7 @@ def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:
     if report.log_delivery is Delivery.QUEUED and (not log.is_file() or is_withdrawn(home, log)):
         report = _withdraw(home, report)
     if report.metrics_delivery is Delivery.QUEUED and report.metrics is not None:
-        report = _send_metrics(home, api, report)
+        report = _send_metrics(home, api, report, report.metrics)
     if report.log_delivery is Delivery.QUEUED:
         report = _send_log(home, api, report)
     if report.log_delivery is Delivery.DELETION_WANTED:
@@ -190,11 +241,11 @@ def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:
     return report
 
 
-def _send_metrics(home: Home, api: DeviceApi, report: Report) -> Report:
+def _send_metrics(home: Home, api: DeviceApi, report: Report, metrics: RunMetrics) -> Report:
     try:
-        api.report_run(report.run_id, RunMetrics.model_validate_json(_json(report.metrics)))
+        api.report_run(report.run_id, metrics)
         report = replace(report, metrics_delivery=Delivery.SENT)
-    except (RequestRefusedError, ValueError) as exc:
+    except RequestRefusedError as exc:
         _log_path(home, report.run_id).unlink(missing_ok=True)
         log = Delivery.NONE if report.log_delivery is Delivery.QUEUED else report.log_delivery
         report = replace(report, metrics_delivery=Delivery.REFUSED, log_delivery=log, reason=str(exc)[:500])
@@ -222,10 +273,6 @@ def _send_deletion(home: Home, api: DeviceApi, report: Report) -> Report:
     return _save(home, replace(report, log_delivery=Delivery.DELETED))
 
 
-def _json(metrics: dict[str, Any] | None) -> str:
-    return json.dumps(metrics, allow_nan=False)
-
-
 def _log_path(home: Home, run_id: str) -> Path:
     return home.reports / f"{run_id}.log"
 
@@ -240,5 +287,5 @@ def _write_log(home: Home, run_id: str, log: bytes) -> None:
 
 
 def _save(home: Home, report: Report) -> Report:
-    write_state(home.reports / f"{report.run_id}.json", asdict(report))
+    write_record(home.reports / f"{report.run_id}.json", report)
     return report

@@ -11,15 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
-from permille.errors import InputError, OperatorError
+from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille_agent.state.activation import Active, active_model
 from permille_agent.state.home import Home
+from permille_agent.state.models import require_active
 from permille_agent.text.chat_template import ChatTemplate
-from permille_agent.text.tokens import TextTokenizer
+from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.personal import model_values
-from permille_agent.training.train import package_tokenizer
 
 
 class Variant(StrEnum):
@@ -59,10 +58,7 @@ class LocalModel:
             OperatorError: nothing is installed.
             PackageError: the package or the run's state is not what it claims to be.
         """
-        active = active_model(home)
-        if active is None:
-            raise OperatorError("expected an installed package, found none: run `permille-agent pull`")
-        self.active: Active = active
+        self.active = active = require_active(home)
         self.package = Package.open(BlobFolder(home.blobs), active.package)
         self.tokenizer: TextTokenizer = package_tokenizer(self.package)
         self.engine = engine_of(self.package)

@@ -1,22 +1,7 @@
-"""The home folder of the agent: which file lives where, and with which permissions.
+"""The home folder of the agent: which file lives where, how it is read and how it is written.
 
-    identity.key        Ed25519 private key of this device, 0600, never leaves it
-    enrolment.json      server, device, release, pinned signing keys
-    ca.pem              certificate authority of the server, where it has its own
-    releases.json       per release: the highest version ever accepted, and what is installed
-    blobs/              content-addressed files of packages (manifests are blobs, too)
-    partial/            downloads that are not complete yet
-    runs/               one folder a training run: journal, header, evaluation
-    current.json        the active personalisation (`activation.py`)
-    data.json           references to the user's files; the files stay where they are
-    consent.json        whether logs may be shared, set by the user on this device only
-    policy.toml         when the daemon may train, written by the user
-    daemon.json         what the daemon did last; minutes used today
-    reports/            reports that wait for the server, and receipts of those that were sent
-    agent.lock          the one lock of all writers (`lock.py`)
-
-Rules: every folder is 0700 and every file 0600, except the blobs, which are nobody's secret. Files are
-replaced atomically.
+Every folder is 0700 and every file 0600, except the blobs, which are nobody's secret. Files are replaced
+atomically. A state file is the JSON of one record: `read_record` parses it once, `write_record` replaces it.
 """
 
 import json
@@ -24,12 +9,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from permille.errors import OperatorError
 from permille.files import write_atomic
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 STATE_LIMIT_BYTES = 16 << 20
+
+Record = TypeVar("Record")
+_ADAPTERS: dict[Any, Any] = {}  # by kind: making one takes longer than parsing
+
+
+class _Below:
+    """A path below the home folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, home: "Home", _owner: object = None) -> Path:
+        return home.root / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,65 +39,21 @@ class Home:
 
     root: Path
 
-    @property
-    def identity_key(self) -> Path:
-        return self.root / "identity.key"
-
-    @property
-    def enrolment(self) -> Path:
-        return self.root / "enrolment.json"
-
-    @property
-    def ca_file(self) -> Path:
-        return self.root / "ca.pem"
-
-    @property
-    def releases(self) -> Path:
-        return self.root / "releases.json"
-
-    @property
-    def blobs(self) -> Path:
-        return self.root / "blobs"
-
-    @property
-    def partial(self) -> Path:
-        return self.root / "partial"
-
-    @property
-    def runs(self) -> Path:
-        return self.root / "runs"
-
-    @property
-    def current(self) -> Path:
-        return self.root / "current.json"
-
-    @property
-    def data(self) -> Path:
-        return self.root / "data.json"
-
-    @property
-    def consent(self) -> Path:
-        return self.root / "consent.json"
-
-    @property
-    def policy(self) -> Path:
-        return self.root / "policy.toml"
-
-    @property
-    def daemon(self) -> Path:
-        return self.root / "daemon.json"
-
-    @property
-    def reports(self) -> Path:
-        return self.root / "reports"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "agent.lock"
-
-    @property
-    def daemon_lock(self) -> Path:
-        return self.root / "daemon.lock"
+    identity_key = _Below("identity.key")  # Ed25519 private key of this device; never leaves it
+    enrolment = _Below("enrolment.json")  # server, device, release, pinned signing keys
+    ca_file = _Below("ca.pem")  # certificate authority of the server, where it has its own
+    releases = _Below("releases.json")  # what is installed; the highest version ever accepted
+    blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
+    partial = _Below("partial")  # downloads that are not complete yet
+    runs = _Below("runs")  # one folder a training run
+    current = _Below("current.json")  # the active model, and what was active before
+    data = _Below("data.json")  # references to the user's files; the files stay where they are
+    consent = _Below("consent.json")  # whether logs may be shared, set by the user on this device only
+    policy = _Below("policy.toml")  # when the daemon may train, written by the user
+    daemon = _Below("daemon.json")  # what the daemon did last; minutes used today
+    reports = _Below("reports")  # reports that wait for the server, and receipts of those that were sent
+    lock = _Below("agent.lock")  # the one lock of all writers
+    daemon_lock = _Below("daemon.lock")  # held by the one daemon of this folder
 
 
 def open_home(root: Path) -> Home:
@@ -120,11 +77,11 @@ def open_home(root: Path) -> Home:
     return home
 
 
-def read_state(path: Path) -> dict[str, Any] | None:
-    """The JSON object at `path`, or None where there is no such file.
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """Read the record of this kind at `path`; None where there is no such file.
 
     Raises:
-        OperatorError: the file is there and is not a JSON object of at most 16 MiB.
+        OperatorError: the file is there and does not hold such a record in at most 16 MiB.
     """
     try:
         with path.open("rb") as file:
@@ -135,23 +92,52 @@ def read_state(path: Path) -> dict[str, Any] | None:
         raise OperatorError(f"expected to read {path}: {exc}") from exc
     if len(data) > STATE_LIMIT_BYTES:
         raise OperatorError(f"expected at most {STATE_LIMIT_BYTES} bytes in {path}, got more")
+    return parse_record(data, kind, str(path))
+
+
+def parse_record(data: bytes, kind: type[Record], source: str) -> Record:
+    """Parse one record from its JSON; `source` is named where that fails.
+
+    Raises:
+        OperatorError: it is no such record. The message names the field, never what is in it.
+    """
     try:
-        state = json.loads(data)
-    except ValueError as exc:
-        raise OperatorError(f"expected JSON in {path}: {exc}") from exc
-    if not isinstance(state, dict):
-        raise OperatorError(f"expected a JSON object in {path}, got {type(state).__name__}")
-    return state
+        return _adapter(kind).validate_json(data, strict=True)
+    except ValueError as exc:  # pydantic's ValidationError is one
+        raise OperatorError(f"expected {kind.__name__} in {source}: {_words(exc)}") from exc
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace the JSON object at `path` atomically, readable by its owner only.
+def write_record(path: Path, record: object) -> None:
+    """Replace the record at `path` atomically, readable by its owner only.
 
     Raises:
         OperatorError: the disk is full or read-only; the old content is kept.
     """
-    data = json.dumps(state, indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
+    data = json.dumps(as_json(record), indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
     try:
         write_atomic(path, data, mode=0o600)
     except OSError as exc:
         raise OperatorError(f"expected to write {path}: {exc}") from exc
+
+
+def as_json(record: object) -> Mapping[str, Any]:
+    """The record in the types of JSON, as it is stored and as `--json` prints it."""
+    document: Mapping[str, Any] = _adapter(type(record)).dump_python(record, mode="json")
+    return document
+
+
+def _adapter(kind: type[Record]) -> "TypeAdapter[Record]":
+    from pydantic import TypeAdapter  # here, so that `--help` does not wait for it
+
+    if (known := _ADAPTERS.get(kind)) is None:
+        known = _ADAPTERS[kind] = TypeAdapter(kind)
+    return known
+
+
+def _words(error: ValueError) -> str:
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -8,13 +8,23 @@ command that calls another).
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from permille.errors import OperatorError, RetryableError
-from permille_agent.state.home import Home, read_state, write_state
+from permille_agent.state.home import Home, read_record, write_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who holds a lock, as the note beside it says."""
+
+    pid: int
+    purpose: str
+    since: str
 
 
 class LockedError(RetryableError):
@@ -56,7 +66,7 @@ def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
     try:
         if lock.lock_counter == 1:
             since = datetime.now(UTC).isoformat(timespec="seconds")
-            write_state(_note(path), {"pid": os.getpid(), "purpose": purpose, "since": since})
+            write_record(_note(path), Holder(pid=os.getpid(), purpose=purpose, since=since))
         yield
     finally:
         if lock.lock_counter == 1:
@@ -70,9 +80,9 @@ def _note(path: Path) -> Path:
 
 def _holder(path: Path) -> str:
     try:
-        note = read_state(_note(path))
+        note = read_record(_note(path), Holder)
     except OperatorError:
         note = None
     if note is None:
         return "another process"
-    return f"`permille-agent {note.get('purpose')}` (process {note.get('pid')}, since {note.get('since')})"
+    return f"`permille-agent {note.purpose}` (process {note.pid}, since {note.since})"

@@ -6,7 +6,7 @@ neither is counted and left out, never guessed at. Folders are read recursively 
 hidden files and links are passed over.
 
 What a document is decides what a fair test is: documents, not pieces of them, are divided between the splits
-(`splits.py`). A user with one long file would have one document, so where there are fewer than
+(`preparation.py`). A user with one long file would have one document, so where there are fewer than
 `FEW_DOCUMENTS`, plain text is cut at paragraph ends into contiguous sections that count as documents.
 
 Nothing here knows a tokenizer: the same text gives the same documents under every package.
@@ -14,21 +14,21 @@ Nothing here knows a tokenizer: the same text gives the same documents under eve
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from permille.errors import InputError
 from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
-from permille_agent.text.paragraphs import normalised, sections
-from permille_agent.text.paragraphs import paragraphs as split_paragraphs
 
 MAX_TOTAL_BYTES = 256 << 20
 MAX_ROW_BYTES = 4 << 20
 MAX_EXAMPLES = 20
 FEW_DOCUMENTS = 40
+SECTION_CHARACTERS = 1000
 # A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 SUFFIXES = (".txt", ".jsonl")
@@ -53,21 +53,9 @@ class DataReport:
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"{place}: {reason}")
 
-    def as_json(self) -> dict[str, Any]:
-        """The counts, without any of the user's text."""
-        return {
-            "files": self.files,
-            "ignored_files": self.ignored_files,
-            "rows": self.rows,
-            "bad_rows": dict(sorted(self.bad_rows.items())),
-            "duplicates": self.duplicates,
-            "repeated_paragraphs": self.repeated_paragraphs,
-            "documents": self.documents,
-        }
-
 
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
-    """All documents of the files and folders in `paths`, without duplicates, in the order of reading.
+    """Read all documents of the files and folders in `paths`, without duplicates, in the order of reading.
 
     Raises:
         InputError: a path does not exist or is of an unknown kind; more than 256 MiB; no document at all.
@@ -184,7 +172,7 @@ def _without_duplicates(
 def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
     """`text` without the long paragraphs that an earlier text, or this one, already had."""
     kept = []
-    for paragraph in split_paragraphs(text):
+    for paragraph in _paragraphs(text):
         plain = normalised(paragraph)
         if len(plain) >= REPEATED_PARAGRAPH_CHARACTERS:
             key = _key(plain)
@@ -215,3 +203,41 @@ def _group(group: str | None, content: Content) -> str:
 
 def _key(text: str) -> bytes:
     return hashlib.sha256(normalised(text).encode()).digest()
+
+
+def normalised(text: str) -> str:
+    """Drop differences of case, width and white space from `text`: equal results are duplicates."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def sections(text: str) -> list[str]:
+    """Cut `text` into contiguous sections of about 1,000 characters: paragraphs, else lines, else words."""
+    result: list[str] = []
+    current = ""
+    for piece in _pieces(text):
+        if current and len(current) + len(piece) > SECTION_CHARACTERS:
+            result.append(current)
+            current = ""
+        current += piece
+    if current.strip():
+        result.append(current)
+    trimmed = [section.strip("\n") for section in result]
+    return [section for section in trimmed if section.strip()]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for paragraph in _paragraphs(text):
+        for line in (
+            [paragraph] if len(paragraph) <= SECTION_CHARACTERS else paragraph.splitlines(keepends=True)
+        ):
+            if len(line) <= SECTION_CHARACTERS:
+                yield line
+            else:
+                yield from re.findall(
+                    rf"(?s).{{1,{SECTION_CHARACTERS}}}(?:\s+|$)|.{{1,{SECTION_CHARACTERS}}}", line
+                )
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Cut `text` into paragraphs, each with the blank lines that follow it: joined, they are `text` again."""
+    return re.findall(r"(?s).+?(?:\n[ \t]*\n\s*|\Z)", text)

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from permille.errors import InputError, PackageError
+from permille.package.reader import Package
 from permille.token_bytes import token_bytes
 from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.documents import Completion, Content, Conversation, PlainText
@@ -116,18 +118,11 @@ class TextTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of `ids` as it comes, piece by piece; a piece never ends inside a character."""
-        known: list[int] = []
-        shown = ""
+        """Decode `ids` as they come, piece by piece; a piece never ends inside a character."""
+        stream = DecodeStream(skip_special_tokens=True)
         for token in ids:
-            known.append(token)
-            text = self.decode(known)
-            if not text.endswith("�") and text.startswith(shown) and len(text) > len(shown):
-                yield text[len(shown) :]
-                shown = text
-        text = self.decode(known)
-        if text.startswith(shown) and len(text) > len(shown):
-            yield text[len(shown) :]
+            if piece := stream.step(self._tokenizer, token):
+                yield piece
 
     def tokenize(self, content: Content, template: ChatTemplate, *, row_tokens: int) -> TokenizedDocument:
         """A document in tokens, with the tokens that count.
@@ -255,3 +250,9 @@ def _stop_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
         values = value if isinstance(value, list) else [value]
         ids |= {item for item in values if isinstance(item, int) and not isinstance(item, bool)}
     return tuple(sorted(ids))
+
+
+def package_tokenizer(package: Package) -> TextTokenizer:
+    """Open the tokenizer in a package."""
+    names = package.manifest.files()
+    return TextTokenizer(lambda name: package.file(name) if name in names else None)

@@ -1,27 +1,32 @@
-"""Which engine the agent computes with: the user's choice, opened on a package when it is needed."""
+"""The engine of a run: the user's choice, opened on a package when it is needed, and stopped when asked."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any, cast
 
-import typer
+from permille.errors import PermilleError
 
 if TYPE_CHECKING:
     from permille.engines.interface import Engine
     from permille.package.reader import Package
 
-ENGINE_VARIABLE = "PERMILLE_AGENT_ENGINE"
 AUTO, LIGHT_INT8 = "auto", "light-int8"
 
-EngineOption = Annotated[
-    str,
-    typer.Option(
-        "--engine",
-        envvar=ENGINE_VARIABLE,
-        help="auto, light, light-int8 or torch. auto: light, which needs no torch, where it knows the model. "
-        "light-int8: inputs of linear layers in 8 bits, faster for models of ten million weights and more, "
-        "coarser; for int4 packages.",
-    ),
-]
+
+class RunInterrupted(PermilleError):  # noqa: N818 - not a fault: the user or the policy asked for it
+    """The run was asked to stop and did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUsed:
+    """The engine that a run computes with, to its end: `permille.engines.interface.EngineInfo`."""
+
+    name: str
+    version: str
+    compute_dtype: str
+    threads: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +59,31 @@ class EngineChoice:
         )
 
     def begun_with(self, name: str) -> "EngineChoice":
-        """This choice for a run that began with the engine `name`: "auto" stays with it."""
+        """Return this choice for a run that began with the engine `name`: "auto" stays with it."""
         return replace(self, name=name) if self.name == AUTO else self
 
     def for_any_package(self) -> "EngineChoice":
-        """This choice where it opens any package: int8 activations want int4."""
+        """Return this choice where it opens any package: int8 activations want int4."""
         return replace(self, name=AUTO) if self.name == LIGHT_INT8 else self
+
+
+OpenEngine = Callable[["Package"], "Engine"]
+ANY_ENGINE = EngineChoice()
+
+
+class _InterruptibleEngine:
+    """An engine that raises `RunInterrupted` instead of starting a call once `stop` is set."""
+
+    def __init__(self, engine: "Engine", stop: threading.Event) -> None:
+        self._engine = engine
+        self._stop = stop
+
+    def __getattr__(self, name: str) -> Any:
+        if self._stop.is_set() and name not in ("info", "k"):
+            raise RunInterrupted("stopped as asked; the same command goes on where this one ended")
+        return getattr(self._engine, name)
+
+
+def interruptible(engine: "Engine", stop: threading.Event | None) -> "Engine":
+    """Let `stop` end a run between two calls of its engine: what is durable stays."""
+    return engine if stop is None else cast("Engine", _InterruptibleEngine(engine, stop))

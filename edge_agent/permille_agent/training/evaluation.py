@@ -60,6 +60,10 @@ class Comparison:
     high: float
     standard_error: float
 
+    def __str__(self) -> str:
+        """As the terminal shows it."""
+        return f"{self.improvement:.4f} ({self.low:.4f} to {self.high:.4f})"
+
     @property
     def better(self) -> bool:
         """Whether even the lower end is an improvement. Not finite is not better."""

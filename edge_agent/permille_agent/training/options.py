@@ -1,13 +1,17 @@
-"""The choices of one training run, and the defaults that need no tuning (docs/adr/0139 and 0071)."""
+"""What a training run is told: options, whose defaults need no tuning (docs/adr/0009, 0030), and context."""
 
-from dataclasses import dataclass, replace
+import threading
+from dataclasses import asdict, dataclass, replace
 
+from permille.digests import JSON
 from permille.errors import InputError
-from permille.zo.header import EstimatorKind, Schedule
+from permille.zo.header import EstimatorKind
+from permille_agent.training.engines import ANY_ENGINE, OpenEngine
+from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
 DEFAULT_ESTIMATOR = EstimatorKind.ONE_SIDED
-# Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0139 and 0108).
+# Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0009).
 DEFAULT_QUERIES = {
     EstimatorKind.SPSA: 8,
     EstimatorKind.FORWARD: 8,
@@ -31,8 +35,6 @@ class TrainOptions:
         scaling: scale directions by the package's exponents, where it has some.
         batch_rows: rows a step.
         row_tokens: longest row.
-        schedule: how the learning rate falls.
-        patience: stop after so many evaluations without a new best; None never stops early.
     """
 
     seed: int = 0
@@ -43,8 +45,6 @@ class TrainOptions:
     scaling: bool = False
     batch_rows: int = 2
     row_tokens: int = 128
-    schedule: Schedule = Schedule.LINEAR
-    patience: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no run can have.
@@ -60,9 +60,8 @@ class TrainOptions:
             raise InputError(f"expected more than 0 and at most 10,080 minutes, got {self.minutes}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"expected a seed from 0 to 2**63 - 1, got {self.seed}")
-        for name in ("queries", "batch_rows", "patience"):
-            number = getattr(self, name)
-            if number is not None and not 1 <= number <= 256:
+        for name, number in (("queries", self.queries), ("batch_rows", self.batch_rows)):
+            if not 1 <= number <= 256:
                 raise InputError(f"expected {name} from 1 to 256, got {number}")
         if self.estimator is EstimatorKind.ONE_SIDED and self.queries < 2:
             raise InputError(f"expected at least 2 queries of one-sided differences, got {self.queries}")
@@ -72,27 +71,38 @@ class TrainOptions:
             raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
 
     def within(self, positions: int) -> "TrainOptions":
-        """The same choices, with rows no longer than the model's `positions`."""
+        """Return the same choices, with rows no longer than the model's `positions`."""
         return replace(self, row_tokens=min(self.row_tokens, positions))
 
-    def definition(self) -> dict[str, str | int | bool | None]:
-        """The choices that decide a run's results, for its digest: numbers that are not integers as text."""
-        return {
-            "seed": self.seed,
-            "steps": self.steps,
-            "minutes": None if self.minutes is None else repr(self.minutes),
-            "estimator": self.estimator.value,
-            "queries": self.queries,
-            "scaling": self.scaling,
-            "batch_rows": self.batch_rows,
-            "row_tokens": self.row_tokens,
-            "schedule": self.schedule.value,
-            "patience": self.patience,
-        }
+    def definition(self) -> JSON:
+        """Name the choices for the digest of a run: all of them decide its results.
+
+        Canonical JSON has no fractions, so minutes are text.
+        """
+        minutes = None if self.minutes is None else repr(self.minutes)
+        return {**asdict(self), "estimator": self.estimator.value, "minutes": minutes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Who trains, beside what is trained: nothing here decides a result but the engine.
+
+    Attributes:
+        share_log: put the log of the selected state beside the outcome, to be uploaded with the report.
+        stop: once set, the run stops within one call of the engine, resumable.
+        progress: told what happens.
+        engine_of: opens an engine on a package. A run that goes on keeps its engine; an active model of
+            another package is opened with what fits it.
+    """
+
+    share_log: bool = False
+    stop: threading.Event | None = None
+    progress: RunProgress = SILENT
+    engine_of: OpenEngine = ANY_ENGINE
 
 
 def estimator_named(name: str) -> EstimatorKind:
-    """The estimator that a user names, with a hyphen or an underscore.
+    """Find the estimator that a user names, with a hyphen or an underscore.
 
     Raises:
         InputError: there is no such estimator.

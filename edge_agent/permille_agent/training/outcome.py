@@ -1,69 +1,214 @@
-"""How a run ended: what the caller is told, and what of its log is measured or laid out for upload."""
+"""How a run ended: its durable outcome, the metrics of its report, and what the caller is told.
 
-from dataclasses import dataclass
+The metrics are the only thing that leaves the device by default: numbers and closed sets.
+"""
 
+import platform
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from permille import __version__
 from permille.files import write_atomic
-from permille.schemas.runs import Outcome
+from permille.schemas.runs import (
+    Accelerator,
+    EngineName,
+    Estimator,
+    Machine,
+    OperatingSystem,
+    Outcome,
+    RunMetrics,
+)
 from permille.zo.journal import read_journal
 from permille.zo.records import StepFlag
+from permille_agent.state.models import InstalledRelease
+from permille_agent.text.preparation import Prepared, Split
+from permille_agent.text.reading import DataReport
+from permille_agent.training.decision import Decision
+from permille_agent.training.engines import EngineUsed
+from permille_agent.training.options import TrainOptions
 from permille_agent.training.personal import canonical_log
-from permille_agent.training.run import Json, RunFolder
-from permille_agent.training.setup import Setup
-from permille_agent.training.steps import Chosen
+from permille_agent.training.plan import Plan
+from permille_agent.training.run import Run, RunFolder
+from permille_agent.training.steps import SelectedState
+
+_SYSTEMS = {
+    "Linux": OperatingSystem.LINUX,
+    "Darwin": OperatingSystem.DARWIN,
+    "Windows": OperatingSystem.WINDOWS,
+}
+_MACHINES = {
+    "x86_64": Machine.X86_64,
+    "AMD64": Machine.X86_64,
+    "aarch64": Machine.AARCH64,
+    "arm64": Machine.AARCH64,
+    "armv7l": Machine.ARMV7,
+    "riscv64": Machine.RISCV64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSource:
+    """What `data.json` of a run holds: where its text came from, and examples of rows that were left out."""
+
+    paths: tuple[Path, ...] = ()
+    bad_rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    """What `outcome.json` holds: a message for the user, the metrics of the report, counts of the data."""
+
+    message: str
+    metrics: RunMetrics
+    data: DataReport
+    engine: EngineUsed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended.
+    """How a run ended, for the caller. What it did not come to is None.
 
     Attributes:
-        run: folder name of the run; None where it never began.
+        run: folder name of the run.
         run_id: by which the service knows the run, once it is reported.
-        outcome: as it is reported.
-        message: for the user.
         known: the run had ended before; nothing was computed.
-        details: decision, plan and metrics as JSON.
+        bad_row_examples: rows that were left out, by file and line.
     """
 
-    run: str | None
-    run_id: str | None
+    run: str
+    run_id: str
     outcome: Outcome
     message: str
     known: bool = False
-    details: Json
+    plan: Plan | None = None
+    decision: Decision | None = None
+    metrics: RunMetrics | None = None
+    data: DataReport | None = None
+    engine: EngineUsed | None = None
+    bad_row_examples: tuple[str, ...] = ()
 
 
-def result_of(run: RunFolder, end: Json, *, known: bool) -> RunResult:
-    """The result of a run from its durable outcome `end`."""
-    details = {
-        "decision": run.load("decision"),
-        "plan": run.load("plan"),
-        "bad_row_examples": (run.load("data") or {}).get("bad_rows", []),
-        **end,
-    }
-    outcome = Outcome(end["metrics"]["outcome"])
-    return RunResult(
-        run=run.name,
-        run_id=run.run_id,
-        outcome=outcome,
-        message=end["message"],
-        known=known,
-        details=details,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFacts:
+    """What the metrics say of the log of the selected state. `state_digest` only where the log is shared."""
+
+    rejected_steps: int = 0
+    tokens_trained: int = 0
+    learning_rate: float = 0.0
+    step_unit_exponent: int = 0
+    log_bytes: int = 0
+    state_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the metrics are made of; None where the run did not come so far."""
+
+    release: InstalledRelease
+    options: TrainOptions
+    k: int
+    outcome: Outcome
+    seconds: float = 0.0
+    prepared: Prepared | None = None
+    plan: Plan | None = None
+    decision: Decision | None = None
+    log: LogFacts = LogFacts()
+    engine: EngineUsed | None = None
+
+
+def run_outcome(facts: RunFacts, message: str, report: DataReport) -> RunOutcome:
+    """Put the end of a run together. Examples of rows name the user's files, so they stay out of it."""
+    return RunOutcome(
+        message=message,
+        metrics=run_metrics(facts),
+        data=replace(report, examples=[]),
+        engine=facts.engine,
     )
 
 
-def log_facts(run: RunFolder, setup: Setup, decision: Json, chosen: Chosen, share_log: bool) -> Json:
-    """What the metrics say of the log. Where the user shares it, it is laid out beside the outcome."""
-    records = read_journal(run.journal(chosen.attempt)).records
-    log = canonical_log(run)
-    shared = share_log and chosen.step > 0
+def result_of(folder: RunFolder, end: RunOutcome, *, known: bool) -> RunResult:
+    """Tell the end of a run with all that is durable of it."""
+    return RunResult(
+        run=folder.name,
+        run_id=folder.run_id,
+        outcome=end.metrics.outcome,
+        message=end.message,
+        known=known,
+        plan=folder.load("plan", Plan),
+        decision=folder.load("decision", Decision),
+        metrics=end.metrics,
+        data=end.data,
+        engine=end.engine,
+        bad_row_examples=(folder.load("data", TextSource) or TextSource()).bad_rows,
+    )
+
+
+def lay_out_log(run: Run, selected: SelectedState, decision: Decision, *, share_log: bool) -> LogFacts:
+    """Measure the log of the selected state. Where the user shares it, it is put beside the outcome."""
+    records = read_journal(run.folder.journal(selected.descent)).records
+    log = canonical_log(run.folder)
+    shared = share_log and selected.step > 0
     if shared:
-        write_atomic(run.path / "shared.log", log, mode=0o600)
-    return {
-        "rejected_steps": sum(StepFlag.REJECTED in record.flags for record in records),
-        "tokens_trained": setup.batches.tokens(chosen.steps),
-        "learning_rate": chosen.header.learning_rate,
-        "step_unit_exponent": chosen.header.step_unit_exponent,
-        "log_bytes": len(log),
-        "shared_state_digest": decision["state_digest"] if shared else None,
-    }
+        write_atomic(run.folder.path / "shared.log", log, mode=0o600)
+    return LogFacts(
+        rejected_steps=sum(StepFlag.REJECTED in record.flags for record in records),
+        tokens_trained=run.batches.tokens(selected.steps),
+        learning_rate=selected.header.learning_rate,
+        step_unit_exponent=selected.header.step_unit_exponent,
+        log_bytes=len(log),
+        state_digest=decision.state_digest if shared else None,
+    )
+
+
+def run_metrics(facts: RunFacts) -> RunMetrics:
+    """Make the report of one run."""
+    counts = dict.fromkeys(Split, 0)
+    if facts.prepared is not None:
+        counts = {split: number.tokens for split, number in facts.prepared.counts.items()}
+    decision, log = facts.decision, facts.log
+    against_base = decision.against_base if decision else None
+    device = facts.engine.device.partition(":")[0] if facts.engine else "cpu"
+    return RunMetrics(
+        package_digest=facts.release.manifest_digest,
+        release=facts.release.name,
+        version=facts.release.version,
+        outcome=facts.outcome,
+        steps=decision.steps if decision else 0,
+        rejected_steps=log.rejected_steps,
+        queries=facts.options.queries,
+        estimator=Estimator(facts.options.estimator.value),
+        seconds=facts.seconds,
+        tokens_trained=log.tokens_trained,
+        train_tokens=counts[Split.TRAIN],
+        select_tokens=counts[Split.SELECT],
+        test_tokens=counts[Split.TEST],
+        loss_base=decision.loss_base if decision else None,
+        loss_personal=decision.loss_personal if decision else None,
+        improvement_low=against_base.low if against_base else None,
+        improvement_high=against_base.high if against_base else None,
+        learning_rate=log.learning_rate,
+        epsilon=facts.plan.epsilon if facts.plan else 0.0,
+        step_unit_exponent=log.step_unit_exponent,
+        k=facts.k,
+        peak_rss_bytes=peak_rss_bytes(),
+        log_bytes=log.log_bytes,
+        state_digest=log.state_digest,
+        agent_version=__version__,
+        engine=EngineName(facts.engine.name) if facts.engine else EngineName.TORCH,
+        operating_system=_SYSTEMS.get(platform.system(), OperatingSystem.OTHER),
+        machine=_MACHINES.get(platform.machine(), Machine.OTHER),
+        accelerator=Accelerator(device) if device in set(Accelerator) else Accelerator.OTHER,
+    )
+
+
+def peak_rss_bytes() -> int:
+    """Read the most memory that this process has had resident."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

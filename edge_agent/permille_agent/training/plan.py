@@ -1,61 +1,108 @@
-"""How long the parts of a run are: by the number of steps, or by the time that there is and the pace of this
-machine.
+"""What a run will do: how far it looks and steps, and how many steps, by their number or by the time.
 
-With a time limit, a step and an evaluation are timed once; from then on the lengths are a function of those
-two numbers and the limit. A quarter of the time at most goes into the search, about a fifth of training into
+With a time limit, a step and an evaluation are timed once; from then on the budget is a function of those two
+numbers and the limit. A quarter of the time at most goes into the search, about a fifth of training into
 evaluations, and as much as judging the result takes is kept for that, within bounds.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from permille.zo.steps import take_step
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
-from permille_agent.training.run import Json, RunFolder
-from permille_agent.training.run_clock import RunClock
-from permille_agent.training.setup import Setup
+from permille_agent.training.run import Run
+from permille_agent.training.step_size import find_scale, find_step_size
 
 EVALUATIONS = 20
 FEWEST_EVALUATIONS = 4
-RACE_SHARE = 10
-RACE_STEPS = (5, 40)
+TRIAL_SHARE = 10
+TRIAL_STEPS = (5, 40)
 SEARCH_SHARE = 0.25
 EVALUATION_SHARE = 0.2
 JUDGEMENT_SHARE = (0.05, 0.4)
-# Racers of a usual search, and models that are judged: the base, the chosen one, and often an active one.
-RACERS = 4
+# Trials of a usual search, and models that are judged: the base, the selected one, and often an active one.
+TRIALS = 4
 JUDGED = 3
-PROBED_ROWS = 8
+TIMED_ROWS = 8
+# A projected gradient so far beyond the usual is an outlier of the batch: its step is bounded, and flagged.
+CLIP_RMS = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """The lengths of a run's parts.
+class Plan:
+    """Everything that the steps depend on, written before the first of them.
 
     Attributes:
-        steps: of the run; the learning rate falls over so many.
-        race_steps: of each racer of the search.
+        epsilon: scale of perturbations.
+        relative_error: of the projected gradients at that epsilon.
+        g_rms: root mean square of the projected gradients at the base.
+        learning_rate: of the first descent.
+        losses: of the trials of learning rates, by their power.
+        clip: largest projected gradient that a step follows.
+        base_loss: of the base on the select split.
+        total_steps: the learning rate falls over so many.
+        evaluate_every: so many steps.
+        limit_s: seconds of work after which no further step is made, or None.
+    """
+
+    epsilon: float
+    relative_error: float
+    g_rms: float
+    learning_rate: float
+    losses: dict[int, float | None]
+    clip: float
+    base_loss: float
+    total_steps: int
+    evaluate_every: int
+    limit_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What the parts of a run may spend.
+
+    Attributes:
+        steps: of the run.
+        trial_steps: of each trial of the search.
         evaluations: about so many on the way.
         limit_s: seconds of work after which no further step is made, or None.
     """
 
     steps: int
-    race_steps: int
+    trial_steps: int
     evaluations: int
     limit_s: float | None
 
 
-def lengths_by_steps(steps: int) -> Lengths:
-    """Lengths of a run of so many steps: they depend on nothing else."""
-    low, high = RACE_STEPS
-    race_steps = min(high, max(low, steps // RACE_SHARE))
-    return Lengths(steps=steps, race_steps=race_steps, evaluations=EVALUATIONS, limit_s=None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds of one step, and of evaluating one token, on this machine."""
+
+    step_s: float
+    token_s: float
 
 
-def lengths_by_time(available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float) -> Lengths:
-    """Lengths of a run that may take `available_s` in all.
+def make_plan(run: Run) -> Plan:
+    """Search, and fix what the steps depend on; durable before the first of them.
+
+    Raises:
+        SearchFailed: no usable epsilon or step size.
+    """
+    return run.folder.once("plan", Plan, lambda: _plan(run))
+
+
+def budget_of_steps(steps: int) -> Budget:
+    """Divide a run of so many steps; the budget depends on nothing else."""
+    low, high = TRIAL_STEPS
+    trial_steps = min(high, max(low, steps // TRIAL_SHARE))
+    return Budget(steps=steps, trial_steps=trial_steps, evaluations=EVALUATIONS, limit_s=None)
+
+
+def budget_of_time(available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float) -> Budget:
+    """Divide a run that may take `available_s` in all.
 
     Args:
         available_s: of the whole run.
@@ -65,43 +112,61 @@ def lengths_by_time(available_s: float, *, step_s: float, evaluation_s: float, j
     """
     least, most = JUDGEMENT_SHARE
     kept_s = min(most * available_s, max(least * available_s, JUDGED * judgement_s))
-    racer_s = SEARCH_SHARE * available_s / RACERS
-    race_steps = min(RACE_STEPS[1], max(2, int((racer_s - evaluation_s) / step_s)))
-    train_s = available_s - kept_s - RACERS * (race_steps * step_s + evaluation_s)
+    trial_s = SEARCH_SHARE * available_s / TRIALS
+    trial_steps = min(TRIAL_STEPS[1], max(2, int((trial_s - evaluation_s) / step_s)))
+    train_s = available_s - kept_s - TRIALS * (trial_steps * step_s + evaluation_s)
     evaluations = int(EVALUATION_SHARE * train_s / evaluation_s)
     evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, evaluations))
     steps = max(1, int((train_s - evaluations * evaluation_s) / step_s))
-    return Lengths(steps=steps, race_steps=race_steps, evaluations=evaluations, limit_s=available_s - kept_s)
+    return Budget(steps=steps, trial_steps=trial_steps, evaluations=evaluations, limit_s=available_s - kept_s)
 
 
-def find_lengths(setup: Setup, run: RunFolder, epsilon: float, clock: RunClock) -> Lengths:
-    """The lengths of this run; with a time limit, the pace is measured once and durable."""
-    if setup.options.steps is not None:
-        return lengths_by_steps(setup.options.steps)
-    pace = run.once("search-pace", lambda: _pace(setup, epsilon, clock))
-    return lengths_by_time(
-        60.0 * float(setup.options.minutes or 0.0),
-        step_s=pace["step_s"],
-        evaluation_s=pace["token_s"] * _tokens(setup.prepared.select),
-        judgement_s=pace["token_s"] * _tokens(setup.prepared.test),
+def _plan(run: Run) -> Plan:
+    run.progress.phase("finding epsilon")
+    scale = find_scale(run)
+    budget = _budget(run, scale.epsilon)
+    run.progress.phase("finding the step size")
+    step_size = find_step_size(run, scale, budget.trial_steps)
+    return Plan(
+        epsilon=scale.epsilon,
+        relative_error=scale.relative_error,
+        g_rms=scale.g_rms,
+        learning_rate=step_size.learning_rate,
+        losses=step_size.losses,
+        clip=CLIP_RMS * scale.g_rms,
+        base_loss=step_size.base_loss,
+        total_steps=budget.steps,
+        evaluate_every=max(1, math.ceil(budget.steps / budget.evaluations)),
+        limit_s=budget.limit_s,
     )
 
 
-def _pace(setup: Setup, epsilon: float, clock: RunClock) -> Json:
-    header = setup.header(seed=0, epsilon=epsilon, total_steps=3)
-    s_K = np.zeros(header.k, dtype=np.int64)
+def _budget(run: Run, epsilon: float) -> Budget:
+    if run.options.steps is not None:
+        return budget_of_steps(run.options.steps)
+    pace = run.folder.once("search-pace", Pace, lambda: _pace(run, epsilon))
+    return budget_of_time(
+        60.0 * float(run.options.minutes or 0.0),
+        step_s=pace.step_s,
+        evaluation_s=pace.token_s * _tokens(run.prepared.select),
+        judgement_s=pace.token_s * _tokens(run.prepared.test),
+    )
+
+
+def _pace(run: Run, epsilon: float) -> Pace:
+    descent = run.descent(seed=0, epsilon=epsilon, total_steps=3)
+    s_K = np.zeros(run.package.k, dtype=np.int64)
     durations = []
     for step in range(3):
-        start = clock.seconds()
-        batch = setup.batches(step)
-        take_step(setup.engine, batch, setup.descent(header), s_K, step, clip=None)
-        durations.append(clock.seconds() - start)
-    rows = setup.prepared.select[:PROBED_ROWS]
-    start = clock.seconds()
-    mean_loss(setup.engine, setup.w_base_K, rows)
-    token_s = (clock.seconds() - start) / _tokens(rows)
-    return {"step_s": max(1e-6, sorted(durations)[1]), "token_s": max(1e-9, token_s)}
+        start = run.clock.seconds()
+        run.take_step(descent, s_K, step, clip=None)
+        durations.append(run.clock.seconds() - start)
+    rows = run.prepared.select[:TIMED_ROWS]
+    start = run.clock.seconds()
+    mean_loss(run.engine, run.w_base_K, rows)
+    token_s = (run.clock.seconds() - start) / _tokens(rows)
+    return Pace(step_s=max(1e-6, sorted(durations)[1]), token_s=max(1e-9, token_s))
 
 
-def _tokens(rows: list[Row]) -> int:
+def _tokens(rows: Sequence[Row]) -> int:
     return sum(len(row.ids_T) for row in rows)

@@ -37,6 +37,9 @@ class SilentProgress:
         """Nothing."""
 
 
+SILENT = SilentProgress()
+
+
 class BarProgress:
     """A bar with the batch's smoothed loss, the last held-out loss, steps a second and the time left."""
 
@@ -75,13 +78,11 @@ class BarProgress:
         now = time.monotonic()
         if self._task is None or self._began is None:
             self._task = self._bar.add_task("training", total=total, loss="-", held_out="-", rate="-")
-            self._began = (now, done - 1)
+            self._began = (now, done)
         self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
         since, first = self._began
-        rate = (done - first) / max(now - since, 1e-9)
-        self._bar.update(
-            self._task, completed=done, total=total, loss=f"{self._loss:.3f}", rate=f"{rate:.2f}"
-        )
+        rate = f"{(done - first) / (now - since):.2f}" if now > since and done > first else "-"
+        self._bar.update(self._task, completed=done, total=total, loss=f"{self._loss:.3f}", rate=rate)
 
     def evaluated(self, step: int, loss: float, base_loss: float) -> None:
         """Show the held-out loss beside the base's."""

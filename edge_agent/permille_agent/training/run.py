@@ -1,20 +1,22 @@
-"""The durable state of one run: a folder of results, each written once, whole, before anything depends on it.
+"""A training run: its folder of durable results, its clock, and what its phases work with.
 
-    run.json            what the run is: package, data digest, seed, settings; its random id for reports
-    engine.json         the engine that the run computes with, to its end
-    search-*.json       results of the search, thrown-away steps included
-    plan.json           epsilon, step size, step unit, steps: logged before the first step
-    attempt-<n>.journal the step log of attempt n (permille.zo.journal)
-    attempt-<n>.jsonl   losses on the select split, one line an evaluation
-    stop.json           where a run with a time limit ended
-    losses-*.json       losses by document of the test split
-    decision.json       which step, which state, adopted or not, and why
-    state.i64           the chosen state, a cache of the journal's replay
-    outcome.json        the end: what the user is told, and the metrics of the report
+    run.json             what the run is: package, data, options; its random id for reports
+    data.json            where the text came from, and rows that were left out
+    engine.json          the engine that the run computes with, to its end
+    search-*.json        results of the search, thrown-away steps included
+    plan.json            epsilon, step size, number of steps: written before the first step
+    descent-<n>.journal  the step log of descent n (permille.zo.journal)
+    descent-<n>.jsonl    losses on the select split, one line an evaluation
+    time.json, stop.json how long the run has worked, and where its time limit ended it
+    losses-*.json        losses by document of the test split
+    decision.json        which step, which state, adopted or not, and why
+    state.i64            the selected state, a cache of the journal's replay
+    shared.log           the log, where the user shares it, until the report is queued
+    outcome.json         the end: what the user is told, and the metrics of the report
 
-Rules: a result is a function of the run's definition and of earlier results. So a run that is killed anywhere
-and started again computes what is missing and ends with the same bits; what was written is never computed
-again.
+A result is a function of the run's definition and of earlier results. It is written once, whole, before
+anything depends on it. So a run that is killed anywhere and started again computes what is missing and ends
+with the same bits; what was written is never computed again.
 """
 
 import hashlib
@@ -22,18 +24,31 @@ import json
 import math
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from permille.digests import canonical_json
-from permille.errors import OperatorError
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.digests import JSON, canonical_json
+from permille.engines.interface import Engine
+from permille.errors import InputError, OperatorError
 from permille.files import fsync_folder
-from permille_agent.state.home import Home, read_state, write_state
-
-Json = dict[str, Any]
+from permille.package.reader import Package
+from permille.zo.estimators import Descent
+from permille.zo.exponents import Exponents, exponents_of
+from permille.zo.header import BlockSplit, EstimatorKind, LogHeader, Schedule
+from permille.zo.records import StepRecord
+from permille.zo.steps import take_step
+from permille_agent.state.home import Home, Record, read_record, write_record
+from permille_agent.text.preparation import Prepared
+from permille_agent.text.rows import TrainingBatches
+from permille_agent.training.options import SPLIT_QUERIES, TrainOptions
+from permille_agent.training.progress import SILENT, RunProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +61,44 @@ class Evaluation:
     step: int
     loss: float | None
     seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDefinition:
+    """What decides the results of a run: the digests of its package and of its rows, and the options."""
+
+    package: str
+    data: str
+    options: TrainOptions
+
+    def name(self) -> str:
+        """Name the run's folder: the same command after a crash finds its run."""
+        options = self.options.definition()
+        definition: JSON = {"package": self.package, "data": self.data, "options": options}
+        return hashlib.sha256(canonical_json(definition)).hexdigest()[:24]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunRun:
+    """What `run.json` holds; by `run_id` the service knows the run, once it is reported."""
+
+    run_id: str
+    definition: RunDefinition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopPoint:
+    """Where a time limit ended a run: before this step of this descent."""
+
+    descent: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSpent:
+    """Seconds that a run has worked."""
+
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,42 +114,42 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """The random id by which the service knows the run, once it is reported."""
-        return str(self.require("run")["run_id"])
+        """The random id by which the service knows the run."""
+        return self.require("run", BegunRun).run_id
 
-    def load(self, name: str) -> Json | None:
-        """The result `name`, or None where it is not there yet."""
-        return read_state(self.path / f"{name}.json")
+    def load(self, name: str, kind: type[Record]) -> Record | None:
+        """Read the result `name`; None where it is not there yet."""
+        return read_record(self.path / f"{name}.json", kind)
 
-    def require(self, name: str) -> Json:
-        """The result `name`.
+    def require(self, name: str, kind: type[Record]) -> Record:
+        """Read the result `name`.
 
         Raises:
             OperatorError: it is not there.
         """
-        result = self.load(name)
+        result = self.load(name, kind)
         if result is None:
             raise OperatorError(f"expected {name}.json in {self.path}, found none")
         return result
 
-    def store(self, name: str, result: Mapping[str, Any]) -> None:
+    def store(self, name: str, result: object) -> None:
         """Write the result `name`, whole or not at all."""
-        write_state(self.path / f"{name}.json", result)
+        write_record(self.path / f"{name}.json", result)
 
-    def once(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Json:
-        """The result `name`: read where it is there, else computed, written, and read back."""
-        if (known := self.load(name)) is None:
+    def once(self, name: str, kind: type[Record], compute: Callable[[], Record]) -> Record:
+        """Return the result `name`: read where it is there, else computed, written, and read back."""
+        if (known := self.load(name, kind)) is None:
             self.store(name, compute())
-            known = self.require(name)
+            known = self.require(name, kind)
         return known
 
-    def journal(self, attempt: int) -> Path:
-        """Where attempt `attempt` keeps its step log."""
-        return self.path / f"attempt-{attempt}.journal"
+    def journal(self, descent: int) -> Path:
+        """Where descent `descent` keeps its step log."""
+        return self.path / f"descent-{descent}.journal"
 
-    def evaluations(self, attempt: int) -> list[Evaluation]:
-        """All whole evaluations of an attempt; a torn last line is cut off."""
-        path = self._evaluations_path(attempt)
+    def evaluations(self, descent: int) -> list[Evaluation]:
+        """Read all whole evaluations of a descent; a torn last line is cut off."""
+        path = self._evaluations_path(descent)
         if not path.exists():
             return []
         data = path.read_bytes()
@@ -105,12 +158,11 @@ class RunFolder:
             with path.open("r+b") as file:
                 file.truncate(len(whole))
                 os.fsync(file.fileno())
-        lines = [json.loads(line) for line in whole.splitlines()]
-        return [Evaluation(**line) for line in lines]
+        return [Evaluation(**json.loads(line)) for line in whole.splitlines()]
 
-    def append_evaluation(self, attempt: int, evaluation: Evaluation) -> None:
+    def append_evaluation(self, descent: int, evaluation: Evaluation) -> None:
         """Add one evaluation; durable on return."""
-        path = self._evaluations_path(attempt)
+        path = self._evaluations_path(descent)
         new = not path.exists()
         line = json.dumps(asdict(evaluation), allow_nan=False)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -121,44 +173,34 @@ class RunFolder:
         if new:
             fsync_folder(self.path)
 
-    def _evaluations_path(self, attempt: int) -> Path:
-        return self.path / f"attempt-{attempt}.jsonl"
+    def _evaluations_path(self, descent: int) -> Path:
+        return self.path / f"descent-{descent}.jsonl"
 
 
-def finite_or_none(number: float) -> float | None:
-    """`number` as JSON can hold it: there is no word for what is not finite but null."""
-    return number if math.isfinite(number) else None
-
-
-def open_run(home: Home, definition: Mapping[str, Any]) -> RunFolder:
-    """The folder of the run with this definition: the one that was begun, or a new one.
-
-    `definition` decides the results (package, data, seed, settings), so its digest is the folder's name: the
-    same command after a crash finds its run.
-    """
-    name = hashlib.sha256(canonical_json(definition)).hexdigest()[:24]
-    run = RunFolder(home.runs / name)
-    if not run.path.exists():
-        run.path.mkdir(mode=0o700)
+def open_run(home: Home, definition: RunDefinition) -> RunFolder:
+    """Open the folder of the run with this definition: the one that was begun, or a new one."""
+    folder = RunFolder(home.runs / definition.name())
+    if not folder.path.exists():
+        folder.path.mkdir(mode=0o700)
         fsync_folder(home.runs)
-    run.once("run", lambda: {"run_id": str(uuid.uuid4()), "definition": dict(definition)})
-    return run
+    folder.once("run", BegunRun, lambda: BegunRun(run_id=str(uuid.uuid4()), definition=definition))
+    return folder
 
 
 def find_run(home: Home, name: str) -> RunFolder:
-    """The run with this folder name.
+    """Find the run with this folder name.
 
     Raises:
         OperatorError: there is none.
     """
-    run = RunFolder(home.runs / name)
-    if "/" in name or name.startswith(".") or not run.path.is_dir():
+    folder = RunFolder(home.runs / name)
+    if "/" in name or name.startswith(".") or not folder.path.is_dir():
         raise OperatorError(f"expected the run {name} in {home.runs}, found none")
-    return run
+    return folder
 
 
 def list_runs(home: Home) -> list[RunFolder]:
-    """All runs, the one that was begun first in front."""
+    """List all runs, the one that was begun first in front."""
     found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
     return sorted(found, key=lambda run: ((run.path / "run.json").stat().st_mtime_ns, run.name))
 
@@ -172,3 +214,128 @@ def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
     for path in home.runs.glob(".deleted-*"):
         shutil.rmtree(path)
     return [run.name for run in deleted]
+
+
+class RunClock:
+    """How long a run has worked, across restarts, and whether its time is over.
+
+    A time limit decides how many steps a run makes, never what a step is. Where it ended is durable, so that
+    a run that is killed after its time ends at the same step. A kill loses the time since the last `store`.
+    """
+
+    def __init__(self, folder: RunFolder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._monotonic = monotonic
+        self._before_s = (folder.load("time", TimeSpent) or TimeSpent()).seconds
+        self._stop = folder.load("stop", StopPoint)
+        self._start = monotonic()
+
+    def seconds(self) -> float:
+        """Seconds that the run has worked."""
+        return self._before_s + self._monotonic() - self._start
+
+    def store(self) -> None:
+        """Make the time spent durable."""
+        self._folder.store("time", TimeSpent(seconds=self.seconds()))
+
+    def passed(self, descent: int, step: int, limit_s: float | None) -> bool:
+        """Whether the time is over before this step; None is no limit."""
+        if limit_s is None:
+            return False
+        if self._stop is None and self.seconds() >= limit_s:
+            here = StopPoint(descent=descent, step=step)
+            self._stop = self._folder.once("stop", StopPoint, lambda: here)
+        return self._stop is not None and (self._stop.descent, self._stop.step) <= (descent, step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every phase of a run works with; nothing in it changes but the folder's files and the clock.
+
+    Attributes:
+        prepared: the rows of its text.
+        w_base_K: the sparse values that the state is added to.
+    """
+
+    folder: RunFolder
+    clock: RunClock
+    package: Package
+    engine: Engine
+    w_base_K: NDArray[np.float32]
+    prepared: Prepared
+    options: TrainOptions
+    progress: RunProgress = SILENT
+
+    @cached_property
+    def batches(self) -> TrainingBatches:
+        """The batch of each step."""
+        options = self.options
+        return TrainingBatches(self.prepared.train, batch_rows=options.batch_rows, seed=options.seed)
+
+    @cached_property
+    def exponents(self) -> Exponents | None:
+        """The package's scale exponents, where the options ask for them and it has them."""
+        return exponents_of(self.package) if self.options.scaling else None
+
+    def descent(
+        self,
+        *,
+        seed: int,
+        epsilon: float,
+        learning_rate: float = 1.0,
+        total_steps: int = 1,
+        schedule: Schedule = Schedule.CONSTANT,
+    ) -> Descent:
+        """Describe steps from the base; the step unit is not fitted yet."""
+        split = None
+        if self.options.estimator is EstimatorKind.SPLIT:
+            decoder_layers = int(self.package.config["num_hidden_layers"])
+            split = block_split(self.package.counts, decoder_layers, self.options.queries)
+        header = LogHeader(
+            package_digest=self.package.digest,
+            mask_digest=self.package.mask_digest,
+            seed=seed,
+            estimator=self.options.estimator,
+            queries=self.options.queries,
+            epsilon=epsilon,
+            learning_rate=learning_rate,
+            schedule=schedule,
+            total_steps=total_steps,
+            step_unit_exponent=0,
+            counts=self.package.counts,
+            exponents=None if self.exponents is None else self.exponents.use,
+            split=split,
+        )
+        return Descent(header=header, w_base_K=self.w_base_K, exponents=self.exponents)
+
+    def take_step(
+        self, descent: Descent, s_K: NDArray[np.int64], step: int, *, clip: float | None
+    ) -> StepRecord:
+        """Compute one step from state `s_K` on its batch; the state does not change."""
+        return take_step(self.engine, self.batches(step), descent, s_K, step, clip=clip)
+
+
+def widest_block(header: LogHeader) -> int:
+    """Count the most directions that a block has: their coefficients are the smallest."""
+    sizes: list[int] = [queries.stop - queries.start for queries, _ in header.blocks()]
+    return max(sizes)
+
+
+def block_split(counts: tuple[int, ...], decoder_layers: int, queries: int) -> BlockSplit:
+    """Divide the tensors into two blocks of about as many decoder layers, counted between the first and the
+    last that are masked.
+
+    Raises:
+        InputError: fewer than two decoder layers are masked.
+    """
+    size = len(counts) // decoder_layers
+    masked = [layer for layer in range(decoder_layers) if any(counts[layer * size : (layer + 1) * size])]
+    if size * decoder_layers != len(counts) or len(masked) < 2:
+        raise InputError(f"expected masks in two layers or more for a split, got {len(masked)}")
+    middle = (masked[0] + masked[-1] + 1) // 2
+    return BlockSplit(first_upper_tensor=middle * size, lower_queries=queries // SPLIT_QUERIES)
+
+
+def finite_or_none(number: float) -> float | None:
+    """Return `number` as JSON can hold it: there is no word for what is not finite but null."""
+    return number if math.isfinite(number) else None

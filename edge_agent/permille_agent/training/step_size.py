@@ -6,9 +6,9 @@ at 2 epsilon, as the run's own estimator gives them, must agree,
 no epsilon, so nothing is checked there.
 
 The learning rate starts where one step has norm 0.4: `learning_rate * g_rms * sqrt(k / q)`, because the mean
-of q directions is `sqrt(q)` times shorter than one. It is raced against a third and three times of it: a few
-steps each from the base, thrown away, judged on the select split; while the best is at an end of the range,
-the range grows there. Both rules are in docs/adr/0071.
+of q directions is `sqrt(q)` times shorter than one. Trials compare it with a third and three times of it: a
+few steps each from the base, thrown away, and the loss on the select split; while the best is at an end of
+the range, the range grows there. Both rules are in docs/adr/0030.
 
 Every result is a function of (package, data, seed, options) and of results before it.
 """
@@ -19,166 +19,227 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from permille.errors import PermilleError
-from permille.zo.estimators import estimate
-from permille.zo.header import EstimatorKind, LogHeader
+from permille.zo.estimators import Descent, estimate
+from permille.zo.header import EstimatorKind, Schedule
 from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.steps import apply_record, take_step
+from permille.zo.steps import apply_record
 from permille_agent.training.evaluation import mean_loss
-from permille_agent.training.run import Json, RunFolder, finite_or_none
-from permille_agent.training.setup import Setup, step_spread, widest_block
+from permille_agent.training.run import Run, finite_or_none, widest_block
 
 EPSILON_NORM = 0.5
 STEP_NORM = 0.4
 MAX_RELATIVE_ERROR = 0.3
 PROBE_STEPS = 4
 EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
-RACE_FACTOR = 3.0
-MAX_RACES = 6
+TRIAL_FACTOR = 3.0
+MAX_TRIALS = 6
 
 
 class SearchFailed(PermilleError):  # noqa: N818 - an end of a run, reported as such
     """No epsilon or no step size works for this package on this text."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What was found with one epsilon; None where it was not finite.
+
+    Attributes:
+        relative_error: of the projected gradients against those at twice the epsilon; 0 for exact ones.
+        g_rms: root mean square of the projected gradients.
+    """
+
+    epsilon: float
+    relative_error: float | None
+    g_rms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFound:
+    """A loss on the select split; None where it was not finite."""
+
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How far to look, and how large projected gradients are there."""
+
+    epsilon: float
+    relative_error: float
+    g_rms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """The learning rate with the lowest loss, and all losses by the power of `TRIAL_FACTOR` times `start`."""
+
+    learning_rate: float
+    start: float
+    losses: dict[int, float | None]
+    base_loss: float
+
+
 def search_seed(seed: int, stage: str) -> int:
-    """The seed of thrown-away directions: never those of the run itself."""
+    """Derive the seed of thrown-away directions: never those of the run itself."""
     digest = hashlib.sha256(f"permille-search-1\0{seed}\0{stage}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
-def find_epsilon(setup: Setup, run: RunFolder) -> Json:
-    """Epsilon, its relative error and the rms of the projected gradients, as {epsilon, relative_error,
-    g_rms}.
+def find_scale(run: Run) -> Scale:
+    """Find an epsilon whose projected gradients can be trusted.
 
     Raises:
         SearchFailed: the loss does not depend on the weights, or no epsilon gives a usable gradient.
     """
-    start = EPSILON_NORM / math.sqrt(len(setup.w_base_K))
-    if setup.options.estimator is EstimatorKind.FORWARD:
-        probe = run.once("search-forward", lambda: {"g_rms": finite_or_none(_rms(_projected(setup, start)))})
-        g_rms = probe["g_rms"]
-        if not g_rms:
-            raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {g_rms}")
-        return {"epsilon": start, "relative_error": 0.0, "g_rms": g_rms}
-    candidates = {str(tried): start * factor for tried, factor in enumerate(EPSILON_FACTORS, start=1)}
+    start = EPSILON_NORM / math.sqrt(run.package.k)
+    if run.options.estimator is EstimatorKind.FORWARD:
+        probe = run.folder.once("search-forward", Probe, lambda: _exact_probe(run, start))
+        if not probe.g_rms:
+            raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {probe.g_rms}")
+        return Scale(epsilon=start, relative_error=0.0, g_rms=probe.g_rms)
     errors = []
-    for name, epsilon in candidates.items():
-        probe = run.once(f"search-epsilon-{name}", partial(_probe, setup, epsilon))
-        errors.append(probe["relative_error"])
-        if probe["relative_error"] is not None and probe["relative_error"] <= MAX_RELATIVE_ERROR:
-            return {"epsilon": epsilon, **probe}
-    tried_epsilons = ", ".join(f"{epsilon:.2g}" for epsilon in candidates.values())
+    for number, factor in enumerate(EPSILON_FACTORS, start=1):
+        probe = run.folder.once(f"search-epsilon-{number}", Probe, partial(_probe, run, factor * start))
+        error = probe.relative_error
+        if error is not None and error <= MAX_RELATIVE_ERROR and probe.g_rms:
+            return Scale(epsilon=probe.epsilon, relative_error=error, g_rms=probe.g_rms)
+        errors.append(error)
+    tried = ", ".join(f"{factor * start:.2g}" for factor in EPSILON_FACTORS)
     raise SearchFailed(
         f"expected a relative error of the gradient of at most {MAX_RELATIVE_ERROR}, got {errors} for "
-        f"epsilon {tried_epsilons}: this engine's arithmetic is too coarse for this package, or the loss too "
-        "curved along these directions"
+        f"epsilon {tried}: this engine's arithmetic is too coarse for this package, or the loss too curved "
+        "along these directions"
     )
 
 
-def find_learning_rate(setup: Setup, run: RunFolder, epsilon: float, g_rms: float, race_steps: int) -> Json:
-    """The learning rate that wins the race, with all losses: {learning_rate, start, races, base_loss}.
+def find_step_size(run: Run, scale: Scale, trial_steps: int) -> StepSize:
+    """Find the learning rate with which a few steps from the base reach the lowest loss.
 
     Raises:
         SearchFailed: no learning rate gave a finite loss.
     """
-    header = setup.header(seed=0, epsilon=epsilon)
-    start = STEP_NORM / (g_rms * step_spread(header, setup.exponents))
-    base_loss = run.once("search-base", lambda: {"loss": finite_or_none(_base_loss(setup))})["loss"]
-    if base_loss is None:
+    start = STEP_NORM / (scale.g_rms * step_spread(run.descent(seed=0, epsilon=scale.epsilon)))
+    base = run.folder.once("search-base", LossFound, lambda: _loss_found(_loss(run, run.w_base_K)))
+    if base.loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")
     losses: dict[int, float] = {}
     wanted = [-1, 0, 1]
     while wanted:
         for power in wanted:
-            racer = Racer(setup, epsilon, g_rms, start * RACE_FACTOR**power, race_steps)
-            result = run.once(f"search-race-{power}", racer.race)
-            losses[power] = math.inf if result["loss"] is None else float(result["loss"])
+            trial = Trial(run, scale, start * TRIAL_FACTOR**power, trial_steps)
+            found = run.folder.once(f"search-trial-{power}", LossFound, trial.run_steps)
+            losses[power] = math.inf if found.loss is None else found.loss
         best = min(losses, key=lambda power: (losses[power], power))
         edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
-        wanted = [edge] if edge is not None and len(losses) < MAX_RACES else []
+        wanted = [edge] if edge is not None and len(losses) < MAX_TRIALS else []
     if not math.isfinite(losses[best]):
         raise SearchFailed("expected a finite loss after a few steps of some size, got none")
-    return {
-        "learning_rate": start * RACE_FACTOR**best,
-        "start": start,
-        "races": {str(power): finite_or_none(loss) for power, loss in sorted(losses.items())},
-        "base_loss": base_loss,
-    }
+    return StepSize(
+        learning_rate=start * TRIAL_FACTOR**best,
+        start=start,
+        losses={power: finite_or_none(loss) for power, loss in sorted(losses.items())},
+        base_loss=base.loss,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Racer:
-    """A few steps from the base, with one learning rate. The steps are thrown away.
+class Trial:
+    """A few steps from the base with one learning rate. The steps are thrown away."""
 
-    Attributes:
-        g_rms: root mean square of the projected gradients, for the step unit.
-    """
-
-    setup: Setup
-    epsilon: float
-    g_rms: float
+    run: Run
+    scale: Scale
     learning_rate: float
     steps: int
 
-    def race(self) -> Json:
-        """What is durable of it."""
-        return {
-            "learning_rate": self.learning_rate,
-            "steps": self.steps,
-            "loss": finite_or_none(self._loss()),
-        }
-
-    def _loss(self) -> float:
-        """Loss on the select split after the steps."""
-        setup, header = self.setup, self._header()
-        s_K = np.zeros(header.k, dtype=np.int64)
-        for step in range(self.steps):
-            batch = setup.batches(step)
-            record = take_step(setup.engine, batch, setup.descent(header), s_K, step, clip=None)
-            apply_record(s_K, record, header, setup.exponents)
-        values_K = values(setup.w_base_K, s_K, header.step_unit_exponent)
-        return mean_loss(setup.engine, values_K, setup.prepared.select)
-
-    def _header(self) -> LogHeader:
-        header = self.setup.header(
-            seed=search_seed(self.setup.options.seed, "race"),
-            epsilon=self.epsilon,
+    def run_steps(self) -> LossFound:
+        """Make the steps and evaluate the state they end with."""
+        run = self.run
+        descent = run.descent(
+            seed=search_seed(run.options.seed, "race"),
+            epsilon=self.scale.epsilon,
             learning_rate=self.learning_rate,
             total_steps=self.steps,
-            schedule=self.setup.options.schedule,
+            schedule=Schedule.LINEAR,
         )
-        exponent = step_unit_exponent_for(self.learning_rate, self.g_rms, widest_block(header), header.sigma)
-        return replace(header, step_unit_exponent=exponent)
+        descent = with_step_unit(descent, self.scale.g_rms)
+        header, s_K = descent.header, np.zeros(run.package.k, dtype=np.int64)
+        for step in range(self.steps):
+            record = run.take_step(descent, s_K, step, clip=None)
+            apply_record(s_K, record, header, run.exponents)
+        return _loss_found(_loss(run, values(run.w_base_K, s_K, header.step_unit_exponent)))
 
 
-def _base_loss(setup: Setup) -> float:
-    return mean_loss(setup.engine, setup.w_base_K, setup.prepared.select)
+def with_step_unit(descent: Descent, g_rms: float) -> Descent:
+    """Fit the step unit to the learning rate and to the size of projected gradients."""
+    header = descent.header
+    exponent = step_unit_exponent_for(header.learning_rate, g_rms, widest_block(header), header.sigma)
+    return replace(descent, header=replace(header, step_unit_exponent=exponent))
 
 
-def _probe(setup: Setup, epsilon: float) -> Json:
-    g_N = np.asarray(_projected(setup, epsilon))
-    g2_N = np.asarray(_projected(setup, 2 * epsilon))
+def step_spread(descent: Descent) -> float:
+    """Compute the length of the first step with learning rate and projected gradients 1.
+
+    `sqrt(sum over blocks of n * (1 / q + (1 - 1 / q) / r))`, n a block's sum of variances, r the number of
+    dimensions that its directions really fill. Without scale exponents directions have unit variance and fill
+    all: `k / q`, the mean of q of them is `sqrt(q)` times shorter than one. Where directions share a strong
+    one, the parts of their mean along it do not cancel: each projected gradient has the sign of its own.
+    """
+    header, total = descent.header, 0.0
+    for queries, tensors in header.blocks():
+        number = queries.stop - queries.start
+        variance, filled = _filled(descent, header.weights_of(tensors))
+        total += variance * (1 / number + (1 - 1 / number) / filled)
+    return math.sqrt(total)
+
+
+def _filled(descent: Descent, weights: slice) -> tuple[float, float]:
+    """Return, of a block's directions, the sum of their variances, and the participation ratio
+    `(tr M)^2 / tr M^2` of their covariance M, 1 to k; infinite without exponents, where it is large."""
+    e_K = descent.header.needed_exponents(descent.exponents)
+    if e_K is None:
+        return float(weights.stop - weights.start), math.inf
+    variances_K = np.exp2(2.0 * e_K[weights])
+    trace, sum_of_squares = float(variances_K.sum()), float((variances_K * variances_K).sum())
+    if not sum_of_squares:  # nothing in this block moves
+        return 0.0, math.inf
+    return trace / descent.header.sigma**2, trace * trace / sum_of_squares
+
+
+def _probe(run: Run, epsilon: float) -> Probe:
+    g_N, g2_N = (np.asarray(_projected(run, factor * epsilon)) for factor in (1, 2))
     with np.errstate(invalid="ignore", divide="ignore"):
         error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
-    return {"relative_error": finite_or_none(error), "g_rms": finite_or_none(_rms(g_N.tolist()))}
-
-
-def _projected(setup: Setup, epsilon: float) -> list[float]:
-    """Projected gradients at the base, along thrown-away directions on the first batches."""
-    header = setup.header(
-        seed=search_seed(setup.options.seed, "probe"),
-        epsilon=epsilon,
-        total_steps=PROBE_STEPS,
+    return Probe(
+        epsilon=epsilon, relative_error=finite_or_none(error), g_rms=finite_or_none(_rms(g_N.tolist()))
     )
-    s_K = np.zeros(header.k, dtype=np.int64)
+
+
+def _exact_probe(run: Run, epsilon: float) -> Probe:
+    g_rms = finite_or_none(_rms(_projected(run, epsilon)))
+    return Probe(epsilon=epsilon, relative_error=0.0, g_rms=g_rms)
+
+
+def _projected(run: Run, epsilon: float) -> list[float]:
+    """Estimate projected gradients at the base, along thrown-away directions on the first batches."""
+    seed = search_seed(run.options.seed, "probe")
+    descent = run.descent(seed=seed, epsilon=epsilon, total_steps=PROBE_STEPS)
+    s_K = np.zeros(run.package.k, dtype=np.int64)
     scalars: list[float] = []
     for step in range(PROBE_STEPS):
-        batch = setup.batches(step)
-        _, g_Q = estimate(setup.engine, batch, setup.descent(header), s_K, step)
+        _, g_Q = estimate(run.engine, run.batches(step), descent, s_K, step)
         scalars += g_Q.tolist()
     return scalars
+
+
+def _loss(run: Run, values_K: NDArray[np.float32]) -> float:
+    return mean_loss(run.engine, values_K, run.prepared.select)
+
+
+def _loss_found(loss: float) -> LossFound:
+    return LossFound(loss=finite_or_none(loss))
 
 
 def _rms(scalars: list[float]) -> float:

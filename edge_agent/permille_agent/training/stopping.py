@@ -1,16 +1,15 @@
-"""When an attempt ends, and whether its step size was too long: a function of its durable evaluations.
+"""When a descent stops, and whether its steps were too long: a function of its durable evaluations.
 
-A step size is too long where the loss on the select split
+Steps are too long where the loss on the select split
 
 - grows by a tenth (`DIVERGED`), stays above the base's from the beginning for `LONG_SHARE` of the steps, or
-  is not finite in many of them: nothing of such an attempt is kept;
-- finds no new lowest for `LONG_SHARE` of the steps in the first half of an attempt, or stays above the base's
+  is not finite in many of them: nothing of such a descent is kept;
+- finds no new lowest for `LONG_SHARE` of the steps in the first half of a descent, or stays above the base's
   so long after it has been below: it has wandered off where shorter steps would have gone on. What it has
-  found may still be chosen.
+  found may still be selected.
 
-A share of the steps holds at least `LEAST_EVALUATIONS` evaluations: one may be high by chance.
-
-The last attempt that there is may stay above the base, or level. Measured in docs/adr/0077.
+A share of the steps holds at least `LEAST_EVALUATIONS` evaluations: one may be high by chance. The last
+descent that there is may stay above the base, or level. Measured in docs/adr/0030.
 """
 
 from collections.abc import Sequence
@@ -25,63 +24,58 @@ MAX_REJECTED_SHARE = 0.1
 MIN_REJECTED = 5
 
 
-class End(StrEnum):
-    """Why an attempt ended."""
+class Stop(StrEnum):
+    """Why a descent stopped."""
 
     STEPS = "steps"
     TIME = "time"
-    PATIENCE = "patience"
     LEVEL = "level"
     DIVERGED = "diverged"
     REJECTED = "rejected"
 
 
-FAILED = frozenset({End.DIVERGED, End.REJECTED})
-TOO_LONG = FAILED | {End.LEVEL}
+FAILED = frozenset({Stop.DIVERGED, Stop.REJECTED})
+TOO_LONG = FAILED | {Stop.LEVEL}
 
 
-def end_of(
+def stop_of(
     evaluations: Sequence[Evaluation],
     *,
     step: int,
     total_steps: int,
     rejected: int,
     out_of_time: bool,
-    patience: int | None,
     last: bool,
-) -> End | None:
-    """Why an attempt ends before `step`, or None.
+) -> Stop | None:
+    """Say why a descent stops before `step`, or None.
 
     Args:
         evaluations: so far, by step; the first is the base's.
-        total_steps: of the attempt.
+        step: the next one.
+        total_steps: of the descent.
         rejected: how many of its steps were.
-        patience: evaluations without a new lowest that end a run, or None.
-        last: no attempt comes after it.
+        out_of_time: the time limit has passed.
+        last: no descent comes after it.
     """
     if rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * step):
-        return End.REJECTED
+        return Stop.REJECTED
     base, newest = evaluations[0], evaluations[-1]
     if newest.step == step:
         if newest.loss is None or (base.loss is not None and newest.loss > DIVERGED * base.loss):
-            return End.DIVERGED
+            return Stop.DIVERGED
         best = best_of(evaluations)
         if not last and _long_since(_last_good(evaluations), evaluations, total_steps):
-            return End.LEVEL if best.step else End.DIVERGED
+            return Stop.LEVEL if best.step else Stop.DIVERGED
         level = _long_since(best.step, evaluations, total_steps)
         if level and not last and 2 * step <= total_steps:
-            return End.LEVEL
+            return Stop.LEVEL
     if step >= total_steps:
-        return End.STEPS
-    if out_of_time:
-        return End.TIME
-    if patience is not None and _waited(evaluations) >= patience:
-        return End.PATIENCE
-    return None
+        return Stop.STEPS
+    return Stop.TIME if out_of_time else None
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """The first of the lowest loss; the base's where none is finite."""
+    """Find the first of the lowest loss; the base's where none is finite."""
     finite = [evaluation for evaluation in evaluations if evaluation.loss is not None]
     return min(finite, key=lambda evaluation: (evaluation.loss, evaluation.step), default=evaluations[0])
 
@@ -96,8 +90,3 @@ def _last_good(evaluations: Sequence[Evaluation]) -> int:
     """Step of the last evaluation that was not above the base's."""
     base = evaluations[0].loss
     return max(e.step for e in evaluations if base is None or (e.loss is not None and e.loss <= base))
-
-
-def _waited(evaluations: Sequence[Evaluation]) -> int:
-    best = best_of(evaluations)
-    return sum(evaluation.step > best.step for evaluation in evaluations)

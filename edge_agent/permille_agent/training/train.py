@@ -1,316 +1,246 @@
-"""`run_training`: one personalisation on this device, from paths to an adopted state, as `train` and the
-daemon ask for it.
+"""One personalisation on this device, from paths to an adopted state, as `train` and the daemon ask for it.
 
-The thin shell around `trainer.py` and `judge.py`: opens package, engine and data, finds the run that the same
-request began before, and makes the end durable. The caller holds the writers' lock.
+    read text -> plan -> steps -> decision -> activate -> outcome
+
+`run_training` opens package, engine and data, finds the run that the same request began before, and makes the
+end durable. The caller holds the writers' lock.
 """
 
 import hashlib
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
-from permille_agent.state.activation import Active, activate, active_model, referenced_runs
 from permille_agent.state.home import Home
-from permille_agent.state.releases import InstalledRelease, installed_release
+from permille_agent.state.models import (
+    NOTHING_INSTALLED,
+    Active,
+    InstalledRelease,
+    activate,
+    active_model,
+    installed_release,
+    referenced_models,
+)
 from permille_agent.text.documents import Document
 from permille_agent.text.preparation import Prepared, prepare
 from permille_agent.text.reading import DataReport, read_documents
-from permille_agent.text.rows import TrainingBatches
-from permille_agent.text.tokens import TextTokenizer
-from permille_agent.training.decision import judge
-from permille_agent.training.engines import EngineChoice
-from permille_agent.training.interruption import InterruptibleEngine, RunInterrupted
-from permille_agent.training.metrics import RunFacts, run_metrics
-from permille_agent.training.options import TrainOptions
-from permille_agent.training.outcome import RunResult, log_facts, result_of
+from permille_agent.text.tokens import package_tokenizer
+from permille_agent.training.decision import Decision, OpenModel, decide_adoption
+from permille_agent.training.engines import (
+    EngineChoice,
+    EngineUsed,
+    RunInterrupted,
+    interruptible,
+)
+from permille_agent.training.options import RunContext, TrainOptions
+from permille_agent.training.outcome import (
+    LogFacts,
+    RunFacts,
+    RunOutcome,
+    RunResult,
+    TextSource,
+    lay_out_log,
+    result_of,
+    run_outcome,
+)
 from permille_agent.training.personal import model_values, store_state
-from permille_agent.training.progress import RunProgress, SilentProgress
-from permille_agent.training.run import Json, RunFolder, open_run, prune_runs
-from permille_agent.training.run_clock import RunClock
-from permille_agent.training.setup import Setup, training_exponents
+from permille_agent.training.plan import Plan, make_plan
+from permille_agent.training.run import Run, RunClock, RunDefinition, RunFolder, open_run, prune_runs
 from permille_agent.training.step_size import SearchFailed
-from permille_agent.training.steps import Chosen, make_plan, train_attempts
+from permille_agent.training.steps import SelectedState, train
 from permille_agent.training.stopping import FAILED
-
-OpenEngine = Callable[[Package], Engine]
-
-"""Folder in a run's folder: hidden states of its text, for as long as a process trains."""
 
 
 def run_training(
-    home: Home,
-    *,
-    data_paths: Sequence[Path],
-    steps: int | None,
-    minutes: float | None,
-    seed: int,
-    share_log: bool,
-    stop_event: threading.Event | None = None,
-    progress: RunProgress | None = None,
-    options: TrainOptions | None = None,
-    engine_of: OpenEngine | None = None,
+    home: Home, data_paths: Sequence[Path], options: TrainOptions, context: RunContext = RunContext()
 ) -> RunResult:
     """Personalise the installed package on the text in `data_paths`; adopt the result where it is surely
     better.
 
     Started again with the same arguments after a kill, it goes on and ends with the same bits.
 
-    Args:
-        home: the home folder; the caller holds its lock.
-        data_paths: files and folders.
-        steps: how many steps, or None.
-        minutes: how long, or None; exactly one of the two.
-        seed: of the run.
-        share_log: put the log of the chosen state beside the outcome, to be uploaded with the report.
-        stop_event: once set, the run stops within one call of the engine, resumable.
-        progress: told what happens.
-        options: further choices; `steps`, `minutes` and `seed` are then those in it.
-        engine_of: opens an engine on a package; None: the one that fits. A run that goes on keeps its engine;
-            an active model of another package is opened with what fits it.
+        run_training(home, [Path("notes")], TrainOptions(minutes=20))
 
     Raises:
         InputError: paths or options that cannot be used.
         OperatorError: no package is installed.
         PackageError: the package or a state is not what it claims to be.
     """
-    options = options or TrainOptions(seed=seed, steps=steps, minutes=minutes)
-    progress = progress or SilentProgress()
     release = installed_release(home)
     if release is None:
-        raise OperatorError("expected an installed package, found none: run `permille-agent pull`")
+        raise OperatorError(NOTHING_INSTALLED)
     package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
-    options = _fitting(options, package)
-    progress.phase("reading the text")
+    options = options.within(_positions(package))
+    context.progress.phase("reading the text")
     documents, report = read_documents(data_paths)
-    tokenizer = package_tokenizer(package)
+    task = _Task(home, release, package, options, report, context)
     try:
         prepared = prepare(
-            documents, tokenizer, seed=options.seed, row_tokens=options.row_tokens, report=report
+            documents,
+            package_tokenizer(package),
+            seed=options.seed,
+            row_tokens=options.row_tokens,
+            report=report,
         )
     except InputError as exc:
-        return _refused(home, release, package, options, documents, report, str(exc))
-    run = _run(home, package, options, prepared.digest, data_paths, report)
-    if (ended := run.load("outcome")) is not None:
-        _activate_again(home, run, package)
-        return result_of(run, ended, known=True)
-    progress.phase("loading the model")
-    engine_of = engine_of or EngineChoice()
-    engine = _engine_of_run(run, engine_of)(package)
-    _keep_engine(run, engine)
-    if stop_event is not None:
-        engine = InterruptibleEngine(engine, stop_event)
-    job = _Job(home, release, package, options, prepared, report, run, engine, share_log)
-    # The active model may be of another family, which the engine of this run need not know.
-    return job.run_to_end(progress, engine_of)
-
-
-def package_tokenizer(package: Package) -> TextTokenizer:
-    """The tokenizer in a package."""
-    names = package.manifest.files()
-    return TextTokenizer(lambda name: package.file(name) if name in names else None)
+        return task.refuse(documents, str(exc))
+    return task.train(prepared, data_paths)
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One run that has begun."""
+class _Task:
+    """One request to train."""
 
     home: Home
     release: InstalledRelease
     package: Package
     options: TrainOptions
-    prepared: Prepared
     report: DataReport
-    run: RunFolder
-    engine: Engine
-    share_log: bool
+    context: RunContext
 
-    def run_to_end(self, progress: RunProgress, engine_of: OpenEngine) -> RunResult:
+    def refuse(self, documents: Sequence[Document], message: str) -> RunResult:
+        """End a run that has too little text to begin: reported once for the same text."""
+        digest = hashlib.sha256("\0".join(document.group for document in documents).encode()).hexdigest()
+        folder = self._open_run(f"refused:{digest}", ())
+        known = folder.load("outcome", RunOutcome) is not None
+        facts = self._facts(Outcome.REFUSED_DATA)
+        end = folder.once("outcome", RunOutcome, lambda: run_outcome(facts, message, self.report))
+        return result_of(folder, end, known=known)
+
+    def train(self, prepared: Prepared, data_paths: Sequence[Path]) -> RunResult:
+        """Find or begin the run, and go on with it to its end."""
+        folder = self._open_run(prepared.digest, data_paths)
+        if (ended := folder.load("outcome", RunOutcome)) is not None:
+            self._activate_again(folder)
+            return result_of(folder, ended, known=True)
+        self.context.progress.phase("loading the model")
+        run = Run(
+            folder=folder,
+            clock=RunClock(folder),
+            package=self.package,
+            engine=interruptible(self._open_engine(folder), self.context.stop),
+            w_base_K=self.package.values(),
+            prepared=prepared,
+            options=self.options,
+            progress=self.context.progress,
+        )
+        return self._run_to_end(run)
+
+    def _run_to_end(self, run: Run) -> RunResult:
         """All phases; those with a durable result are not computed again."""
-        clock = RunClock(self.run)
-        setup = self._setup()
         try:
-            plan = make_plan(setup, self.run, progress, clock)
-            chosen = train_attempts(setup, self.run, plan, progress, clock)
-            progress.phase("judging on held-out text")
-            incumbent = self._incumbent()
-            decision = judge(setup, self.run, chosen, incumbent, lambda: self._open(incumbent, engine_of))
+            plan = make_plan(run)
+            selected = train(run, plan)
+            run.progress.phase("judging on held-out text")
+            incumbent = active_model(self.home) or Active(package=self.package.digest)
+            decision = decide_adoption(run, selected, incumbent, lambda: self._open(incumbent, run.engine))
         except RunInterrupted as exc:
-            clock.store()
+            run.clock.store()
             return RunResult(
-                run=self.run.name,
-                run_id=self.run.run_id,
-                outcome=Outcome.INTERRUPTED,
-                message=str(exc),
-                details={},
+                run=run.folder.name, run_id=run.folder.run_id, outcome=Outcome.INTERRUPTED, message=str(exc)
             )
         except SearchFailed as exc:
-            return self._end(setup, clock, Outcome.FAILED, str(exc), {}, {}, None)
-        outcome = Outcome.KEPT_BASE
-        if decision["adopted"]:
-            outcome = Outcome.ADOPTED
-            store_state(self.run, chosen.s_K)
-            expected = Active(**decision["incumbent"])
-            activate(self.home, Active(package=self.package.digest, run=self.run.name), expected=expected)
-        elif chosen.step == 0 and chosen.stopped in FAILED:
-            outcome = Outcome.FAILED
-        return self._end(setup, clock, outcome, decision["reason"], plan, decision, chosen)
+            return self._end(run, self._facts(Outcome.FAILED, run), str(exc))
+        outcome = self._act(run, decision, selected)
+        log = lay_out_log(run, selected, decision, share_log=self.context.share_log)
+        return self._end(run, self._facts(outcome, run, plan, decision, log), decision.reason)
 
-    def _setup(self) -> Setup:
-        return Setup(
-            engine=self.engine,
-            package_digest=self.package.digest,
-            mask_digest=self.package.mask_digest,
-            counts=self.package.counts,
-            w_base_K=self.package.values(),
-            prepared=self.prepared,
-            options=self.options,
-            batches=TrainingBatches(
-                self.prepared.train, batch_rows=self.options.batch_rows, seed=self.options.seed
-            ),
-            exponents=training_exponents(self.package, self.options),
-            decoder_layers=int(self.package.config["num_hidden_layers"]),
-        )
+    def _act(self, run: Run, decision: Decision, selected: SelectedState) -> Outcome:
+        """Activate what was adopted."""
+        if decision.adopted:
+            store_state(run.folder, selected.s_K)
+            new = Active(package=self.package.digest, run=run.folder.name)
+            activate(self.home, new, expected=decision.incumbent)
+            return Outcome.ADOPTED
+        failed = selected.step == 0 and selected.stopped in FAILED
+        return Outcome.FAILED if failed else Outcome.KEPT_BASE
 
-    def _incumbent(self) -> Active:
-        """What is active now, and was when the decision was made."""
-        active = active_model(self.home)
-        return Active(package=self.package.digest) if active is None else active
+    def _end(self, run: Run, facts: RunFacts, message: str) -> RunResult:
+        end = run_outcome(facts, message, self.report)
+        run.folder.store("outcome", end)
+        used = {model.run for model in referenced_models(self.home) if model.run is not None}
+        prune_runs(self.home, keep={run.folder.name, *used})
+        return result_of(run.folder, end, known=False)
 
-    def _open(
-        self, active: Active, engine_of: OpenEngine
-    ) -> tuple[Engine, NDArray[np.float32], TextTokenizer, int]:
-        same = active.package == self.package.digest
-        package = self.package if same else Package.open(BlobFolder(self.home.blobs), active.package)
-        values_K = model_values(self.home, active, package)
-        engine = self.engine if same else _whatever_fits(engine_of)(package)
-        return engine, values_K, package_tokenizer(package), _fitting(self.options, package).row_tokens
-
-    def _end(
+    def _facts(
         self,
-        setup: Setup,
-        clock: RunClock,
         outcome: Outcome,
-        message: str,
-        plan: Json,
-        decision: Json,
-        chosen: Chosen | None,
-    ) -> RunResult:
-        facts = RunFacts(
+        run: Run | None = None,
+        plan: Plan | None = None,
+        decision: Decision | None = None,
+        log: LogFacts = LogFacts(),
+    ) -> RunFacts:
+        return RunFacts(
             release=self.release,
             options=self.options,
             k=self.package.k,
             outcome=outcome,
-            seconds=clock.seconds(),
-            prepared=self.prepared,
+            seconds=run.clock.seconds() if run else 0.0,
+            prepared=run.prepared if run else None,
             plan=plan,
             decision=decision,
-            engine=self.engine.info(),
-            **({} if chosen is None else log_facts(self.run, setup, decision, chosen, self.share_log)),
+            log=log,
+            engine=EngineUsed(**run.engine.info()) if run else None,
         )
-        end = {
-            "message": message,
-            "metrics": run_metrics(facts).model_dump(mode="json"),
-            "data": self.report.as_json(),
-            "engine": dict(self.engine.info()),
-        }
-        self.run.store("outcome", end)
-        prune_runs(self.home, keep={self.run.name, *referenced_runs(self.home)})
-        return result_of(self.run, end, known=False)
 
+    def _open_run(self, data_digest: str, data_paths: Sequence[Path]) -> RunFolder:
+        definition = RunDefinition(package=self.package.digest, data=data_digest, options=self.options)
+        folder = open_run(self.home, definition)
+        paths = tuple(path.absolute() for path in data_paths)
+        source = TextSource(paths=paths, bad_rows=tuple(self.report.examples))
+        folder.once("data", TextSource, lambda: source)
+        return folder
 
-def _fitting(options: TrainOptions, package: Package) -> TrainOptions:
-    """The options with rows that fit the package's model."""
-    return options.within(int(package.config.get("max_position_embeddings") or options.row_tokens))
+    def _open_engine(self, folder: RunFolder) -> Engine:
+        """Open the engine with which the run began, or begin it with what was chosen.
 
+        Losses of two engines differ in their last bits, so a run that mixed them would be no function of its
+        definition.
 
-def _run(
-    home: Home,
-    package: Package,
-    options: TrainOptions,
-    data_digest: str,
-    data_paths: Sequence[Path],
-    report: DataReport,
-) -> RunFolder:
-    definition = {
-        "format": "permille-run-1",
-        "package": package.digest,
-        "data": data_digest,
-        "options": options.definition(),
-    }
-    run = open_run(home, definition)
-    places = {"paths": [str(path.absolute()) for path in data_paths], "bad_rows": report.examples}
-    run.once("data", lambda: places)
-    return run
+        Raises:
+            InputError: the run began with another engine.
+        """
+        engine_of, begun = self.context.engine_of, folder.load("engine", EngineUsed)
+        if isinstance(engine_of, EngineChoice):
+            engine_of = engine_of.begun_with(begun.name) if begun else engine_of
+        engine = engine_of(self.package)
+        used = EngineUsed(**engine.info())
+        if begun is not None and begun.name != used.name:
+            raise InputError(
+                f"expected engine {begun.name!r}, with which this run began, got {used.name!r}: "
+                f"go on with --engine {begun.name}, or begin another run with --seed"
+            )
+        folder.once("engine", EngineUsed, lambda: used)
+        return engine
 
-
-def _engine_of_run(run: RunFolder, engine_of: OpenEngine) -> OpenEngine:
-    begun = _engine_name(run)
-    if begun is None or not isinstance(engine_of, EngineChoice):
-        return engine_of
-    return engine_of.begun_with(begun)
-
-
-def _whatever_fits(engine_of: OpenEngine) -> OpenEngine:
-    """For another package than the one that is trained: what suits that one may not suit this one."""
-    return engine_of.for_any_package() if isinstance(engine_of, EngineChoice) else engine_of
-
-
-def _keep_engine(run: RunFolder, engine: Engine) -> None:
-    """Losses of two engines differ in their last bits, so a run that mixed them would be no function of its
-    definition.
-
-    Raises:
-        InputError: the run began with another engine.
-    """
-    begun, name = _engine_name(run), engine.info()["name"]
-    if begun not in (None, name):
-        raise InputError(
-            f"expected engine {begun!r}, with which this run began, got {name!r}: "
-            f"go on with --engine {begun}, or begin another run with --seed"
+    def _open(self, active: Active, engine: Engine) -> OpenModel:
+        """Open the active model. It may be of another family, which the engine of this run need not know."""
+        package = self.package
+        if active.package != package.digest:
+            package = Package.open(BlobFolder(self.home.blobs), active.package)
+            engine_of = self.context.engine_of
+            engine_of = engine_of.for_any_package() if isinstance(engine_of, EngineChoice) else engine_of
+            engine = engine_of(package)
+        return OpenModel(
+            engine=engine,
+            values_K=model_values(self.home, active, package),
+            tokenizer=package_tokenizer(package),
+            row_tokens=self.options.within(_positions(package)).row_tokens,
         )
-    run.once("engine", lambda: dict(engine.info()))
+
+    def _activate_again(self, folder: RunFolder) -> None:
+        """After `reset` or `rollback`, the same command brings the run back that was adopted before."""
+        decision = folder.load("decision", Decision)
+        if decision is not None and decision.adopted and active_model(self.home) == decision.incumbent:
+            new = Active(package=self.package.digest, run=folder.name)
+            activate(self.home, new, expected=decision.incumbent)
 
 
-def _engine_name(run: RunFolder) -> str | None:
-    """The engine of a run that has computed something; before there was a choice it was torch."""
-    if (known := run.load("engine")) is not None:
-        return str(known["name"])
-    return "torch" if run.load("plan") is not None else None
-
-
-def _activate_again(home: Home, run: RunFolder, package: Package) -> None:
-    """After `reset` or `rollback`, the same command brings the run back that was adopted before."""
-    decision = run.load("decision") or {}
-    if decision.get("adopted"):
-        incumbent = Active(**decision["incumbent"])
-        if active_model(home) == incumbent:
-            activate(home, Active(package=package.digest, run=run.name), expected=incumbent)
-
-
-def _refused(
-    home: Home,
-    release: InstalledRelease,
-    package: Package,
-    options: TrainOptions,
-    documents: Sequence[Document],
-    report: DataReport,
-    message: str,
-) -> RunResult:
-    """The end of a run that has too little text to begin: reported once for the same text."""
-    digest = hashlib.sha256("\0".join(document.group for document in documents).encode()).hexdigest()
-    run = _run(home, package, options, f"refused:{digest}", (), report)
-    facts = RunFacts(release=release, options=options, k=package.k, outcome=Outcome.REFUSED_DATA, seconds=0.0)
-    metrics = run_metrics(facts).model_dump(mode="json")
-    known = run.load("outcome") is not None
-    end = run.once("outcome", lambda: {"message": message, "metrics": metrics, "data": report.as_json()})
-    return result_of(run, end, known=known)
+def _positions(package: Package) -> int:
+    """The longest row that the package's model can read."""
+    return int(package.config.get("max_position_embeddings") or 1 << 31)

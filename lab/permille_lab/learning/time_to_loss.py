@@ -24,7 +24,7 @@ from permille.engines.factory import AUTO, LIGHT_INT8
 from permille.engines.interface import GradientEngine
 from permille.models.loading import load_model
 from permille.package.reader import Package
-from permille.quantization.types import Scheme
+from permille.quantization import Scheme
 from permille.zo.estimators import Batch
 from permille_agent.embed import TrainingBatches, batch_of, mean_loss
 from permille_lab.learning.mezo import Mezo

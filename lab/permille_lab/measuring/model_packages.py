@@ -11,7 +11,7 @@ from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model
 from permille.package.reader import Package
-from permille.quantization.types import Scheme
+from permille.quantization import Scheme
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import MaskMethod, select_mask
 

@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from permille.engines.factory import LIGHT, open_engine
+from permille.errors import OperatorError
 from permille.package.reader import Package
 from permille_agent.embed import (
+    RunContext,
     TrainOptions,
     document_losses,
     install_package,
@@ -47,27 +49,21 @@ def measure(package: Package, users: dict[str, User], speaker: str, options: Tra
         }
         home = open_home(folder / "home")
         install_package(home, package)
-        result = train_agent(
-            home,
-            data_paths=[texts[speaker]],
-            steps=None,
-            minutes=None,
-            seed=options.seed,
-            share_log=False,
-            options=options,
-            engine_of=partial(open_engine, name=LIGHT, threads=1),
-        )
+        context = RunContext(engine_of=partial(open_engine, name=LIGHT, threads=1))
+        result = train_agent(home, [texts[speaker]], options, context)
         swap = _swap(package, texts, (speaker, other), options, folder / "run")
-    decision, metrics = result.details["decision"], result.details["metrics"]
+    decision, metrics = result.decision, result.metrics
+    if decision is None or metrics is None:
+        raise OperatorError(f"expected a decision, the run ended with {result.outcome}: {result.message}")
     # A run whose steps never beat the base on the select split is not judged: its state is the base.
-    against = decision.get("against_base") or {"improvement": 0.0, "standard_error": None}
+    against = decision.against_base
     return {
         "k": package.k,
         "outcome": result.outcome.value,
-        "loss_base": decision["loss_base"],
-        "improvement": against["improvement"],
-        "standard_error": against["standard_error"],
-        "log_bytes": metrics["log_bytes"],
+        "loss_base": decision.loss_base,
+        "improvement": against.improvement if against else 0.0,
+        "standard_error": against.standard_error if against else None,
+        "log_bytes": metrics.log_bytes,
         "cpu_seconds": round(time.process_time() - begun, 1),
         "swap": {"speaker": other, "improvement": swap},
     }

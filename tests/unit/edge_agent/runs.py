@@ -1,22 +1,22 @@
 """What the tests of runs share: a home with an installed tiny package, a user's text, quick options."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from permille.engines.interface import Engine
 from permille.package.reader import Package
 from permille_agent.state.home import Home, open_home
-from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.text.preparation import prepare
 from permille_agent.text.reading import read_documents
-from permille_agent.text.rows import TrainingBatches
-from permille_agent.training.options import TrainOptions
-from permille_agent.training.setup import Setup, training_exponents
-from permille_agent.training.train import package_tokenizer
+from permille_agent.text.tokens import package_tokenizer
+from permille_agent.training.options import RunContext, TrainOptions
+from permille_agent.training.outcome import RunResult
+from permille_agent.training.run import Run, RunClock, RunFolder
+from permille_agent.training.train import run_training
+from tests.bigram_engine import bigram_engine
 from tests.packages import sentences, tiny_package
 
 QUICK = TrainOptions(seed=0, steps=12, queries=4, batch_rows=2, row_tokens=32)
@@ -37,24 +37,27 @@ def user_text(folder: Path, count: int = 320, *, seed: int = 3) -> Path:
     return path
 
 
-def setup_of(
-    package: Package, engine: Engine, text: Path, options: TrainOptions = QUICK, **changes: Any
-) -> Setup:
-    """Everything that the phases of a run work with."""
+def run_of(
+    package: Package, engine: Engine, text: Path, folder: Path, options: TrainOptions = QUICK, **changes: Any
+) -> Run:
+    """A run with all that its phases work with."""
     options = replace(options, **changes)
     documents, _ = read_documents([text])
     tokenizer = package_tokenizer(package)
-    prepared = prepare(documents, tokenizer, seed=options.seed, row_tokens=options.row_tokens)
-    base_K: NDArray[np.float32] = package.values()
-    return Setup(
+    folder.mkdir(exist_ok=True, parents=True)
+    return Run(
+        folder=RunFolder(folder),
+        clock=RunClock(RunFolder(folder)),
+        package=package,
         engine=engine,
-        package_digest=package.digest,
-        mask_digest=package.mask_digest,
-        counts=package.counts,
-        w_base_K=base_K,
-        prepared=prepared,
+        w_base_K=package.values(),
+        prepared=prepare(documents, tokenizer, seed=options.seed, row_tokens=options.row_tokens),
         options=options,
-        batches=TrainingBatches(prepared.train, batch_rows=options.batch_rows, seed=options.seed),
-        exponents=training_exponents(package, options),
-        decoder_layers=int(package.config["num_hidden_layers"]),
     )
+
+
+def train_quickly(home: Home, data_paths: Sequence[Path], **changes: Any) -> RunResult:
+    """What `run_training` makes of quick options, on the engine of tests; `changes` of options or context."""
+    options = {name: changes.pop(name) for name in list(changes) if name in TrainOptions.__dataclass_fields__}
+    context = RunContext(**{"engine_of": bigram_engine, **changes})
+    return run_training(home, data_paths, replace(QUICK, **options), context)

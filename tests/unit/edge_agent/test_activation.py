@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError, RetryableError
-from permille_agent.state.activation import (
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.models import (
     MAX_HISTORY,
     Active,
+    InstalledRelease,
     activate,
     active_model,
     history,
-    referenced_packages,
-    referenced_runs,
+    record_installed,
+    referenced_models,
     reset,
     rollback,
 )
-from permille_agent.state.home import Home, open_home
-from permille_agent.state.releases import InstalledRelease, record_installed
 
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 BASE = Active(package=OLD)
@@ -38,7 +38,7 @@ def home(tmp_path: Path) -> Home:
 def test_before_the_first_pull_nothing_is_active(tmp_path: Path) -> None:
     home = open_home(tmp_path / "empty")
     assert active_model(home) is None
-    assert referenced_packages(home) == set()
+    assert referenced_models(home) == ()
     with pytest.raises(InputError, match="permille-agent pull"):
         reset(home)
 
@@ -56,7 +56,7 @@ def test_a_new_package_replaces_a_base_but_not_a_personalisation(home: Home) -> 
     activate(home, FIRST, expected=Active(package=NEW))
     _install(home, NEW, 3)
     assert active_model(home) == FIRST
-    assert referenced_packages(home) == {OLD, NEW}
+    assert {model.package for model in referenced_models(home)} == {OLD, NEW}
 
 
 def test_activating_twice_changes_nothing(home: Home) -> None:
@@ -75,7 +75,7 @@ def test_a_decision_against_another_model_is_not_carried_out(home: Home) -> None
 def test_rollback_goes_back_step_by_step(home: Home) -> None:
     activate(home, FIRST, expected=BASE)
     activate(home, SECOND, expected=FIRST)
-    assert referenced_runs(home) == {"one", "two"}
+    assert {model.run for model in referenced_models(home)} >= {"one", "two"}
 
     assert rollback(home) == FIRST
     assert rollback(home) == BASE
@@ -103,10 +103,10 @@ def test_the_history_is_bounded(home: Home) -> None:
     assert history(home)[-1] == Active(package=OLD, run=f"run-{MAX_HISTORY + 3}")
 
 
-@pytest.mark.parametrize("entry", ['"text"', '{"package": "x"}', "[1]"])
+@pytest.mark.parametrize("entry", ['"text"', '{"run": "x"}', "[1]"])
 def test_a_damaged_file_is_refused(home: Home, entry: str) -> None:
     home.current.write_text(f'{{"active": {entry}, "history": []}}')
-    with pytest.raises(OperatorError, match="expected package and run"):
+    with pytest.raises(OperatorError, match="expected Current in"):
         active_model(home)
 
 

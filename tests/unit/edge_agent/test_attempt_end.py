@@ -1,19 +1,19 @@
-"""When an attempt ends, by its evaluations."""
+"""When a descent stops, by its evaluations."""
 
 from typing import Any
 
 import pytest
 
 from permille_agent.training.run import Evaluation
-from permille_agent.training.stopping import End, best_of, end_of
+from permille_agent.training.stopping import Stop, best_of, stop_of
 
 
-def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[End | None]:
-    """What `end_of` says at each evaluation, every fifth step."""
+def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[Stop | None]:
+    """What `stop_of` says at each evaluation, every fifth step."""
     evaluations = [Evaluation(5 * place, loss) for place, loss in enumerate(losses)]
-    usual = {"rejected": 0, "out_of_time": False, "patience": None, "last": False}
+    usual = {"rejected": 0, "out_of_time": False, "last": False}
     return [
-        end_of(evaluations[: n + 1], step=5 * n, total_steps=total_steps, **usual | changes)
+        stop_of(evaluations[: n + 1], step=5 * n, total_steps=total_steps, **usual | changes)
         for n in range(len(evaluations))
     ]
 
@@ -27,13 +27,13 @@ def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) ->
         ([3.0, 2.9, None], 2, 2),
     ],
 )
-def test_an_attempt_that_stays_above_the_base_diverged_but_not_the_last(
+def test_a_descent_that_stays_above_the_base_diverged_but_not_the_last(
     losses: list[float | None], above: int | None, last: int | None
 ) -> None:
-    assert _ends(losses) == [End.DIVERGED if place == above else None for place in range(len(losses))]
+    assert _ends(losses) == [Stop.DIVERGED if place == above else None for place in range(len(losses))]
     # A tenth above the base, or a loss that is not finite, ends the last attempt too.
     found = _ends(losses, last=True)
-    assert found == [End.DIVERGED if place == last else None for place in range(len(losses))]
+    assert found == [Stop.DIVERGED if place == last else None for place in range(len(losses))]
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_an_attempt_that_stays_above_the_base_diverged_but_not_the_last(
         ([3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2, 2.25, 2.25, 2.25, 2.25], None),
     ],
 )
-def test_an_attempt_without_a_new_lowest_in_its_first_half_is_level(
+def test_a_descent_without_a_new_lowest_in_its_first_half_is_level(
     losses: list[float | None], level: int | None
 ) -> None:
-    assert _ends(losses) == [End.LEVEL if place == level else None for place in range(len(losses))]
+    assert _ends(losses) == [Stop.LEVEL if place == level else None for place in range(len(losses))]
     assert set(_ends(losses, last=True)) == {None}
 
 
@@ -65,18 +65,17 @@ def test_few_evaluations_say_nothing_of_a_step_size() -> None:
 def test_what_was_below_the_base_and_stays_above_it_keeps_its_best(falling: list[float | None]) -> None:
     losses = [3.0, *falling, 3.1, 3.1, 3.1]
     expected = [None] * (len(losses) - 1)
-    assert _ends(losses) == [*expected, End.LEVEL]
+    assert _ends(losses) == [*expected, Stop.LEVEL]
     assert _ends(losses, last=True) == [*expected, None]
 
 
-def test_rejected_steps_time_patience_and_the_number_of_steps_end_an_attempt() -> None:
+def test_rejected_steps_time_and_the_number_of_steps_end_a_descent() -> None:
     falling: list[float | None] = [3.0, 2.9, 2.8]
 
     assert _ends(falling, rejected=4) == [None] * 3
-    assert _ends(falling, rejected=5) == [End.REJECTED] * 3
-    assert _ends(falling, out_of_time=True)[-1] is End.TIME
-    assert _ends([3.0, 2.9, 2.9, 2.9], patience=2)[-1] is End.PATIENCE
-    assert _ends(falling, total_steps=10, out_of_time=True) == [End.TIME, End.TIME, End.STEPS]
+    assert _ends(falling, rejected=5) == [Stop.REJECTED] * 3
+    assert _ends(falling, out_of_time=True)[-1] is Stop.TIME
+    assert _ends(falling, total_steps=10, out_of_time=True) == [Stop.TIME, Stop.TIME, Stop.STEPS]
 
 
 def test_the_best_is_the_first_of_the_lowest() -> None:

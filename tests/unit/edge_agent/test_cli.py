@@ -24,8 +24,8 @@ from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of
 from permille_agent.cli.daemon import JsonLines
 from permille_agent.cli.main import app, main
 from permille_agent.link.report import enqueue, read_report
-from permille_agent.state.activation import Active, activate, active_model
 from permille_agent.state.home import Home
+from permille_agent.state.models import Active, activate, active_model
 from tests.device_service import INVITATION, DeviceService, Fault
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 from tests.unit.edge_agent.test_lock import another_process_holds
@@ -138,7 +138,7 @@ def test_errors_come_with_their_code_and_as_json(agent: Agent, service: DeviceSe
     assert agent("enroll", "http://models.example.org", INVITATION).code == ExitCode.INPUT_REFUSED
     assert "input refused" in agent("enroll", "http://models.example.org", INVITATION).errors
     assert agent("nonsense").code == ExitCode.USAGE
-    assert agent("--log-level", "loud", "status").code == ExitCode.INPUT_REFUSED
+    assert agent("--log-level", "loud", "status").code == ExitCode.USAGE
 
 
 def test_a_refused_package_has_its_own_code(

@@ -17,10 +17,10 @@ from permille_agent.daemon.state import data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import TrainingRequest
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.report import enqueue
+from permille_agent.state.choices import add_references
 from permille_agent.state.home import Home
 from permille_agent.state.lock import LockedError, hold_lock
-from permille_agent.state.references import add_references
-from permille_agent.state.releases import installed_release
+from permille_agent.state.models import installed_release
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics
@@ -93,9 +93,7 @@ def test_one_pass_pulls_trains_and_notes_it(
     daemon.run_once()
     assert installed_release(home) is not None
     (request,) = outside.requests
-    assert request == TrainingRequest(
-        data_paths=(tmp_path / "notes.txt",), minutes=30.0, seed=0, share_log=False
-    )
+    assert request == TrainingRequest(data_paths=(tmp_path / "notes.txt",), minutes=30.0, share_log=False)
     state = read_daemon_state(home)
     assert (state.last_outcome, state.seconds_used, state.poll_error, state.training_error) == (
         "adopted",

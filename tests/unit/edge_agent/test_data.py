@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError
+from permille_agent.state.home import as_json
 from permille_agent.text import reading as data
 from permille_agent.text.documents import Completion, Conversation, PlainText, characters
-from permille_agent.text.paragraphs import SECTION_CHARACTERS, normalised, sections
-from permille_agent.text.reading import read_documents
+from permille_agent.text.reading import SECTION_CHARACTERS, normalised, read_documents, sections
 from tests.packages import sentences
 
 
@@ -30,7 +30,8 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
         Completion("Q: ", "A"),
         Conversation((("user", "Hi"), ("assistant", "Hello"))),
     ]
-    assert report.as_json() == {
+    assert as_json(report) == {
+        "examples": report.examples,
         "files": 1,
         "ignored_files": 0,
         "rows": 3,

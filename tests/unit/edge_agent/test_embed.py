@@ -6,7 +6,7 @@ import numpy as np
 
 from permille.schemas.runs import Outcome
 from permille_agent import embed
-from permille_agent.state.releases import installed_release
+from permille_agent.state.models import installed_release
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import QUICK, user_text
@@ -45,15 +45,7 @@ def test_a_program_installs_a_package_and_trains_in_a_home(tmp_path: Path) -> No
 
     installed = installed_release(home)
     assert installed is not None and installed.manifest_digest == package.digest
-    result = embed.run_training(
-        home,
-        data_paths=[user_text(tmp_path)],
-        steps=None,
-        minutes=None,
-        seed=0,
-        share_log=False,
-        options=QUICK,
-        engine_of=bigram_engine,
-    )
+    context = embed.RunContext(engine_of=bigram_engine)
+    result = embed.run_training(home, [user_text(tmp_path)], QUICK, context)
     assert result.outcome is Outcome.ADOPTED
     assert [run.name for run in embed.list_runs(home)] == [result.run]

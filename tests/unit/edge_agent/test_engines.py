@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,24 @@ from permille.engines.interface import EngineInfo
 from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
 from permille.package.reader import Package
-from permille.quantization.types import Scheme
+from permille.quantization import Scheme
 from permille.schemas.runs import Outcome
 from permille_agent.state.home import open_home
-from permille_agent.state.releases import InstalledRelease, record_installed
-from permille_agent.training.engines import EngineChoice
-from permille_agent.training.outcome import RunResult
+from permille_agent.state.models import InstalledRelease, record_installed
+from permille_agent.training.engines import EngineChoice, EngineUsed
+from permille_agent.training.outcome import RunOutcome, RunResult
 from permille_agent.training.run import find_run
-from permille_agent.training.train import run_training
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import tiny_package
-from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
+from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def die(*_: object) -> None:
+    raise Killed
 
 
 class Light(BigramEngine):
@@ -43,20 +49,8 @@ def test_a_run_does_not_go_on_with_another_engine(tmp_path: Path) -> None:
     home, _ = home_with_package(tmp_path / "home")
     text = user_text(tmp_path)
 
-    def train(engine_of: object) -> object:
-        return run_training(
-            home,
-            data_paths=[text],
-            steps=None,
-            minutes=None,
-            seed=0,
-            share_log=False,
-            options=QUICK,
-            engine_of=engine_of,  # type: ignore[arg-type]
-        )
-
-    class Killed(BaseException):
-        """Stands for SIGKILL."""
+    def train(engine_of: object) -> RunResult:
+        return train_quickly(home, [text], engine_of=engine_of)
 
     class Dies(BigramEngine):
         def losses(self, *_: object) -> object:  # type: ignore[override]
@@ -67,9 +61,9 @@ def test_a_run_does_not_go_on_with_another_engine(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="with which this run began, got 'light': go on with --engine"):
         train(Light)
     result = train(bigram_engine)
-    assert result.outcome is not Outcome.INTERRUPTED  # type: ignore[attr-defined]
-    run = find_run(home, result.run)  # type: ignore[attr-defined]
-    assert run.require("engine") == run.require("outcome")["engine"]
+    assert result.outcome is not Outcome.INTERRUPTED
+    run = find_run(home, result.run)
+    assert run.require("engine", EngineUsed) == run.require("outcome", RunOutcome).engine
 
 
 def test_training_on_the_light_engine_imports_no_torch(tmp_path: Path) -> None:
@@ -82,9 +76,8 @@ from permille_agent.state.home import open_home
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.train import run_training
 options = TrainOptions(seed=0, steps=2, queries=2, batch_rows=1, row_tokens=16)
-result = run_training(open_home(Path({str(home.root)!r})), data_paths=[Path({str(text)!r})], steps=None,
-                      minutes=None, seed=0, share_log=False, options=options)
-print(result.details["metrics"]["engine"], sorted({{"torch", "transformers"}} & set(sys.modules)))
+result = run_training(open_home(Path({str(home.root)!r})), [Path({str(text)!r})], options)
+print(result.metrics.engine, sorted({{"torch", "transformers"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "light []", done.stderr
@@ -105,23 +98,14 @@ def test_the_active_model_is_opened_with_what_fits_it_not_with_the_engine_of_the
 
     monkeypatch.setattr(EngineChoice, "__call__", open_engine)
 
-    class Killed(BaseException):
-        """Stands for SIGKILL."""
-
-    def die(*_: object) -> None:
-        raise Killed
-
     def train() -> RunResult:
-        return run_training(
-            home, data_paths=[text], steps=None, minutes=None, seed=0, share_log=False,
-            options=replace(QUICK, steps=120),
-        )  # fmt: skip
+        return train_quickly(home, [text], steps=120, engine_of=EngineChoice())
 
     assert train().outcome is Outcome.ADOPTED
     new = tiny_package(home.blobs, seed=1)
     record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=new.digest))
     with monkeypatch.context() as patch:
-        patch.setattr("permille_agent.training.train.judge", die)
+        patch.setattr("permille_agent.training.train.decide_adoption", die)
         with pytest.raises(Killed):
             train()
     opened.clear()
@@ -139,28 +123,19 @@ def test_a_run_with_int8_activations_says_so_and_goes_on_with_them_alone(
     record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
     text = user_text(tmp_path)
 
-    class Killed(BaseException):
-        """Stands for SIGKILL."""
-
-    def die(*_: object) -> None:
-        raise Killed
-
     def train(engine: str) -> RunResult:
-        return run_training(
-            home, data_paths=[text], steps=None, minutes=None, seed=0, share_log=False, options=QUICK,
-            engine_of=EngineChoice(name=engine, threads=1),
-        )  # fmt: skip
+        return train_quickly(home, [text], engine_of=EngineChoice(name=engine, threads=1))
 
     with monkeypatch.context() as patch:
-        patch.setattr("permille_agent.training.train.judge", die)
+        patch.setattr("permille_agent.training.train.decide_adoption", die)
         with pytest.raises(Killed):
             train("light-int8")
     with pytest.raises(InputError, match="expected engine 'light-int8', with which this run began"):
         train("light")
     first = train("auto")
 
-    assert first.details["metrics"]["engine"] == "light-int8"
-    assert first.details["engine"]["compute_dtype"] == "int8-activations"
+    assert first.metrics is not None and first.metrics.engine.value == "light-int8"
+    assert first.engine is not None and first.engine.compute_dtype == "int8-activations"
 
 
 def test_an_active_model_of_another_package_is_opened_with_what_fits_it(tmp_path: Path) -> None:
@@ -171,12 +146,8 @@ def test_an_active_model_of_another_package_is_opened_with_what_fits_it(tmp_path
     for version, scheme, engine in ((1, Scheme.NF4, "light"), (2, Scheme.INT4, "light-int8")):
         package = tiny_package(home.blobs, scheme=scheme)
         record_installed(home, InstalledRelease(name="tiny", version=version, manifest_digest=package.digest))
-        results.append(
-            run_training(
-                home, data_paths=[text], steps=None, minutes=None, seed=0, share_log=False,
-                options=replace(QUICK, steps=120), engine_of=EngineChoice(name=engine, threads=1),
-            )
-        )  # fmt: skip
+        choice = EngineChoice(name=engine, threads=1)
+        results.append(train_quickly(home, [text], steps=120, engine_of=choice))
     assert results[0].outcome is Outcome.ADOPTED
     assert "cannot be opened" not in results[1].message
-    assert results[1].details["decision"]["against_active"] is not None
+    assert results[1].decision is not None and results[1].decision.against_active is not None

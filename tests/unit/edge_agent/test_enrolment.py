@@ -9,10 +9,9 @@ import pytest
 
 from permille.errors import InputError, OperatorError, RetryableError
 from permille.package.signing import key_id_of, public_bytes
-from permille_agent.link.api import Credentials, DeviceApi
+from permille_agent.link.api import Credentials, DeviceApi, load_identity, load_or_create_identity
 from permille_agent.link.client import AccessRefusedError, ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment, enroll, load_enrolment, open_api, require_enrolment
-from permille_agent.link.identity import load_identity, load_or_create_identity
 from permille_agent.state.home import Home, open_home
 from tests.device_service import INVITATION, DeviceService, Fault, new_id
 from tests.unit.edge_agent.conftest import fast_connection
@@ -107,7 +106,7 @@ def test_a_device_that_is_not_enrolled_is_told_so(home: Home) -> None:
 
 def test_a_damaged_enrolment_is_for_a_person(home: Home, enrolment: Enrolment) -> None:
     home.enrolment.write_text('{"server": "https://x"}')
-    with pytest.raises(OperatorError, match="complete enrolment"):
+    with pytest.raises(OperatorError, match="expected Enrolment in"):
         load_enrolment(home)
 
 

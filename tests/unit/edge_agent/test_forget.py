@@ -10,18 +10,15 @@ import pytest
 from permille.errors import OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille_agent.link.api import DeviceApi
+from permille_agent.link.api import DeviceApi, load_identity
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment, load_enrolment, open_api
 from permille_agent.link.forget import PROMISE, forget, unenroll
-from permille_agent.link.identity import load_identity
 from permille_agent.link.pull import pull
 from permille_agent.link.report import deliver, enqueue, read_reports
-from permille_agent.state.activation import active_model
-from permille_agent.state.consent import set_share_log, shares_log
+from permille_agent.state.choices import add_references, read_references, set_share_log, shares_log
 from permille_agent.state.home import Home
-from permille_agent.state.references import add_references, read_references
-from permille_agent.state.releases import installed_release, last_version
+from permille_agent.state.models import active_model, installed_release, read_releases
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
@@ -192,7 +189,7 @@ def test_unenroll_leaves_at_the_service_and_here(
     assert (load_enrolment(home), load_identity(home)) == (None, None)
     assert list(read_reports(home)) == []
     assert installed_release(home) is not None
-    assert last_version(home, enrolment.release) is None
+    assert read_releases(home).last_versions == {}
 
 
 def test_unenroll_keeps_the_key_while_the_service_is_away(

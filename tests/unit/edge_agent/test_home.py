@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from permille.errors import InputError, OperatorError
-from permille_agent.cli.settings import read_settings
-from permille_agent.state.home import Home, open_home, read_state, write_state
+from permille.errors import OperatorError
+from permille_agent.cli.main import main
+from permille_agent.state.choices import Consent, DataReferences
+from permille_agent.state.home import Home, open_home, read_record, write_record
 
 
 def mode(path: Path) -> int:
@@ -32,27 +33,30 @@ def test_a_file_in_place_of_the_home_is_for_a_person(tmp_path: Path) -> None:
         open_home(tmp_path / "home")
 
 
-def test_state_is_private_and_read_back(home: Home) -> None:
-    write_state(home.data, {"paths": ["/a"], "n": 1})
+def test_a_record_is_private_and_read_back(home: Home) -> None:
+    references = DataReferences(paths=(Path("/a"),))
+    write_record(home.data, references)
     assert mode(home.data) == 0o600
-    assert read_state(home.data) == {"paths": ["/a"], "n": 1}
-    assert read_state(home.consent) is None
+    assert read_record(home.data, DataReferences) == references
+    assert read_record(home.consent, Consent) is None
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\xff"])
-def test_damaged_state_is_for_a_person(home: Home, damage: bytes) -> None:
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\xff", b'{"paths": 3}'])
+def test_a_damaged_record_is_for_a_person(home: Home, damage: bytes) -> None:
     home.data.write_bytes(damage)
-    with pytest.raises(OperatorError, match=r"data\.json"):
-        read_state(home.data)
+    with pytest.raises(OperatorError, match=r"expected DataReferences in .*data\.json"):
+        read_record(home.data, DataReferences)
 
 
-def test_settings_prefer_the_command_line_then_the_environment(tmp_path: Path) -> None:
-    environment = {"PERMILLE_AGENT_HOME": "/from/environment"}
-    assert read_settings(tmp_path, environment=environment).home == tmp_path
-    assert read_settings(environment=environment).home == Path("/from/environment")
-    assert read_settings(environment={}).home.name == "permille-agent"
+def test_the_home_is_that_of_the_command_line_then_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERMILLE_AGENT_HOME", str(tmp_path / "environment"))
+    assert main(["status", "--json"]) == 0
+    assert (tmp_path / "environment" / "runs").is_dir()
+    assert main(["--home", str(tmp_path / "named"), "status", "--json"]) == 0
+    assert (tmp_path / "named" / "runs").is_dir()
 
 
-def test_settings_refuse_an_unknown_log_level() -> None:
-    with pytest.raises(InputError, match="log level"):
-        read_settings(log_level="loud")
+def test_an_unknown_log_level_is_wrong_usage(tmp_path: Path) -> None:
+    assert main(["--home", str(tmp_path), "--log-level", "loud", "status"]) == 2

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from permille.errors import OperatorError
-from permille_agent.link.identity import decode_bytes, encode_bytes, load_identity, load_or_create_identity
+from permille_agent.link.api import decode_bytes, encode_bytes, load_identity, load_or_create_identity
 from permille_agent.state.home import Home
 
 DEVICE_ID = "0b9e4a52-8a3f-4c0e-9d5b-2f6a1c7e8d90"

@@ -12,11 +12,10 @@ from permille.errors import InputError, OperatorError
 from permille_agent.cli import main as cli
 from permille_agent.local.compare import compare
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant, until_stop
-from permille_agent.state.activation import Active, activate
 from permille_agent.state.home import Home
-from permille_agent.training.train import run_training
+from permille_agent.state.models import Active, activate
 from tests.bigram_engine import BigramEngine, bigram_engine
-from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
+from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 
@@ -25,16 +24,7 @@ GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Home:
     folder = tmp_path_factory.mktemp("trained")
     home, _ = home_with_package(folder / "home")
-    run_training(
-        home,
-        data_paths=[user_text(folder)],
-        steps=None,
-        minutes=None,
-        seed=0,
-        share_log=False,
-        options=QUICK,
-        engine_of=bigram_engine,
-    )
+    train_quickly(home, [user_text(folder)])
     return home
 
 
@@ -123,11 +113,10 @@ def test_compare_shows_the_runs_own_judgement_and_samples_of_the_test_split(trai
     with LocalModel(trained, bigram_engine) as model:
         result = compare(trained, model, data_paths=[], prompts=[], sampling=GREEDY)
 
-    assert result["losses"]["personal"] < result["losses"]["base"]
-    assert result["losses"]["improvement"]["low"] > 0
-    assert len(result["samples"]) == 2
-    assert all(sample["prompt"].startswith("On day") for sample in result["samples"])
-    assert all({"base", "personal"} <= set(sample) for sample in result["samples"])
+    assert (result.losses.personal or 9.0) < (result.losses.base or 0.0)
+    assert result.losses.improvement is not None and result.losses.improvement.low > 0
+    assert len(result.samples) == 2
+    assert all(sample.prompt.startswith("On day") for sample in result.samples)
 
 
 def test_compare_measures_on_other_text(trained: Home, tmp_path: Path) -> None:
@@ -135,29 +124,20 @@ def test_compare_measures_on_other_text(trained: Home, tmp_path: Path) -> None:
     with LocalModel(trained, bigram_engine) as model:
         result = compare(trained, model, data_paths=[other], prompts=["The river"], sampling=GREEDY)
 
-    assert result["losses"]["personal"] < result["losses"]["base"]
-    assert result["samples"][0]["prompt"] == "The river"
+    assert (result.losses.personal or 9.0) < (result.losses.base or 0.0)
+    assert result.samples[0].prompt == "The river"
 
 
 def test_compare_needs_no_file_of_the_user_for_its_losses(tmp_path: Path) -> None:
     home, package = home_with_package(tmp_path / "home")
     text = user_text(tmp_path)
-    result = run_training(
-        home,
-        data_paths=[text],
-        steps=None,
-        minutes=None,
-        seed=0,
-        share_log=False,
-        options=QUICK,
-        engine_of=bigram_engine,
-    )
+    result = train_quickly(home, [text])
     activate(home, Active(package=package.digest, run=result.run), expected=Active(package=package.digest))
     text.unlink()
     with LocalModel(home, bigram_engine) as model:
         shown = compare(home, model, data_paths=[], prompts=[], sampling=GREEDY)
-    assert shown["samples"][0]["prompt"] == "The"
-    assert shown["losses"]["base"] > 0
+    assert shown.samples[0].prompt == "The"
+    assert (shown.losses.base or 0.0) > 0
 
 
 def test_export_merges_the_personal_values(

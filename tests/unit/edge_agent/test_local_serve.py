@@ -15,9 +15,8 @@ from permille_agent.local import serve
 from permille_agent.local.model import LocalModel
 from permille_agent.local.serve import LocalServer, read_or_make_token
 from permille_agent.state.home import open_home
-from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
-from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
+from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 TOKEN = "a-token-of-the-test"
 
@@ -26,16 +25,7 @@ TOKEN = "a-token-of-the-test"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("served")
     home, _ = home_with_package(folder / "home")
-    run_training(
-        home,
-        data_paths=[user_text(folder)],
-        steps=None,
-        minutes=None,
-        seed=0,
-        share_log=False,
-        options=QUICK,
-        engine_of=bigram_engine,
-    )
+    train_quickly(home, [user_text(folder)])
     with LocalModel(home, bigram_engine) as model:
         server = LocalServer(("127.0.0.1", 0), model, TOKEN)
         thread = threading.Thread(target=server.serve_forever, daemon=True)

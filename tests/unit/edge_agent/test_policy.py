@@ -5,8 +5,15 @@ from datetime import datetime
 import pytest
 
 from permille.errors import InputError
-from permille_agent.daemon.machine import read_machine
-from permille_agent.daemon.policy import Machine, Policy, decide, may_continue, parse_policy, read_policy
+from permille_agent.daemon.policy import (
+    Machine,
+    Policy,
+    decide,
+    may_continue,
+    parse_policy,
+    read_machine,
+    read_policy,
+)
 from permille_agent.state.home import Home
 
 IDLE = Machine(on_ac=True, battery=None, load=0.0)

@@ -6,10 +6,9 @@ import pytest
 
 from permille.errors import PackageError
 from permille_agent.text.documents import Conversation, Document, PlainText
-from permille_agent.text.preparation import prepare, tokenize
+from permille_agent.text.preparation import Split, prepare, tokenize
 from permille_agent.text.reading import DataReport
 from permille_agent.text.rows import target_count
-from permille_agent.text.splits import Split
 from permille_agent.text.tokens import TextTokenizer
 from tests.packages import sentences, tiny_tokenizer
 

@@ -16,9 +16,8 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment, open_api
 from permille_agent.link.pull import Pulled, collect_garbage, pull
-from permille_agent.state.activation import Active, activate, active_model
 from permille_agent.state.home import Home
-from permille_agent.state.releases import installed_release, last_version
+from permille_agent.state.models import Active, activate, active_model, installed_release, read_releases
 from tests.device_service import DeviceService, Fault, serving
 from tests.packages import tiny_package
 from tests.unit.edge_agent.conftest import fast_connection
@@ -112,7 +111,8 @@ def test_a_version_counts_from_the_moment_it_was_accepted(
     service.faults = [Fault(path="blobs", status=503, headers={"retry-after": "900"}, times=99)]
     with pytest.raises(ServiceUnavailableError):
         pulled(home, api, enrolment)
-    assert (installed_release(home), last_version(home, enrolment.release)) == (None, 5)
+    assert installed_release(home) is None
+    assert read_releases(home).last_versions[enrolment.release].version == 5
     service.publish(package.digest, 4)
     with pytest.raises(PackageError) as refused:
         pulled(home, api, enrolment)
@@ -146,7 +146,7 @@ def test_releases_that_are_not_to_be_believed_are_refused_before_anything_is_fet
             pulled(home, api, enrolment)
         assert refused.value.code == code
     assert installed_release(home) is None
-    assert last_version(home, enrolment.release) is None
+    assert read_releases(home).last_versions == {}
     assert not [path for _, path, _ in service.requests if "/packages/" in path]
 
 

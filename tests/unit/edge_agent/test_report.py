@@ -1,5 +1,6 @@
 """Reports: on disk until delivered, each once, metrics by default, logs by consent only."""
 
+import json
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from permille_agent.link.client import AccessRefusedError, ServiceUnavailableErr
 from permille_agent.link.enrolment import Enrolment, open_api
 from permille_agent.link.report import (
     Delivery,
+    collect_reports,
     deliver,
     enqueue,
     queue_log,
@@ -21,10 +23,12 @@ from permille_agent.link.report import (
     want_deletion,
     withdraw_logs,
 )
-from permille_agent.link.run_reports import collect_reports
-from permille_agent.state.consent import set_share_log, shares_log
+from permille_agent.state.choices import set_share_log, shares_log
 from permille_agent.state.home import Home
-from permille_agent.training.run import RunFolder
+from permille_agent.text.reading import DataReport
+from permille_agent.training.options import TrainOptions
+from permille_agent.training.outcome import RunOutcome
+from permille_agent.training.run import BegunRun, RunDefinition, RunFolder
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
@@ -206,18 +210,27 @@ def test_consent_is_off_until_the_user_says_so(home: Home) -> None:
     assert not shares_log(home)
 
 
-@pytest.mark.parametrize("text", ['{"share_log": "true"}', '{"share_log": 1}', "{}"])
+@pytest.mark.parametrize("text", ['{"share_log": "true"}', '{"share_log": 1}'])
 def test_only_a_plain_yes_is_consent(home: Home, text: str) -> None:
-    home.consent.write_text(text)
+    home.consent.write_text("{}")
     assert not shares_log(home)
+    home.consent.write_text(text)
+    with pytest.raises(OperatorError, match=r"consent\.json: share_log"):
+        shares_log(home)
 
 
 def finished_run(home: Home, name: str, run_id: str, **changes: object) -> RunFolder:
     """A run folder as training leaves it."""
     run = RunFolder(home.runs / name)
     run.path.mkdir()
-    run.store("run", {"run_id": run_id, "definition": {}})
-    run.store("outcome", {"metrics": metrics().model_dump(mode="json") | changes})
+    definition = RunDefinition(package="a", data="b", options=TrainOptions(steps=1))
+    run.store("run", BegunRun(run_id=run_id, definition=definition))
+    run.store("outcome", RunOutcome(message="", metrics=metrics(), data=DataReport()))
+    if changes:
+        path = run.path / "outcome.json"
+        outcome = json.loads(path.read_text())
+        outcome["metrics"] |= changes
+        path.write_text(json.dumps(outcome))
     return run
 
 
@@ -248,9 +261,8 @@ def test_consent_withdrawn_during_a_run_holds_for_its_log(
 
 
 def test_a_run_that_goes_on_is_not_reported(home: Home) -> None:
-    run = RunFolder(home.runs / "c")
-    run.path.mkdir()
-    run.store("run", {"run_id": RUN_ID, "definition": {}})
+    run = finished_run(home, "c", RUN_ID)
+    (run.path / "outcome.json").unlink()
     assert collect_reports(home) == 0
 
 
@@ -261,7 +273,7 @@ def test_metrics_beyond_the_closed_schema_never_enter_the_queue(
     home: Home, change: dict[str, object]
 ) -> None:
     finished_run(home, "a", RUN_ID, **change)
-    with pytest.raises(OperatorError, match="closed schema") as refused:
+    with pytest.raises(OperatorError, match=r"RunOutcome in .*: metrics\.") as refused:
         collect_reports(home)
     assert "text of the user" not in str(refused.value)
     assert not list(home.reports.iterdir())

@@ -7,8 +7,11 @@ import pytest
 
 from permille.errors import OperatorError
 from permille_agent.state.home import Home, open_home
+from permille_agent.training.options import TrainOptions
 from permille_agent.training.run import (
+    BegunRun,
     Evaluation,
+    RunDefinition,
     RunFolder,
     find_run,
     finite_or_none,
@@ -16,6 +19,7 @@ from permille_agent.training.run import (
     open_run,
     prune_runs,
 )
+from permille_agent.training.step_size import Probe
 
 
 @pytest.fixture
@@ -23,48 +27,52 @@ def home(tmp_path: Path) -> Home:
     return open_home(tmp_path / "home")
 
 
+def _begin(home: Home, seed: int = 0) -> RunFolder:
+    return open_run(home, RunDefinition(package="a", data="b", options=TrainOptions(seed=seed, minutes=0.1)))
+
+
 def test_the_same_definition_finds_the_same_run(home: Home) -> None:
-    run = open_run(home, {"package": "a", "options": {"seed": 0}})
+    run = _begin(home)
 
-    again = open_run(home, {"options": {"seed": 0}, "package": "a"})
+    again = _begin(home)
 
-    assert again == run
-    assert again.require("run")["run_id"] == run.require("run")["run_id"]
-    assert open_run(home, {"package": "a", "options": {"seed": 1}}) != run
+    assert (again, again.run_id) == (run, run.run_id)
+    assert run.require("run", BegunRun).definition.options == TrainOptions(seed=0, minutes=0.1)
+    assert _begin(home, seed=1) != run
     assert find_run(home, run.name) == run
 
 
 def test_a_result_is_computed_once_and_read_back_exactly(home: Home) -> None:
-    run = open_run(home, {})
-    numbers = {"x": 0.1 + 0.2, "y": 1e-300, "n": None}
+    run = _begin(home)
+    found = Probe(epsilon=1e-300, relative_error=0.1 + 0.2, g_rms=None)
 
-    assert run.once("plan", lambda: numbers) == numbers
-    assert run.once("plan", lambda: {"x": 1.0}) == numbers
-    assert RunFolder(run.path).require("plan") == numbers
+    assert run.once("probe", Probe, lambda: found) == found
+    assert run.once("probe", Probe, lambda: Probe(epsilon=1.0, relative_error=None, g_rms=None)) == found
+    assert RunFolder(run.path).require("probe", Probe) == found
 
 
 def test_a_result_that_fails_is_not_written(home: Home) -> None:
-    run = open_run(home, {})
+    run = _begin(home)
 
-    def fail() -> dict[str, int]:
+    def fail() -> Probe:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run.once("plan", fail)
-    assert run.load("plan") is None
-    with pytest.raises(OperatorError, match=r"expected plan\.json"):
-        run.require("plan")
+        run.once("probe", Probe, fail)
+    assert run.load("probe", Probe) is None
+    with pytest.raises(OperatorError, match=r"expected probe\.json"):
+        run.require("probe", Probe)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        run.store("plan", {"x": float("nan")})
+        run.store("probe", Probe(epsilon=float("nan"), relative_error=None, g_rms=None))
 
 
 def test_evaluations_survive_a_torn_line(home: Home) -> None:
-    run = open_run(home, {})
+    run = _begin(home)
     whole = [Evaluation(0, 5.25), Evaluation(10, None), Evaluation(20, 0.1 + 0.2)]
     assert run.evaluations(0) == []
     for evaluation in whole:
         run.append_evaluation(0, evaluation)
-    path = run.path / "attempt-0.jsonl"
+    path = run.path / "descent-0.jsonl"
     data = path.read_bytes()
     for cut in range(len(data)):
         path.write_bytes(data[:cut])
@@ -74,8 +82,8 @@ def test_evaluations_survive_a_torn_line(home: Home) -> None:
         assert run.evaluations(0) == [*expected, Evaluation(99, 1.0)]
 
 
-def test_attempts_do_not_mix(home: Home) -> None:
-    run = open_run(home, {})
+def test_descents_do_not_mix(home: Home) -> None:
+    run = _begin(home)
     run.append_evaluation(0, Evaluation(1, 1.0))
     run.append_evaluation(1, Evaluation(2, 2.0))
     assert run.evaluations(1) == [Evaluation(2, 2.0)]
@@ -84,13 +92,13 @@ def test_attempts_do_not_mix(home: Home) -> None:
 
 @pytest.mark.parametrize("name", ["missing", "../runs", ".hidden", ".."])
 def test_a_run_that_is_not_there_is_refused(home: Home, name: str) -> None:
-    open_run(home, {})
+    _begin(home)
     with pytest.raises(OperatorError, match="found none"):
         find_run(home, name)
 
 
 def test_old_runs_are_pruned_but_those_in_use(home: Home) -> None:
-    runs = [open_run(home, {"n": number}) for number in range(9)]
+    runs = [_begin(home, number) for number in range(9)]
     for age, run in enumerate(runs):
         os.utime(run.path / "run.json", ns=(0, age * 10**9))
     leftover = home.runs / ".deleted-before"

@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
 from permille.zo.header import EstimatorKind
-from permille_agent.state.home import open_home
-from permille_agent.training.run import RunFolder, open_run
-from permille_agent.training.setup import Setup
+from permille_agent.training.run import Run
 from permille_agent.training.step_size import (
     EPSILON_NORM,
-    RACE_FACTOR,
     STEP_NORM,
+    TRIAL_FACTOR,
+    Scale,
     SearchFailed,
-    find_epsilon,
-    find_learning_rate,
+    StepSize,
+    find_scale,
+    find_step_size,
     search_seed,
 )
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
-from tests.unit.edge_agent.runs import setup_of, user_text
+from tests.unit.edge_agent.runs import run_of, user_text
 
 Function = Callable[[NDArray[np.float64]], float]
 
@@ -64,79 +64,66 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return tiny_package(tmp_path_factory.mktemp("package"))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    return open_run(open_home(tmp_path / "home"), {"test": 1})
-
-
 SPSA = EstimatorKind.SPSA
 
 
-def _setup(
-    package: Package, tmp_path: Path, function: Function, **changes: Any
-) -> tuple[Setup, FunctionEngine]:
+def _begin(package: Package, folder: Path, function: Function, **changes: Any) -> Run:
     engine = FunctionEngine(package, function, slope=2.0)
-    return setup_of(package, engine, user_text(tmp_path), **changes), engine
+    return run_of(package, engine, user_text(folder), folder, **changes)
 
 
-def test_epsilon_starts_at_a_norm_of_a_half(package: Package, run: RunFolder, tmp_path: Path) -> None:
-    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=SPSA)
-
-    found = find_epsilon(setup, run)
-
-    assert found["epsilon"] * math.sqrt(package.k) == pytest.approx(EPSILON_NORM)
-    assert found["g_rms"] == pytest.approx(0.5, rel=1e-3)
-    assert found["relative_error"] < 1e-3
+def _step_size(run: Run, *, epsilon: float, g_rms: float, steps: int) -> StepSize:
+    return find_step_size(run, Scale(epsilon=epsilon, relative_error=0.0, g_rms=g_rms), steps)
 
 
-def test_epsilon_shrinks_where_the_loss_is_too_curved(
-    package: Package, run: RunFolder, tmp_path: Path
-) -> None:
+def test_epsilon_starts_at_a_norm_of_a_half(package: Package, tmp_path: Path) -> None:
+    run = _begin(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=SPSA)
+
+    found = find_scale(run)
+
+    assert found.epsilon * math.sqrt(package.k) == pytest.approx(EPSILON_NORM)
+    assert found.g_rms == pytest.approx(0.5, rel=1e-3)
+    assert found.relative_error < 1e-3
+
+
+def test_epsilon_shrinks_where_the_loss_is_too_curved(package: Package, tmp_path: Path) -> None:
     start = EPSILON_NORM / math.sqrt(package.k)
     # A sine of this frequency turns between start and 2 start, and hardly at a quarter of that.
-    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + math.sin(1.4 * float(d[0]) / start))
+    run = _begin(package, tmp_path, lambda d: 3.0 + math.sin(1.4 * float(d[0]) / start))
 
-    found = find_epsilon(setup, run)
+    found = find_scale(run)
 
-    assert found["epsilon"] in (pytest.approx(start / 2), pytest.approx(start / 4))
-    assert found["relative_error"] <= 0.3
+    assert found.epsilon in (pytest.approx(start / 2), pytest.approx(start / 4))
+    assert found.relative_error <= 0.3
 
 
-def test_epsilon_grows_where_the_arithmetic_is_coarse(
-    package: Package, run: RunFolder, tmp_path: Path
-) -> None:
+def test_epsilon_grows_where_the_arithmetic_is_coarse(package: Package, tmp_path: Path) -> None:
     start = EPSILON_NORM / math.sqrt(package.k)
     grid = 1.7 * start
-    setup, _ = _setup(package, tmp_path, lambda d: 3.0 + round(float(d[0]) / grid) * grid)
+    run = _begin(package, tmp_path, lambda d: 3.0 + round(float(d[0]) / grid) * grid)
 
-    assert find_epsilon(setup, run)["epsilon"] > start
+    assert find_scale(run).epsilon > start
 
 
-def test_no_usable_epsilon_is_refused(package: Package, run: RunFolder, tmp_path: Path) -> None:
+def test_no_usable_epsilon_is_refused(package: Package, tmp_path: Path) -> None:
     noise = np.random.Generator(np.random.PCG64(0))
-    setup, _ = _setup(package, tmp_path, lambda _d: float(noise.normal()))
+    run = _begin(package, tmp_path, lambda _d: float(noise.normal()))
 
     with pytest.raises(SearchFailed, match=r"relative error of the gradient of at most 0\.3"):
-        find_epsilon(setup, run)
+        find_scale(run)
 
 
 @pytest.mark.parametrize("flat", [0.0, math.nan])
-def test_a_loss_without_gradient_is_refused(
-    package: Package, run: RunFolder, tmp_path: Path, flat: float
-) -> None:
-    setup, _ = _setup(package, tmp_path, lambda _d: flat)
-
+def test_a_loss_without_gradient_is_refused(package: Package, tmp_path: Path, flat: float) -> None:
     with pytest.raises(SearchFailed):
-        find_epsilon(setup, run)
+        find_scale(_begin(package, tmp_path, lambda _d: flat))
 
 
-def test_forward_mode_needs_no_epsilon(package: Package, run: RunFolder, tmp_path: Path) -> None:
-    setup, _ = _setup(package, tmp_path, lambda _d: 1.0, estimator=EstimatorKind.FORWARD)
+def test_forward_mode_needs_no_epsilon(package: Package, tmp_path: Path) -> None:
+    found = find_scale(_begin(package, tmp_path, lambda _d: 1.0, estimator=EstimatorKind.FORWARD))
 
-    found = find_epsilon(setup, run)
-
-    assert found["relative_error"] == 0.0
-    assert found["g_rms"] == pytest.approx(2.0)
+    assert found.relative_error == 0.0
+    assert found.g_rms == pytest.approx(2.0)
 
 
 def _bowl(package: Package, best_norm: float) -> Function:
@@ -145,55 +132,45 @@ def _bowl(package: Package, best_norm: float) -> Function:
     return lambda d: 3.0 + float(np.linalg.norm(d - target_K)) / (1.0 + best_norm)
 
 
-def test_the_race_starts_at_the_norm_rule_and_takes_the_best(
-    package: Package, run: RunFolder, tmp_path: Path
-) -> None:
-    setup, _ = _setup(package, tmp_path, _bowl(package, 2.0))
+def test_trials_start_at_the_norm_rule_and_the_best_is_taken(package: Package, tmp_path: Path) -> None:
+    run = _begin(package, tmp_path, _bowl(package, 2.0))
 
-    found = find_learning_rate(setup, run, 0.01, g_rms=0.3, race_steps=3)
+    found = _step_size(run, epsilon=0.01, g_rms=0.3, steps=3)
 
-    norm = found["start"] * 0.3 * math.sqrt(package.k / setup.options.queries)
+    norm = found.start * 0.3 * math.sqrt(package.k / run.options.queries)
     assert norm == pytest.approx(STEP_NORM)
-    races = {int(power): loss for power, loss in found["races"].items()}
-    assert races[min(races, key=lambda power: races[power])] == min(races.values())
-    best = min(races, key=lambda power: races[power])
-    assert found["learning_rate"] == pytest.approx(found["start"] * RACE_FACTOR**best)
-    assert set(races) >= {-1, 0, 1}
+    best = min(found.losses, key=lambda power: found.losses[power] or math.inf)
+    assert found.learning_rate == pytest.approx(found.start * TRIAL_FACTOR**best)
+    assert set(found.losses) >= {-1, 0, 1}
 
 
-def test_the_race_grows_where_the_best_is_at_the_end(
-    package: Package, run: RunFolder, tmp_path: Path
-) -> None:
-    falling, _ = _setup(package, tmp_path, lambda d: 3.0 + float(d @ d))
+def test_the_range_grows_where_the_best_is_at_the_end(package: Package, tmp_path: Path) -> None:
+    falling = _begin(package, tmp_path, lambda d: 3.0 + float(d @ d))
 
-    found = find_learning_rate(falling, run, 0.01, g_rms=0.001, race_steps=2)
-
-    assert min(int(power) for power in found["races"]) < -1
+    assert min(_step_size(falling, epsilon=0.01, g_rms=0.001, steps=2).losses) < -1
 
 
-def test_losses_that_are_not_finite_lose_the_race(package: Package, run: RunFolder, tmp_path: Path) -> None:
-    setup, _ = _setup(package, tmp_path, lambda d: 3.0 if np.linalg.norm(d) < 0.4 else math.nan)
+def test_losses_that_are_not_finite_are_never_the_best(package: Package, tmp_path: Path) -> None:
+    run = _begin(package, tmp_path, lambda d: 3.0 if np.linalg.norm(d) < 0.4 else math.nan)
 
-    found = find_learning_rate(setup, run, 0.001, g_rms=0.3, race_steps=3)
+    found = _step_size(run, epsilon=0.001, g_rms=0.3, steps=3)
 
-    assert found["learning_rate"] > 0
-    assert all(loss is None or loss == 3.0 for loss in found["races"].values())
+    assert found.learning_rate > 0
+    assert all(loss is None or loss == 3.0 for loss in found.losses.values())
 
 
-def test_a_base_without_a_finite_loss_is_refused(package: Package, run: RunFolder, tmp_path: Path) -> None:
-    setup, _ = _setup(package, tmp_path, lambda _d: math.inf)
-
+def test_a_base_without_a_finite_loss_is_refused(package: Package, tmp_path: Path) -> None:
     with pytest.raises(SearchFailed, match="finite loss of the base"):
-        find_learning_rate(setup, run, 0.01, g_rms=0.3, race_steps=2)
+        _step_size(_begin(package, tmp_path, lambda _d: math.inf), epsilon=0.01, g_rms=0.3, steps=2)
 
 
-def test_what_was_found_is_not_computed_again(package: Package, run: RunFolder, tmp_path: Path) -> None:
-    setup, engine = _setup(package, tmp_path, _bowl(package, 2.0))
-    first = find_epsilon(setup, run), find_learning_rate(setup, run, 0.01, g_rms=0.3, race_steps=2)
-    calls = engine.calls
+def test_what_was_found_is_not_computed_again(package: Package, tmp_path: Path) -> None:
+    run = _begin(package, tmp_path, _bowl(package, 2.0))
+    first = find_scale(run), _step_size(run, epsilon=0.01, g_rms=0.3, steps=2)
+    calls = run.engine.calls  # type: ignore[attr-defined]
 
-    assert (find_epsilon(setup, run), find_learning_rate(setup, run, 0.01, g_rms=0.3, race_steps=2)) == first
-    assert engine.calls == calls
+    assert (find_scale(run), _step_size(run, epsilon=0.01, g_rms=0.3, steps=2)) == first
+    assert run.engine.calls == calls  # type: ignore[attr-defined]
 
 
 def test_thrown_away_directions_are_never_those_of_the_run() -> None:

@@ -1,6 +1,5 @@
-"""Estimators and layers of a run: its headers, phases, and that its log replays to its state."""
+"""Estimators and scale exponents of a run: its headers, and that its log replays to its state."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,23 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
-from permille.zo.estimators import Batch, directions_of, estimate
+from permille.zo.estimators import Batch, Descent, directions_of, estimate
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import BlockSplit, EstimatorKind
 from permille.zo.journal import read_journal
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
-from permille_agent.state.activation import Active
-from permille_agent.state.home import Home, open_home
-from permille_agent.state.releases import InstalledRelease, record_installed
+from permille_agent.state.home import open_home
+from permille_agent.state.models import Active, InstalledRelease, record_installed
 from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_named
 from permille_agent.training.personal import canonical_log, model_values
-from permille_agent.training.progress import SilentProgress
-from permille_agent.training.run import RunFolder, open_run
-from permille_agent.training.run_clock import RunClock
-from permille_agent.training.setup import block_split, step_spread, widest_block
-from permille_agent.training.step_size import STEP_NORM, find_epsilon, find_learning_rate
-from permille_agent.training.steps import Chosen, make_plan, train_attempts
-from permille_agent.training.train import run_training
-from tests.bigram_engine import BigramEngine, bigram_engine
+from permille_agent.training.plan import Plan, make_plan
+from permille_agent.training.run import Run, RunFolder, block_split, widest_block
+from permille_agent.training.step_size import STEP_NORM, find_scale, find_step_size, step_spread
+from permille_agent.training.steps import SelectedState, train
+from tests.bigram_engine import BigramEngine
 from tests.packages import layered_package, tiny_package
-from tests.unit.edge_agent.runs import QUICK, setup_of, user_text
+from tests.unit.edge_agent.runs import run_of, train_quickly, user_text
 from tests.unit.zo.logs import make_header
 
 
@@ -54,15 +49,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return user_text(tmp_path_factory.mktemp("text"))
 
 
-def _train(package: Package, text: Path, run: RunFolder, **changes: Any) -> tuple[dict[str, Any], Chosen]:
-    setup = setup_of(package, BigramEngine(package), text, **changes)
-    clock = RunClock(run)
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    return plan, train_attempts(setup, run, plan, SilentProgress(), clock)
+def _begin(package: Package, text: Path, folder: Path, **changes: Any) -> Run:
+    return run_of(package, BigramEngine(package), text, folder, **changes)
 
 
-def _run(folder: Path) -> RunFolder:
-    return open_run(open_home(folder / "home"), {"test": 1})
+def _train(run: Run) -> tuple[Plan, SelectedState]:
+    plan = make_plan(run)
+    return plan, train(run, plan)
 
 
 @pytest.mark.parametrize(
@@ -80,37 +73,37 @@ def test_every_estimator_trains_and_its_log_replays(
     with_layers: bool,
 ) -> None:
     package = layered if with_layers else plain
-    run = _run(tmp_path)
+    run = _begin(package, text, tmp_path, estimator=kind, queries=queries, scaling=with_layers)
 
-    plan, chosen = _train(package, text, run, estimator=kind, queries=queries, scaling=with_layers)
+    plan, selected = _train(run)
 
-    contents = read_journal(run.journal(chosen.attempt))
+    contents = read_journal(run.folder.journal(selected.descent))
     assert contents.header.estimator is kind
-    assert (chosen.header.exponents is not None) == with_layers
-    losses = {evaluation.step: evaluation.loss for evaluation in run.evaluations(chosen.attempt)}
-    assert min(loss for loss in losses.values() if loss is not None) < plan["base_loss"]
-    rows = np.array([record.coefficients for record in contents.records[: chosen.step]])
+    assert (selected.header.exponents is not None) == with_layers
+    losses = [evaluation.loss for evaluation in run.folder.evaluations(selected.descent)]
+    assert min(loss for loss in losses if loss is not None) < plan.base_loss
+    rows = np.array([record.coefficients for record in contents.records[: selected.step]])
     s_K = replay(contents.header, rows, exponents_of(package))
-    assert np.array_equal(s_K, chosen.s_K)
+    assert np.array_equal(s_K, selected.s_K)
 
 
 def test_a_package_without_exponents_gives_plain_logs(plain: Package, text: Path, tmp_path: Path) -> None:
-    _, chosen = _train(plain, text, _run(tmp_path), scaling=True, estimator=EstimatorKind.SPSA)
+    _, selected = _train(_begin(plain, text, tmp_path, scaling=True, estimator=EstimatorKind.SPSA))
 
-    assert chosen.header.exponents is None
+    assert selected.header.exponents is None
 
 
 def test_the_same_run_twice_has_the_same_bits_and_goes_on_after_a_kill(
     layered: Package, text: Path, tmp_path: Path
 ) -> None:
-    _, first = _train(layered, text, _run(tmp_path / "a"))
-    killed = _run(tmp_path / "b")
-    _train(layered, text, killed)
-    journal = killed.journal(0)
+    _, first = _train(_begin(layered, text, tmp_path / "a", scaling=True))
+    killed = _begin(layered, text, tmp_path / "b", scaling=True)
+    _train(killed)
+    journal = killed.folder.journal(0)
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-60])
 
-    _, again = _train(layered, text, killed)
+    _, again = _train(killed)
 
     assert journal.read_bytes() == whole
     assert np.array_equal(first.s_K, again.s_K)
@@ -120,7 +113,7 @@ def test_an_adopted_model_is_rebuilt_from_its_log_and_the_packages_layers(text: 
     home = open_home(tmp_path / "home")
     package = add_exponents(tiny_package(home.blobs))
     record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
-    result = _run_training(home, text)
+    result = train_quickly(home, [text], steps=30, queries=8, scaling=True)
     assert result.outcome.value == "adopted"
     run = RunFolder(home.runs / str(result.run))
     active = Active(package=package.digest, run=run.name)
@@ -135,37 +128,21 @@ def test_an_adopted_model_is_rebuilt_from_its_log_and_the_packages_layers(text: 
     assert refused.value.code == "log-binding"
 
 
-def _run_training(home: Home, text: Path) -> Any:
-    options = replace(QUICK, steps=30, queries=8, scaling=True)
-    return run_training(
-        home,
-        data_paths=[text],
-        steps=None,
-        minutes=None,
-        seed=0,
-        share_log=False,
-        options=options,
-        engine_of=bigram_engine,
-    )
-
-
 @pytest.mark.parametrize("scaling", [False, True])
 def test_the_first_step_size_has_the_same_length_with_and_without_exponents(
     layered: Package, text: Path, tmp_path: Path, scaling: bool
 ) -> None:
-    engine = BigramEngine(layered)
-    setup = setup_of(layered, engine, text, estimator=EstimatorKind.SPLIT, queries=10, scaling=scaling)
-    run = _run(tmp_path)
+    run = _begin(layered, text, tmp_path, estimator=EstimatorKind.SPLIT, queries=10, scaling=scaling)
 
-    epsilon = find_epsilon(setup, run)
-    found = find_learning_rate(setup, run, epsilon["epsilon"], epsilon["g_rms"], 2)
+    scale = find_scale(run)
+    found = find_step_size(run, scale, 2)
 
-    header = setup.header(seed=0, epsilon=1e-3)
-    spread = step_spread(header, setup.exponents)
+    descent = run.descent(seed=0, epsilon=1e-3)
+    header, spread = descent.header, step_spread(descent)
     if not scaling:
         below = header.weights_of(header.blocks()[0][1]).stop
         assert spread == pytest.approx((below / 2 + (layered.k - below) / 8) ** 0.5)
-    assert found["start"] * epsilon["g_rms"] * spread == pytest.approx(STEP_NORM)
+    assert found.start * scale.g_rms * spread == pytest.approx(STEP_NORM)
     assert widest_block(header) == 8
 
 
@@ -195,7 +172,8 @@ def test_a_step_is_as_long_as_predicted_whatever_its_directions_share(kind: str,
         moved += float((sum(parts) ** 2).sum())
         # All blocks have the same projected gradients here: those of the block itself
         felt += float((g_Q**2).mean())
-    assert step_spread(header, exponents) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
+    descent = Descent(header=header, w_base_K=np.zeros(k, dtype=np.float32), exponents=exponents)
+    assert step_spread(descent) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -215,17 +193,16 @@ def test_a_split_is_in_the_middle_of_what_is_masked(
     assert (split.first_upper_tensor, split.lower_queries) == (expected, 2)
 
 
-def test_an_engine_can_share_the_lower_block_of_a_split(layered: Package, text: Path) -> None:
+def test_an_engine_can_share_the_lower_block_of_a_split(layered: Package, text: Path, tmp_path: Path) -> None:
     class Recorder(BigramEngine):
         def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
             self.asked_VK = values_VK
             return super().losses(values_VK, batch)
 
     engine = Recorder(layered)
-    setup = setup_of(layered, engine, text, estimator=EstimatorKind.SPLIT, queries=10)
-    header = setup.header(seed=1, epsilon=1e-3)
+    run = run_of(layered, engine, text, tmp_path, estimator=EstimatorKind.SPLIT, queries=10)
     s_K = np.zeros(layered.k, dtype=np.int64)
-    estimate(engine, setup.batches(0), setup.descent(header), s_K, 0)
+    estimate(engine, run.batches(0), run.descent(seed=1, epsilon=1e-3), s_K, 0)
     lower = sum(layered.counts[: len(layered.counts) // 2])
     # 2 lower and 8 upper directions, both signs of each
     assert len(np.unique(engine.asked_VK[:, :lower], axis=0)) == 4

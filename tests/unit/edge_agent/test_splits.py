@@ -5,8 +5,8 @@ import hashlib
 import pytest
 
 from permille.errors import InputError
-from permille_agent.text import splits as rules
-from permille_agent.text.splits import Split, assign, count, position
+from permille_agent.text import preparation as rules
+from permille_agent.text.preparation import Split, assign, count, position
 
 
 def _groups(number: int) -> list[str]:

@@ -1,7 +1,8 @@
-"""Attempts: their steps, evaluations, ends, and that a resumed one has the same bits."""
+"""Descents: their steps, evaluations, stops, and that a resumed one has the same bits."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +10,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.engines.interface import Engine
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
 from permille.zo.journal import read_journal
-from permille.zo.records import StepFlag
-from permille_agent.state.home import open_home
-from permille_agent.training import steps as trainer
-from permille_agent.training.progress import SilentProgress
-from permille_agent.training.run import Evaluation, Json, RunFolder, open_run
-from permille_agent.training.run_clock import RunClock
-from permille_agent.training.steps import (
-    MAX_ATTEMPTS,
-    Chosen,
-    attempt_header,
-    make_plan,
-    state_of,
-    train_attempts,
-)
-from permille_agent.training.stopping import End, end_of
+from permille.zo.records import StepFlag, coefficients_of
+from permille.zo.replay import replay
+from permille_agent.training import steps
+from permille_agent.training.plan import Plan, make_plan
+from permille_agent.training.run import Evaluation, Run, RunClock, RunFolder, StopPoint
+from permille_agent.training.steps import MAX_DESCENTS, SelectedState, planned_descent, train
+from permille_agent.training.stopping import Stop, stop_of
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
-from tests.unit.edge_agent.runs import setup_of, user_text
+from tests.unit.edge_agent.runs import run_of, user_text
 
 
 class SpoiltEngine(BigramEngine):
@@ -59,216 +51,185 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return user_text(tmp_path_factory.mktemp("text"))
 
 
-def _run(tmp_path: Path) -> RunFolder:
-    return open_run(open_home(tmp_path / "home"), {"test": 1})
+def _begin(package: Package, text: Path, folder: Path, **changes: Any) -> Run:
+    return run_of(package, BigramEngine(package), text, folder, **changes)
 
 
-def _train(
-    package: Package, text: Path, run: RunFolder, engine: Engine | None = None, **changes: Any
-) -> tuple[Json, Chosen]:
-    setup = setup_of(package, engine or BigramEngine(package), text, **changes)
-    clock = RunClock(run)
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    return plan, train_attempts(setup, run, plan, SilentProgress(), clock)
+def _train(run: Run) -> tuple[Plan, SelectedState]:
+    plan = make_plan(run)
+    return plan, train(run, plan)
 
 
-def test_steps_are_journalled_and_the_best_evaluation_is_chosen(
+def test_steps_are_journalled_and_the_best_evaluation_is_selected(
     package: Package, text: Path, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path)
+    run = _begin(package, text, tmp_path, steps=20)
 
-    plan, chosen = _train(package, text, run, steps=20)
+    plan, selected = _train(run)
 
-    contents = read_journal(run.journal(0))
-    assert len(contents.records) == chosen.steps == 20
-    losses = {evaluation.step: evaluation.loss for evaluation in run.evaluations(0)}
+    contents = read_journal(run.folder.journal(0))
+    assert len(contents.records) == selected.steps == 20
+    losses = {evaluation.step: evaluation.loss for evaluation in run.folder.evaluations(0)}
     assert list(losses) == list(range(21))
-    assert losses[0] == plan["base_loss"]
-    assert losses[chosen.step] == min(loss for loss in losses.values() if loss is not None)
-    assert losses[chosen.step] < plan["base_loss"]
-    assert (chosen.s_K == state_of(contents.header, contents.records[: chosen.step])).all()
-    assert chosen.stopped == "steps"
+    assert losses[0] == plan.base_loss
+    assert losses[selected.step] == min(loss for loss in losses.values() if loss is not None)
+    assert (losses[selected.step] or math.inf) < plan.base_loss
+    coefficients_TQ = coefficients_of(contents.records[: selected.step], contents.header)
+    assert (selected.s_K == replay(contents.header, coefficients_TQ)).all()
+    assert selected.stopped is Stop.STEPS
 
 
 def test_the_plan_is_written_before_the_first_step_and_holds_what_the_header_needs(
     package: Package, text: Path, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text)
-    plan = make_plan(setup, run, SilentProgress(), RunClock(run))
+    run = _begin(package, text, tmp_path)
 
-    assert run.load("plan") == plan
-    assert not run.journal(0).exists()
-    header = attempt_header(setup, plan, 0)
-    assert (header.epsilon, header.learning_rate) == (plan["epsilon"], plan["learning_rate"])
-    assert header.total_steps == plan["total_steps"] == setup.options.steps
-    assert header.seed == setup.options.seed
+    plan = make_plan(run)
+
+    assert run.folder.load("plan", Plan) == plan
+    assert not run.folder.journal(0).exists()
+    header = planned_descent(run, plan, 0, plan.total_steps).header
+    assert (header.epsilon, header.learning_rate) == (plan.epsilon, plan.learning_rate)
+    assert header.total_steps == plan.total_steps == run.options.steps
+    assert header.seed == run.options.seed
 
 
-def test_the_same_run_twice_has_the_same_bits(package: Package, text: Path, tmp_path: Path) -> None:
-    first = _train(package, text, _run(tmp_path / "a"))
-    second = _train(package, text, _run(tmp_path / "b"))
+def test_the_same_run_twice_has_the_same_bits_and_another_seed_others(
+    package: Package, text: Path, tmp_path: Path
+) -> None:
+    first, second, other = (
+        _train(_begin(package, text, tmp_path / name, seed=seed))
+        for name, seed in (("a", 0), ("b", 0), ("c", 5))
+    )
 
     assert first[0] == second[0]
     assert (first[1].s_K == second[1].s_K).all()
     assert (first[1].step, first[1].header) == (second[1].step, second[1].header)
-
-
-def test_another_seed_goes_another_way(package: Package, text: Path, tmp_path: Path) -> None:
-    first = _train(package, text, _run(tmp_path / "a"))
-    second = _train(package, text, _run(tmp_path / "b"), seed=5)
-
-    assert (first[1].s_K != second[1].s_K).any()
-
-
-def test_patience_ends_a_run_that_learns_no_more(package: Package, text: Path, tmp_path: Path) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text, steps=40, patience=2)
-    clock = RunClock(run)
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    plan = {**plan, "learning_rate": plan["learning_rate"] * 1e-9}
-
-    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
-
-    assert chosen.stopped == "patience"
-    assert chosen.steps < 40
+    assert (first[1].s_K != other[1].s_K).any()
 
 
 def test_a_growing_loss_halves_the_steps_and_starts_again(
     package: Package, text: Path, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text, steps=30)
-    clock = RunClock(run)
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    run.store("plan", {**plan, "learning_rate": plan["learning_rate"] * 40})
-    plan = run.require("plan")
+    run = _begin(package, text, tmp_path, steps=30)
+    plan = make_plan(run)
+    plan = replace(plan, learning_rate=plan.learning_rate * 40)
 
-    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
+    selected = train(run, plan)
 
-    assert chosen.attempt > 0
-    rates = [read_journal(run.journal(n)).header.learning_rate for n in range(chosen.attempt + 1)]
-    assert rates == [plan["learning_rate"] * 0.5**n for n in range(len(rates))]
+    assert selected.descent > 0
+    rates = [read_journal(run.folder.journal(n)).header.learning_rate for n in range(selected.descent + 1)]
+    assert rates == [plan.learning_rate * 0.5**n for n in range(len(rates))]
 
 
-def test_a_level_attempt_is_followed_by_one_with_half_and_the_best_of_all_is_chosen(
+def test_a_level_descent_is_followed_by_one_with_half_and_the_best_of_all_is_selected(
     package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text, steps=20)
-    clock = RunClock(run)
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    _level_at(18, monkeypatch)
+    run = _begin(package, text, tmp_path / "run", steps=20)
+    plan = make_plan(run)
+    _stop_at(18, monkeypatch)
 
-    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
+    selected = train(run, plan)
     # With a time limit, two steps are left.
-    hurried_run = _run(tmp_path / "hurried")
-    hurried = train_attempts(setup, hurried_run, {**plan, "limit_s": 1e9}, SilentProgress(), clock)
+    hurried_run = _begin(package, text, tmp_path / "hurried", steps=20)
+    hurried = train(hurried_run, replace(plan, limit_s=1e9))
 
-    every = range(MAX_ATTEMPTS)
-    losses = [min(e.loss or math.inf for e in run.evaluations(attempt)) for attempt in every]
-    assert (chosen.loss, chosen.stopped) == (min(losses), "steps")
-    assert chosen.attempt == losses.index(min(losses))
-    journals = [read_journal(run.journal(attempt)) for attempt in every]
+    every = range(MAX_DESCENTS)
+    losses = [min(e.loss or math.inf for e in run.folder.evaluations(descent)) for descent in every]
+    assert (selected.loss, selected.stopped) == (min(losses), Stop.STEPS)
+    assert selected.descent == losses.index(min(losses))
+    journals = [read_journal(run.folder.journal(descent)) for descent in every]
     assert [journal.header.learning_rate for journal in journals] == [
-        plan["learning_rate"] / 2**attempt for attempt in every
+        plan.learning_rate / 2**descent for descent in every
     ]
-    assert [journal.header.total_steps for journal in journals] == [20] * MAX_ATTEMPTS
-    assert [len(journal.records) for journal in journals] == [18] * (MAX_ATTEMPTS - 1) + [20]
-    second = read_journal(hurried_run.journal(1))
+    assert [journal.header.total_steps for journal in journals] == [20] * MAX_DESCENTS
+    assert [len(journal.records) for journal in journals] == [18] * (MAX_DESCENTS - 1) + [20]
+    second = read_journal(hurried_run.folder.journal(1))
     assert (second.header.total_steps, len(second.records)) == (2, 2)
-    assert hurried_run.evaluations(1)[-1].step == 2
-    assert (hurried.attempt, hurried.steps, hurried.stopped) == (0, 18, "steps")
-    assert hurried.loss < min(e.loss or math.inf for e in hurried_run.evaluations(1))
-    again = train_attempts(setup, hurried_run, {**plan, "limit_s": 1e9}, SilentProgress(), clock)
-    assert (again.attempt, again.step) == (hurried.attempt, hurried.step)
+    assert hurried_run.folder.evaluations(1)[-1].step == 2
+    assert (hurried.descent, hurried.steps, hurried.stopped) == (0, 18, Stop.STEPS)
+    assert hurried.loss < min(e.loss or math.inf for e in hurried_run.folder.evaluations(1))
+    again = train(hurried_run, replace(plan, limit_s=1e9))
+    assert (again.descent, again.step) == (hurried.descent, hurried.step)
 
 
-def test_no_attempt_begins_where_a_time_limit_leaves_no_step(
+def test_no_descent_begins_where_a_time_limit_leaves_no_step(
     package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text, steps=20)
-    clock = RunClock(run)
-    plan = {**make_plan(setup, run, SilentProgress(), clock), "limit_s": 1e9}
-    _level_at(20, monkeypatch, End.DIVERGED)
+    run = _begin(package, text, tmp_path, steps=20)
+    plan = replace(make_plan(run), limit_s=1e9)
+    _stop_at(20, monkeypatch, Stop.DIVERGED)
 
-    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
+    selected = train(run, plan)
 
-    assert (chosen.attempt, chosen.step, chosen.stopped) == (0, 0, "diverged")
-    assert not run.journal(1).exists()
+    assert (selected.descent, selected.step, selected.stopped) == (0, 0, Stop.DIVERGED)
+    assert not run.folder.journal(1).exists()
 
 
-def test_no_attempt_begins_after_the_time_limit(
+def test_no_descent_begins_after_the_time_limit(
     package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text, steps=20)
-    clock = RunClock(run)
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    _level_at(10, monkeypatch)
-    monkeypatch.setattr(clock, "passed", lambda attempt, *_: attempt > 0)
+    run = _begin(package, text, tmp_path, steps=20)
+    plan = make_plan(run)
+    _stop_at(10, monkeypatch)
+    monkeypatch.setattr(run.clock, "passed", lambda descent, *_: descent > 0)
 
-    chosen = train_attempts(setup, run, {**plan, "limit_s": 1e9}, SilentProgress(), clock)
+    selected = train(run, replace(plan, limit_s=1e9))
 
-    assert (chosen.attempt, chosen.steps, chosen.stopped) == (0, 10, "level")
-    assert not run.journal(1).exists()
+    assert (selected.descent, selected.steps, selected.stopped) == (0, 10, Stop.LEVEL)
+    assert not run.folder.journal(1).exists()
 
 
-def _level_at(level_step: int, monkeypatch: pytest.MonkeyPatch, found: End = End.LEVEL) -> None:
-    """Let each attempt of 20 steps but the last be level, or `found`, at a step."""
+def _stop_at(wanted_step: int, monkeypatch: pytest.MonkeyPatch, found: Stop = Stop.LEVEL) -> None:
+    """Let each descent of 20 steps but the last be level, or `found`, at a step."""
 
-    def end(
+    def stop(
         evaluations: Sequence[Evaluation], *, step: int, total_steps: int, last: bool, **others: Any
-    ) -> End | None:
-        if step == level_step and total_steps == 20 and not last:
+    ) -> Stop | None:
+        if step == wanted_step and total_steps == 20 and not last:
             return found
-        return end_of(evaluations, step=step, total_steps=total_steps, last=True, **others)
+        return stop_of(evaluations, step=step, total_steps=total_steps, last=True, **others)
 
-    monkeypatch.setattr(trainer, "end_of", end)
+    monkeypatch.setattr(steps, "stop_of", stop)
 
 
-def test_when_every_step_size_diverges_the_base_is_chosen(
+def test_when_every_step_size_diverges_the_base_is_selected(
     package: Package, text: Path, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text, steps=30)
-    clock = RunClock(run)
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    plan = {**plan, "learning_rate": plan["learning_rate"] * 1e5}
+    run = _begin(package, text, tmp_path, steps=30)
+    plan = make_plan(run)
 
-    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
+    selected = train(run, replace(plan, learning_rate=plan.learning_rate * 1e5))
 
-    assert (chosen.stopped, chosen.step, chosen.attempt) == ("diverged", 0, MAX_ATTEMPTS - 1)
-    assert not chosen.s_K.any()
+    assert (selected.stopped, selected.step, selected.descent) == (Stop.DIVERGED, 0, MAX_DESCENTS - 1)
+    assert not selected.s_K.any()
 
 
 def test_some_losses_that_are_not_finite_are_rejected_steps(
     package: Package, text: Path, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text, steps=60)
-    plan = make_plan(setup, run, SilentProgress(), RunClock(run))
+    run = _begin(package, text, tmp_path, steps=60)
+    plan = make_plan(run)
     spoilt = SpoiltEngine(package, lambda losses, call: losses * (np.nan if call % 20 == 0 else 1))
 
-    _, chosen = _train(package, text, run, spoilt, steps=60)
+    _, selected = _train(replace(run, engine=spoilt))
 
-    flags = [record.flags for record in read_journal(run.journal(0)).records]
+    flags = [record.flags for record in read_journal(run.folder.journal(0)).records]
     assert [step for step, flag in enumerate(flags) if StepFlag.REJECTED in flag] == [19, 39, 59]
-    assert chosen.stopped == "steps"
-    assert math.isfinite(plan["base_loss"])
+    assert selected.stopped is Stop.STEPS
+    assert math.isfinite(plan.base_loss)
 
 
 def test_many_losses_that_are_not_finite_end_the_run_with_the_base(
     package: Package, text: Path, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path)
-    make_plan(setup_of(package, BigramEngine(package), text), run, SilentProgress(), RunClock(run))
+    run = _begin(package, text, tmp_path)
+    make_plan(run)
     spoilt = SpoiltEngine(package, lambda losses, call: losses * np.nan)
 
-    _, chosen = _train(package, text, run, spoilt)
+    _, selected = _train(replace(run, engine=spoilt))
 
-    assert (chosen.stopped, chosen.step) == ("rejected", 0)
+    assert (selected.stopped, selected.step) == (Stop.REJECTED, 0)
 
 
 class FakeClock:
@@ -285,34 +246,32 @@ class FakeClock:
 def test_a_time_limit_decides_how_many_steps_and_a_restart_ends_at_the_same(
     package: Package, text: Path, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path)
-    setup = setup_of(package, BigramEngine(package), text, steps=None, minutes=2.0)
-    clock = RunClock(run, monotonic=FakeClock())
-    plan = make_plan(setup, run, SilentProgress(), clock)
-    chosen = train_attempts(setup, run, plan, SilentProgress(), clock)
+    run = _begin(package, text, tmp_path, steps=None, minutes=2.0)
+    run = replace(run, clock=RunClock(run.folder, monotonic=FakeClock()))
+    plan, selected = _train(run)
 
-    late = RunClock(run, monotonic=FakeClock())
-    again = train_attempts(setup, run, plan, SilentProgress(), late)
+    late = replace(run, clock=RunClock(run.folder, monotonic=FakeClock()))
+    again = train(late, plan)
 
-    assert 1 <= chosen.steps <= plan["total_steps"] < 120
-    assert (again.step, again.steps) == (chosen.step, chosen.steps)
-    assert (again.s_K == chosen.s_K).all()
+    assert 1 <= selected.steps <= plan.total_steps < 120
+    assert (again.step, again.steps) == (selected.step, selected.steps)
+    assert (again.s_K == selected.s_K).all()
 
 
 def test_time_spent_counts_across_restarts(tmp_path: Path) -> None:
-    run = _run(tmp_path)
-    clock = RunClock(run, monotonic=FakeClock())
+    folder = RunFolder(tmp_path)
+    clock = RunClock(folder, monotonic=FakeClock())
     for _ in range(30):
         clock.seconds()
     clock.store()
 
-    later = RunClock(run, monotonic=FakeClock())
+    later = RunClock(folder, monotonic=FakeClock())
 
     assert not later.passed(0, 3, 54.0)
     for _ in range(30):
         later.seconds()
     assert not later.passed(0, 4, None)
     assert later.passed(0, 4, 54.0)
-    assert run.load("stop") == {"attempt": 0, "step": 4}
-    assert RunClock(run, monotonic=FakeClock()).passed(0, 5, 54.0)
-    assert not RunClock(run, monotonic=FakeClock()).passed(0, 3, 54.0)
+    assert folder.load("stop", StopPoint) == StopPoint(descent=0, step=4)
+    assert RunClock(folder, monotonic=FakeClock()).passed(0, 5, 54.0)
+    assert not RunClock(folder, monotonic=FakeClock()).passed(0, 3, 54.0)

@@ -20,10 +20,10 @@ from permille.errors import InputError, OperatorError, PackageError, PermilleErr
 from permille.schemas.runs import Outcome
 from permille_agent.daemon import training_child
 from permille_agent.daemon.training_child import TrainingRequest, train_in_child
-from permille_agent.state.home import Home
+from permille_agent.state.home import Home, as_json
 from permille_agent.state.lock import LockedError, hold_lock
 
-REQUEST = TrainingRequest(data_paths=(Path("/no/such/file.txt"),), minutes=1.0, seed=0, share_log=False)
+REQUEST = TrainingRequest(data_paths=(Path("/no/such/file.txt"),), minutes=1.0, share_log=False)
 
 # A child whose training is the given function: it replaces the module that the child imports.
 CHILD = """
@@ -31,7 +31,8 @@ import sys, types
 from types import SimpleNamespace
 from permille.errors import *
 module = types.ModuleType("permille_agent.training.train")
-def run_training(home, *, data_paths, steps, minutes, seed, share_log, stop_event, engine_of):
+def run_training(home, data_paths, options, context):
+    stop = context.stop
 {body}
 module.run_training = run_training
 sys.modules["permille_agent.training.train"] = module
@@ -58,8 +59,8 @@ def test_the_child_is_handed_the_request_and_its_outcome_comes_back(
     home: Home, child_doing: Callable[[str], None]
 ) -> None:
     child_doing(
-        "assert steps is None and (minutes, seed, share_log) == (1.0, 0, False)\n"
-        "assert engine_of.name == 'auto'\n"
+        "assert (options.steps, options.minutes, context.share_log) == (None, 1.0, False)\n"
+        "assert context.engine_of.name == 'auto'\n"
         "assert [str(path) for path in data_paths] == ['/no/such/file.txt']\n"
         "print('chatter of a library')\n"
         "return SimpleNamespace(outcome='kept_base')"
@@ -116,8 +117,8 @@ def test_a_child_that_dies_is_tried_again_later(
         train_in_child(home, REQUEST, lambda: True)
 
 
-def test_a_child_is_stopped_by_its_leash(home: Home, child_doing: Callable[[str], None]) -> None:
-    child_doing("stop_event.wait(60)\nreturn SimpleNamespace(outcome='interrupted')")
+def test_a_child_is_stopped_by_its_parents_pipe(home: Home, child_doing: Callable[[str], None]) -> None:
+    child_doing("stop.wait(60)\nreturn SimpleNamespace(outcome='interrupted')")
     asked = iter([True, False])
     assert train_in_child(home, REQUEST, lambda: next(asked)) == "interrupted"
 
@@ -132,12 +133,12 @@ def test_a_child_that_does_not_stop_is_killed(
 
 
 def test_a_child_outlives_signals_but_not_its_parent(home: Home) -> None:
-    body = "    stop_event.wait(60)\n    return SimpleNamespace(outcome='interrupted')"
+    body = "    stop.wait(60)\n    return SimpleNamespace(outcome='interrupted')"
     command = [sys.executable, "-c", CHILD.format(body=body)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        line = {"home": str(home.root), "data_paths": [], "minutes": 1.0, "seed": 0, "share_log": False}
+        line = {"home": str(home.root), "request": as_json(REQUEST)}
         child.stdin.write(json.dumps(line) + "\n")
         child.stdin.flush()
         while not (home.root / "agent.lock.holder").exists():
@@ -147,7 +148,7 @@ def test_a_child_outlives_signals_but_not_its_parent(home: Home) -> None:
         time.sleep(0.2)
         assert psutil.Process(child.pid).is_running()
         child.stdin.close()  # as the death of the parent does
-        assert json.loads(child.stdout.readlines()[-1]) == {"outcome": "interrupted"}
+        assert json.loads(child.stdout.readlines()[-1])["outcome"] == "interrupted"
 
 
 def test_the_answer_is_what_the_schema_calls_an_outcome(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_the_answer_is_what_the_schema_calls_an_outcome(home: Home, monkeypatch:
     module.run_training = lambda *_, **__: types.SimpleNamespace(outcome=Outcome.ADOPTED)
     monkeypatch.setitem(sys.modules, "permille_agent.training.train", module)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    line = {"home": str(home.root), "data_paths": [], "minutes": 1.0, "seed": 0, "share_log": False}
+    line = {"home": str(home.root), "request": as_json(REQUEST)}
     output = io.StringIO()
     assert training_child.run_child(io.StringIO(json.dumps(line) + "\n"), output) == 0
-    assert json.loads(output.getvalue()) == {"outcome": "adopted"}
+    assert json.loads(output.getvalue())["outcome"] == "adopted"

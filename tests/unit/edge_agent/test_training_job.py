@@ -1,11 +1,13 @@
 """A whole run on a small model: adopted, kept, refused, failed, interrupted, killed at every write."""
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,48 +20,35 @@ from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
 from permille.package.reader import Package
-from permille.schemas.runs import Outcome, RunMetrics
+from permille.schemas.runs import Outcome
 from permille.zo.estimators import Batch
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
-from permille_agent.state.activation import Active, activate, active_model
 from permille_agent.state.home import Home
-from permille_agent.state.releases import InstalledRelease, record_installed
-from permille_agent.training.interruption import InterruptibleEngine
+from permille_agent.state.models import Active, InstalledRelease, activate, active_model, record_installed
+from permille_agent.training.engines import interruptible
 from permille_agent.training.outcome import RunResult
 from permille_agent.training.personal import canonical_log, model_values
 from permille_agent.training.run import RunFolder, find_run, list_runs
-from permille_agent.training.train import run_training
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import tiny_package
-from tests.unit.edge_agent.runs import QUICK, home_with_package, user_text
+from tests.unit.edge_agent.runs import QUICK, home_with_package, train_quickly, user_text
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-def _train(home: Home, text: Path, **changes: object) -> RunResult:
-    arguments: dict[str, object] = {
-        "data_paths": [text],
-        "steps": None,
-        "minutes": None,
-        "seed": 0,
-        "share_log": False,
-        "options": QUICK,
-        "engine_of": bigram_engine,
-    }
-    return run_training(home, **{**arguments, **changes})  # type: ignore[arg-type]
+def _train(home: Home, *data_paths: Path, **changes: Any) -> RunResult:
+    return train_quickly(home, data_paths, **changes)
 
 
 def _end_of(home: Home, result: RunResult) -> tuple[object, ...]:
     """What has to be the same to the bit, however often a run was killed."""
-    assert result.run is not None
     run = find_run(home, result.run)
-    decision = run.require("decision")
-    plan = run.require("plan")
-    return result.outcome, decision, plan, run.evaluations(0), canonical_log(run), active_model(home)
+    evaluations = run.evaluations(0)
+    return result.outcome, result.decision, result.plan, evaluations, canonical_log(run), active_model(home)
 
 
 def test_a_run_that_learns_is_adopted(tmp_path: Path) -> None:
@@ -69,11 +58,11 @@ def test_a_run_that_learns_is_adopted(tmp_path: Path) -> None:
 
     assert result.outcome is Outcome.ADOPTED
     assert active_model(home) == Active(package=package.digest, run=result.run)
-    decision = result.details["decision"]
-    assert decision["loss_personal"] < decision["loss_base"]
-    assert decision["against_base"]["low"] > 0
-    metrics = RunMetrics.model_validate(result.details["metrics"])
-    assert metrics.state_digest == decision["state_digest"]
+    decision, metrics = result.decision, result.metrics
+    assert decision is not None and decision.against_base is not None and metrics is not None
+    assert (decision.loss_personal or math.inf) < (decision.loss_base or 0.0)
+    assert decision.against_base.low > 0
+    assert metrics.state_digest == decision.state_digest
     assert (metrics.steps, metrics.k, metrics.release) == (12, package.k, "tiny")
     assert metrics.test_tokens >= 2000
     assert metrics.peak_rss_bytes > 1 << 20
@@ -88,8 +77,8 @@ def test_the_shared_log_replays_to_the_state_that_is_used(tmp_path: Path) -> Non
 
     s_K = replay(log.header, log.coefficients_TQ)
     exponent = log.header.step_unit_exponent
-    decision = run.require("decision")
-    assert decision["state_digest"] == state_digest(
+    assert result.decision is not None
+    assert result.decision.state_digest == state_digest(
         s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent
     )
     active = active_model(home)
@@ -103,9 +92,10 @@ def test_without_consent_no_log_and_no_state_digest_is_laid_out(tmp_path: Path) 
 
     result = _train(home, user_text(tmp_path))
 
-    assert result.details["metrics"]["state_digest"] is None
-    assert result.details["metrics"]["log_bytes"] > 0
-    assert not (home.runs / str(result.run) / "shared.log").exists()
+    assert result.metrics is not None
+    assert result.metrics.state_digest is None
+    assert result.metrics.log_bytes > 0
+    assert not (home.runs / result.run / "shared.log").exists()
 
 
 def test_the_outcome_and_the_metrics_hold_no_text_and_no_path(tmp_path: Path) -> None:
@@ -141,7 +131,7 @@ def test_what_is_not_surely_better_is_not_adopted(tmp_path: Path) -> None:
 
     assert result.outcome is Outcome.KEPT_BASE
     assert active_model(home) == Active(package=package.digest)
-    assert result.details["decision"]["adopted"] is False
+    assert result.decision is not None and result.decision.adopted is False
 
 
 def test_too_little_text_is_refused_and_reported_once(tmp_path: Path) -> None:
@@ -155,7 +145,7 @@ def test_too_little_text_is_refused_and_reported_once(tmp_path: Path) -> None:
     assert "expected at least 4800 tokens" in first.message
     assert (first.known, second.known) == (False, True)
     assert len(list_runs(home)) == 1
-    assert RunMetrics.model_validate(first.details["metrics"]).package_digest == package.digest
+    assert first.metrics is not None and first.metrics.package_digest == package.digest
     assert active_model(home) == Active(package=package.digest)
 
 
@@ -166,7 +156,7 @@ def test_losses_that_are_never_finite_end_as_failed(tmp_path: Path) -> None:
 
     assert result.outcome is Outcome.FAILED
     assert "relative error" in result.message
-    assert RunMetrics.model_validate(result.details["metrics"]).steps == 0
+    assert result.metrics is not None and result.metrics.steps == 0
     assert active_model(home) == Active(package=package.digest)
 
 
@@ -191,23 +181,22 @@ def test_nothing_installed_and_unusable_paths_are_refused(tmp_path: Path) -> Non
     home, _ = home_with_package(tmp_path / "home")
     with pytest.raises(InputError, match="found none"):
         _train(home, tmp_path / "missing.txt")
-    with pytest.raises(InputError, match="both or neither"):
-        run_training(home, data_paths=[tmp_path], steps=3, minutes=1.0, seed=0, share_log=False)
 
 
 def test_a_new_run_replaces_the_active_one_only_where_it_is_better(tmp_path: Path) -> None:
     home, package = home_with_package(tmp_path / "home")
     text = user_text(tmp_path)
-    long = _train(home, text, options=replace(QUICK, steps=40))
+    long = _train(home, text, steps=40)
 
-    short = _train(home, text, options=replace(QUICK, steps=10))
+    short = _train(home, text, steps=10)
 
     assert long.outcome is Outcome.ADOPTED
     assert short.outcome is Outcome.KEPT_BASE
-    assert short.details["decision"]["against_base"]["low"] > 0
-    assert short.details["decision"]["against_active"]["low"] <= 0
+    assert short.decision is not None
+    assert short.decision.against_base is not None and short.decision.against_base.low > 0
+    assert short.decision.against_active is not None and short.decision.against_active.low <= 0
     assert active_model(home) == Active(package=package.digest, run=long.run)
-    longer = _train(home, text, options=replace(QUICK, steps=120))
+    longer = _train(home, text, steps=120)
     assert longer.outcome is Outcome.ADOPTED
     assert active_model(home) == Active(package=package.digest, run=longer.run)
 
@@ -215,17 +204,17 @@ def test_a_new_run_replaces_the_active_one_only_where_it_is_better(tmp_path: Pat
 def test_a_new_package_replaces_a_personalised_one_only_once_training_on_it_is_better(tmp_path: Path) -> None:
     home, old = home_with_package(tmp_path / "home")
     text = user_text(tmp_path)
-    first = _train(home, text, options=replace(QUICK, steps=40))
+    first = _train(home, text, steps=40)
     new = tiny_package(home.blobs, seed=1)
     record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=new.digest))
 
     assert active_model(home) == Active(package=old.digest, run=first.run)
-    weak = _train(home, text, options=replace(QUICK, steps=3))
+    weak = _train(home, text, steps=3)
     assert (weak.outcome, active_model(home)) == (
         Outcome.KEPT_BASE,
         Active(package=old.digest, run=first.run),
     )
-    strong = _train(home, text, options=replace(QUICK, steps=120))
+    strong = _train(home, text, steps=120)
     assert strong.outcome is Outcome.ADOPTED
     assert active_model(home) == Active(package=new.digest, run=strong.run)
 
@@ -237,9 +226,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     home, _ = home_with_package(tmp_path / "home")
     for calls in (1, 9, 7, 6, 3):
         stop = threading.Event()
-        interrupted = _train(
-            home, text, stop_event=stop, engine_of=lambda p, s=stop, c=calls: _StopsAfter(p, s, c)
-        )
+        interrupted = _train(home, text, stop=stop, engine_of=lambda p, s=stop, c=calls: _StopsAfter(p, s, c))
         assert interrupted.outcome is Outcome.INTERRUPTED
 
     assert _end_of(home, _train(home, text)) == expected
@@ -263,7 +250,7 @@ class _StopsAfter(BigramEngine):
 
 def test_the_interruptible_engine_passes_everything_through(tmp_path: Path) -> None:
     package = tiny_package(tmp_path)
-    plain, wrapped = BigramEngine(package), InterruptibleEngine(BigramEngine(package), threading.Event())
+    plain, wrapped = BigramEngine(package), interruptible(BigramEngine(package), threading.Event())
     prompt = np.array([5, 6])
 
     assert wrapped.k == plain.k
@@ -295,13 +282,13 @@ def _killed_at(number: int, *, torn: bool) -> Iterator[list[int]]:
             raise Killed
         write_all(descriptor, data, offset)
 
-    def evaluation(run: RunFolder, attempt: int, value: object) -> None:
+    def evaluation(run: RunFolder, descent: int, value: object) -> None:
         if due():
             if torn:
-                with run._evaluations_path(attempt).open("ab") as file:
+                with run._evaluations_path(descent).open("ab") as file:
                     file.write(b'{"step": 1, "lo')
             raise Killed
-        append(run, attempt, value)  # type: ignore[arg-type]
+        append(run, descent, value)  # type: ignore[arg-type]
 
     patch = pytest.MonkeyPatch()
     patch.setattr(permille_agent.state.home, "write_atomic", state)
@@ -316,22 +303,22 @@ def _killed_at(number: int, *, torn: bool) -> Iterator[list[int]]:
 
 def test_a_kill_at_any_write_changes_nothing_of_the_end(tmp_path: Path) -> None:
     text = user_text(tmp_path)
-    options = replace(QUICK, steps=4, queries=2, batch_rows=1)
+    few: dict[str, Any] = {"steps": 4, "queries": 2, "batch_rows": 1}
     whole, _ = home_with_package(tmp_path / "whole")
     with _killed_at(0, torn=False) as count:
-        expected = _end_of(whole, _train(whole, text, options=options))
+        expected = _end_of(whole, _train(whole, text, **few))
     home, _ = home_with_package(tmp_path / "killed")
     killed = 0
     # Each try is killed one write later than it came so far, so every write is hit, one run through.
     for number in range(1, count[0] + 1):
         with _killed_at(1 + number % 2, torn=number % 3 == 0):
             try:
-                result = _train(home, text, options=options)
+                result = _train(home, text, **few)
                 break
             except Killed:
                 killed += 1
     else:
-        result = _train(home, text, options=options)
+        result = _train(home, text, **few)
 
     assert killed >= count[0] // 2
     assert _end_of(home, result) == expected
@@ -340,9 +327,9 @@ def test_a_kill_at_any_write_changes_nothing_of_the_end(tmp_path: Path) -> None:
 def test_a_flipped_coefficient_is_found_before_the_model_is_used(tmp_path: Path) -> None:
     home, package = home_with_package(tmp_path / "home")
     result = _train(home, user_text(tmp_path))
-    run = find_run(home, str(result.run))
+    run = find_run(home, result.run)
     (run.path / "state.i64").unlink()
-    journal_path = run.journal(run.require("decision")["attempt"])
+    journal_path = run.journal(result.decision.descent if result.decision else 9)
     contents = permille.zo.journal.read_journal(journal_path)
     records = list(contents.records)
     flipped = replace(records[1], coefficients=(records[1].coefficients[0] + 1, *records[1].coefficients[1:]))
@@ -384,8 +371,8 @@ def test_a_run_on_another_package_is_refused(tmp_path: Path) -> None:
 def test_a_journal_that_lost_steps_is_refused(tmp_path: Path) -> None:
     home, package = home_with_package(tmp_path / "home")
     result = _train(home, user_text(tmp_path))
-    run = find_run(home, str(result.run))
-    journal = run.journal(run.require("decision")["attempt"])
+    run = find_run(home, result.run)
+    journal = run.journal(result.decision.descent if result.decision else 9)
     journal.write_bytes(journal.read_bytes()[:-60])
     active = active_model(home)
     assert active is not None
@@ -431,7 +418,7 @@ def test_an_active_model_with_fewer_positions_is_judged_on_rows_that_fit_it(tmp_
     second = _train(home, user_text(tmp_path), engine_of=bounded)
 
     assert second.outcome in (Outcome.ADOPTED, Outcome.KEPT_BASE)
-    assert "against_active" in second.details["decision"]
+    assert second.decision is not None and second.decision.against_active is not None
 
 
 def test_an_active_model_that_cannot_be_opened_protects_nothing(tmp_path: Path) -> None:
@@ -448,7 +435,7 @@ def test_an_active_model_that_cannot_be_opened_protects_nothing(tmp_path: Path) 
 def test_an_active_model_that_no_engine_knows_protects_nothing(tmp_path: Path) -> None:
     home, old = home_with_package(tmp_path / "home")
     text = user_text(tmp_path)
-    first = _train(home, text, options=replace(QUICK, steps=40))
+    first = _train(home, text, steps=40)
     assert first.outcome is Outcome.ADOPTED
     new = tiny_package(home.blobs, seed=1)
     record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=new.digest))
@@ -458,7 +445,7 @@ def test_an_active_model_that_no_engine_knows_protects_nothing(tmp_path: Path) -
             raise InputError("expected a family that this engine knows")
         return bigram_engine(package)
 
-    result = _train(home, text, options=replace(QUICK, steps=120), engine_of=choosy)
+    result = _train(home, text, steps=120, engine_of=choosy)
 
     assert result.outcome is Outcome.ADOPTED
     assert "cannot be opened: expected a family" in result.message
@@ -469,8 +456,8 @@ def test_bad_rows_are_counted_in_the_outcome_and_named_only_beside_it(tmp_path: 
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{not json\n")
 
-    result = _train(home, user_text(tmp_path), data_paths=[user_text(tmp_path), bad])
+    result = _train(home, user_text(tmp_path), bad)
 
-    assert result.details["data"]["bad_rows"] == {"not JSON": 1}
-    assert result.details["bad_row_examples"] == [f"{bad}:1: not JSON"]
+    assert result.data is not None and result.data.bad_rows == {"not JSON": 1}
+    assert result.bad_row_examples == (f"{bad}:1: not JSON",)
     assert "bad.jsonl" not in (home.runs / str(result.run) / "outcome.json").read_text()

@@ -14,8 +14,7 @@ from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.package.transformers_folder import link_transformers_folder
-from permille.quantization import dequantize
-from permille.quantization.types import Scheme
+from permille.quantization import Scheme, dequantize
 from tests.bitsandbytes_decoding import decoded
 from tests.unit.package.tiny import LLAMA, write_tiny
 

@@ -7,7 +7,7 @@ from permille.digests import JSON
 from permille.errors import InputError, OperatorError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
-from permille.quantization.types import QuantizedTensor, Scheme
+from permille.quantization import QuantizedTensor, Scheme
 from permille_workers.context import TaskContext
 from permille_workers.payloads import QuantizationPayload
 from permille_workers.tasks.sources import open_corpus, versions

@@ -14,7 +14,7 @@ from permille.models.families import scoped_tensors
 from permille.package.build import ChosenMask, write_package
 from permille.package.manifest import Quantization
 from permille.package.reader import verify_package
-from permille.quantization.types import Scheme
+from permille.quantization import Scheme
 from permille.sensitivity.scores import fisher_exponents, load_scores
 from permille.store import results
 from permille.store.results import LayerRecord

@@ -15,9 +15,8 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.build import plain_tensors
 from permille.package.layers import write_dense, write_plain
-from permille.quantization import dequantize, quantize
+from permille.quantization import QuantizedTensor, Scheme, dequantize, quantize
 from permille.quantization.report import ErrorReport
-from permille.quantization.types import QuantizedTensor, Scheme
 from permille.sensitivity.plots import error_picture
 from permille.store import results
 from permille_workers.context import Publish, Result, TaskContext
@@ -145,7 +144,7 @@ def _perplexity(
         return progress
 
     before = perplexity(loaded, sequences, progress=part(0.62, "before"))
-    apply_quantized(loaded, coded())
+    apply_quantized(loaded, coded(), None)
     after = perplexity(loaded, sequences, progress=part(0.8, "after"))
     return {
         "tokens": before["tokens"],

@@ -1,0 +1,196 @@
+"""Which packages this device has accepted and installed, and which model is in use.
+
+`releases.json` holds, for each release name, the highest version ever accepted, which is never lowered, not
+even when its download fails; and the package that is installed. `current.json` holds the active model and the
+history that `rollback` goes back through, in one file, so that they change together.
+
+Nothing here deletes a package or a run, so every step back is possible as long as those are kept. Whoever
+calls a function that writes holds the writers' lock.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from permille.errors import InputError, OperatorError, RetryableError
+from permille_agent.state.home import Home, read_record, write_record
+
+MAX_HISTORY = 20
+NOTHING_INSTALLED = "expected an installed package, found none: run `permille-agent pull`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledRelease:
+    """A release whose package is complete and verified in the blob folder.
+
+    Attributes:
+        name: the release's name.
+        version: its version, a number that only grows.
+        manifest_digest: digest of the package's manifest; the package is opened by it.
+    """
+
+    name: str
+    version: int
+    manifest_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedVersion:
+    """The highest version of a release that was ever accepted, and the digest of its manifest."""
+
+    version: int
+    manifest_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Releases:
+    """What `releases.json` holds; `last_versions` by the release's name."""
+
+    installed: InstalledRelease | None = None
+    last_versions: dict[str, AcceptedVersion] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Active:
+    """A model in use.
+
+    Attributes:
+        package: digest of the package.
+        run: folder name of the run below `runs/` whose state personalises it; None is the base model.
+    """
+
+    package: str
+    run: str | None = None
+
+    def __str__(self) -> str:
+        """As messages name it."""
+        return f"the base of {self.package}" if self.run is None else f"run {self.run} on {self.package}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Current:
+    """What `current.json` holds: the active model, and what was active before, the latest last."""
+
+    active: Active | None = None
+    history: tuple[Active, ...] = ()
+
+
+def read_releases(home: Home) -> Releases:
+    """Read what was accepted and installed."""
+    return read_record(home.releases, Releases) or Releases()
+
+
+def installed_release(home: Home) -> InstalledRelease | None:
+    """Read what is installed; None before the first `pull`."""
+    return read_releases(home).installed
+
+
+def forget_versions(home: Home) -> None:
+    """Forget which versions were accepted: they belong to the signing keys of an enrolment that ended."""
+    write_record(home.releases, replace(read_releases(home), last_versions={}))
+
+
+def record_accepted(home: Home, name: str, accepted: AcceptedVersion) -> None:
+    """Remember a version as accepted, before its download: nothing older is accepted from now on."""
+    releases = read_releases(home)
+    versions = {**releases.last_versions, name: accepted}
+    write_record(home.releases, replace(releases, last_versions=versions))
+
+
+def record_installed(home: Home, release: InstalledRelease) -> None:
+    """Switch to a package that is complete and verified. The active personalisation is not touched."""
+    write_record(home.releases, replace(read_releases(home), installed=release))
+
+
+def active_model(home: Home) -> Active | None:
+    """Find the model in use: the personalised one that was activated, else the installed package's base.
+
+    A base has nothing to lose, so a newer package replaces it as soon as it is installed. None before the
+    first `pull`.
+    """
+    stored = _read(home).active
+    if stored is not None and stored.run is not None:
+        return stored
+    installed = installed_release(home)
+    return stored if installed is None else Active(package=installed.manifest_digest)
+
+
+def require_active(home: Home) -> Active:
+    """Find the model in use.
+
+    Raises:
+        OperatorError: nothing is installed.
+    """
+    if (active := active_model(home)) is None:
+        raise OperatorError(NOTHING_INSTALLED)
+    return active
+
+
+def history(home: Home) -> tuple[Active, ...]:
+    """Read what was active before, the latest last."""
+    return _read(home).history
+
+
+def activate(home: Home, new: Active, *, expected: Active | None) -> None:
+    """Make `new` the active model; doing it twice changes nothing.
+
+    Args:
+        home: the home folder.
+        new: what to activate.
+        expected: what is thought to be active. A decision that was made against another model is not carried
+            out.
+
+    Raises:
+        RetryableError: something else is active by now.
+    """
+    now = active_model(home)
+    if now == new:
+        _write(home, new, history(home))
+        return
+    if now != expected:
+        raise RetryableError(
+            f"expected {expected or 'no model'} to be active still, {now or 'no model'} is: run it again"
+        )
+    _write(home, new, (*history(home), *(() if now is None else (now,))))
+
+
+def rollback(home: Home) -> Active:
+    """Go back to what was active before, and return it.
+
+    Raises:
+        InputError: nothing was active before.
+    """
+    before = history(home)
+    if not before:
+        raise InputError("expected an earlier model to go back to, there is none")
+    _write(home, before[-1], before[:-1])
+    return before[-1]
+
+
+def reset(home: Home) -> Active:
+    """Go back to the base model of the installed package; the personalised one stays in the history.
+
+    Raises:
+        InputError: no package is installed and none is active.
+    """
+    now, installed = active_model(home), installed_release(home)
+    if installed is not None:
+        base = Active(package=installed.manifest_digest)
+    elif now is not None:
+        base = Active(package=now.package)
+    else:
+        raise InputError(NOTHING_INSTALLED)
+    activate(home, base, expected=now)
+    return base
+
+
+def referenced_models(home: Home) -> tuple[Active, ...]:
+    """List the models that are active or can be rolled back to: their packages and runs are kept."""
+    now = active_model(home)
+    return (*history(home), *(() if now is None else (now,)))
+
+
+def _read(home: Home) -> Current:
+    return read_record(home.current, Current) or Current()
+
+
+def _write(home: Home, active: Active, before: tuple[Active, ...]) -> None:
+    write_record(home.current, Current(active=active, history=before[-MAX_HISTORY:]))
