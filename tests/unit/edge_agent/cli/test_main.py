@@ -28,7 +28,7 @@ from permille_agent.state.home import Home
 from permille_agent.state.models import Active, activate, active_model
 from tests.device_service import INVITATION, DeviceService, Fault
 from tests.unit.edge_agent.samples import RUN_ID, metrics
-from tests.unit.edge_agent.test_lock import another_process_holds
+from tests.unit.edge_agent.state.test_lock import another_process_holds
 
 OWN_COMMANDS = (
     "enroll", "pull", "status", "report", "share-log", "unenroll", "run", "install-service", "policy", "data",

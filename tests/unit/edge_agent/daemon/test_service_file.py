@@ -10,7 +10,7 @@ import pytest
 from permille.errors import InputError, OperatorError
 from permille_agent.daemon.service_file import agent_command, install_service, service_file, systemd_unit
 
-DEPLOY = Path(__file__).parents[3] / "deploy/systemd"
+DEPLOY = Path(__file__).parents[4] / "deploy/systemd"
 COMMAND = ["/opt/agent/bin/permille-agent", "--home", "/home/me/.local/share/permille-agent", "run"]
 
 

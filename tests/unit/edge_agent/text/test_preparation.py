@@ -1,0 +1,179 @@
+"""From documents to rows: complete, divided, named by a digest, bad conversations counted."""
+
+import hashlib
+import json
+
+import pytest
+
+from permille.errors import InputError, PackageError
+from permille_agent.text.documents import Conversation, Document, PlainText
+from permille_agent.text.preparation import (
+    MAX_SELECT_TOKENS,
+    MAX_TEST_TOKENS,
+    MIN_SELECT_TOKENS,
+    MIN_TEST_GROUPS,
+    MIN_TEST_TOKENS,
+    MIN_TRAIN_TOKENS,
+    Split,
+    assign,
+    count,
+    position,
+    prepare,
+    tokenize,
+)
+from permille_agent.text.reading import DataReport
+from permille_agent.text.rows import target_count
+from permille_agent.text.tokens import TextTokenizer
+from tests.packages import sentences, tiny_tokenizer
+
+
+def _tokenizer(template: str | None = None) -> TextTokenizer:
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    files = {
+        "tokenizer.json": tiny_tokenizer().to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+    return TextTokenizer(files.get)
+
+
+def _texts(count: int) -> list[Document]:
+    return [Document(str(number), PlainText(text)) for number, text in enumerate(sentences(count))]
+
+
+def test_every_target_is_in_one_split_and_the_digest_names_them() -> None:
+    documents = _texts(500)
+
+    prepared = prepare(documents, _tokenizer(), seed=0, row_tokens=64)
+
+    for split, rows in (
+        (Split.TRAIN, prepared.train),
+        (Split.SELECT, prepared.select),
+        (Split.TEST, prepared.test),
+    ):
+        assert target_count(rows) == prepared.counts[split].tokens
+    assert sum(count.documents for count in prepared.counts.values()) == 500
+    assert len(prepared.test_documents) == prepared.counts[Split.TEST].documents
+    assert max(int(row.document_T.max()) for row in prepared.test) == len(prepared.test_documents) - 1
+    again = prepare(documents, _tokenizer(), seed=0, row_tokens=64)
+    assert again.digest == prepared.digest
+    assert prepare(documents, _tokenizer(), seed=1, row_tokens=64).digest != prepared.digest
+    assert prepare(documents, _tokenizer(), seed=0, row_tokens=32).digest != prepared.digest
+
+
+def _talk(user: str, assistant: str = "the river") -> Document:
+    return Document(user, Conversation((("user", user), ("assistant", assistant))))
+
+
+def test_conversations_that_cannot_be_shown_are_counted_without_their_text() -> None:
+    refusing = "{% if 'secret' in messages[0].content %}{{ raise_exception(messages[0].content) }}{% endif %}"
+    refusing += "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    report = DataReport()
+    documents = [_talk("fine"), _talk("my secret"), _talk("a </s> b"), Document("x", PlainText("y"))]
+
+    known, tokens = tokenize(documents, _tokenizer(refusing), report, row_tokens=32)
+
+    assert [document.group for document in known] == ["fine"]
+    assert len(tokens) == 1
+    assert dict(report.bad_rows) == {
+        "refused by the chat template": 1,
+        "a message contains a special token of the model": 1,
+        "no token that counts": 1,
+    }
+    assert "secret" not in " ".join(report.examples)
+
+
+def test_a_template_that_breaks_its_limits_ends_the_preparation() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(PackageError, match="chat-template-limit: expected the template to render within 5 s"):
+        tokenize([_talk("hi")], _tokenizer(endless), DataReport(), row_tokens=32)
+
+
+def _groups(number: int) -> list[str]:
+    return [hashlib.sha256(str(index).encode()).hexdigest() for index in range(number)]
+
+
+def test_the_parts_have_their_shares_of_the_tokens() -> None:
+    tokens = [20 + index % 60 for index in range(700)]
+
+    counts = count(assign(_groups(700), tokens, seed=3), tokens)
+
+    total = sum(tokens)
+    assert 0.2 * total <= counts[Split.TEST].tokens < 0.2 * total + 80
+    assert 0.1 * total <= counts[Split.SELECT].tokens < 0.1 * total + 80
+
+
+def test_large_texts_do_not_make_large_evaluations() -> None:
+    counts = count(assign(_groups(3000), [1000] * 3000, seed=0), [1000] * 3000)
+
+    assert counts[Split.TEST].tokens == MAX_TEST_TOKENS
+    assert counts[Split.SELECT].tokens == MAX_SELECT_TOKENS
+
+
+def test_the_order_of_documents_does_not_matter() -> None:
+    groups = _groups(200)
+    forward = dict(zip(groups, assign(groups, [60] * 200, seed=1), strict=True))
+
+    backward = dict(zip(groups[::-1], assign(groups[::-1], [60] * 200, seed=1), strict=True))
+
+    assert forward == backward
+
+
+def test_added_text_moves_few_documents_and_none_from_training_far_into_the_test_part() -> None:
+    groups = _groups(440)
+    before = assign(groups[:400], [100] * 400, seed=0)
+
+    after = assign(groups, [100] * 440, seed=0)[:400]
+
+    assert sum(a is not b for a, b in zip(before, after, strict=True)) < 20
+
+
+def test_documents_of_one_group_stay_together() -> None:
+    groups = [group for group in _groups(200) for _ in range(3)]
+
+    assigned = assign(groups, [50] * 600, seed=1)
+
+    assert all(len(set(assigned[start : start + 3])) == 1 for start in range(0, 600, 3))
+
+
+def test_the_seed_decides() -> None:
+    groups = _groups(300)
+    assert assign(groups, [100] * 300, seed=0) == assign(groups, [100] * 300, seed=0)
+    assert assign(groups, [100] * 300, seed=0) != assign(groups, [100] * 300, seed=1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_little_text_is_enough_whatever_the_seed(seed: int) -> None:
+    tokens = [260] * 22
+
+    counts = count(assign(_groups(22), tokens, seed=seed), tokens)
+
+    assert counts[Split.TEST].tokens >= MIN_TEST_TOKENS
+    assert counts[Split.TEST].documents >= MIN_TEST_GROUPS
+    assert counts[Split.SELECT].tokens >= MIN_SELECT_TOKENS
+    assert counts[Split.TRAIN].tokens >= MIN_TRAIN_TOKENS
+
+
+def test_refuses_too_little_with_what_is_needed_and_what_came() -> None:
+    with pytest.raises(InputError) as refusal:
+        assign(_groups(30), [40] * 30, seed=0)
+
+    message = str(refusal.value)
+    assert "expected at least 4800 tokens" in message
+    assert "2000 held-out ones" in message
+    assert "got 1200 tokens in 30 documents" in message
+
+
+@pytest.mark.parametrize(("number", "tokens"), [(0, 0), (6, 5000), (9, 600), (1, 100_000)])
+def test_refuses_parts_that_are_too_small(number: int, tokens: int) -> None:
+    with pytest.raises(InputError, match=f"got {number * tokens} tokens in {number} documents"):
+        assign(_groups(number), [tokens] * number, seed=0)
+
+
+def test_one_group_is_one_document_however_many_rows_it_has() -> None:
+    with pytest.raises(InputError, match="in 3 documents"):
+        assign(_groups(3) * 30, [200] * 90, seed=0)
+
+
+def test_positions_are_pinned() -> None:
+    digest = hashlib.sha256(b"permille-split-1\x007\x00abc").hexdigest()
+    assert position("abc", 7) == int(digest[:12], 16) / 2**48
