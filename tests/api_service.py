@@ -15,14 +15,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from starlette.testclient import TestClient
 
 from permille.package.reader import Package
+from permille.schemas.access import Role
 from permille.schemas.devices import token_message
-from permille.store import access, results
+from permille.store import access
 from permille.store.database import Clock, Database
-from permille.store.results import LayerRecord
-from permille.store.tables import Role
 from permille_service.app import create_app
 from permille_service.context import Service
 from permille_service.settings import Settings
+from tests.artifacts import add_package
 from tests.packages import tiny_package
 
 URL = "http://127.0.0.1"
@@ -78,28 +78,8 @@ class Api:
     def package(self, *, seed: int = 0, tenant_id: str | None = None) -> Package:
         """A tiny package in the blob store and in the tenant's list."""
         package = tiny_package(self.service.settings.blob_root, seed=seed)
-        manifest = package.manifest
         with self.service.database.write() as session:
-            results.add_package(
-                session,
-                tenant_id=tenant_id or self.tenant_id,
-                job_id=None,
-                model_id=None,
-                mask_id=None,
-                quantization_id=None,
-                digest=package.digest,
-                manifest=manifest.to_bytes(),
-                k=package.k,
-                layers=[
-                    LayerRecord(
-                        role=layer.role,
-                        media_type=layer.media_type,
-                        digest=layer.digest,
-                        size_bytes=layer.size_bytes,
-                    )
-                    for layer in manifest.layers
-                ],
-            )
+            add_package(session, tenant_id=tenant_id or self.tenant_id, manifest=package.manifest)
         return package
 
     def publish(self, package: Package, name: str = "tiny", alias: str = "stable") -> dict[str, Any]:

@@ -4,7 +4,8 @@ Integers are bounded (databases hold 64 bits), texts carry no control characters
 accepts a field that it does not know. Numbers are strict: `"5"` is not 5.
 """
 
-from typing import Annotated, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Final, Generic, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
@@ -16,8 +17,22 @@ MAX_INTEGER = 2**53 - 1
 # Written out for a validator and a document alike: anchored, one line, no look-around.
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
-ID_PATTERN = r"^[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}$"
+ULID_PATTERN = "[0-9a-hjkmnp-tv-z]{26}"
+ID_PATTERN = rf"^[a-z]{{2,8}}_{ULID_PATTERN}$"
 TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]+$"
+EXAMPLE_ULID: Final = "01jd3kq8z7m4n5p6r7s8t9v0wx"
+
+
+def id_pattern(prefix: str) -> str:
+    """The pattern of ids that begin with this prefix."""
+    return f"^{prefix}_{ULID_PATTERN}$"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Marks a field whose command-line flag is not made of its name."""
+
+    name: str
 
 
 def _whole(value: object) -> object:
@@ -68,25 +83,3 @@ class Health(Closed):
 
     status: str = Field(examples=["ok"])
     version: str = Field(examples=["0.1.0"])
-
-
-__all__ = [
-    "DIGEST_PATTERN",
-    "ID_PATTERN",
-    "MAX_INTEGER",
-    "NAME_PATTERN",
-    "TEXT_PATTERN",
-    "Closed",
-    "Count",
-    "Density",
-    "Digest",
-    "Finite",
-    "Health",
-    "Id",
-    "Name",
-    "Page",
-    "Positive",
-    "Seed",
-    "Timestamp",
-    "WholeNumber",
-]

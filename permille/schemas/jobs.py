@@ -1,15 +1,15 @@
 """Long work: its state, its progress, and the events that it leaves."""
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Final
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Count, Id, Timestamp
+from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp
 
 
 class JobKind(StrEnum):
-    """What a job makes."""
+    """What a job does. A build is done by its child jobs; a shared log starts its replay."""
 
     MASK = "mask"
     QUANTIZATION = "quantization"
@@ -19,7 +19,8 @@ class JobKind(StrEnum):
 
 
 class JobState(StrEnum):
-    """Where a job is. `failed`, `cancelled` and `dead` may be retried; `succeeded` is final."""
+    """Where a job is. `failed`: its input or a part is wrong; `dead`: it was tried too often. Both, and
+    `cancelled`, may be retried; `succeeded` is final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -27,6 +28,17 @@ class JobState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     DEAD = "dead"
+
+
+ENDED: Final = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DEAD})
+
+
+class EventKind(StrEnum):
+    """What a job's event tells."""
+
+    STATE = "state"
+    PROGRESS = "progress"
+    MESSAGE = "message"
 
 
 class JobProgress(Closed):
@@ -38,7 +50,7 @@ class JobProgress(Closed):
 
 
 class JobError(Closed):
-    """Why a job failed, and whether a retry may help."""
+    """Why an attempt or a job failed, and whether a retry may help."""
 
     type: str = Field(examples=["InputError"])
     message: str
@@ -65,12 +77,36 @@ class Job(Closed):
     finished_at: Timestamp | None
 
 
+class EventData(Closed):
+    """What an event says; null where it says nothing of it."""
+
+    state: JobState | None = None
+    progress: float | None = None
+    eta_s: float | None = Field(default=None, description="seconds left, as estimated")
+    message: str | None = None
+    attempt: Count | None = None
+    worker: str | None = None
+    job_id: Id | None = Field(default=None, description="the part of a build that was added")
+    result_id: str | None = None
+    error: JobError | None = None
+
+
 class JobEvent(Closed):
     """One event of a job. `seq` counts 1, 2, 3 within the job; it is the id of the event's line in the
     stream."""
 
     seq: Count
     job_id: Id
-    kind: str = Field(examples=["progress"])
-    data: dict[str, Any]
+    kind: EventKind
+    data: EventData
+    created_at: Timestamp
+
+
+class Made(Closed):
+    """What every result of a job has."""
+
+    model_id: Id
+    job_id: Id
+    digest: Digest
+    size_bytes: Count
     created_at: Timestamp

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, Timestamp, WholeNumber
+from permille.schemas.fields import Closed, Count, Density, Id, Seed, WholeNumber
+from permille.schemas.jobs import Made
 
 
 class MaskMethod(StrEnum):
@@ -20,7 +21,7 @@ Scope = Annotated[
     str,
     StringConstraints(pattern=r"^(all|layers:[0-9]{1,5}(-([0-9]{1,5})?)?)$"),
     Field(
-        description='which decoder blocks: "all", or counted from 0 "layers:4-7", "layers:4-", "layers:4"',
+        description='which decoder layers: "all", or counted from 0 "layers:4-7", "layers:4-", "layers:4"',
         examples=["all"],
     ),
 ]
@@ -33,24 +34,33 @@ class Allocation(StrEnum):
     GLOBAL = "global"
 
 
-Sequences = Annotated[int, Field(strict=True, ge=1, le=100_000, examples=[100]), WholeNumber]
-SequenceLength = Annotated[int, Field(strict=True, ge=8, le=32_768, examples=[512]), WholeNumber]
+Sequences = Annotated[
+    int,
+    Field(strict=True, ge=1, le=100_000, examples=[100], description="sequences to measure gradients on"),
+    WholeNumber,
+]
+SequenceLength = Annotated[
+    int, Field(strict=True, ge=8, le=32_768, examples=[512], description="tokens of a sequence"), WholeNumber
+]
 
 
 class _AnyMask(Closed):
     """What every way of choosing has."""
 
     density: Density = 0.001
-    seed: Seed = 0
+    seed: Seed = Field(default=0, description="of the choice of sequences, or of a random mask")
     scope: Scope = "all"
-    allocation: Allocation = Allocation.TENSOR
+    allocation: Allocation = Field(
+        default=Allocation.TENSOR,
+        description="the same density in every tensor, or the largest scores of all tensors together",
+    )
 
 
 class FisherMask(_AnyMask):
     """The weights with the largest squared gradients on a corpus."""
 
-    method: Literal[MaskMethod.FISHER]
-    corpus_id: Id
+    method: Literal[MaskMethod.FISHER] = Field(description="how weights are scored")
+    corpus_id: Id = Field(description="the corpus to measure gradients on; `fisher` needs one")
     sequences: Sequences = 100
     length: SequenceLength = 512
 
@@ -67,7 +77,7 @@ MaskRequest = Annotated[FisherMask | WeightMask, Field(discriminator="method")]
 class FisherMaskCreate(FisherMask):
     """Choose the weights of a model that are sensitive on a corpus."""
 
-    model_id: Id
+    model_id: Id = Field(description="the model to choose weights of")
 
 
 class WeightMaskCreate(WeightMask):
@@ -79,26 +89,9 @@ class WeightMaskCreate(WeightMask):
 MaskCreate = Annotated[FisherMaskCreate | WeightMaskCreate, Field(discriminator="method")]
 
 
-class MaskOptions(Closed):
-    """How a mask was chosen. Sequences and their length are null where no corpus was read."""
-
-    method: MaskMethod
-    density: Density
-    sequences: Sequences | None = None
-    length: SequenceLength | None = None
-    seed: Seed
-    scope: Scope
-    allocation: Allocation
-
-
-class Mask(Closed):
-    """A chosen mask."""
+class Mask(Made):
+    """A chosen mask. The digest is of its layer."""
 
     id: Id
-    model_id: Id
-    corpus_id: Id | None
-    job_id: Id
-    options: MaskOptions
-    k: Count
-    digest: Digest
-    created_at: Timestamp
+    request: MaskCreate
+    k: Count = Field(description="weights that it selects")

@@ -1,19 +1,30 @@
-"""Packages: what a device downloads."""
+"""Packages: what a device downloads; and builds, which make one in a single request."""
 
 from typing import Final
 
+from pydantic import Field
+
 from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp
+from permille.schemas.jobs import JobState, Made
+from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, WeightMaskCreate
+from permille.schemas.quantizations import (
+    EvaluationCorpus,
+    Nf4,
+    QuantizationCreate,
+    QuantizationOptions,
+    SchemeName,
+)
 
 MANIFEST_MEDIA_TYPE: Final = "application/vnd.permille.manifest+json"
+_EXPONENTS: Final = "add powers of two from the scores of a fisher mask"
 
 
 class PackageCreate(Closed):
-    """Make a package of a mask and a quantization of the same model. `fisher_exponents` adds powers of two
-    from the scores of a fisher mask."""
+    """Make a package of a mask and a quantization of the same model."""
 
-    mask_id: Id
-    quantization_id: Id
-    fisher_exponents: bool = False
+    mask_id: Id = Field(description="the mask")
+    quantization_id: Id = Field(description="a quantization of the same model")
+    fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
 
 
 class PackageLayer(Closed):
@@ -26,15 +37,51 @@ class PackageLayer(Closed):
     path: str | None
 
 
-class PackageRecord(Closed):
+class PackageRecord(Made):
     """A package, addressed by the digest of its manifest."""
 
-    digest: Digest
-    model_id: Id | None
+    request: PackageCreate
+    k: Count
+    layers: list[PackageLayer]
+
+
+class BuildCreate(Closed):
+    """Make a package of a model in one go."""
+
+    model_id: Id = Field(description="the model to make a package of")
+    mask: MaskRequest
+    quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
+    evaluation_corpus_id: EvaluationCorpus = None
+    fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
+
+    def mask_request(self) -> FisherMaskCreate | WeightMaskCreate:
+        """What the build asks of a mask job."""
+        create = FisherMaskCreate if isinstance(self.mask, FisherMask) else WeightMaskCreate
+        return create.model_validate({**self.mask.model_dump(), "model_id": self.model_id})
+
+    def quantization_request(self) -> QuantizationCreate:
+        """What the build asks of a quantization job."""
+        return QuantizationCreate(
+            model_id=self.model_id,
+            evaluation_corpus_id=self.evaluation_corpus_id,
+            options=self.quantization,
+        )
+
+    def package_request(self, mask_id: str, quantization_id: str) -> PackageCreate:
+        """What the build asks of a package job, once its other parts are made."""
+        return PackageCreate(
+            mask_id=mask_id, quantization_id=quantization_id, fisher_exponents=self.fisher_exponents
+        )
+
+
+class Build(Closed):
+    """One build and what it has made so far; its id is its job's."""
+
+    id: Id
+    state: JobState
+    model_id: Id
+    request: BuildCreate
     mask_id: Id | None
     quantization_id: Id | None
-    job_id: Id | None
-    k: Count
-    size_bytes: Count
-    layers: list[PackageLayer]
+    package_digest: Digest | None
     created_at: Timestamp

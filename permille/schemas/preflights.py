@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from permille.schemas.builds import BuildCreate
 from permille.schemas.fields import Closed
 from permille.schemas.masks import MaskCreate
+from permille.schemas.packages import BuildCreate, PackageCreate
 from permille.schemas.problems import Figure
 from permille.schemas.quantizations import QuantizationCreate
 
@@ -25,6 +25,13 @@ class QuantizationPreflight(Closed):
     request: QuantizationCreate
 
 
+class PackagePreflight(Closed):
+    """Ask for a package job."""
+
+    kind: Literal["package"]
+    request: PackageCreate
+
+
 class BuildPreflight(Closed):
     """Ask for a build."""
 
@@ -33,8 +40,7 @@ class BuildPreflight(Closed):
 
 
 PreflightCreate = Annotated[
-    MaskPreflight | QuantizationPreflight | BuildPreflight,
-    Field(discriminator="kind"),
+    MaskPreflight | QuantizationPreflight | PackagePreflight | BuildPreflight, Field(discriminator="kind")
 ]
 
 

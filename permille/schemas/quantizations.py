@@ -1,12 +1,12 @@
 """Quantizations: the dense layer of a package, and what it costs."""
 
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
-from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp, WholeNumber
+from permille.schemas.fields import Closed, Flag, Id, WholeNumber
+from permille.schemas.jobs import Made
 
 
 class SchemeName(StrEnum):
@@ -17,9 +17,14 @@ class SchemeName(StrEnum):
     AUTO_ROUND = "auto-round"
 
 
-EvaluationTokens = Annotated[int, Field(strict=True, ge=256, le=10_000_000, examples=[8192]), WholeNumber]
-
-
+EvaluationTokens = Annotated[
+    int,
+    Field(strict=True, ge=256, le=10_000_000, examples=[8192], description="tokens to measure perplexity on"),
+    WholeNumber,
+]
+EvaluationCorpus = Annotated[
+    Id | None, Flag("--evaluate-on"), Field(description="the corpus to measure perplexity on")
+]
 CalibrationSequences = Annotated[int, Field(strict=True, ge=1, le=4096, examples=[128]), WholeNumber]
 CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[512]), WholeNumber]
 
@@ -27,8 +32,10 @@ CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[5
 class Nf4(Closed):
     """NormalFloat codes in flat blocks of 64."""
 
-    scheme: Literal[SchemeName.NF4]
-    group_size: Annotated[Literal[64], WholeNumber] = 64
+    scheme: Literal[SchemeName.NF4] = Field(description="auto-round is int4 that is calibrated on texts")
+    group_size: Annotated[Literal[64], WholeNumber] = Field(
+        default=64, description="weights that share a scale; nf4: 64, int4: 32 or 128, auto-round: 128"
+    )
     evaluation_tokens: EvaluationTokens = 8192
 
 
@@ -42,60 +49,36 @@ class Int4(Closed):
 
 class AutoRound(Closed):
     """int4 in groups of 128 whose rounding and scales auto-round calibrates on texts of a corpus. It loses
-    less, and holds the whole model in memory, for minutes or hours; devices read it as any
-    int4."""
+    less, and holds the whole model in memory, for minutes or hours; devices read it as any int4."""
 
     scheme: Literal[SchemeName.AUTO_ROUND]
     group_size: Annotated[Literal[128], WholeNumber] = 128
     evaluation_tokens: EvaluationTokens = 8192
-    calibration_corpus_id: Id
-    calibration_sequences: CalibrationSequences = 128
+    calibration_corpus_id: Annotated[Id, Flag("--calibrate-on")] = Field(
+        description="the corpus that auto-round takes its texts from"
+    )
+    calibration_sequences: CalibrationSequences = Field(
+        default=128, description="sequences that auto-round calibrates on"
+    )
     calibration_length: CalibrationLength = Field(
         default=512, description="tokens of a sequence; at most the model's positions"
     )
 
 
 AnyOptions = Nf4 | Int4 | AutoRound
-
-
-def payload_of(options: AnyOptions) -> dict[str, Any]:
-    """As a worker and the database have them: by the scheme that devices read, and how it is rounded."""
-    found = options.model_dump(mode="json")
-    if isinstance(options, AutoRound):
-        found |= {"scheme": SchemeName.INT4.value, "rounding": SchemeName.AUTO_ROUND.value}
-    return found
-
-
-def options_of(payload: Mapping[str, Any]) -> AnyOptions:
-    """The inverse of `payload_of`. Raises ValidationError."""
-    if payload.get("rounding") == SchemeName.AUTO_ROUND.value:
-        rest = {name: value for name, value in payload.items() if name != "rounding"}
-        return AutoRound.model_validate({**rest, "scheme": SchemeName.AUTO_ROUND})
-    return _OPTIONS.validate_python(dict(payload))
-
-
 QuantizationOptions = Annotated[AnyOptions, Field(discriminator="scheme")]
-
-
-_OPTIONS: TypeAdapter[AnyOptions] = TypeAdapter(QuantizationOptions)
 
 
 class QuantizationCreate(Closed):
     """Quantize a model. A corpus adds perplexity."""
 
-    model_id: Id
-    evaluation_corpus_id: Id | None = None
+    model_id: Id = Field(description="the model to code")
+    evaluation_corpus_id: EvaluationCorpus = None
     options: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
 
 
-class Quantization(Closed):
-    """A quantized dense layer."""
+class Quantization(Made):
+    """A quantized dense layer. The digest is of that layer."""
 
     id: Id
-    model_id: Id
-    job_id: Id
-    options: QuantizationOptions
-    evaluation_corpus_id: Id | None
-    digest: Digest = Field(description="of the dense layer")
-    size_bytes: Count
-    created_at: Timestamp
+    request: QuantizationCreate

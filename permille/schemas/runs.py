@@ -151,6 +151,12 @@ class Run(Closed):
     log: RunLog | None
 
 
+class ReplayRequest(Closed):
+    """Replay the log that a run has shared: the payload of a job that the service starts itself."""
+
+    run_id: RunId
+
+
 class LogAccepted(Closed):
     """The job that replays an uploaded log."""
 

@@ -5,12 +5,13 @@ from datetime import datetime, timedelta
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
+from permille.schemas.access import Role
+from permille.store import rows
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.ids import Prefix, new_id
-from permille.store.paging import Page, fetch_page
-from permille.store.secrets import hash_secret, new_operator_token
-from permille.store.tables import OperatorToken, Role, Tenant
+from permille.store.ids import Prefix, hash_secret, new_id, new_operator_token
+from permille.store.rows import FIRST, Page, Window, fetch_page
+from permille.store.tables import OperatorToken, Tenant
 
 _TOUCH_EVERY = timedelta(minutes=1)
 
@@ -38,9 +39,9 @@ def first_tenant(session: Session) -> Tenant | None:
     return session.scalar(select(Tenant).order_by(Tenant.created_at, Tenant.id).limit(1))
 
 
-def list_tenants(session: Session, *, limit: int = 50, cursor: str | None = None) -> Page[Tenant]:
+def list_tenants(session: Session, *, window: Window = FIRST) -> Page[Tenant]:
     """List all tenants, newest first: for an administrator of the server."""
-    return fetch_page(session, select(Tenant), Tenant.id, limit=limit, cursor=cursor)
+    return fetch_page(session, select(Tenant), window, Tenant.id)
 
 
 def create_token(
@@ -85,20 +86,15 @@ def touch_token(session: Session, *, token_id: str) -> None:
         token.last_used_at = at
 
 
-def list_tokens(
-    session: Session, *, tenant_id: str, limit: int = 50, cursor: str | None = None
-) -> Page[OperatorToken]:
+def list_tokens(session: Session, *, tenant_id: str, window: Window = FIRST) -> Page[OperatorToken]:
     """List a tenant's tokens that are not revoked, newest first."""
     query = select(OperatorToken).where(
         OperatorToken.tenant_id == tenant_id, OperatorToken.revoked_at.is_(None)
     )
-    return fetch_page(session, query, OperatorToken.id, limit=limit, cursor=cursor)
+    return fetch_page(session, query, window, OperatorToken.id)
 
 
 def revoke_token(session: Session, *, tenant_id: str, token_id: str) -> None:
     """Revoke a token, with effect on the next request. Idempotent. Raises NotFoundError."""
-    query = select(OperatorToken).where(OperatorToken.tenant_id == tenant_id, OperatorToken.id == token_id)
-    token = session.scalar(query)
-    if token is None:
-        raise NotFoundError(f"no token {token_id!r}")
+    token = rows.get(session, OperatorToken, tenant_id=tenant_id, row_id=token_id)
     token.revoked_at = token.revoked_at or now(session)

@@ -11,11 +11,10 @@ from sqlalchemy import CursorResult, delete, select, update
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
+from permille.store import rows
 from permille.store.database import now
 from permille.store.errors import NotFoundError
-from permille.store.ids import Prefix, new_id
-from permille.store.paging import Page, fetch_page
-from permille.store.secrets import hash_secret, new_code, new_device_token
+from permille.store.ids import Prefix, hash_secret, new_code, new_device_token, new_id
 from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 
 INVITATION_LIFE = timedelta(hours=24)
@@ -42,7 +41,6 @@ def invite(
     tenant_id: str,
     release: str,
     alias: str,
-    note: str | None = None,
     life: timedelta = INVITATION_LIFE,
 ) -> tuple[Invitation, str]:
     """Add an invitation; return the row and the code, which is not stored."""
@@ -54,7 +52,6 @@ def invite(
         code_hash=hash_secret(code),
         release=release,
         alias=alias,
-        note=note,
         expires_at=at + life,
         created_at=at,
     )
@@ -63,20 +60,9 @@ def invite(
     return invitation, code
 
 
-def list_invitations(
-    session: Session, *, tenant_id: str, limit: int = 50, cursor: str | None = None
-) -> Page[Invitation]:
-    """List invitations, newest first."""
-    query = select(Invitation).where(Invitation.tenant_id == tenant_id)
-    return fetch_page(session, query, Invitation.id, limit=limit, cursor=cursor)
-
-
 def revoke_invitation(session: Session, *, tenant_id: str, invitation_id: str) -> None:
     """Make an invitation useless. Idempotent. Raises NotFoundError."""
-    query = select(Invitation).where(Invitation.tenant_id == tenant_id, Invitation.id == invitation_id)
-    invitation = session.scalar(query)
-    if invitation is None:
-        raise NotFoundError(f"no invitation {invitation_id!r}")
+    invitation = rows.get(session, Invitation, tenant_id=tenant_id, row_id=invitation_id)
     invitation.revoked_at = invitation.revoked_at or now(session)
 
 
@@ -116,25 +102,9 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
     return Enrolment(device=device, created=created)
 
 
-def get(session: Session, *, tenant_id: str, device_id: str) -> Device:
-    """Read one device. Raises NotFoundError."""
-    device = session.scalar(select(Device).where(Device.tenant_id == tenant_id, Device.id == device_id))
-    if device is None:
-        raise NotFoundError(f"no device {device_id!r}")
-    return device
-
-
-def list_devices(
-    session: Session, *, tenant_id: str, limit: int = 50, cursor: str | None = None
-) -> Page[Device]:
-    """List devices, newest first, revoked and unenrolled ones included."""
-    query = select(Device).where(Device.tenant_id == tenant_id)
-    return fetch_page(session, query, Device.id, limit=limit, cursor=cursor)
-
-
 def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
     """Shut a device out for good, with effect on its next request. Idempotent. Raises NotFoundError."""
-    device = get(session, tenant_id=tenant_id, device_id=device_id)
+    device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     device.revoked_at = device.revoked_at or now(session)
     return device
 
@@ -144,7 +114,7 @@ def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
 
     Its tokens and nonces are removed: they would be good again once it is back.
     """
-    device = get(session, tenant_id=tenant_id, device_id=device_id)
+    device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     device.unenrolled_at = device.unenrolled_at or now(session)
     for table in (DeviceNonce, DeviceToken):
         session.execute(delete(table).where(table.device_id == device.id))

@@ -35,9 +35,7 @@ def find(session: Session, *, tenant_id: str, key: str, request_digest: str) -> 
     return answer
 
 
-def keep(
-    session: Session, *, tenant_id: str, key: str, request_digest: str, status: int, sealed: bytes
-) -> None:
+def keep(session: Session, *, tenant_id: str, key: str, request_digest: str, sealed: bytes) -> None:
     """Keep an answer for a day; answers older than that are dropped on the way."""
     at = now(session)
     session.execute(delete(IdempotentAnswer).where(IdempotentAnswer.created_at <= at - KEPT_FOR))
@@ -46,7 +44,6 @@ def keep(
             tenant_id=tenant_id,
             key=key,
             request_digest=request_digest,
-            status=status,
             sealed=sealed,
             created_at=at,
         )

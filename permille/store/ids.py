@@ -1,12 +1,20 @@
-"""Row ids: a prefix that names the table and a ULID, so that ids sort by the time they were made.
+"""Random names: row ids, and secrets.
 
-A ULID is 48 bits of milliseconds and 80 random bits in Crockford's base 32 (lower case here: 26 characters).
+A row's id is a prefix that names the table and a ULID (48 bits of milliseconds, 80 random bits, Crockford's
+base 32 in lower case), so that ids sort by the time they were made. Secrets have 128 bits and more; they are
+made here, shown once, and kept as their sha256 only. A fast hash is enough: what is hashed is random, not a
+password.
 """
 
+import hashlib
 import secrets
 import time
 from enum import StrEnum
 
+OPERATOR_TOKEN_PREFIX = "pmo_"  # noqa: S105 - tells secret scanners and people what a token is
+DEVICE_TOKEN_PREFIX = "pmd_"  # noqa: S105
+_TOKEN_BYTES = 32
+_CODE_BYTES = 16
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _RANDOM_BITS = 80
 _ULID_LENGTH = 26
@@ -33,3 +41,23 @@ def new_id(prefix: Prefix) -> str:
     number = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
     digits = [_ALPHABET[number >> shift & 31] for shift in range(5 * (_ULID_LENGTH - 1), -1, -5)]
     return f"{prefix}_{''.join(digits)}"
+
+
+def new_operator_token() -> str:
+    """Make an operator's bearer token."""
+    return OPERATOR_TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+
+
+def new_device_token() -> str:
+    """Make a device's access token."""
+    return DEVICE_TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+
+
+def new_code() -> str:
+    """Make an invitation's code or a nonce: 128 bits, 22 characters of base64url."""
+    return secrets.token_urlsafe(_CODE_BYTES)
+
+
+def hash_secret(secret: str) -> str:
+    """The sha256 hex under which a secret is looked up."""
+    return hashlib.sha256(secret.encode()).hexdigest()

@@ -10,8 +10,8 @@ from sqlalchemy.orm import Session
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
-from permille.store.paging import Page, fetch_page
-from permille.store.tables import Alias, PackageRow, Release, SigningKey
+from permille.store.rows import FIRST, Page, Window, fetch_page
+from permille.store.tables import Alias, Artifact, Release, SigningKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ def publish(
     *,
     tenant_id: str,
     name: str,
-    package: PackageRow,
+    package: Artifact,
     expires_at: datetime,
     sign: SignVersion,
     version: int | None = None,
@@ -92,13 +92,13 @@ def get(session: Session, *, tenant_id: str, name: str, version: int) -> Release
 
 
 def list_releases(
-    session: Session, *, tenant_id: str, name: str | None = None, limit: int = 50, cursor: str | None = None
+    session: Session, *, tenant_id: str, name: str | None = None, window: Window = FIRST
 ) -> Page[Release]:
     """List releases, newest first."""
     query = select(Release).where(Release.tenant_id == tenant_id)
     if name is not None:
         query = query.where(Release.name == name)
-    return fetch_page(session, query, Release.id, limit=limit, cursor=cursor)
+    return fetch_page(session, query, window, Release.id)
 
 
 def yank(session: Session, *, tenant_id: str, name: str, version: int, reason: str) -> Release:
@@ -166,14 +166,6 @@ def register_signing_key(session: Session, *, tenant_id: str, key_id: str, publi
 
 
 def list_signing_keys(session: Session, *, tenant_id: str) -> Sequence[SigningKey]:
-    """The keys that devices should trust: those not retired (two during a rotation)."""
-    query = select(SigningKey).where(SigningKey.tenant_id == tenant_id, SigningKey.retired_at.is_(None))
+    """The keys that devices should trust, the oldest first."""
+    query = select(SigningKey).where(SigningKey.tenant_id == tenant_id)
     return session.scalars(query.order_by(SigningKey.created_at, SigningKey.key_id)).all()
-
-
-def retire_signing_key(session: Session, *, tenant_id: str, key_id: str) -> None:
-    """Stop handing out a key. Idempotent. Raises NotFoundError."""
-    key = session.get(SigningKey, (tenant_id, key_id))
-    if key is None:
-        raise NotFoundError(f"no signing key {key_id!r}")
-    key.retired_at = key.retired_at or now(session)

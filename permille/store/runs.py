@@ -4,20 +4,22 @@ A log is personal data: it hangs on one run of one device, is replayed once, and
 request. A blob that another run still refers to (the same bytes) stays.
 """
 
-from typing import Any
-
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from permille.store import jobs, results
+from permille.schemas.jobs import ENDED, JobKind, JobState
+from permille.schemas.runs import LogState
+from permille.store import artifacts, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.paging import Page, fetch_newest
-from permille.store.tables import ENDED, Job, JobKind, JobState, LogState, Run
+from permille.store.jobs import queue
+from permille.store.jobs.transitions import NewJob
+from permille.store.rows import FIRST, Page, Window, fetch_page
+from permille.store.tables import Job, Run
 
 
 def report(
-    session: Session, *, tenant_id: str, device_id: str, run_id: str, metrics: dict[str, Any]
+    session: Session, *, tenant_id: str, device_id: str, run_id: str, metrics: dict[str, object]
 ) -> tuple[Run, bool]:
     """Store a run; return it and whether this call made it. The same report again changes nothing.
 
@@ -50,14 +52,13 @@ def list_runs(
     *,
     tenant_id: str,
     device_id: str | None = None,
-    limit: int = 50,
-    cursor: str | None = None,
+    window: Window = FIRST,
 ) -> Page[Run]:
     """List runs, the newest first. Their ids, which devices made, say nothing about time."""
     query = select(Run).where(Run.tenant_id == tenant_id, Run.deleted_at.is_(None))
     if device_id is not None:
         query = query.where(Run.device_id == device_id)
-    return fetch_newest(session, query, Run.created_at, Run.run_id, limit=limit, cursor=cursor)
+    return fetch_page(session, query, window, Run.run_id, Run.created_at)
 
 
 def attach_log(
@@ -74,26 +75,26 @@ def attach_log(
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     job = None
     if run.log_job_id is not None:
-        job = jobs.lock(session, tenant_id=tenant_id, job_id=run.log_job_id)
+        job = queue.lock(session, tenant_id=tenant_id, job_id=run.log_job_id)
     run = _lock(session, run)
     if run.log_state is None:
         return run, _queue_replay(session, run, log_digest, size_bytes)
     if run.log_digest != log_digest or run.log_job_id is None:
         raise ConflictError(f"run {run_id!r} has another log: expected {run.log_digest}, got {log_digest}")
     if job is None or job.id != run.log_job_id:  # sent at the same moment: that job is new
-        return run, jobs.get(session, tenant_id=tenant_id, job_id=run.log_job_id)
+        return run, rows.get(session, Job, tenant_id=tenant_id, row_id=run.log_job_id)
     if job.state in ENDED and job.state != JobState.SUCCEEDED:
-        job = jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
+        job = queue.retry(session, tenant_id=tenant_id, job_id=job.id)
     return run, job
 
 
 def log_is_kept(session: Session, *, log_digest: str) -> bool:
-    """Whether any run, or any result, refers to this blob: it must stay.
+    """Whether any run, or any artifact, refers to this blob: it must stay.
 
     A device may send a package's own layer as its "log": deleting that log must not delete the layer.
     """
     used = session.scalar(select(Run.run_id).where(Run.log_digest == log_digest).limit(1)) is not None
-    return used or results.is_referenced(session, blob_digest=log_digest)
+    return used or artifacts.is_referenced(session, blob_digest=log_digest)
 
 
 def finish_log(
@@ -120,7 +121,7 @@ def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     """
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     if run.log_state is not None and run.log_job_id is not None:
-        jobs.request_cancel(session, tenant_id=tenant_id, job_id=run.log_job_id)
+        queue.request_cancel(session, tenant_id=tenant_id, job_id=run.log_job_id)
     digest = _lock(session, run).log_digest  # with the verdict, if one came while its job was waited for
     if digest is None:
         return None
@@ -151,8 +152,8 @@ def _lock(session: Session, run: Run) -> Run:
 
 def _queue_replay(session: Session, run: Run, log_digest: str, size_bytes: int) -> Job:
     """Write into a locked run that its log has come."""
-    payload = {"run_id": run.run_id}
-    job = jobs.submit(session, tenant_id=run.tenant_id, kind=JobKind.REPLAY, payload=payload)
+    new = NewJob(tenant_id=run.tenant_id, kind=JobKind.REPLAY, payload={"run_id": run.run_id})
+    job = queue.submit(session, new)
     run.log_state = LogState.PENDING.value
     run.log_digest, run.log_size_bytes, run.log_job_id = log_digest, size_bytes, job.id
     run.log_sent_at, run.log_deleted_at = now(session), None

@@ -6,8 +6,7 @@ store. Rows that others may still refer to are marked (`revoked_at`, `yanked_at`
 """
 
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
-from typing import Any
+from typing import ClassVar
 
 from sqlalchemy import (
     JSON,
@@ -22,8 +21,9 @@ from sqlalchemy import (
     String,
     Text,
     UniqueConstraint,
+    text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -49,55 +49,6 @@ class Instant(TypeDecorator[datetime]):
         return None if value is None else _EPOCH + value * _MICROSECOND
 
 
-class Role(StrEnum):
-    """What an operator token may do: everything, everything but tokens, or look."""
-
-    ADMIN = "admin"
-    OPERATOR = "operator"
-    VIEWER = "viewer"
-
-
-class JobKind(StrEnum):
-    """What a job makes."""
-
-    MASK = "mask"
-    QUANTIZATION = "quantization"
-    PACKAGE = "package"
-    BUILD = "build"
-    REPLAY = "replay"
-
-
-class JobState(StrEnum):
-    """Where a job stands. `failed`: its input or a child is wrong; `dead`: it was tried too often."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    DEAD = "dead"
-
-
-ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DEAD})
-
-
-class EventKind(StrEnum):
-    """What a job event tells."""
-
-    STATE = "state"
-    PROGRESS = "progress"
-    MESSAGE = "message"
-
-
-class LogState(StrEnum):
-    """Where an uploaded log stands."""
-
-    PENDING = "pending"
-    VERIFIED = "verified"
-    REFUSED = "refused"
-    UNDECIDED = "undecided"
-
-
 class Base(DeclarativeBase):
     """Base of all tables; constraint names are fixed so that migrations can name them."""
 
@@ -111,8 +62,7 @@ class Base(DeclarativeBase):
     )
     type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it as a class attribute
         datetime: Instant,
-        dict[str, Any]: JSON,
-        list[Any]: JSON,
+        dict[str, object]: JSON,
         str: String(255),
     }
 
@@ -133,11 +83,19 @@ class _Owned:
     created_at: Mapped[datetime]
 
 
-class OperatorToken(_Owned, Base):
+class Named(_Owned, Base):
+    """Base of the tables whose rows have an id of ours. `noun`: what one row is called."""
+
+    __abstract__ = True
+    noun: ClassVar[str]
+    id: Mapped[str] = mapped_column(primary_key=True)
+
+
+class OperatorToken(Named):
     """A principal that calls the operator's routes: a bearer token, kept as its hash."""
 
     __tablename__ = "operator_tokens"
-    id: Mapped[str] = mapped_column(primary_key=True)
+    noun = "token"
     name: Mapped[str]
     role: Mapped[str]
     token_hash: Mapped[str] = mapped_column(unique=True)
@@ -155,50 +113,43 @@ class SigningKey(_Owned, Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     key_id: Mapped[str] = mapped_column(primary_key=True)
     public_key: Mapped[str]  # base64url of 32 raw bytes
-    retired_at: Mapped[datetime | None]
     __table_args__ = (UniqueConstraint("tenant_id", "public_key"),)
 
 
-class Model(_Owned, Base):
+class Model(Named):
     """A registered base model: a hub id pinned to a commit, or a folder under the model root."""
 
     __tablename__ = "models"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    kind: Mapped[str]  # folder | hub
-    location: Mapped[str] = mapped_column(String(1024))
-    commit: Mapped[str | None]
+    noun = "model"
     name: Mapped[str]
+    source: Mapped[dict[str, object]]  # as requests have it
     # What follows is None for a hub model that no worker has read yet.
     family: Mapped[str | None]
-    config: Mapped[dict[str, Any] | None]
+    config: Mapped[dict[str, object] | None]
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     parameter_count: Mapped[int | None] = mapped_column(BigInteger)
     scoped_parameter_count: Mapped[int | None] = mapped_column(BigInteger)
     digest: Mapped[str | None]  # of the list of its files' names and digests
 
 
-class Corpus(_Owned, Base):
+class Corpus(Named):
     """A registered corpus: a file under the corpus root, or a data set of the allow-list."""
 
     __tablename__ = "corpora"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    kind: Mapped[str]  # file | streamed
-    location: Mapped[str] = mapped_column(String(1024))  # path below the corpus root, or the data set's name
+    noun = "corpus"
     name: Mapped[str]
-    split: Mapped[str | None]
-    field: Mapped[str | None]
+    source: Mapped[dict[str, object]]  # as requests have it
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
-    digest: Mapped[str | None]
 
 
-class Job(_Owned, Base):
+class Job(Named):
     """A piece of long work. `jobs.py` holds the only functions that change these rows."""
 
     __tablename__ = "jobs"
-    id: Mapped[str] = mapped_column(primary_key=True)
+    noun = "job"
     kind: Mapped[str]
     state: Mapped[str]
-    payload: Mapped[dict[str, Any]]
+    payload: Mapped[dict[str, object]]
     idempotency_key: Mapped[str | None]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
     progress: Mapped[float] = mapped_column(default=0.0)  # 0..1
@@ -213,8 +164,7 @@ class Job(_Owned, Base):
     available_at: Mapped[datetime]  # not to be claimed before: backoff
     dispatched_at: Mapped[datetime | None]  # last sent to the broker, if there is one
     cancel_requested_at: Mapped[datetime | None]
-    error: Mapped[dict[str, Any] | None]  # type, message, retryable, and for a bug the traceback
-    result_kind: Mapped[str | None]  # mask | quantization | package | run
+    error: Mapped[dict[str, object] | None]  # type, message, retryable, and for a bug the traceback
     result_id: Mapped[str | None]
     started_at: Mapped[datetime | None]  # of the newest attempt
     updated_at: Mapped[datetime]
@@ -234,85 +184,68 @@ class JobEvent(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     seq: Mapped[int] = mapped_column(BigInteger)
     kind: Mapped[str]
-    data: Mapped[dict[str, Any]]
+    data: Mapped[dict[str, object]]
     at: Mapped[datetime]
     __table_args__ = (UniqueConstraint("job_id", "seq"), {"sqlite_autoincrement": True})
 
 
-class Mask(_Owned, Base):
-    """The result of a mask job."""
+class Artifact(Named):
+    """The result of a job: a mask, a quantization, or a package that its reader has accepted."""
 
-    __tablename__ = "masks"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
-    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
-    corpus_id: Mapped[str | None] = mapped_column(ForeignKey("corpora.id"))
-    options: Mapped[dict[str, Any]]  # method, density, sequences, length, seed, scope, allocation
-    k: Mapped[int] = mapped_column(BigInteger)
-    layer: Mapped[dict[str, Any]]  # role, media_type, digest, size_bytes
-    provenance: Mapped[dict[str, Any]]
-    mask_digest: Mapped[str]
-    scores_digest: Mapped[str | None]
-    report_digest: Mapped[str]
-    picture_digest: Mapped[str]
-    size_bytes: Mapped[int] = mapped_column(BigInteger)
-
-
-class QuantizationRow(_Owned, Base):
-    """The result of a quantization job: a dense layer and a layer of the tensors that stay as they are."""
-
-    __tablename__ = "quantizations"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
-    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
-    evaluation_corpus_id: Mapped[str | None] = mapped_column(ForeignKey("corpora.id"))
-    options: Mapped[dict[str, Any]]  # scheme, group_size, evaluation_tokens
-    dense_layer: Mapped[dict[str, Any]]
-    plain_layer: Mapped[dict[str, Any]]
-    provenance: Mapped[dict[str, Any]]
-    dense_digest: Mapped[str]
-    plain_digest: Mapped[str]
-    report_digest: Mapped[str]
-    picture_digest: Mapped[str]
-    size_bytes: Mapped[int] = mapped_column(BigInteger)
-
-
-class PackageRow(_Owned, Base):
-    """A package that its reader has accepted."""
-
-    __tablename__ = "packages"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
-    model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
-    mask_id: Mapped[str | None] = mapped_column(ForeignKey("masks.id"))
-    quantization_id: Mapped[str | None] = mapped_column(ForeignKey("quantizations.id"))
+    __tablename__ = "artifacts"
+    noun = "artifact"
+    kind: Mapped[str]  # of its job
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
+    request: Mapped[dict[str, object]]  # what was asked for: its job's payload
     digest: Mapped[str]
-    manifest: Mapped[bytes] = mapped_column(LargeBinary)  # canonical bytes
-    k: Mapped[int] = mapped_column(BigInteger)
-    size_bytes: Mapped[int] = mapped_column(BigInteger)  # of all layers
-    __table_args__ = (UniqueConstraint("tenant_id", "digest"),)
+    k: Mapped[int | None] = mapped_column(BigInteger)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)  # of what a package has of it
+    provenance: Mapped[dict[str, object]]
+    blobs: Mapped[list["ArtifactBlob"]] = relationship(lazy="selectin", order_by="ArtifactBlob.position")
+    __table_args__ = (
+        Index(
+            "uq_artifacts_package",
+            "tenant_id",
+            "digest",
+            unique=True,
+            sqlite_where=text("kind = 'package'"),
+            postgresql_where=text("kind = 'package'"),
+        ),
+    )
 
 
-class PackageBlob(Base):
-    """Which blobs a package gives access to."""
+class ArtifactBlob(Base):
+    """Which blobs an artifact has; a device that may read a package may read these."""
 
-    __tablename__ = "package_blobs"
-    package_id: Mapped[str] = mapped_column(ForeignKey("packages.id"), primary_key=True)
-    digest: Mapped[str] = mapped_column(primary_key=True)
+    __tablename__ = "artifact_blobs"
+    artifact_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), primary_key=True)
+    position: Mapped[int] = mapped_column(primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     role: Mapped[str]
     media_type: Mapped[str]
+    digest: Mapped[str] = mapped_column(index=True)
     size_bytes: Mapped[int] = mapped_column(BigInteger)
+    path: Mapped[str | None] = mapped_column(String(1024))
 
 
-class Release(_Owned, Base):
+class ArtifactSource(Base):
+    """What an artifact was made of: ids of models, corpora and other artifacts."""
+
+    __tablename__ = "artifact_sources"
+    artifact_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), primary_key=True)
+    source_id: Mapped[str] = mapped_column(primary_key=True, index=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+
+
+class Release(Named):
     """A signed, named version of a package. Versions of a name only grow."""
 
     __tablename__ = "releases"
-    id: Mapped[str] = mapped_column(primary_key=True)
+    noun = "release"
     name: Mapped[str]
     version: Mapped[int] = mapped_column(BigInteger)
-    package_id: Mapped[str] = mapped_column(ForeignKey("packages.id"), index=True)
+    package_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), index=True)
     package_digest: Mapped[str]
     expires_at: Mapped[datetime]  # whole seconds: they are signed
     key_id: Mapped[str]
@@ -338,26 +271,25 @@ class Alias(Base):
     )
 
 
-class Invitation(_Owned, Base):
+class Invitation(Named):
     """A one-time code that enrols one device."""
 
     __tablename__ = "invitations"
-    id: Mapped[str] = mapped_column(primary_key=True)
+    noun = "invitation"
     code_hash: Mapped[str] = mapped_column(unique=True)
     release: Mapped[str]
     alias: Mapped[str]
-    note: Mapped[str | None] = mapped_column(Text)
     expires_at: Mapped[datetime]
     used_at: Mapped[datetime | None]
     device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # who used it
     revoked_at: Mapped[datetime | None]
 
 
-class Device(_Owned, Base):
+class Device(Named):
     """An enrolled device and the release that it follows."""
 
     __tablename__ = "devices"
-    id: Mapped[str] = mapped_column(primary_key=True)
+    noun = "device"
     public_key: Mapped[str]  # base64url of 32 raw bytes
     name: Mapped[str]
     agent_version: Mapped[str | None]
@@ -395,7 +327,7 @@ class Run(_Owned, Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     run_id: Mapped[str] = mapped_column(primary_key=True)  # made by the device
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), index=True)
-    metrics: Mapped[dict[str, Any]]
+    metrics: Mapped[dict[str, object]]
     log_state: Mapped[str | None]
     log_digest: Mapped[str | None]
     log_sent_at: Mapped[datetime | None]
@@ -414,7 +346,6 @@ class IdempotentAnswer(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     request_digest: Mapped[str]
-    status: Mapped[int]
     sealed: Mapped[bytes] = mapped_column(
         LargeBinary
     )  # encrypted by the API: an answer may hold a new secret

@@ -6,32 +6,27 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 
 import permille
-from permille_service import console, guard, health, openapi, problems
+from permille.schemas.kinds import WORK
+from permille_service import console, guard, openapi, problems
 from permille_service.access import routes as access_routes
-from permille_service.access.bootstrap import ensure_token
-from permille_service.builds import routes as build_routes
 from permille_service.context import Service
-from permille_service.corpora import routes as corpus_routes
 from permille_service.devices import enrolment
 from permille_service.devices import routes as device_routes
+from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
-from permille_service.masks import routes as mask_routes
-from permille_service.models import routes as model_routes
-from permille_service.packages import routes as package_routes
 from permille_service.preflights import routes as preflight_routes
-from permille_service.quantizations import routes as quantization_routes
 from permille_service.releases import routes as release_routes
 from permille_service.runs import routes as run_routes
 from permille_service.settings import Settings
+from permille_service.work import packages
+from permille_service.work.routes import router_of
 
 ROUTERS = (
-    health.router,
-    model_routes.router,
-    corpus_routes.router,
-    build_routes.router,
-    mask_routes.router,
-    quantization_routes.router,
-    package_routes.router,
+    console.health,
+    models.router,
+    corpora.router,
+    *(router_of(work) for work in WORK.values()),
+    packages.router,
     release_routes.router,
     job_routes.router,
     preflight_routes.router,
@@ -46,7 +41,7 @@ ROUTERS = (
 def create_app(settings: Settings) -> FastAPI:
     """Open what the settings name (folders, database, keys, first token) and make the app on it."""
     service = Service.open(settings)
-    ensure_token(service)
+    access_routes.ensure_token(service)
     app = FastAPI(
         title=openapi.TITLE,
         version=permille.__version__,

@@ -1,5 +1,5 @@
 """The admin's console: Swagger UI on the service's own OpenAPI document, from vendored files, without a
-network."""
+network. And whether the service is well, which anybody may ask."""
 
 from pathlib import Path
 from typing import Final
@@ -8,7 +8,12 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 
+import permille
+from permille.schemas.fields import Health
+from permille.store import access
+from permille_service.context import Served
 from permille_service.guard import CONSOLE_POLICY
+from permille_service.problems import OPEN, documented
 
 STATIC: Final = Path(__file__).parent / "static"
 PAGE: Final = """<!doctype html>
@@ -30,12 +35,21 @@ PAGE: Final = """<!doctype html>
 """
 
 router = APIRouter(include_in_schema=False)
+health = APIRouter(prefix="/v1/health", tags=["health"], responses=documented(*OPEN))
 
 
 @router.get("/docs")
 def console() -> HTMLResponse:
     """The console's page."""
     return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONSOLE_POLICY})
+
+
+@health.get("")
+def get_health(service: Served) -> Health:
+    """Whether the service and its database answer."""
+    with service.database.read() as session:
+        access.first_tenant(session)
+    return Health(status="ok", version=permille.__version__)
 
 
 @router.get("/")

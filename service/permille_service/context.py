@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 
 from permille.store.blobs import FolderBlobStore
 from permille.store.database import Database
-from permille.store.dispatch import Dispatcher, open_dispatcher
+from permille.store.jobs.dispatch import Dispatcher, open_dispatcher
 from permille.store.schema import migrate
 from permille_service import keys
 from permille_service.rate_limit import RateLimit

@@ -5,6 +5,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from permille.schemas.kinds import WORK
 from permille.schemas.problems import Problem
 
 TITLE: Final = "permille"
@@ -20,10 +21,7 @@ Turn a pre-trained language model into a package of which a device trains one we
 TAGS: Final = [
     {"name": "models", "description": "Base models: a folder, or a hub repository at a commit."},
     {"name": "corpora", "description": "Text to measure sensitivity and perplexity on."},
-    {"name": "builds", "description": "Mask, quantization and package in one request."},
-    {"name": "masks", "description": "Which weights are sensitive, and the evidence."},
-    {"name": "quantizations", "description": "The dense layer, and what it costs."},
-    {"name": "packages", "description": "What a device downloads."},
+    *({"name": work.collection, "description": work.about} for work in WORK.values()),
     {"name": "releases", "description": "Signed versions of a name, and aliases such as `stable`."},
     {"name": "jobs", "description": "Long work: state, progress, events, cancel, retry."},
     {"name": "preflights", "description": "What work needs, and whether the machine has it."},

@@ -1,22 +1,41 @@
-"""Parameters: ids by their table's prefix, digests, names; in paths, or as a list's filter."""
+"""Parameters: ids by their table's prefix, digests, names, pages of lists; in paths and queries."""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Path, Query
+from fastapi import Depends, Path, Query
 
-from permille.schemas.fields import DIGEST_PATTERN, NAME_PATTERN
+from permille.schemas.fields import (
+    DIGEST_PATTERN,
+    EXAMPLE_ULID,
+    MAX_INTEGER,
+    NAME_PATTERN,
+    ULID_PATTERN,
+    Page,
+)
+from permille.store import rows
+from permille.store.rows import Window
 
-ULID = "[0-9a-hjkmnp-tv-z]{26}"
-EXAMPLE = "01jd3kq8z7m4n5p6r7s8t9v0wx"
+Row = TypeVar("Row")
+Record = TypeVar("Record")
+EXAMPLE_DIGEST = "sha256:" + "0123456789abcdef" * 4
 
-ModelId = Annotated[str, Path(pattern=f"^model_{ULID}$", examples=[f"model_{EXAMPLE}"])]
-CorpusId = Annotated[str, Path(pattern=f"^corpus_{ULID}$", examples=[f"corpus_{EXAMPLE}"])]
-JobId = Annotated[str, Path(pattern=f"^job_{ULID}$", examples=[f"job_{EXAMPLE}"])]
-MaskId = Annotated[str, Path(pattern=f"^mask_{ULID}$", examples=[f"mask_{EXAMPLE}"])]
-QuantizationId = Annotated[str, Path(pattern=f"^quant_{ULID}$", examples=[f"quant_{EXAMPLE}"])]
-DeviceId = Annotated[str, Path(pattern=f"^dev_{ULID}$", examples=[f"dev_{EXAMPLE}"])]
-InvitationId = Annotated[str, Path(pattern=f"^inv_{ULID}$", examples=[f"inv_{EXAMPLE}"])]
-TokenId = Annotated[str, Path(pattern=f"^operator_{ULID}$", examples=[f"operator_{EXAMPLE}"])]
+
+def key_of(prefix: str | None, **options: Any) -> Any:
+    """A path parameter: an id with this prefix, or without one a digest."""
+    if prefix is None:
+        return Path(pattern=DIGEST_PATTERN, examples=[EXAMPLE_DIGEST], **options)
+    return Path(pattern=f"^{prefix}_{ULID_PATTERN}$", examples=[f"{prefix}_{EXAMPLE_ULID}"], **options)
+
+
+ModelId = Annotated[str, key_of("model")]
+CorpusId = Annotated[str, key_of("corpus")]
+JobId = Annotated[str, key_of("job")]
+DeviceId = Annotated[str, key_of("dev")]
+InvitationId = Annotated[str, key_of("inv")]
+TokenId = Annotated[str, key_of("operator")]
+PackageDigest = Annotated[str, key_of(None, alias="digest")]
+BlobDigest = Annotated[str, key_of(None)]
 RunId = Annotated[
     str,
     Path(
@@ -24,13 +43,38 @@ RunId = Annotated[
         examples=["5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"],
     ),
 ]
-PackageDigest = Annotated[
-    str, Path(alias="digest", pattern=DIGEST_PATTERN, examples=["sha256:" + "0123456789abcdef" * 4])
-]
-BlobDigest = Annotated[str, Path(pattern=DIGEST_PATTERN, examples=["sha256:" + "fedcba9876543210" * 4])]
 ReleaseName = Annotated[str, Path(alias="name", pattern=NAME_PATTERN, examples=["tiny-llama"])]
 AliasName = Annotated[str, Path(alias="alias", pattern=NAME_PATTERN, examples=["stable"])]
-VersionNumber = Annotated[int, Path(alias="version", ge=1, le=2**53 - 1, examples=[1])]
+VersionNumber = Annotated[int, Path(alias="version", ge=1, le=MAX_INTEGER, examples=[1])]
 
-OfModel = Annotated[str | None, Query(pattern=f"^model_{ULID}$", description="only those of this model")]
-OfDevice = Annotated[str | None, Query(pattern=f"^dev_{ULID}$", description="only those of this device")]
+OfModel = Annotated[
+    str | None, Query(pattern=f"^model_{ULID_PATTERN}$", description="only those of this model")
+]
+OfDevice = Annotated[
+    str | None, Query(pattern=f"^dev_{ULID_PATTERN}$", description="only those of this device")
+]
+Limit = Annotated[int, Query(ge=1, le=rows.MAX_LIMIT, description="rows of a page")]
+_CURSOR_TEXT = "`next_cursor` of the page before"
+_Cursor = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9_.-]{1,200}$", description=_CURSOR_TEXT)]
+_MomentCursor = Annotated[
+    str | None, Query(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9_-]{1,180}$", description=_CURSOR_TEXT)
+]
+DEFAULT_LIMIT = 50
+
+
+def _window(limit: Limit = DEFAULT_LIMIT, cursor: _Cursor = None) -> Window:
+    return Window(limit=limit, cursor=cursor)
+
+
+def _moment_window(limit: Limit = DEFAULT_LIMIT, cursor: _MomentCursor = None) -> Window:
+    return Window(limit=limit, cursor=cursor)
+
+
+Paging = Annotated[Window, Depends(_window)]
+MomentPaging = Annotated[Window, Depends(_moment_window)]
+"""Of lists by time, whose cursors begin with microseconds."""
+
+
+def page_of(page: rows.Page[Row], present: Callable[[Row], Record]) -> Page[Record]:
+    """The records of a page of rows."""
+    return Page(items=[present(row) for row in page.items], next_cursor=page.next_cursor)

@@ -7,7 +7,7 @@ from permille.store.settings import StoreSettings, layout
 from permille_agent.cli.console import ExitCode
 from permille_service.cli.exits import Exit
 from permille_service.settings import Settings
-from permille_workers.settings import WorkerSettings
+from permille_workers.runtime.settings import WorkerSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "operate.md").read_text(encoding="utf-8")
 

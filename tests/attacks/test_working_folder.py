@@ -14,7 +14,7 @@ from permille_agent.daemon.training_child import TrainingRequest, train_in_child
 from permille_agent.state.home import open_home
 from permille_agent.text.chat_template import ChatTemplate
 from permille_service.cli.up import _start
-from permille_workers.supervisor import CHILD_COMMAND
+from permille_workers.runtime.supervisor import CHILD_COMMAND
 
 PLANTED = ("permille", "permille_service", "permille_workers", "permille_agent", "jinja2", "numpy", "json")
 

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from permille.store import access, jobs
+from permille.schemas.jobs import ENDED
+from permille.store import access, rows
 from permille.store.database import Database
+from permille.store.jobs import queue
+from permille.store.jobs.transitions import NewJob
 from permille.store.schema import migrate
-from permille.store.tables import ENDED, Job, PackageRow
+from permille.store.tables import Artifact, Job
 
 TIMEOUT_S = 240.0
 
@@ -65,24 +68,25 @@ class Site:
         max_attempts = payload.pop("max_attempts", 3)
         content = {"steps": steps, "step_s": step_s, "trace": str(self.trace), **payload}
         with self.db.write() as session:
-            return jobs.submit(
-                session, tenant_id=self.tenant_id, kind=kind, payload=content, max_attempts=max_attempts
+            return queue.submit(
+                session,
+                NewJob(tenant_id=self.tenant_id, kind=kind, payload=content, max_attempts=max_attempts),
             )
 
     def read(self, job: Job) -> Job:
         """The job's row as it is now."""
         with self.db.read() as session:
-            return jobs.get(session, tenant_id=self.tenant_id, job_id=job.id)
+            return rows.get(session, Job, tenant_id=self.tenant_id, row_id=job.id)
 
     def cancel(self, job: Job) -> None:
         """Ask it to stop."""
         with self.db.write() as session:
-            jobs.request_cancel(session, tenant_id=self.tenant_id, job_id=job.id)
+            queue.request_cancel(session, tenant_id=self.tenant_id, job_id=job.id)
 
-    def results(self) -> list[PackageRow]:
+    def results(self) -> list[Artifact]:
         """What the jobs have published."""
         with self.db.read() as session:
-            return list(session.query(PackageRow).order_by(PackageRow.id))
+            return list(session.query(Artifact).order_by(Artifact.id))
 
     @property
     def trace(self) -> Path:

@@ -11,24 +11,27 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError, RetryableError
 from permille.files import write_atomic
-from permille.store import results
+from permille.store import artifacts
+from permille.store.artifacts import Blob, Made
 from permille_workers.__main__ import run_worker
-from permille_workers.child import run_child
-from permille_workers.context import Publish, Result, TaskContext
-from permille_workers.settings import WorkerSettings
+from permille_workers.runtime.child import run_child
+from permille_workers.runtime.context import Publish, TaskContext
+from permille_workers.runtime.settings import WorkerSettings
+from tests.artifacts import some_model
 
 CHILD_COMMAND = (sys.executable, "-m", "tests.integration.job_tasks", "child")
 
 
 def scripted(context: TaskContext) -> Publish:
-    """Do what the payload says; the result is a package row whose digest names the job and the fence."""
+    """Do what the payload says; the result is a row whose digest names the job and the fence."""
     claim = context.claim
-    payload = claim.payload
+    payload: dict[str, Any] = dict(claim.payload)
     with Path(payload["trace"]).open("a") as trace:
         trace.write(f"{claim.job_id} {claim.attempt} {claim.fence} {os.getpid()}\n")
     done = context.work_folder / "done"
@@ -46,20 +49,15 @@ def scripted(context: TaskContext) -> Publish:
         os.kill(os.getpid(), signal.SIGKILL)
     blob = context.blobs.put_bytes(f"{claim.job_id} {first}".encode())
 
-    def publish(session: Session) -> Result:
-        package = results.add_package(
-            session,
-            tenant_id=claim.tenant_id,
-            job_id=claim.job_id,
-            model_id=None,
-            mask_id=None,
-            quantization_id=None,
+    def publish(session: Session) -> str:
+        made = Made(
+            model_id=some_model(session, claim.tenant_id),
             digest=f"{claim.job_id}/{claim.fence}",
-            manifest=blob.encode(),
             k=claim.fence,
-            layers=[],
+            provenance={},
+            blobs=(Blob(role="mask", media_type="m", digest=blob, size_bytes=1),),
         )
-        return Result(kind="package", id=package.id)
+        return artifacts.add(session, job=claim, made=made).id
 
     return publish
 

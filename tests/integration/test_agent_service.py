@@ -11,13 +11,13 @@ from sqlalchemy import select
 
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package, verify_package
-from permille.store import results, tables
+from permille.store import tables
 from permille.store.database import Database
-from permille.store.results import LayerRecord
 from permille_agent.cli.main import main
 from permille_agent.link.download import Download
 from permille_agent.link.report import enqueue
 from permille_agent.state.home import open_home
+from tests.artifacts import add_package as store_package
 from tests.packages import tiny_package
 from tests.running_service import Running, running_service
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
@@ -73,25 +73,9 @@ def package(up: Running) -> Package:
 def add_package(up: Running, *, seed: int) -> Package:
     """Write a package's blobs and rows."""
     package = tiny_package(up.data_dir / "blobs", seed=seed)
-    layers = [
-        LayerRecord(
-            role=layer.role, media_type=layer.media_type, digest=layer.digest, size_bytes=layer.size_bytes
-        )
-        for layer in package.manifest.layers
-    ]
     with Database(f"sqlite:///{up.data_dir / 'permille.db'}").write() as session:
-        results.add_package(
-            session,
-            tenant_id=session.scalars(select(tables.Tenant.id)).one(),
-            job_id=None,
-            model_id=None,
-            mask_id=None,
-            quantization_id=None,
-            digest=package.digest,
-            manifest=package.manifest.to_bytes(),
-            k=package.k,
-            layers=layers,
-        )
+        tenant_id = session.scalars(select(tables.Tenant.id)).one()
+        store_package(session, tenant_id=tenant_id, manifest=package.manifest)
     return package
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from permille.schemas.access import Role
 from permille.store import access
-from permille.store.tables import Role
 from tests.api_service import Api, new_run_id, run_metrics, running_api
 
 DIGEST = "sha256:" + "0" * 64

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from permille.schemas.problems import TYPE_BASE
-from permille.store import claims
+from permille.store.jobs import claims
 from tests.api_service import Api, running_api
 from tests.tiny_model import write_corpus, write_model
 
@@ -216,7 +216,7 @@ def test_job_names_what_it_made(stocked: Api) -> None:
     with stocked.service.database.write() as session:
         claim = claims.claim(session, worker="w", lease_s=30.0)
         assert claim is not None
-        claims.complete(session, claim, result_kind="mask", result_id=mask_id)
+        claims.complete(session, claim, result_id=mask_id)
     job = stocked.get(f"/v1/jobs/{job['id']}").json()
     assert (job["result"], job["result_id"]) == (f"/v1/masks/{mask_id}", mask_id)
 

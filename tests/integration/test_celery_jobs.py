@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from permille.store.dispatch import open_dispatcher
+from permille.store.jobs.dispatch import open_dispatcher
 from tests.integration.job_site import Redis, Site, is_alive, job_site, redis_server, wait_until
 
 

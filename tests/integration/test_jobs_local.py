@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from permille.store import jobs
+from permille.store import rows
+from permille.store.tables import Job
 from tests.integration.job_site import Site, is_alive, job_site, wait_until
 
 
@@ -65,7 +66,7 @@ def test_a_stalled_worker_that_wakes_up_cannot_publish(site: Site) -> None:
 
 def _lease_is_over(site: Site, job_id: str) -> bool:
     with site.db.read() as session:
-        job = jobs.get(session, tenant_id=site.tenant_id, job_id=job_id)
+        job = rows.get(session, Job, tenant_id=site.tenant_id, row_id=job_id)
         lease = job.lease_expires_at
         return lease is not None and lease.timestamp() < time.time()
 
@@ -75,7 +76,7 @@ def test_a_child_that_crashes_is_retried_and_at_last_dead_with_its_signal(site: 
     site.start_worker()
     after = site.wait_for_state(job, "dead")
     assert after.error is not None
-    assert "signal 9" in after.error["message"]
+    assert "signal 9" in str(after.error["message"])
 
 
 def test_input_errors_fail_and_retryable_ones_are_tried_again(site: Site) -> None:

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from permille.package.reader import verify_package
-from permille.store import corpora, jobs, models, results
+from permille.schemas.corpora import FileCorpus
+from permille.schemas.masks import FisherMask, MaskMethod
+from permille.schemas.models import FolderModel
+from permille.schemas.packages import BuildCreate
+from permille.store import inputs
 from permille.store.blobs import FolderBlobStore
+from permille.store.jobs import queue
+from permille.store.jobs.transitions import NewJob
 from tests.integration.job_site import Site, job_site
 from tests.packages import sentences
 from tests.unit.workers.conftest import save_model
@@ -27,22 +33,27 @@ def test_the_worker_process_makes_a_package(site: Site) -> None:
     save_model(site.root / "models" / "tiny")
     (site.root / "corpora" / "text.txt").write_text("\n\n".join(sentences(200)))
     with site.db.write() as session:
-        model = models.register(
-            session, tenant_id=site.tenant_id, name="tiny", kind="folder", location="tiny"
-        )
-        corpus = corpora.register(
-            session, tenant_id=site.tenant_id, name="text", kind="file", location="text.txt"
-        )
-        build = jobs.submit(
+        model = inputs.add_model(
             session,
             tenant_id=site.tenant_id,
-            kind="build",
-            payload={
-                "model_id": model.id,
-                "corpus_id": corpus.id,
-                "mask": {"method": "fisher", "density": 0.01, "sequences": 2, "length": 16, "seed": 1},
-                "quantization": {"scheme": "nf4", "group_size": 64},
-            },
+            name="tiny",
+            source=FolderModel(kind="folder", path="tiny"),
+        )
+        corpus = inputs.add_corpus(
+            session,
+            tenant_id=site.tenant_id,
+            name="text",
+            source=FileCorpus(kind="file", path="text.txt"),
+        )
+        mask = FisherMask(method=MaskMethod.FISHER, corpus_id=corpus.id, density=0.01, sequences=2, length=16)
+        request = BuildCreate(model_id=model.id, mask=mask)
+        build = queue.submit(
+            session,
+            NewJob(
+                tenant_id=site.tenant_id,
+                kind="build",
+                payload=request.model_dump(mode="json"),
+            ),
         )
     with (site.root / "worker.log").open("wb") as log:
         worker = subprocess.Popen(
@@ -50,10 +61,8 @@ def test_the_worker_process_makes_a_package(site: Site) -> None:
         )
     site.processes.append(worker)
     after = site.wait_for_state(build, "succeeded")
-    with site.db.read() as session:
-        package = results.get_package_by_id(
-            session, tenant_id=site.tenant_id, package_id=str(after.result_id)
-        )
+    [package] = [row for row in site.results() if row.kind == "package"]
+    assert package.digest == after.result_id
     assert verify_package(FolderBlobStore(site.root / "blobs"), package.digest).k == package.k
     worker.terminate()
     assert worker.wait(60) == 0

@@ -17,9 +17,9 @@ from permille.errors import OperatorError, RetryableError
 from permille.store.database import Database
 from permille.store.schema import migrate
 from permille.store.settings import explain
-from permille_workers.local import LocalWorker
-from permille_workers.settings import WorkerSettings
-from permille_workers.supervisor import CHILD_COMMAND, Shutdown
+from permille_workers.runtime.local import LocalWorker
+from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown
 
 EXIT_USAGE, EXIT_RETRY = 2, 75
 """75: EX_TEMPFAIL of sysexits.h, for whoever starts it again."""
@@ -43,7 +43,7 @@ def run_worker(settings: WorkerSettings, *, child_command: Sequence[str] = CHILD
                 db=db, settings=settings, shutdown=shutdown, name=name, child_command=child_command
             ).run()
         else:
-            from permille_workers.celery_app import run_celery_worker
+            from permille_workers.runtime.celery_app import run_celery_worker
 
             run_celery_worker(
                 settings.broker_url.get_secret_value(),

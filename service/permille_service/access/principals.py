@@ -17,7 +17,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from permille.schemas.access import Role
 from permille.schemas.problems import ProblemType
 from permille.store import access, devices
-from permille.store.secrets import DEVICE_TOKEN_PREFIX, OPERATOR_TOKEN_PREFIX
+from permille.store.ids import DEVICE_TOKEN_PREFIX, OPERATOR_TOKEN_PREFIX
 from permille_service.context import Served, Service
 from permille_service.problems import ApiError
 

@@ -1,20 +1,24 @@
-"""Routes of access: tenants and operator tokens. For administrators."""
+"""Routes of access: tenants and operator tokens, for administrators; and the first token of all."""
 
 from datetime import timedelta
+from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
+from permille.files import write_atomic
 from permille.schemas.access import Role, Tenant, TenantCreate, Token, TokenCreate, TokenSecret
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
 from permille.store import access, database, tables
 from permille_service.access.principals import Admin, Operator
-from permille_service.context import Served
-from permille_service.idempotency import IdempotencyKey, once
-from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
-from permille_service.parameters import TokenId
+from permille_service.context import Served, Service
+from permille_service.creation import AdminCreating
+from permille_service.parameters import Paging, TokenId, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
+
+FIRST_TENANT = "main"
+FIRST_TOKEN = "first"  # noqa: S105 - the token's name, not its secret
 
 router = APIRouter(prefix="/v1", tags=["access"], responses=documented(*PRIVATE))
 
@@ -24,32 +28,22 @@ router = APIRouter(prefix="/v1", tags=["access"], responses=documented(*PRIVATE)
     status_code=201,
     responses=documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT),
 )
-def create_tenant(body: TenantCreate, service: Served, operator: Admin, key: IdempotencyKey = None) -> Tenant:
+def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
     """Add a tenant. For an administrator of the first tenant."""
 
     def make(session: Session) -> Tenant:
-        _require_first_tenant(session, operator)
+        _require_first_tenant(session, creating.operator)
         return present_tenant(access.create_tenant(session, name=body.name))
 
-    return once(
-        service,
-        tenant_id=operator.tenant_id,
-        key=key,
-        operation="create_tenant",
-        body=body,
-        answer_type=Tenant,
-        make=make,
-    )
+    return creating.once(Tenant, body, make)
 
 
 @router.get("/tenants")
-def list_tenants(
-    service: Served, operator: Admin, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
-) -> Page[Tenant]:
+def list_tenants(service: Served, operator: Admin, window: Paging) -> Page[Tenant]:
     """List tenants. For an administrator of the first tenant."""
     with service.database.read() as session:
         _require_first_tenant(session, operator)
-        page = access.list_tenants(session, limit=limit, cursor=store_cursor(cursor))
+        page = access.list_tenants(session, window=window)
     return page_of(page, present_tenant)
 
 
@@ -58,10 +52,9 @@ def list_tenants(
     status_code=201,
     responses=documented(ProblemType.NOT_FOUND, ProblemType.IDEMPOTENCY_CONFLICT),
 )
-def create_token(
-    body: TokenCreate, response: Response, service: Served, operator: Admin, key: IdempotencyKey = None
-) -> TokenSecret:
+def create_token(body: TokenCreate, creating: AdminCreating) -> TokenSecret:
     """Make an operator token. Its secret is shown here only."""
+    operator = creating.operator
 
     def make(session: Session) -> TokenSecret:
         tenant_id = body.tenant_id or operator.tenant_id
@@ -72,33 +65,21 @@ def create_token(
             session,
             tenant_id=tenant_id,
             name=body.name,
-            role=tables.Role(body.role.value),
+            role=body.role,
             expires_at=None if days is None else database.now(session) + timedelta(days=days),
         )
         return TokenSecret(**present_token(row).model_dump(), secret=secret)
 
-    token = once(
-        service,
-        tenant_id=operator.tenant_id,
-        key=key,
-        operation=f"create_token {operator.token_id}",  # its secret is for the first receiver alone
-        body=body,
-        answer_type=TokenSecret,
-        make=make,
-    )
-    response.headers["Cache-Control"] = "no-store"
+    token = creating.once(TokenSecret, body, make, private=True)
+    creating.response.headers["Cache-Control"] = "no-store"
     return token
 
 
 @router.get("/tokens")
-def list_tokens(
-    service: Served, operator: Admin, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
-) -> Page[Token]:
+def list_tokens(service: Served, operator: Admin, window: Paging) -> Page[Token]:
     """List the operator tokens of the caller's tenant, without their secrets."""
     with service.database.read() as session:
-        page = access.list_tokens(
-            session, tenant_id=operator.tenant_id, limit=limit, cursor=store_cursor(cursor)
-        )
+        page = access.list_tokens(session, tenant_id=operator.tenant_id, window=window)
     return page_of(page, present_token)
 
 
@@ -138,3 +119,19 @@ def _require_first_tenant(session: Session, operator: Operator) -> None:
     first = access.first_tenant(session)
     if first is None or first.id != operator.tenant_id:
         raise ApiError(ProblemType.FORBIDDEN, "expected an administrator of the first tenant, got another's")
+
+
+def ensure_token(service: Service) -> Path:
+    """Make sure that the token file exists; return its path.
+
+    Where it is missing, a new administrator's token of the first tenant is made: who can write to the data
+    folder is its administrator anyway. The file has mode 0600; the database keeps the token's hash only.
+    """
+    path = service.settings.token_path
+    if path.exists():
+        return path
+    with service.database.write() as session:
+        tenant = access.first_tenant(session) or access.create_tenant(session, name=FIRST_TENANT)
+        _, secret = access.create_token(session, tenant_id=tenant.id, name=FIRST_TOKEN, role=Role.ADMIN)
+    write_atomic(path, f"{secret}\n".encode(), mode=0o600)
+    return path

@@ -18,8 +18,15 @@ builds = typer.Typer(no_args_is_help=True, help="Mask, quantization, package in 
 jobs = typer.Typer(no_args_is_help=True, help="Long work: state, progress, events, cancel, retry.")
 
 JOB_COLUMNS = ("id", "kind", "state", "progress.fraction", "progress.message", "result", "created_at")
-MASK_COLUMNS = ("id", "model_id", "options.method", "options.density", "k", "created_at")
-QUANTIZATION_COLUMNS = ("id", "model_id", "options.scheme", "options.group_size", "size_bytes", "created_at")
+MASK_COLUMNS = ("id", "model_id", "request.method", "request.density", "k", "created_at")
+QUANTIZATION_COLUMNS = (
+    "id",
+    "model_id",
+    "request.options.scheme",
+    "request.options.group_size",
+    "size_bytes",
+    "created_at",
+)
 PACKAGE_COLUMNS = ("digest", "model_id", "k", "size_bytes", "created_at")
 BUILD_COLUMNS = ("id", "state", "model_id", "package_digest", "created_at")
 

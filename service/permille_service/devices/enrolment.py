@@ -23,7 +23,7 @@ from permille.schemas.devices import (
     token_message,
 )
 from permille.schemas.problems import ProblemType
-from permille.store import database, devices, releases
+from permille.store import database, devices, releases, rows, tables
 from permille.store.devices import InvitationError
 from permille_service.access.principals import CallingDevice
 from permille_service.context import Served
@@ -110,7 +110,7 @@ def create_device_token(
 def get_own_device(service: Served, device: CallingDevice) -> Device:
     """What the service knows of the calling device."""
     with service.database.read() as session:
-        return present(devices.get(session, tenant_id=device.tenant_id, device_id=device.device_id))
+        return present(rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id))
 
 
 @own.delete("", status_code=204)

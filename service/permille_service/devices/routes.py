@@ -1,61 +1,46 @@
 """Routes by which operators invite, list and revoke devices."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.schemas.devices import Device, Invitation, InvitationCreate, InvitationRecord
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
-from permille.store import database, devices
+from permille.store import database, devices, rows, tables
 from permille_service.access.principals import Maker, Viewer
 from permille_service.context import Served
+from permille_service.creation import Creating
 from permille_service.devices.records import present, present_invitation
-from permille_service.idempotency import IdempotencyKey, once
-from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
-from permille_service.parameters import DeviceId, InvitationId
+from permille_service.parameters import DeviceId, InvitationId, Paging, page_of
 from permille_service.problems import PRIVATE, documented
 
 router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*PRIVATE))
 
 
 @router.post("/invitations", status_code=201, responses=documented(ProblemType.IDEMPOTENCY_CONFLICT))
-def create_invitation(
-    body: InvitationCreate, response: Response, service: Served, operator: Maker, key: IdempotencyKey = None
-) -> Invitation:
+def create_invitation(body: InvitationCreate, creating: Creating) -> Invitation:
     """Invite one device to follow a release. The code is shown here only, is good for 24 hours and for one
     device."""
 
     def make(session: Session) -> Invitation:
         row, code = devices.invite(
-            session, tenant_id=operator.tenant_id, release=body.release, alias=body.alias
+            session, tenant_id=creating.operator.tenant_id, release=body.release, alias=body.alias
         )
         return Invitation(
             id=row.id, invitation=code, release=row.release, alias=row.alias, expires_at=row.expires_at
         )
 
-    invitation = once(
-        service,
-        tenant_id=operator.tenant_id,
-        key=key,
-        operation=f"create_invitation {operator.token_id}",  # its code is for the first receiver alone
-        body=body,
-        answer_type=Invitation,
-        make=make,
-    )
-    response.headers["Cache-Control"] = "no-store"
+    invitation = creating.once(Invitation, body, make, private=True)
+    creating.response.headers["Cache-Control"] = "no-store"
     return invitation
 
 
 @router.get("/invitations")
-def list_invitations(
-    service: Served, operator: Viewer, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
-) -> Page[InvitationRecord]:
+def list_invitations(service: Served, operator: Viewer, window: Paging) -> Page[InvitationRecord]:
     """List invitations, newest first, without their codes."""
     with service.database.read() as session:
         at = database.now(session)
-        page = devices.list_invitations(
-            session, tenant_id=operator.tenant_id, limit=limit, cursor=store_cursor(cursor)
-        )
+        page = rows.list_all(session, tables.Invitation, tenant_id=operator.tenant_id, window=window)
     return page_of(page, lambda row: present_invitation(row, at))
 
 
@@ -69,14 +54,10 @@ def revoke_invitation(invitation_id: InvitationId, service: Served, operator: Ma
 
 
 @router.get("/devices")
-def list_devices(
-    service: Served, operator: Viewer, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
-) -> Page[Device]:
+def list_devices(service: Served, operator: Viewer, window: Paging) -> Page[Device]:
     """List devices, newest first, those that left included."""
     with service.database.read() as session:
-        page = devices.list_devices(
-            session, tenant_id=operator.tenant_id, limit=limit, cursor=store_cursor(cursor)
-        )
+        page = rows.list_all(session, tables.Device, tenant_id=operator.tenant_id, window=window)
     return page_of(page, present)
 
 
@@ -84,7 +65,7 @@ def list_devices(
 def get_device(device_id: DeviceId, service: Served, operator: Viewer) -> Device:
     """Read one device."""
     with service.database.read() as session:
-        return present(devices.get(session, tenant_id=operator.tenant_id, device_id=device_id))
+        return present(rows.get(session, tables.Device, tenant_id=operator.tenant_id, row_id=device_id))
 
 
 @router.post("/devices/{device_id}/revoke", responses=documented(ProblemType.NOT_FOUND))

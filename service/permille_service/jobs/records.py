@@ -1,32 +1,35 @@
 """Job rows as records."""
 
 from datetime import UTC, datetime
-from typing import Any
 
 from sqlalchemy.orm import Session
 
-from permille.schemas.jobs import Job, JobError, JobEvent, JobKind, JobProgress, JobState
-from permille.store import jobs, results, tables
-from permille.store.errors import NotFoundError
-from permille.store.paging import MAX_LIMIT
+from permille.schemas.jobs import (
+    EventData,
+    EventKind,
+    Job,
+    JobError,
+    JobEvent,
+    JobKind,
+    JobProgress,
+    JobState,
+)
+from permille.schemas.kinds import result_path
+from permille.store import tables
+from permille.store.jobs import queue
 
-_COLLECTIONS = {
-    "mask": "masks",
-    "quantization": "quantizations",
-    "run": "runs",
-    "package": "packages",
-}
+_TOLD = set(EventData.model_fields) - {"error"}
 
 
 def present(session: Session, row: tables.Job) -> Job:
     """The record of a row; a build's children are looked up."""
-    made = _result_id(session, row)
+    kind = JobKind(row.kind)
     return Job(
         id=row.id,
-        kind=JobKind(row.kind),
+        kind=kind,
         state=JobState(row.state),
         parent_id=row.parent_id,
-        children=[child.id for child in children_of(session, row)],
+        children=[child.id for child in queue.parts_of(session, row)],
         attempt=row.attempt,
         progress=JobProgress(
             fraction=min(max(row.progress, 0.0), 1.0),
@@ -34,8 +37,8 @@ def present(session: Session, row: tables.Job) -> Job:
             seconds_left=None if row.eta_at is None else _seconds_until(row.eta_at),
         ),
         error=_error(row.error),
-        result=_path(row.result_kind, made),
-        result_id=made,
+        result=None if row.result_id is None else result_path(kind, row.result_id),
+        result_id=row.result_id,
         cancel_requested=row.cancel_requested_at is not None,
         created_at=row.created_at,
         started_at=row.started_at,
@@ -43,43 +46,27 @@ def present(session: Session, row: tables.Job) -> Job:
     )
 
 
-def children_of(session: Session, row: tables.Job) -> list[tables.Job]:
-    """A build's child jobs, oldest first; of other jobs none."""
-    if row.kind != JobKind.BUILD:
-        return []
-    page = jobs.list_jobs(session, tenant_id=row.tenant_id, parent_id=row.id, limit=MAX_LIMIT)
-    return sorted(page.items, key=lambda child: child.id)
-
-
 def present_event(row: tables.JobEvent) -> JobEvent:
-    """The record of an event."""
-    return JobEvent(seq=row.seq, job_id=row.job_id, kind=row.kind, data=row.data, created_at=row.at)
+    """The record of an event, without what is for the log alone (tracebacks)."""
+    told = {name: value for name, value in row.data.items() if name in _TOLD}
+    return JobEvent(
+        seq=row.seq,
+        job_id=row.job_id,
+        kind=EventKind(row.kind),
+        data=EventData.model_validate({**told, "error": _error(row.data.get("error"))}),
+        created_at=row.at,
+    )
 
 
 def _seconds_until(at: datetime) -> float:
     return max(0.0, (at - datetime.now(UTC)).total_seconds())
 
 
-def _error(error: dict[str, Any] | None) -> JobError | None:
-    if error is None:
+def _error(error: object) -> JobError | None:
+    if not isinstance(error, dict):
         return None
     return JobError(
         type=str(error.get("type", "error")),
         message=str(error.get("message", "")),
         retryable=bool(error.get("retryable", False)),
     )
-
-
-def _path(kind: str | None, made: str | None) -> str | None:
-    return None if kind is None or made is None else f"/v1/{_COLLECTIONS.get(kind, kind)}/{made}"
-
-
-def _result_id(session: Session, row: tables.Job) -> str | None:
-    """The id of what the job made, as its path has it; None while there is nothing."""
-    if row.result_kind != "package" or row.result_id is None:
-        return row.result_id
-    try:
-        package = results.get_package_by_id(session, tenant_id=row.tenant_id, package_id=row.result_id)
-    except NotFoundError:
-        return None
-    return package.digest

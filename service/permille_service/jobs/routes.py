@@ -7,17 +7,16 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 
 from permille.schemas.fields import MAX_INTEGER, Page
-from permille.schemas.jobs import Job, JobEvent, JobKind, JobState
+from permille.schemas.jobs import ENDED, Job, JobEvent, JobKind, JobState
 from permille.schemas.problems import ProblemType
-from permille.store import jobs
-from permille.store.dispatch import dispatch
-from permille.store.tables import ENDED
+from permille.store import rows, tables
+from permille.store.jobs import queue
+from permille.store.jobs.dispatch import dispatch
 from permille_service.access.principals import Maker, Viewer, bearer, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs.stream import stream_events
-from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
-from permille_service.parameters import JobId
+from permille_service.parameters import DEFAULT_LIMIT, JobId, Limit, Paging, page_of
 from permille_service.problems import PRIVATE, documented
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
@@ -40,21 +39,13 @@ LastEventId = Annotated[
 def list_jobs(
     service: Served,
     operator: Viewer,
+    window: Paging,
     kind: JobKind | None = None,
     state: JobState | None = None,
-    limit: Limit = DEFAULT_LIMIT,
-    cursor: Cursor = None,
 ) -> Page[Job]:
     """List jobs, newest first; the parts of builds are in the list."""
     with service.database.read() as session:
-        page = jobs.list_jobs(
-            session,
-            tenant_id=operator.tenant_id,
-            kind=kind,
-            state=state,
-            limit=limit,
-            cursor=store_cursor(cursor),
-        )
+        page = queue.list_jobs(session, tenant_id=operator.tenant_id, kind=kind, state=state, window=window)
         return page_of(page, lambda row: records.present(session, row))
 
 
@@ -62,14 +53,15 @@ def list_jobs(
 def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
     """Read one job: its state, progress, and what it made."""
     with service.database.read() as session:
-        return records.present(session, jobs.get(session, tenant_id=operator.tenant_id, job_id=job_id))
+        row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
+        return records.present(session, row)
 
 
 @router.post("/{job_id}/cancel", status_code=202)
 def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
     """Ask a job to stop: at once while it is queued, at its next check while it runs. Idempotent."""
     with service.database.write() as session:
-        row = jobs.request_cancel(session, tenant_id=operator.tenant_id, job_id=job_id)
+        row = queue.request_cancel(session, tenant_id=operator.tenant_id, job_id=job_id)
         return records.present(session, row)
 
 
@@ -77,7 +69,7 @@ def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
 def retry_job(job_id: JobId, service: Served, operator: Maker) -> Job:
     """Queue a job again that failed, died or was cancelled."""
     with service.database.write() as session:
-        row = jobs.retry(session, tenant_id=operator.tenant_id, job_id=job_id)
+        row = queue.retry(session, tenant_id=operator.tenant_id, job_id=job_id)
         record = records.present(session, row)
     dispatch(service.dispatcher, record.children or [record.id])
     return record
@@ -89,7 +81,9 @@ def list_job_events(
 ) -> list[JobEvent]:
     """List a job's events, oldest first."""
     with service.database.read() as session:
-        rows = jobs.events_after(session, tenant_id=operator.tenant_id, job_id=job_id, seq=after, limit=limit)
+        rows = queue.events_after(
+            session, tenant_id=operator.tenant_id, job_id=job_id, seq=after, limit=limit
+        )
         return [records.present_event(row) for row in rows]
 
 
@@ -114,7 +108,7 @@ def stream_job_events(
     """Follow a job's events as they come (server-sent events)."""
     after = last_event_id or 0
     with service.database.read() as session:
-        job = jobs.get(session, tenant_id=operator.tenant_id, job_id=job_id)
+        job = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
         if last_event_id is not None and job.state in ENDED and job.event_seq <= after:
             return Response(status_code=204)
     lines = stream_events(

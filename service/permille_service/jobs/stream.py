@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from fastapi.concurrency import run_in_threadpool
 
-from permille.schemas.jobs import JobEvent
-from permille.store import jobs
-from permille.store.tables import ENDED
+from permille.schemas.jobs import ENDED, JobEvent
+from permille.store import rows, tables
+from permille.store.jobs import queue
 from permille_service.context import Service
 from permille_service.jobs.records import present_event
 
@@ -53,6 +53,6 @@ def encode(event: JobEvent) -> bytes:
 
 def _read(service: Service, tenant_id: str, job_id: str, after: int) -> tuple[Sequence[JobEvent], bool]:
     with service.database.read() as session:
-        job = jobs.get(session, tenant_id=tenant_id, job_id=job_id)
-        rows = jobs.events_after(session, tenant_id=tenant_id, job_id=job_id, seq=after)
-        return [present_event(row) for row in rows], job.state in ENDED
+        job = rows.get(session, tables.Job, tenant_id=tenant_id, row_id=job_id)
+        events = queue.events_after(session, tenant_id=tenant_id, job_id=job_id, seq=after)
+        return [present_event(event) for event in events], job.state in ENDED

@@ -1,14 +1,21 @@
-"""What a request will need, from the rows that it names. A hub model that no worker has read yet has no
-figures."""
+"""What a request will need, from the rows that it names, and whether the machine has it.
+
+A hub model that no worker has read yet has no figures.
+"""
 
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
-from permille.schemas.builds import BuildCreate
+from permille.schemas.fields import Closed
+from permille.schemas.jobs import JobKind
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
-from permille.schemas.problems import ProblemType
-from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate
-from permille.store import corpora, models
+from permille.schemas.packages import BuildCreate, PackageCreate
+from permille.schemas.preflights import Preflight
+from permille.schemas.problems import Figure, ProblemType
+from permille.schemas.quantizations import AutoRound, QuantizationCreate
+from permille.store import artifacts, rows
+from permille.store.artifacts import SCORES
+from permille.store.tables import Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
     Needs,
@@ -19,98 +26,144 @@ from permille_service.preflights.estimates import (
     sizes_of,
 )
 from permille_service.preflights.machine import Machine, look
-from permille_service.preflights.verdict import require
 from permille_service.problems import ApiError
 
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
-MaskBody = FisherMaskCreate | WeightMaskCreate
+_EXPLANATIONS = {
+    "memory": "weights, scores, gradients and activations",
+    "disk": "layers, scores and reports in the blob folder",
+    "time": "estimated from the floating-point work",
+}
 
 
-def needs_of_mask(service: Service, tenant_id: str, body: MaskBody, machine: Machine) -> Needs:
-    """Raises NotFoundError for an unknown model or corpus, ApiError (`conflict`) for a scope outside the
-    model."""
+def check(service: Service, tenant_id: str, request: Closed) -> None:
+    """Refuse what cannot be, or what the machine cannot hold.
+
+    Raises:
+        ApiError: `preflight-refused`, with the figures; `conflict`: parts that do not go together.
+        NotFoundError: something that the request names.
+    """
+    verdict = preflight_of(service, tenant_id, request)
+    if verdict.accepted:
+        return
+    short = "; ".join(
+        f"expected {figure.needed} {figure.unit} of {figure.name}, got {figure.available}"
+        for figure in verdict.figures
+        if not figure.enough
+    )
+    raise ApiError(ProblemType.PREFLIGHT_REFUSED, short, figures=verdict.figures)
+
+
+def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight:
+    """What a request needs and whether the machine has it. Raises as `check`, but for the refusal."""
+    machine = look(service.settings)
     with service.database.read() as session:
-        sizes = _sizes(session, tenant_id, body.model_id, body.scope)
-        _check_mask(session, tenant_id, body)
-    return NOTHING if sizes is None else _mask(sizes, body, machine)
+        return compare(_Planner(session, tenant_id, machine).needs_of(request), machine)
 
 
-def needs_of_quantization(
-    service: Service, tenant_id: str, body: QuantizationCreate, machine: Machine
-) -> Needs:
-    """Raises NotFoundError for an unknown model or corpus."""
-    with service.database.read() as session:
-        sizes = _sizes(session, tenant_id, body.model_id, "all")
-        _check_corpus(session, tenant_id, body.evaluation_corpus_id)
-        _check_calibration(session, tenant_id, body.options)
-    evaluated = body.evaluation_corpus_id is not None
-    return NOTHING if sizes is None else _quantization(sizes, body.options, machine, evaluated=evaluated)
-
-
-def needs_of_build(service: Service, tenant_id: str, body: BuildCreate, machine: Machine) -> Needs:
-    """Raises what the parts raise, and ApiError (`conflict`) for exponents of a mask without scores."""
-    if body.fisher_exponents and not isinstance(body.mask, FisherMask):
-        raise ApiError(
-            ProblemType.CONFLICT, f"expected a mask of method fisher for exponents, got {body.mask.method}"
+def compare(needs: Needs, machine: Machine) -> Preflight:
+    """Needs against a machine; what is unknown counts as enough."""
+    rows = (
+        ("memory", "bytes", needs.memory_bytes, machine.memory_bytes),
+        ("disk", "bytes", needs.disk_bytes, machine.disk_bytes),
+        ("time", "seconds", needs.seconds, machine.max_job_s),
+    )
+    figures = [
+        Figure(
+            name=name,
+            unit=unit,
+            needed=needed,
+            available=available,
+            enough=available is None or needed <= available,
+            explanation=_EXPLANATIONS[name],
         )
-    with service.database.read() as session:
-        sizes = _sizes(session, tenant_id, body.model_id, body.mask.scope)
-        _check_mask(session, tenant_id, body.mask)
-        _check_corpus(session, tenant_id, body.evaluation_corpus_id)
-        _check_calibration(session, tenant_id, body.quantization)
-        whole = _sizes(session, tenant_id, body.model_id, "all")
-    if sizes is None or whole is None:
-        return NOTHING
-    evaluated = body.evaluation_corpus_id is not None
-    quantization = _quantization(whole, body.quantization, machine, evaluated=evaluated)
-    return _mask(sizes, body.mask, machine).then(quantization).then(package_needs(whole))
+        for name, unit, needed, available in rows
+    ]
+    return Preflight(accepted=all(figure.enough for figure in figures), figures=figures)
 
 
-def check_mask(service: Service, tenant_id: str, body: MaskBody) -> None:
-    """Refuse a mask job that the machine cannot hold."""
-    machine = look(service.settings)
-    require(needs_of_mask(service, tenant_id, body, machine), machine)
+class _Planner:
+    """Finds what a tenant's requests name, and estimates their needs on a machine."""
 
+    def __init__(self, session: Session, tenant_id: str, machine: Machine) -> None:
+        self._session = session
+        self._tenant_id = tenant_id
+        self._machine = machine
 
-def check_quantization(service: Service, tenant_id: str, body: QuantizationCreate) -> None:
-    """Refuse a quantization job that the machine cannot hold."""
-    machine = look(service.settings)
-    require(needs_of_quantization(service, tenant_id, body, machine), machine)
+    def needs_of(self, request: Closed) -> Needs:
+        """What any request needs."""
+        match request:
+            case FisherMaskCreate() | WeightMaskCreate():
+                return self._mask(request, request.model_id)
+            case QuantizationCreate():
+                return self._quantization(request)
+            case PackageCreate():
+                return self._package(request)
+            case BuildCreate():
+                return self._build(request)
+        raise TypeError(f"expected a request for work, got {type(request).__name__}")
 
+    def _mask(self, mask: FisherMask | WeightMask, model_id: str) -> Needs:
+        sizes = self._sizes(model_id, mask.scope)
+        if isinstance(mask, FisherMask):
+            self._check_corpus(mask.corpus_id)
+        if sizes is None:
+            return NOTHING
+        machine = self._machine
+        return mask_needs(sizes, mask, memory_bytes=machine.memory_bytes, flops_per_s=machine.flops_per_s)
 
-def check_build(service: Service, tenant_id: str, body: BuildCreate) -> None:
-    """Refuse a build that the machine cannot hold."""
-    machine = look(service.settings)
-    require(needs_of_build(service, tenant_id, body, machine), machine)
+    def _quantization(self, request: QuantizationCreate) -> Needs:
+        sizes = self._sizes(request.model_id)
+        self._check_corpus(request.evaluation_corpus_id)
+        if isinstance(request.options, AutoRound):
+            self._check_corpus(request.options.calibration_corpus_id)
+        if sizes is None:
+            return NOTHING
+        evaluated = request.evaluation_corpus_id is not None
+        return quantization_needs(
+            sizes, request.options, evaluated=evaluated, flops_per_s=self._machine.flops_per_s
+        )
 
+    def _package(self, request: PackageCreate) -> Needs:
+        mask, quantization = (
+            artifacts.get(self._session, tenant_id=self._tenant_id, kind=kind, key=key)
+            for kind, key in (
+                (JobKind.MASK, request.mask_id),
+                (JobKind.QUANTIZATION, request.quantization_id),
+            )
+        )
+        if mask.model_id != quantization.model_id:
+            raise ApiError(
+                ProblemType.CONFLICT,
+                f"expected parts of one model, got {mask.model_id} and {quantization.model_id}",
+            )
+        if request.fisher_exponents and artifacts.blob_of(mask, SCORES) is None:
+            raise ApiError(
+                ProblemType.CONFLICT, f"expected a mask with scores, got {mask.id}, which has none"
+            )
+        sizes = self._sizes(mask.model_id)
+        return NOTHING if sizes is None else package_needs(sizes)
 
-def _sizes(session: Session, tenant_id: str, model_id: str, scope: str) -> Sizes | None:
-    model = models.get(session, tenant_id=tenant_id, model_id=model_id)
-    if model.config is None:
-        return None
-    try:
-        return sizes_of(model.config, scope)
-    except InputError as exc:
-        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
+    def _build(self, request: BuildCreate) -> Needs:
+        if request.fisher_exponents and not isinstance(request.mask, FisherMask):
+            raise ApiError(
+                ProblemType.CONFLICT,
+                f"expected a mask of method fisher for exponents, got {request.mask.method}",
+            )
+        mask = self._mask(request.mask, request.model_id)
+        quantization = self._quantization(request.quantization_request())
+        sizes = self._sizes(request.model_id)
+        return NOTHING if sizes is None else mask.then(quantization).then(package_needs(sizes))
 
+    def _sizes(self, model_id: str, scope: str = "all") -> Sizes | None:
+        model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
+        if model.config is None:
+            return None
+        try:
+            return sizes_of(model.config, scope)
+        except InputError as exc:
+            raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
 
-def _check_mask(session: Session, tenant_id: str, mask: FisherMask | WeightMask) -> None:
-    _check_corpus(session, tenant_id, mask.corpus_id if isinstance(mask, FisherMask) else None)
-
-
-def _check_calibration(session: Session, tenant_id: str, options: AnyOptions) -> None:
-    if isinstance(options, AutoRound):
-        _check_corpus(session, tenant_id, options.calibration_corpus_id)
-
-
-def _check_corpus(session: Session, tenant_id: str, corpus_id: str | None) -> None:
-    if corpus_id is not None:
-        corpora.get(session, tenant_id=tenant_id, corpus_id=corpus_id)
-
-
-def _mask(sizes: Sizes, mask: FisherMask | WeightMask, machine: Machine) -> Needs:
-    return mask_needs(sizes, mask, memory_bytes=machine.memory_bytes, flops_per_s=machine.flops_per_s)
-
-
-def _quantization(sizes: Sizes, options: AnyOptions, machine: Machine, *, evaluated: bool) -> Needs:
-    return quantization_needs(sizes, options, evaluated=evaluated, flops_per_s=machine.flops_per_s)
+    def _check_corpus(self, corpus_id: str | None) -> None:
+        if corpus_id is not None:
+            rows.get(self._session, Corpus, tenant_id=self._tenant_id, row_id=corpus_id)

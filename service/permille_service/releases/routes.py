@@ -2,19 +2,19 @@
 
 from datetime import UTC, datetime, timedelta
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.package import signing
 from permille.schemas.fields import Name, Page
+from permille.schemas.jobs import JobKind
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import Alias, AliasPut, Release, ReleaseCreate, ReleaseRecord, ReleaseYank
-from permille.store import database, releases, results, tables
+from permille.store import artifacts, database, releases, tables
 from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer
 from permille_service.context import Served, Service
-from permille_service.idempotency import IdempotencyKey, once
-from permille_service.paging import DEFAULT_LIMIT, Cursor, Limit, page_of, store_cursor
-from permille_service.parameters import AliasName, ReleaseName, VersionNumber
+from permille_service.creation import MADE_RESPONSES, Creating
+from permille_service.parameters import AliasName, Paging, ReleaseName, VersionNumber, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
 
 router = APIRouter(
@@ -22,23 +22,12 @@ router = APIRouter(
 )
 
 
-@router.post(
-    "", status_code=201, responses=documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT)
-)
-def create_release(
-    body: ReleaseCreate, response: Response, service: Served, operator: Maker, key: IdempotencyKey = None
-) -> ReleaseRecord:
+@router.post("", status_code=201, responses=MADE_RESPONSES)
+def create_release(body: ReleaseCreate, creating: Creating) -> ReleaseRecord:
     """Publish a package: sign it as the next version of a name, and point an alias at it if one is named."""
-    record = once(
-        service,
-        tenant_id=operator.tenant_id,
-        key=key,
-        operation="create_release",
-        body=body,
-        answer_type=ReleaseRecord,
-        make=lambda session: _publish(service, session, operator.tenant_id, body),
-    )
-    response.headers["Location"] = f"/v1/releases/{record.name}/versions/{record.version}"
+    service, tenant_id = creating.service, creating.operator.tenant_id
+    record = creating.once(ReleaseRecord, body, lambda session: _publish(service, session, tenant_id, body))
+    creating.response.headers["Location"] = f"/v1/releases/{record.name}/versions/{record.version}"
     return record
 
 
@@ -46,15 +35,12 @@ def create_release(
 def list_releases(
     service: Served,
     operator: Viewer,
+    window: Paging,
     name: Name | None = None,
-    limit: Limit = DEFAULT_LIMIT,
-    cursor: Cursor = None,
 ) -> Page[ReleaseRecord]:
     """List published versions, newest first."""
     with service.database.read() as session:
-        page = releases.list_releases(
-            session, tenant_id=operator.tenant_id, name=name, limit=limit, cursor=store_cursor(cursor)
-        )
+        page = releases.list_releases(session, tenant_id=operator.tenant_id, name=name, window=window)
         return page_of(page, lambda row: present_record(session, row))
 
 
@@ -118,7 +104,7 @@ def delete_alias(name: ReleaseName, alias: AliasName, service: Served, operator:
 
 def present(session: Session, row: tables.Release) -> Release:
     """What devices see of a version."""
-    package = results.get_package(session, tenant_id=row.tenant_id, digest=row.package_digest)
+    package = _package(session, row.tenant_id, row.package_digest)
     return Release(
         name=row.name,
         version=row.version,
@@ -126,7 +112,7 @@ def present(session: Session, row: tables.Release) -> Release:
         expires_at=int(row.expires_at.timestamp()),
         key_id=row.key_id,
         signature=row.signature,
-        size_bytes=package.size_bytes + len(package.manifest),
+        size_bytes=package.size_bytes,
         yanked=row.yanked_at is not None,
     )
 
@@ -142,8 +128,12 @@ def present_record(session: Session, row: tables.Release) -> ReleaseRecord:
     )
 
 
+def _package(session: Session, tenant_id: str, digest: str) -> tables.Artifact:
+    return artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
+
+
 def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCreate) -> ReleaseRecord:
-    package = results.get_package(session, tenant_id=tenant_id, digest=body.package_digest)
+    package = _package(session, tenant_id, body.package_digest)
     expires_s = int(database.now(session).timestamp()) + int(
         timedelta(days=body.expires_in_days).total_seconds()
     )

@@ -11,11 +11,10 @@ from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
 from permille.schemas.runs import LOG_MEDIA_TYPE, LogAccepted, LogState, Run, RunCreate, RunLog, RunMetrics
 from permille.store import runs, tables
-from permille.store.dispatch import dispatch
+from permille.store.jobs.dispatch import dispatch
 from permille_service.access.principals import RANK, Anyone, CallingDevice, DevicePrincipal, Operator, Viewer
 from permille_service.context import Served, Service
-from permille_service.paging import DEFAULT_LIMIT, Limit, MomentCursor, page_of, store_cursor
-from permille_service.parameters import OfDevice, RunId
+from permille_service.parameters import MomentPaging, OfDevice, RunId, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
@@ -59,19 +58,12 @@ def create_run(body: RunCreate, response: Response, service: Served, device: Cal
 def list_runs(
     service: Served,
     operator: Viewer,
+    window: MomentPaging,
     device_id: OfDevice = None,
-    limit: Limit = DEFAULT_LIMIT,
-    cursor: MomentCursor = None,
 ) -> Page[Run]:
     """List runs, the newest first."""
     with service.database.read() as session:
-        page = runs.list_runs(
-            session,
-            tenant_id=operator.tenant_id,
-            device_id=device_id,
-            limit=limit,
-            cursor=store_cursor(cursor),
-        )
+        page = runs.list_runs(session, tenant_id=operator.tenant_id, device_id=device_id, window=window)
     return page_of(page, present)
 
 

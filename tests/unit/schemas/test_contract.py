@@ -8,7 +8,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from permille.schemas import (
     access,
-    builds,
     corpora,
     devices,
     jobs,
@@ -26,7 +25,6 @@ from tests.api_service import run_metrics
 
 MODULES = (
     access,
-    builds,
     corpora,
     devices,
     jobs,
@@ -93,17 +91,10 @@ def test_fisher_needs_a_corpus_and_the_others_refuse_one() -> None:
             adapter.validate_python(wrong)
 
 
-def test_auto_round_needs_a_corpus_and_is_int4_to_workers() -> None:
+def test_auto_round_needs_a_corpus() -> None:
     adapter: TypeAdapter[Any] = TypeAdapter(quantizations.QuantizationOptions)
     body = {"scheme": "auto-round", "calibration_corpus_id": "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx"}
-    options = adapter.validate_python(body)
-    payload = quantizations.payload_of(options)
-    assert (payload["scheme"], payload["rounding"], payload["group_size"]) == ("int4", "auto-round", 128)
-    assert quantizations.options_of(payload) == options
-    for plain in ({"scheme": "nf4"}, {"scheme": "int4", "group_size": 128}):
-        found = adapter.validate_python(plain)
-        assert "rounding" not in quantizations.payload_of(found)
-        assert quantizations.options_of(quantizations.payload_of(found)) == found
+    assert adapter.validate_python(body).group_size == 128
     wrong: list[dict[str, Any]] = [
         {"scheme": "auto-round"},
         body | {"group_size": 32},

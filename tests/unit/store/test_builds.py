@@ -4,72 +4,83 @@ from typing import Any
 
 import pytest
 
-from permille.store import claims, jobs
-from permille.store.builds import children_due
-from permille.store.claims import Claim
+from permille.schemas.fields import EXAMPLE_ULID
+from permille.schemas.packages import BuildCreate
 from permille.store.database import Database
 from permille.store.errors import ConflictError
+from permille.store.jobs import claims, queue
+from permille.store.jobs.builds import parts_due
+from permille.store.jobs.claims import Claim
+from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Job
 from tests.unit.store.test_jobs import read
 
+MODEL, CORPUS, TEXTS = f"model_{EXAMPLE_ULID}", f"corpus_{EXAMPLE_ULID}", f"corpus_{EXAMPLE_ULID[::-1]}"
 PAYLOAD: dict[str, Any] = {
-    "model_id": "model_1",
-    "corpus_id": "corpus_1",
-    "evaluation_corpus_id": "corpus_2",
-    "mask": {"method": "fisher", "density": 0.001, "seed": 3},
-    "quantization": {"scheme": "nf4", "group_size": 64},
+    "model_id": MODEL,
+    "mask": {"method": "fisher", "corpus_id": CORPUS, "density": 0.01, "seed": 3},
+    "quantization": {"scheme": "int4", "group_size": 128},
+    "evaluation_corpus_id": TEXTS,
+    "fisher_exponents": True,
+}
+IDS = {
+    "mask": f"mask_{EXAMPLE_ULID}",
+    "quantization": f"quant_{EXAMPLE_ULID}",
+    "package": "sha256:" + "a" * 64,
 }
 
 
 def submit_build(db: Database, tenant_id: str, **changes: object) -> Job:
     with db.write() as session:
         payload = {**PAYLOAD, **changes}
-        return jobs.submit(session, tenant_id=tenant_id, kind="build", payload=payload, max_attempts=1)
+        return queue.submit(
+            session, NewJob(tenant_id=tenant_id, kind="build", payload=payload, max_attempts=1)
+        )
 
 
-def take(db: Database) -> Claim | None:
+def take(db: Database, job_id: str | None = None) -> Claim | None:
     with db.write() as session:
-        return claims.claim(session, worker="w", lease_s=30)
+        return claims.claim(session, worker="w", lease_s=30, job_id=job_id)
 
 
 def finish(db: Database, claim: Claim) -> None:
     with db.write() as session:
-        claims.complete(session, claim, result_kind=claim.kind, result_id=f"{claim.kind}_1")
+        claims.complete(session, claim, result_id=IDS[claim.kind])
 
 
-def run(db: Database, kind: str) -> None:
-    claim = take(db)
+def run(db: Database, build: Job, kind: str) -> None:
+    claim = take(db, parts(db, build)[kind].id)
     assert claim is not None
-    assert claim.kind == kind
     finish(db, claim)
 
 
 def parts(db: Database, build: Job) -> dict[str, Job]:
     with db.read() as session:
-        page = jobs.list_jobs(session, tenant_id=build.tenant_id, parent_id=build.id)
-    return {job.kind: job for job in page.items}
+        return {job.kind: job for job in queue.parts_of(session, build)}
 
 
 def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: str) -> None:
     build = submit_build(db, tenant_id)
     for kind in ("mask", "quantization"):
-        run(db, kind)
+        run(db, build, kind)
     payloads = {kind: job.payload for kind, job in parts(db, build).items()}
-    assert payloads == {
-        "mask": {
-            "model_id": "model_1",
-            "corpus_id": "corpus_1",
-            "method": "fisher",
-            "density": 0.001,
-            "seed": 3,
-        },
-        "quantization": {
-            "model_id": "model_1",
-            "evaluation_corpus_id": "corpus_2",
-            "scheme": "nf4",
-            "group_size": 64,
-        },
-        "package": {"mask_id": "mask_1", "quantization_id": "quantization_1", "fisher_exponents": False},
+    assert payloads["mask"] == {
+        "model_id": MODEL,
+        **PAYLOAD["mask"],
+        "allocation": "tensor",
+        "length": 512,
+        "scope": "all",
+        "sequences": 100,
+    }
+    assert payloads["quantization"] == {
+        "model_id": MODEL,
+        "evaluation_corpus_id": TEXTS,
+        "options": {"scheme": "int4", "group_size": 128, "evaluation_tokens": 8192},
+    }
+    assert payloads["package"] == {
+        "mask_id": IDS["mask"],
+        "quantization_id": IDS["quantization"],
+        "fisher_exponents": True,
     }
 
 
@@ -84,25 +95,27 @@ def test_builds_run_mask_and_quantization_side_by_side(db: Database, tenant_id: 
     finish(db, first)
     assert take(db) is None
     finish(db, second)
-    run(db, "package")
+    run(db, build, "package")
     assert take(db) is None
     after = read(db, build)
-    assert (after.state, after.result_kind, after.result_id, after.progress) == (
-        "succeeded",
-        "package",
-        "package_1",
-        1.0,
-    )
+    assert (after.state, after.result_id, after.progress) == ("succeeded", IDS["package"], 1.0)
 
 
-def test_children_due_adds_nothing_twice() -> None:
-    assert children_due(PAYLOAD, {"mask": None, "quantization": None}) == []
-    assert children_due(PAYLOAD, {"mask": "m", "quantization": "q", "package": None}) == []
+def test_no_part_is_added_twice() -> None:
+    request = BuildCreate.model_validate(PAYLOAD)
+    assert parts_due(request, {"mask": None, "quantization": None}) == []
+    assert parts_due(request, {"mask": "m", "quantization": "q", "package": None}) == []
+
+
+def test_a_build_that_another_version_wrote_fails_and_says_why(db: Database, tenant_id: str) -> None:
+    after = read(db, submit_build(db, tenant_id, mask_aware=True))
+    assert (after.state, claims.sweep(db).requeued) == ("failed", 0)
+    assert "mask_aware" in str(after.error)
 
 
 def test_progress_of_the_parts_is_the_builds(db: Database, tenant_id: str) -> None:
     build = submit_build(db, tenant_id)
-    claim = take(db)
+    claim = take(db, parts(db, build)["mask"].id)
     assert claim is not None
     with db.write() as session:
         claims.report_progress(session, claim, fraction=0.5, message="fisher 1/2")
@@ -126,7 +139,7 @@ def test_a_failed_part_fails_the_build_and_stops_its_siblings(db: Database, tena
     after = read(db, build)
     assert after.state == "failed"
     assert after.error is not None
-    assert "bad text" in after.error["message"]
+    assert "bad text" in str(after.error["message"])
 
 
 def test_cancel_of_a_build_cancels_its_parts(db: Database, tenant_id: str) -> None:
@@ -134,7 +147,7 @@ def test_cancel_of_a_build_cancels_its_parts(db: Database, tenant_id: str) -> No
     running = take(db)
     assert running is not None
     with db.write() as session:
-        jobs.request_cancel(session, tenant_id=tenant_id, job_id=build.id)
+        queue.request_cancel(session, tenant_id=tenant_id, job_id=build.id)
     states = {job.id: job.state for job in parts(db, build).values()}
     assert states.pop(running.job_id) == "running"
     assert set(states.values()) == {"cancelled"}
@@ -147,24 +160,24 @@ def test_cancel_of_a_build_cancels_its_parts(db: Database, tenant_id: str) -> No
 def test_cancel_of_a_part_cancels_the_build(db: Database, tenant_id: str) -> None:
     build = submit_build(db, tenant_id)
     with db.write() as session:
-        jobs.request_cancel(session, tenant_id=tenant_id, job_id=parts(db, build)["mask"].id)
+        queue.request_cancel(session, tenant_id=tenant_id, job_id=parts(db, build)["mask"].id)
     assert read(db, build).state == "cancelled"
 
 
 def test_retry_of_a_build_repeats_only_what_failed(db: Database, tenant_id: str) -> None:
     build = submit_build(db, tenant_id)
-    run(db, "mask")
-    claim = take(db)
+    run(db, build, "mask")
+    claim = take(db)  # the quantization
     assert claim is not None
     with db.write() as session:
         claims.fail(session, claim, error={"type": "T", "message": "m"}, retryable=True)
     assert read(db, build).state == "failed"
     with pytest.raises(ConflictError, match="retry that"), db.write() as session:
-        jobs.retry(session, tenant_id=tenant_id, job_id=claim.job_id)
+        queue.retry(session, tenant_id=tenant_id, job_id=claim.job_id)
     with db.write() as session:
-        jobs.retry(session, tenant_id=tenant_id, job_id=build.id)
-    run(db, "quantization")
-    run(db, "package")
+        queue.retry(session, tenant_id=tenant_id, job_id=build.id)
+    run(db, build, "quantization")
+    run(db, build, "package")
     assert read(db, build).state == "succeeded"
 
 

@@ -4,11 +4,11 @@ from datetime import timedelta
 
 import pytest
 
-from permille.store import devices
+from permille.store import devices, rows
 from permille.store.database import Database
 from permille.store.devices import Enrolment, InvitationError
 from permille.store.errors import NotFoundError
-from permille.store.secrets import hash_secret
+from permille.store.ids import hash_secret
 from permille.store.tables import Device, DeviceToken, Invitation
 from tests.unit.store.conftest import Clock
 
@@ -59,13 +59,13 @@ def test_a_failed_enrolment_leaves_no_device(db: Database, tenant_id: str) -> No
     with pytest.raises(InvitationError):
         enrol(db, code, OTHER_KEY)
     with db.read() as session:
-        assert len(devices.list_devices(session, tenant_id=tenant_id).items) == 1
+        assert len(rows.list_all(session, Device, tenant_id=tenant_id).items) == 1
 
 
 def test_codes_that_are_no_good_are_refused_alike(db: Database, tenant_id: str, clock: Clock) -> None:
     expired, revoked = invite(db, tenant_id), invite(db, tenant_id)
     with db.write() as session:
-        newest = devices.list_invitations(session, tenant_id=tenant_id).items
+        newest = rows.list_all(session, Invitation, tenant_id=tenant_id).items
         row = next(i for i in newest if i.code_hash == hash_secret(revoked))
         devices.revoke_invitation(session, tenant_id=tenant_id, invitation_id=row.id)
     messages = []
@@ -161,7 +161,7 @@ def test_another_tenants_device_does_not_exist(db: Database, tenant_id: str, oth
     with pytest.raises(NotFoundError), db.write() as session:
         devices.revoke(session, tenant_id=other_tenant_id, device_id=device.id)
     with db.read() as session:
-        assert devices.list_devices(session, tenant_id=other_tenant_id).items == ()
+        assert rows.list_all(session, Device, tenant_id=other_tenant_id).items == ()
 
 
 def test_last_seen_is_noted_at_most_once_a_minute(db: Database, tenant_id: str, clock: Clock) -> None:
@@ -171,6 +171,6 @@ def test_last_seen_is_noted_at_most_once_a_minute(db: Database, tenant_id: str, 
         clock.forward(wait)
         with db.write() as session:
             devices.touch(session, device_id=device.id)
-            seen.append(devices.get(session, tenant_id=tenant_id, device_id=device.id).last_seen_at)
+            seen.append(rows.get(session, Device, tenant_id=tenant_id, row_id=device.id).last_seen_at)
     assert seen[0] == seen[1]
     assert seen[2] == clock.at

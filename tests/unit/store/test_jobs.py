@@ -3,10 +3,14 @@
 import pytest
 
 from permille.errors import InputError
-from permille.store import claims, jobs
-from permille.store.claims import Claim
+from permille.schemas.jobs import JobKind, JobState
+from permille.store import rows
 from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
+from permille.store.jobs import claims, queue
+from permille.store.jobs.claims import Claim
+from permille.store.jobs.transitions import NewJob
+from permille.store.rows import Window
 from permille.store.tables import Job
 from tests.unit.store.conftest import Clock
 
@@ -15,19 +19,21 @@ PAYLOAD = {"model_id": "model_1", "density": 0.001}
 
 def submit(db: Database, tenant_id: str, *, key: str | None = None, max_attempts: int = 3) -> Job:
     with db.write() as session:
-        return jobs.submit(
+        return queue.submit(
             session,
-            tenant_id=tenant_id,
-            kind="mask",
-            payload=PAYLOAD,
-            idempotency_key=key,
-            max_attempts=max_attempts,
+            NewJob(
+                tenant_id=tenant_id,
+                kind="mask",
+                payload=PAYLOAD,
+                idempotency_key=key,
+                max_attempts=max_attempts,
+            ),
         )
 
 
 def read(db: Database, job: Job) -> Job:
     with db.read() as session:
-        return jobs.get(session, tenant_id=job.tenant_id, job_id=job.id)
+        return rows.get(session, Job, tenant_id=job.tenant_id, row_id=job.id)
 
 
 def take(db: Database, worker: str = "w") -> Claim:
@@ -44,13 +50,15 @@ def test_same_key_and_payload_returns_the_same_job(db: Database, tenant_id: str)
 def test_same_key_with_another_payload_is_a_conflict(db: Database, tenant_id: str) -> None:
     submit(db, tenant_id, key="k")
     with pytest.raises(ConflictError, match="idempotency key 'k'"), db.write() as session:
-        jobs.submit(session, tenant_id=tenant_id, kind="mask", payload={}, idempotency_key="k")
+        queue.submit(session, NewJob(tenant_id=tenant_id, kind="mask", payload={}, idempotency_key="k"))
 
 
 def test_same_key_with_another_kind_is_a_conflict(db: Database, tenant_id: str) -> None:
     submit(db, tenant_id, key="k")
     with pytest.raises(ConflictError), db.write() as session:
-        jobs.submit(session, tenant_id=tenant_id, kind="package", payload=PAYLOAD, idempotency_key="k")
+        queue.submit(
+            session, NewJob(tenant_id=tenant_id, kind="package", payload=PAYLOAD, idempotency_key="k")
+        )
 
 
 def test_tenants_do_not_share_keys(db: Database, tenant_id: str, other_tenant_id: str) -> None:
@@ -61,7 +69,7 @@ def test_without_a_key_every_request_is_a_job(db: Database, tenant_id: str) -> N
     assert submit(db, tenant_id).id != submit(db, tenant_id).id
 
 
-@pytest.mark.parametrize("call", [jobs.get, jobs.request_cancel, jobs.retry, jobs.events_after])
+@pytest.mark.parametrize("call", [queue.request_cancel, queue.retry, queue.events_after])
 def test_another_tenants_job_does_not_exist(
     db: Database, tenant_id: str, other_tenant_id: str, call: object
 ) -> None:
@@ -79,7 +87,7 @@ def test_pages_hold_every_job_once_newest_first(db: Database, tenant_id: str, ot
     cursor: str | None = None
     while True:
         with db.read() as session:
-            page = jobs.list_jobs(session, tenant_id=tenant_id, limit=2, cursor=cursor)
+            page = queue.list_jobs(session, tenant_id=tenant_id, window=Window(limit=2, cursor=cursor))
         assert len(page.items) <= 2
         seen += [job.id for job in page.items]
         submit(db, tenant_id)  # what comes meanwhile moves nothing
@@ -93,24 +101,22 @@ def test_list_filters_by_state_and_kind(db: Database, tenant_id: str) -> None:
     submit(db, tenant_id)
     take(db)
     with db.read() as session:
-        running = jobs.list_jobs(session, tenant_id=tenant_id, state="running").items
-        builds = jobs.list_jobs(session, tenant_id=tenant_id, kind="build").items
+        running = queue.list_jobs(session, tenant_id=tenant_id, state=JobState.RUNNING).items
+        builds = queue.list_jobs(session, tenant_id=tenant_id, kind=JobKind.BUILD).items
     assert [job.id for job in running] == [first.id]
     assert builds == ()
 
 
-@pytest.mark.parametrize(
-    ("limit", "cursor"), [(0, None), (201, None), (10, "%%%"), (10, "\u00e9"), (10, "_w")]
-)
-def test_bad_pages_are_refused(db: Database, tenant_id: str, limit: int, cursor: str | None) -> None:
+@pytest.mark.parametrize("limit", [0, 201])
+def test_bad_pages_are_refused(db: Database, tenant_id: str, limit: int) -> None:
     with pytest.raises(InputError), db.read() as session:
-        jobs.list_jobs(session, tenant_id=tenant_id, limit=limit, cursor=cursor)
+        queue.list_jobs(session, tenant_id=tenant_id, window=Window(limit=limit))
 
 
 def test_a_queued_job_is_cancelled_at_once(db: Database, tenant_id: str) -> None:
     job = submit(db, tenant_id)
     with db.write() as session:
-        assert jobs.request_cancel(session, tenant_id=tenant_id, job_id=job.id).state == "cancelled"
+        assert queue.request_cancel(session, tenant_id=tenant_id, job_id=job.id).state == "cancelled"
     with db.write() as session:
         assert claims.claim(session, worker="w", lease_s=30) is None
 
@@ -119,7 +125,7 @@ def test_a_running_job_is_asked_to_stop(db: Database, tenant_id: str) -> None:
     job = submit(db, tenant_id)
     claim = take(db)
     with db.write() as session:
-        assert jobs.request_cancel(session, tenant_id=tenant_id, job_id=job.id).state == "running"
+        assert queue.request_cancel(session, tenant_id=tenant_id, job_id=job.id).state == "running"
     with db.read() as session:
         assert claims.is_cancel_requested(session, claim)
     with db.write() as session:
@@ -131,9 +137,9 @@ def test_cancel_of_an_ended_job_changes_nothing(db: Database, tenant_id: str) ->
     job = submit(db, tenant_id)
     claim = take(db)
     with db.write() as session:
-        claims.complete(session, claim, result_kind="mask", result_id="mask_1")
+        claims.complete(session, claim, result_id="mask_1")
     with db.write() as session:
-        jobs.request_cancel(session, tenant_id=tenant_id, job_id=job.id)
+        queue.request_cancel(session, tenant_id=tenant_id, job_id=job.id)
     after = read(db, job)
     assert (after.state, after.cancel_requested_at) == ("succeeded", None)
 
@@ -145,7 +151,7 @@ def test_retry_counts_attempts_anew_and_keeps_the_fence_growing(db: Database, te
         claims.fail(session, claim, error={"type": "T", "message": "m"}, retryable=True)
     assert read(db, job).state == "dead"
     with db.write() as session:
-        jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
+        queue.retry(session, tenant_id=tenant_id, job_id=job.id)
     again = take(db)
     assert (again.attempt, again.fence) == (1, claim.fence + 1)
 
@@ -153,12 +159,12 @@ def test_retry_counts_attempts_anew_and_keeps_the_fence_growing(db: Database, te
 def test_retry_of_a_job_that_runs_or_succeeded_is_a_conflict(db: Database, tenant_id: str) -> None:
     job = submit(db, tenant_id)
     with pytest.raises(ConflictError, match="queued"), db.write() as session:
-        jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
+        queue.retry(session, tenant_id=tenant_id, job_id=job.id)
     claim = take(db)
     with db.write() as session:
-        claims.complete(session, claim, result_kind="mask", result_id="mask_1")
+        claims.complete(session, claim, result_id="mask_1")
     with pytest.raises(ConflictError, match="succeeded"), db.write() as session:
-        jobs.retry(session, tenant_id=tenant_id, job_id=job.id)
+        queue.retry(session, tenant_id=tenant_id, job_id=job.id)
 
 
 def test_events_are_numbered_without_gaps_and_resume_after_any(
@@ -171,10 +177,10 @@ def test_events_are_numbered_without_gaps_and_resume_after_any(
         with db.write() as session:
             claims.report_progress(session, claim, fraction=step / 3, message=f"step {step}")
     with db.write() as session:
-        claims.complete(session, claim, result_kind="mask", result_id="mask_1")
+        claims.complete(session, claim, result_id="mask_1")
     with db.read() as session:
-        every = jobs.events_after(session, tenant_id=tenant_id, job_id=job.id)
-        late = jobs.events_after(session, tenant_id=tenant_id, job_id=job.id, seq=4)
+        every = queue.events_after(session, tenant_id=tenant_id, job_id=job.id)
+        late = queue.events_after(session, tenant_id=tenant_id, job_id=job.id, seq=4)
     assert [event.seq for event in every] == [1, 2, 3, 4, 5, 6]
     assert [event.data.get("state") for event in every if event.kind == "state"] == [
         "queued",

@@ -10,10 +10,12 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from permille.store import claims, jobs, runs
+from permille.schemas.runs import LogState
+from permille.store import runs
 from permille.store.database import Database
 from permille.store.errors import NotFoundError
-from permille.store.tables import Job, LogState
+from permille.store.jobs import claims, queue
+from permille.store.tables import Job
 from tests.unit.store.test_releases import LOG, attach, claimed, fail_for_good, log_of, report
 
 _WAIT_S = 30.0
@@ -51,17 +53,17 @@ class Log:
 
     def retry(self, session: Session) -> str:
         """What the operator asks for."""
-        return jobs.retry(session, tenant_id=self.tenant_id, job_id=self.job.id).id
+        return queue.retry(session, tenant_id=self.tenant_id, job_id=self.job.id).id
 
     def cancel(self, session: Session) -> str:
         """What the operator asks for."""
-        return jobs.request_cancel(session, tenant_id=self.tenant_id, job_id=self.job.id).id
+        return queue.request_cancel(session, tenant_id=self.tenant_id, job_id=self.job.id).id
 
     @property
     def job(self) -> Job:
         """The newest job."""
         with self.db.read() as session:
-            return jobs.list_jobs(session, tenant_id=self.tenant_id).items[0]
+            return queue.list_jobs(session, tenant_id=self.tenant_id).items[0]
 
     @property
     def states(self) -> tuple[str | None, str]:
@@ -135,7 +137,7 @@ def test_a_first_log_that_is_sent_twice_has_one_job(log: Log) -> None:
     first, second = at_once(log.db, log.send, log.send)
     assert first == second
     with log.db.read() as session:
-        assert len(jobs.list_jobs(session, tenant_id=log.tenant_id).items) == 1
+        assert len(queue.list_jobs(session, tenant_id=log.tenant_id).items) == 1
 
 
 def test_a_log_that_comes_while_its_replay_is_cancelled_is_queued_again(pending: Log) -> None:
@@ -169,7 +171,7 @@ def test_a_verdict_that_comes_while_its_log_is_deleted_goes_with_it(pending: Log
             state=LogState.VERIFIED,
             state_digest=LOG,
         )
-        claims.complete(session, held, result_kind="run", result_id="run")
+        claims.complete(session, held, result_id="run")
 
     _, digest = at_once(pending.db, publish, pending.delete)
     assert digest == LOG

@@ -115,11 +115,11 @@ def test_a_program_without_its_database_says_so_in_a_line(tmp_path: Path) -> Non
 
 def test_foreign_keys_are_enforced(db: Database) -> None:
     with pytest.raises(IntegrityError), db.write() as session:
-        access_row = {"id": "x", "kind": "file", "location": "a", "name": "n", "tenant_id": "nobody", "at": 0}
+        access_row = {"id": "x", "source": "{}", "name": "n", "tenant_id": "nobody", "at": 0}
         session.execute(
             text(
-                "INSERT INTO corpora (id, kind, location, name, tenant_id, created_at)"
-                " VALUES (:id, :kind, :location, :name, :tenant_id, :at)"
+                "INSERT INTO corpora (id, source, name, tenant_id, created_at)"
+                " VALUES (:id, :source, :name, :tenant_id, :at)"
             ),
             access_row,
         )

@@ -11,13 +11,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from permille.package.config_files import clean_config
-from permille.store import access, claims, corpora, jobs, models
+from permille.schemas.corpora import FileCorpus
+from permille.schemas.models import FolderModel
+from permille.store import access, inputs, rows
 from permille.store.blobs import FolderBlobStore
 from permille.store.database import Database
+from permille.store.jobs import claims, queue
+from permille.store.jobs.transitions import NewJob
 from permille.store.schema import migrate
 from permille.store.tables import Corpus, Job, Model
-from permille_workers.child import attempt
-from permille_workers.settings import WorkerSettings
+from permille_workers.runtime.child import attempt
+from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.tasks import TASKS
 from tests.packages import TINY_LLAMA, sentences, tiny_tokenizer
 
@@ -37,7 +41,9 @@ class Bench:
     def submit(self, kind: str, payload: dict[str, Any]) -> Job:
         """Queue a job that is tried once."""
         with self.db.write() as session:
-            return jobs.submit(session, tenant_id=self.tenant_id, kind=kind, payload=payload, max_attempts=1)
+            return queue.submit(
+                session, NewJob(tenant_id=self.tenant_id, kind=kind, payload=payload, max_attempts=1)
+            )
 
     def run_queued(self) -> None:
         """Run what is queued, one attempt after the other, as a child process would."""
@@ -57,7 +63,7 @@ class Bench:
     def read(self, job: Job) -> Job:
         """The job's row as it is now."""
         with self.db.read() as session:
-            return jobs.get(session, tenant_id=self.tenant_id, job_id=job.id)
+            return rows.get(session, Job, tenant_id=self.tenant_id, row_id=job.id)
 
     def report(self, digest: str) -> dict[str, Any]:
         """A stored report."""
@@ -103,9 +109,11 @@ def make_bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
         )
         with db.write() as session:
             tenant_id = access.create_tenant(session, name="acme").id
-            model = models.register(session, tenant_id=tenant_id, name="tiny", kind="folder", location="tiny")
-            corpus = corpora.register(
-                session, tenant_id=tenant_id, name="rows", kind="file", location="rows.jsonl"
+            model = inputs.add_model(
+                session, tenant_id=tenant_id, name="tiny", source=FolderModel(kind="folder", path="tiny")
+            )
+            corpus = inputs.add_corpus(
+                session, tenant_id=tenant_id, name="rows", source=FileCorpus(kind="file", path="rows.jsonl")
             )
         return Bench(
             root=root,

@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
-from permille.store import access, claims, jobs
-from permille.store.claims import Claim
+from permille.store import access, rows
 from permille.store.database import Database
 from permille.store.errors import StaleClaimError
+from permille.store.jobs import claims, queue
+from permille.store.jobs.claims import Claim
+from permille.store.jobs.transitions import NewJob
 from permille.store.schema import migrate
 from permille.store.tables import Job
-from permille_workers.child import record_failure
-from permille_workers.context import JobCancelledError, Progress
-from permille_workers.handover import decode_handover, encode_handover
-from permille_workers.settings import WorkerSettings
-from permille_workers.work_folders import locked_work_folder, remove_ended
+from permille_workers.runtime.child import record_failure
+from permille_workers.runtime.context import JobCancelledError, Progress
+from permille_workers.runtime.handover import decode_handover, encode_handover
+from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.work_folders import locked_work_folder, remove_ended
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def db(tmp_path: Path) -> Iterator[Database]:
 def claim(db: Database) -> Claim:
     with db.write() as session:
         tenant = access.create_tenant(session, name="acme")
-        jobs.submit(session, tenant_id=tenant.id, kind="mask", payload={})
+        queue.submit(session, NewJob(tenant_id=tenant.id, kind="mask", payload={}))
     with db.write() as session:
         found = claims.claim(session, worker="w", lease_s=600)
     assert found is not None
@@ -55,7 +57,7 @@ class Seconds:
 
 def read(db: Database, claim: Claim) -> Job:
     with db.read() as session:
-        return jobs.get(session, tenant_id=claim.tenant_id, job_id=claim.job_id)
+        return rows.get(session, Job, tenant_id=claim.tenant_id, row_id=claim.job_id)
 
 
 def test_progress_is_told_once_a_second_and_at_each_stage(db: Database, claim: Claim) -> None:
@@ -97,7 +99,7 @@ def test_a_message_in_between_leaves_the_estimate_as_it_was(db: Database, claim:
 
 def test_progress_stops_a_job_that_is_to_be_cancelled(db: Database, claim: Claim) -> None:
     with db.write() as session:
-        jobs.request_cancel(session, tenant_id=claim.tenant_id, job_id=claim.job_id)
+        queue.request_cancel(session, tenant_id=claim.tenant_id, job_id=claim.job_id)
     with pytest.raises(JobCancelledError):
         Progress(db, claim)(0.5, "working")
 
@@ -143,7 +145,7 @@ def test_work_folders_go_with_their_jobs(db: Database, claim: Claim, tmp_path: P
     assert remove_ended(db, tmp_path) == ["job_unknown"]
     assert (folder / "sums").exists()
     with db.write() as session:
-        claims.complete(session, claim, result_kind="mask", result_id="mask_1")
+        claims.complete(session, claim, result_id="mask_1")
     assert remove_ended(db, tmp_path) == [claim.job_id]
     assert not folder.exists()
 
@@ -151,9 +153,9 @@ def test_work_folders_go_with_their_jobs(db: Database, claim: Claim, tmp_path: P
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("permille.store.dispatch", ("celery", "kombu", "redis")),
+        ("permille.store.jobs.dispatch", ("celery", "kombu", "redis")),
         ("permille_workers.__main__", ("celery", "torch", "transformers", "matplotlib")),
-        ("permille_workers.child", ("torch", "transformers", "matplotlib", "datasets")),
+        ("permille_workers.runtime.child", ("torch", "transformers", "matplotlib", "datasets")),
     ],
 )
 def test_processes_import_only_what_they_need(module: str, absent: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from permille_service.settings import load
-from permille_workers.settings import WorkerSettings
+from permille_workers.runtime.settings import WorkerSettings
 from tests.running_service import environment
 
 SHARED = ("database_url", "blob_root", "model_root", "corpus_root", "work_root")

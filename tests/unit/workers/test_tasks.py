@@ -12,56 +12,78 @@ from permille.digests import digest_of
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
+from permille.schemas.fields import EXAMPLE_ULID
+from permille.schemas.jobs import JobKind
 from permille.sensitivity.scores import load_scores
-from permille.store import claims, devices, jobs, models, results, runs
-from permille.store.tables import Job, Mask, PackageRow, QuantizationRow, Run
+from permille.store import artifacts, devices, rows, runs
+from permille.store.jobs import claims, queue
+from permille.store.tables import Artifact, Job, Model, Run
 from permille.zo.exponents import exponents_of
 from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
-from permille_workers.context import JobCancelledError, TaskContext
+from permille_workers.runtime.context import JobCancelledError, TaskContext
+from permille_workers.runtime.work_folders import locked_work_folder
 from permille_workers.tasks import TASKS
-from permille_workers.work_folders import locked_work_folder
 from tests.unit.workers.conftest import Bench, save_model
 
 FISHER = {"method": "fisher", "density": 0.01, "sequences": 6, "length": 32, "seed": 5}
+NF4 = {"scheme": "nf4"}
+AUTO_ROUND = {"scheme": "auto-round", "calibration_sequences": 4, "calibration_length": 16}
+RUN_ID = "5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"
 BenchMaker = Callable[[str], Bench]
 
 
-def build_payload(bench: Bench, **changes: Any) -> dict[str, Any]:
+def build_request(bench: Bench, **changes: Any) -> dict[str, Any]:
     return {
         "model_id": bench.model.id,
-        "corpus_id": bench.corpus.id,
+        "mask": {**FISHER, "corpus_id": bench.corpus.id},
+        "quantization": {"scheme": "nf4", "evaluation_tokens": 512},
         "evaluation_corpus_id": bench.corpus.id,
-        "mask": {**FISHER, "scope": "all", "allocation": "tensor"},
-        "quantization": {"scheme": "nf4", "group_size": 64, "evaluation_tokens": 512},
         **changes,
     }
 
 
-def mask_of(bench: Bench, **options: Any) -> Mask:
-    payload = {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **FISHER, **options}
-    job = succeeded(bench.finish("mask", payload))
+def fisher_request(bench: Bench, **options: Any) -> dict[str, Any]:
+    return {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **FISHER, **options}
+
+
+def made_by(bench: Bench, kind: JobKind, request: dict[str, Any]) -> Artifact:
+    """What a job of this kind makes. A build's is its package."""
+    return artifact_of(bench, succeeded(bench.finish(kind, request)))
+
+
+def artifact_of(bench: Bench, job: Job) -> Artifact:
+    kind = JobKind.PACKAGE if job.kind == JobKind.BUILD else JobKind(job.kind)
     with bench.db.read() as session:
-        return results.get_mask(session, tenant_id=bench.tenant_id, mask_id=str(job.result_id))
+        return artifacts.get(session, tenant_id=bench.tenant_id, kind=kind, key=str(job.result_id))
 
 
-def quantization_of(bench: Bench, **options: Any) -> QuantizationRow:
-    payload = {"model_id": bench.model.id, "scheme": "nf4", "group_size": 64, **options}
-    job = succeeded(bench.finish("quantization", payload))
-    with bench.db.read() as session:
-        return results.get_quantization(
-            session, tenant_id=bench.tenant_id, quantization_id=str(job.result_id)
-        )
+def mask_of(bench: Bench, **options: Any) -> Artifact:
+    return made_by(bench, JobKind.MASK, fisher_request(bench, **options))
 
 
-def package_of(bench: Bench, job: Job) -> PackageRow:
-    with bench.db.read() as session:
-        return results.get_package_by_id(
-            session, tenant_id=bench.tenant_id, package_id=str(succeeded(job).result_id)
-        )
+def quantization_of(bench: Bench, evaluated: bool = False, **options: Any) -> Artifact:
+    corpus_id = bench.corpus.id if evaluated else None
+    request = {"model_id": bench.model.id, "evaluation_corpus_id": corpus_id, "options": options or NF4}
+    return made_by(bench, JobKind.QUANTIZATION, request)
+
+
+def package_of(bench: Bench, mask: Artifact, **options: Any) -> Artifact:
+    parts = {"mask_id": mask.id, "quantization_id": quantization_of(bench).id}
+    return made_by(bench, JobKind.PACKAGE, parts | options)
+
+
+def digest_of_role(artifact: Artifact, role: str) -> str:
+    blob = artifacts.blob_of(artifact, role)
+    assert blob is not None
+    return blob.digest
+
+
+def manifest_of(bench: Bench, package: Artifact) -> Manifest:
+    return Package.open(bench.blobs, package.digest).manifest
 
 
 def succeeded(job: Job) -> Job:
@@ -70,20 +92,18 @@ def succeeded(job: Job) -> Job:
 
 
 def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
-    row = package_of(bench, bench.finish("build", build_payload(bench)))
+    row = made_by(bench, JobKind.BUILD, build_request(bench))
     assert verify_package(bench.blobs, row.digest).k == row.k
     package = Package.open(bench.blobs, row.digest)
-    assert row.manifest == package.manifest.to_bytes()
     model = bench.root / "models" / "tiny"
     assert package.file("tokenizer.json") == (model / "tokenizer.json").read_bytes()
-    with bench.db.read() as session:
-        blobs = results.list_package_blobs(session, package=row)
-    assert {blob.digest for blob in blobs} == {layer.digest for layer in package.manifest.layers}
-    assert row.size_bytes == sum(bench.blobs.size(blob.digest) for blob in blobs)
+    blobs = {blob.digest for blob in row.blobs}
+    assert blobs == {row.digest, *(layer.digest for layer in package.manifest.layers)}
+    assert row.size_bytes == sum(bench.blobs.size(digest) for digest in blobs) == package.size_bytes
 
 
 def test_the_values_are_the_models_own_bits(bench: Bench) -> None:
-    row = package_of(bench, bench.finish("build", build_payload(bench)))
+    row = made_by(bench, JobKind.BUILD, build_request(bench))
     package = Package.open(bench.blobs, row.digest)
     weights = load_file(bench.root / "models" / "tiny" / "model.safetensors")
     expected = np.concatenate(
@@ -96,30 +116,26 @@ def test_the_same_inputs_give_the_same_package(make_bench: BenchMaker) -> None:
     digests = []
     for name in ("one", "two"):
         bench = make_bench(name)
-        digests.append(package_of(bench, bench.finish("build", build_payload(bench))).digest)
+        digests.append(made_by(bench, JobKind.BUILD, build_request(bench)).digest)
     assert digests[0] == digests[1]
 
 
 def test_mask_reports_curve_table_and_what_was_read(bench: Bench) -> None:
     mask = mask_of(bench)
-    report = bench.report(mask.report_digest)
+    report = bench.report(digest_of_role(mask, "report"))
     assert report["k"] == mask.k == sum(row["count"] for row in report["tensors"])
     assert report["curve"][-1] == pytest.approx({"fraction": 1.0, "coverage": 1.0})
     assert report["corpus"]["bad"]["not-json"]["count"] == 1
     assert report["provenance"]["model"]["digest"].startswith("sha256:")
-    picture = bench.blobs.read(mask.picture_digest, limit=1 << 24)
+    picture = bench.blobs.read(digest_of_role(mask, "picture"), limit=1 << 24)
     assert picture.startswith(b"\x89PNG")
-    assert mask.scores_digest is not None
-    assert load_scores(bench.blobs.path(mask.scores_digest)).flat.max() > 0
+    assert load_scores(bench.blobs.path(digest_of_role(mask, "scores"))).flat.max() > 0
 
 
 def test_fisher_masks_the_weights_with_the_largest_scores(bench: Bench) -> None:
     mask = mask_of(bench)
-    scores = load_scores(bench.blobs.path(str(mask.scores_digest)))
-    package = package_of(
-        bench,
-        bench.finish("package", {"mask_id": mask.id, "quantization_id": quantization_of(bench).id}),
-    )
+    scores = load_scores(bench.blobs.path(digest_of_role(mask, "scores")))
+    package = package_of(bench, mask)
     opened = Package.open(bench.blobs, package.digest)
     for tensor in opened.manifest.tensors:
         flat = scores[tensor.name].reshape(-1)
@@ -129,16 +145,14 @@ def test_fisher_masks_the_weights_with_the_largest_scores(bench: Bench) -> None:
 
 @pytest.mark.parametrize("method", ["magnitude", "random"])
 def test_masks_without_a_corpus(bench: Bench, method: str) -> None:
-    options = {"method": method, "corpus_id": None, "sequences": None, "length": None}
-    mask = mask_of(bench, **options)
-    assert mask.corpus_id is None
-    assert mask.scores_digest is None
-    assert bench.report(mask.report_digest)["score"] == "magnitude"
+    mask = made_by(bench, JobKind.MASK, {"model_id": bench.model.id, "method": method, "density": 0.01})
+    assert artifacts.blob_of(mask, "scores") is None
+    assert bench.report(digest_of_role(mask, "report"))["score"] == "magnitude"
 
 
 def test_quantization_reports_errors_and_perplexity_on_held_out_text(bench: Bench) -> None:
-    row = quantization_of(bench, evaluation_corpus_id=bench.corpus.id, evaluation_tokens=512)
-    report = bench.report(row.report_digest)
+    row = quantization_of(bench, evaluated=True, **NF4, evaluation_tokens=512)
+    report = bench.report(digest_of_role(row, "report"))
     assert len(report["tensors"]) == 14
     assert all(0 < tensor["relative_error"] < 0.2 for tensor in report["tensors"])
     assert report["perplexity"]["held_out"] is True
@@ -147,53 +161,38 @@ def test_quantization_reports_errors_and_perplexity_on_held_out_text(bench: Benc
 
 
 def test_a_small_corpus_is_measured_on_what_there_is_and_says_so(bench: Bench) -> None:
-    texts = {"calibration_corpus_id": bench.corpus.id, "evaluation_corpus_id": bench.corpus.id}
-    row = quantization_of(
-        bench, **AUTO_ROUND | {"calibration_sequences": 12, "calibration_length": 128}, **texts
-    )
-    assert bench.report(row.report_digest)["perplexity"]["held_out"] is False
+    options = AUTO_ROUND | {"calibration_sequences": 12, "calibration_length": 128}
+    row = quantization_of(bench, evaluated=True, **options, calibration_corpus_id=bench.corpus.id)
+    assert bench.report(digest_of_role(row, "report"))["perplexity"]["held_out"] is False
 
 
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_int4_packages(bench: Bench, group_size: int) -> None:
-    payload = build_payload(
-        bench, quantization={"scheme": "int4", "group_size": group_size}, evaluation_corpus_id=None
-    )
-    row = package_of(bench, bench.finish("build", payload))
-    assert Manifest.from_bytes(row.manifest).scheme.group_size == group_size
-
-
-AUTO_ROUND = {
-    "scheme": "int4",
-    "group_size": 128,
-    "rounding": "auto-round",
-    "calibration_sequences": 4,
-    "calibration_length": 16,
-}
+    quantization = {"scheme": "int4", "group_size": group_size}
+    row = made_by(bench, JobKind.BUILD, build_request(bench, quantization=quantization))
+    assert manifest_of(bench, row).scheme.group_size == group_size
 
 
 def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(bench: Bench) -> None:
     options = {**AUTO_ROUND, "calibration_corpus_id": bench.corpus.id, "evaluation_tokens": 512}
-    payload = build_payload(bench, quantization=options)
-    row = package_of(bench, bench.finish("build", payload))
+    row = made_by(bench, JobKind.BUILD, build_request(bench, quantization=options))
     package = Package.open(bench.blobs, row.digest)
     nearest = quantization_of(bench, scheme="int4", group_size=128)
     with bench.db.read() as session:
-        (ours,) = (
-            found
-            for found in results.list_quantizations(session, tenant_id=bench.tenant_id).items
-            if found.id != nearest.id
+        ours = artifacts.get(
+            session,
+            tenant_id=bench.tenant_id,
+            kind=JobKind.QUANTIZATION,
+            key=str(row.request["quantization_id"]),
         )
-    assert ours.options == options
+    assert ours.request["options"] == options | {"group_size": 128}
     assert ours.provenance["rounding"] == "auto-round"
-    assert ours.provenance["calibration"] | {"corpus": None} == {
-        "corpus": None,
-        "sequences": 4,
-        "length": 16,
-        "seed": 0,
-    }
-    assert "auto-round" in ours.provenance["versions"]
-    report, plain = bench.report(ours.report_digest), bench.report(nearest.report_digest)
+    calibration, versions = ours.provenance["calibration"], ours.provenance["versions"]
+    assert isinstance(calibration, dict) and isinstance(versions, dict)
+    assert calibration | {"corpus": None} == {"corpus": None, "sequences": 4, "length": 16, "seed": 0}
+    assert "auto-round" in versions
+    report, plain = (bench.report(digest_of_role(one, "report")) for one in (ours, nearest))
+    assert report["calibration_corpus"]["bad"]["not-json"]["count"] == 1
     assert len(report["tensors"]) == 14
     # Nearest is nearest: what the rest of a block makes up for costs a weight alone.
     errors = [sum(tensor["relative_error"] for tensor in one["tensors"]) for one in (report, plain)]
@@ -201,18 +200,16 @@ def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(bench: Be
     assert report["perplexity"]["before"] != report["perplexity"]["after"]
     name = report["tensors"][0]["name"]
     assert package.quantized(name).group_size == 128
-    assert ours.dense_digest != nearest.dense_digest
+    assert ours.digest != nearest.digest
 
 
 def test_what_auto_round_cannot_do_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    payload = {"model_id": bench.model.id, **AUTO_ROUND, "calibration_corpus_id": bench.corpus.id}
-    assert "rounding nearest or auto-round" in failed(bench, "quantization", payload | {"rounding": "up"})
-    assert "expected int4" in failed(bench, "quantization", payload | {"scheme": "nf4"})
-    assert "a corpus" in failed(bench, "quantization", payload | {"calibration_corpus_id": None})
-    too_much = payload | {"calibration_sequences": 4000, "calibration_length": 4000}
-    assert "tokens" in failed(bench, "quantization", too_much)
+    options = {**AUTO_ROUND, "calibration_corpus_id": bench.corpus.id}
+    request = {"model_id": bench.model.id, "options": options}
+    too_much = options | {"calibration_sequences": 4000, "calibration_length": 4000}
+    assert "sequences of 128 tokens" in failed(bench, "quantization", request | {"options": too_much})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "permille[workers,evaluate]" in failed(bench, "quantization", payload)
+    assert "permille[workers" in failed(bench, "quantization", request)
 
 
 def failed(bench: Bench, kind: str, payload: dict[str, Any]) -> str:
@@ -226,41 +223,38 @@ def failed(bench: Bench, kind: str, payload: dict[str, Any]) -> str:
 def test_a_model_that_changed_is_refused(bench: Bench) -> None:
     mask_of(bench)
     save_model(bench.root / "models" / "tiny", seed=1)
-    payload = {"model_id": bench.model.id, "scheme": "nf4", "group_size": 64}
-    assert "as they were" in failed(bench, "quantization", payload)
+    assert "as they were" in failed(bench, "quantization", {"model_id": bench.model.id})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"corpus_id": None}, "corpus_id"),
-        ({"method": "guess"}, "a method of"),
-        ({"allocation": "fair"}, "an allocation of"),
+        ({"method": "guess"}, "Input tag 'guess'"),
+        ({"allocation": "fair"}, "'tensor' or 'global'"),
         ({"scope": "layers:7-"}, "layers"),
         ({"sequences": 100_000}, "sequences"),
-        ({"model_id": "model_none"}, "no model"),
+        ({"model_id": f"model_{EXAMPLE_ULID}"}, "no model"),
         ({"surprise": 1}, "surprise"),
     ],
 )
 def test_masks_that_cannot_be_made_fail_with_the_reason(
     bench: Bench, changes: dict[str, Any], message: str
 ) -> None:
-    payload = {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **FISHER, **changes}
-    assert message in failed(bench, "mask", payload)
+    assert message in failed(bench, "mask", fisher_request(bench, **changes))
 
 
 def test_a_corpus_outside_the_root_is_refused(bench: Bench) -> None:
     (bench.root / "secret.txt").write_text("secret " * 1000)
     (bench.root / "corpora" / "rows.jsonl").unlink()
     (bench.root / "corpora" / "rows.jsonl").symlink_to(bench.root / "secret.txt")
-    payload = {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **FISHER}
-    assert "inside the root" in failed(bench, "mask", payload)
+    assert "inside the root" in failed(bench, "mask", fisher_request(bench))
 
 
 def test_a_damaged_mask_layer_is_refused(bench: Bench) -> None:
     mask = mask_of(bench)
     quantization = quantization_of(bench)
-    path = bench.blobs.path(mask.mask_digest)
+    path = bench.blobs.path(mask.digest)
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     payload = {"mask_id": mask.id, "quantization_id": quantization.id}
@@ -270,7 +264,7 @@ def test_a_damaged_mask_layer_is_refused(bench: Bench) -> None:
 def test_the_first_job_stores_what_the_model_is(bench: Bench) -> None:
     mask_of(bench)
     with bench.db.read() as session:
-        model = models.get(session, tenant_id=bench.tenant_id, model_id=bench.model.id)
+        model = rows.get(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
     assert (model.family, model.parameter_count) == ("llama", 28_832)
     assert model.digest is not None
 
@@ -278,8 +272,8 @@ def test_the_first_job_stores_what_the_model_is(bench: Bench) -> None:
 # --- replay
 
 
-def shared_log(package: PackageRow, **changes: Any) -> bytes:
-    manifest = Manifest.from_bytes(package.manifest)
+def shared_log(bench: Bench, package: Artifact, **changes: Any) -> bytes:
+    manifest = manifest_of(bench, package)
     fields: dict[str, Any] = {
         "package_digest": package.digest,
         "mask_digest": manifest.layer(Role.MASK).digest,
@@ -309,52 +303,48 @@ def state_of(data: bytes) -> str:
     )
 
 
-def queued_replay(bench: Bench, package: PackageRow, data: bytes, claimed: str | None) -> Job:
+def queued_replay(bench: Bench, package: Artifact, data: bytes, claimed: str | None) -> Job:
     with bench.db.write() as session:
         _, code = devices.invite(session, tenant_id=bench.tenant_id, release="r", alias="stable")
         device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="1.0.0").device
-        metrics = {"package_digest": package.digest, "state_digest": claimed}
-        runs.report(session, tenant_id=bench.tenant_id, device_id=device.id, run_id="run-1", metrics=metrics)
+        metrics: dict[str, object] = {"package_digest": package.digest, "state_digest": claimed}
+        runs.report(session, tenant_id=bench.tenant_id, device_id=device.id, run_id=RUN_ID, metrics=metrics)
         _, job = runs.attach_log(
             session,
             tenant_id=bench.tenant_id,
             device_id=device.id,
-            run_id="run-1",
+            run_id=RUN_ID,
             log_digest=bench.blobs.put_bytes(data),
             size_bytes=len(data),
         )
     return job
 
 
-def replayed(bench: Bench, package: PackageRow, data: bytes, claimed: str | None) -> Run:
+def replayed(bench: Bench, package: Artifact, data: bytes, claimed: str | None) -> Run:
     job = queued_replay(bench, package, data, claimed)
     bench.run_queued()
     succeeded(bench.read(job))
     with bench.db.read() as session:
-        return runs.get(session, tenant_id=bench.tenant_id, run_id="run-1")
+        return runs.get(session, tenant_id=bench.tenant_id, run_id=RUN_ID)
 
 
 @pytest.fixture
-def package(bench: Bench) -> PackageRow:
-    mask = mask_of(bench, method="random", corpus_id=None, sequences=None, length=None)
-    quantization = quantization_of(bench)
-    job = bench.finish("package", {"mask_id": mask.id, "quantization_id": quantization.id})
-    return package_of(bench, job)
+def package(bench: Bench) -> Artifact:
+    request = {"model_id": bench.model.id, "method": "random", "density": 0.01}
+    return package_of(bench, made_by(bench, JobKind.MASK, request))
 
 
-def test_replay_verifies_the_devices_state(bench: Bench, package: PackageRow) -> None:
-    data = shared_log(package)
+def test_replay_verifies_the_devices_state(bench: Bench, package: Artifact) -> None:
+    data = shared_log(bench, package)
     run = replayed(bench, package, data, state_of(data))
     assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, state_of(data))
 
 
 def test_replay_reads_the_layers_that_a_log_needs(bench: Bench) -> None:
-    mask = mask_of(bench)
-    parts = {"mask_id": mask.id, "quantization_id": quantization_of(bench).id}
-    scaled = package_of(bench, bench.finish("package", {**parts, "fisher_exponents": True}))
+    scaled = package_of(bench, mask_of(bench), fisher_exponents=True)
     exponents = exponents_of(Package.open(bench.blobs, scaled.digest))
     assert exponents is not None
-    data = shared_log(scaled, exponents=exponents.use)
+    data = shared_log(bench, scaled, exponents=exponents.use)
     log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
     s_K = replay(log.header, log.coefficients_TQ, exponents)
     digest = state_digest(s_K, mask_digest=log.header.mask_digest, step_unit_exponent=-20)
@@ -364,8 +354,8 @@ def test_replay_reads_the_layers_that_a_log_needs(bench: Bench) -> None:
     assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, digest)
 
 
-def test_replay_refuses_another_state(bench: Bench, package: PackageRow) -> None:
-    data = shared_log(package)
+def test_replay_refuses_another_state(bench: Bench, package: Artifact) -> None:
+    data = shared_log(bench, package)
     run = replayed(bench, package, data, "sha256:" + "0" * 64)
     assert (run.log_state, run.state_digest) == ("refused", state_of(data))
     assert "state-differs" in str(run.log_reason)
@@ -379,22 +369,22 @@ def test_replay_refuses_another_state(bench: Bench, package: PackageRow) -> None
         {"counts": (1, 2, 3)},
     ],
 )
-def test_replay_refuses_a_foreign_log(bench: Bench, package: PackageRow, changes: dict[str, Any]) -> None:
-    run = replayed(bench, package, shared_log(package, **changes), None)
+def test_replay_refuses_a_foreign_log(bench: Bench, package: Artifact, changes: dict[str, Any]) -> None:
+    run = replayed(bench, package, shared_log(bench, package, **changes), None)
     assert run.log_state == "refused"
     assert "log-foreign" in str(run.log_reason)
 
 
-def test_replay_refuses_a_malformed_log(bench: Bench, package: PackageRow) -> None:
-    data = shared_log(package)
+def test_replay_refuses_a_malformed_log(bench: Bench, package: Artifact) -> None:
+    data = shared_log(bench, package)
     run = replayed(bench, package, data[:-1] + bytes([data[-1] ^ 1]), None)
     assert run.log_state == "refused"
     assert "log-corrupt" in str(run.log_reason)
 
 
-def test_replay_opens_no_package_for_a_log_that_needs_no_layer(bench: Bench, package: PackageRow) -> None:
-    data = shared_log(package, estimator=EstimatorKind.ONE_SIDED)
-    bench.blobs.delete(Manifest.from_bytes(package.manifest).layer(Role.DENSE).digest)
+def test_replay_opens_no_package_for_a_log_that_needs_no_layer(bench: Bench, package: Artifact) -> None:
+    data = shared_log(bench, package, estimator=EstimatorKind.ONE_SIDED)
+    bench.blobs.delete(manifest_of(bench, package).layer(Role.DENSE).digest)
     assert replayed(bench, package, data, state_of(data)).log_state == "verified"
 
 
@@ -416,37 +406,33 @@ def deleted_log(bench: Bench, manifest: Manifest, log: str) -> None:
 def test_a_damaged_blob_of_the_service_is_no_verdict_on_the_devices_log(
     bench: Bench, damage: Callable[[Bench, Manifest, str], None]
 ) -> None:
-    mask = mask_of(bench)
-    parts = {"mask_id": mask.id, "quantization_id": quantization_of(bench).id, "fisher_exponents": True}
-    package = package_of(bench, bench.finish("package", parts))
+    package = package_of(bench, mask_of(bench), fisher_exponents=True)
     exponents = exponents_of(Package.open(bench.blobs, package.digest))
     assert exponents is not None
-    data = shared_log(package, exponents=exponents.use)
+    data = shared_log(bench, package, exponents=exponents.use)
     job = queued_replay(bench, package, data, None)
-    damage(bench, Manifest.from_bytes(package.manifest), digest_of(data))
+    damage(bench, manifest_of(bench, package), digest_of(data))
     bench.run_queued()
     after = bench.read(job)
     assert after.state == "failed" and "whole among the blobs" in str(after.error)
     with bench.db.read() as session:
-        run = runs.get(session, tenant_id=bench.tenant_id, run_id="run-1")
+        run = runs.get(session, tenant_id=bench.tenant_id, run_id=RUN_ID)
     assert run.log_state == "undecided"
     assert str(run.log_reason).startswith("replay-failed: ")
 
 
 def test_a_stopped_fisher_job_goes_on_after_its_last_shard(bench: Bench) -> None:
     """The sums of finished shards survive in the work folder; the mask is that of an uninterrupted job."""
-    options = {**FISHER, "sequences": 40, "length": 16}
-    whole = mask_of(bench, **options)
-    job = bench.submit("mask", {"model_id": bench.model.id, "corpus_id": bench.corpus.id, **options})
+    whole = mask_of(bench, sequences=40, length=16)
+    job = bench.submit("mask", fisher_request(bench, sequences=40, length=16))
     folder = stop_after(bench, 20)
     assert [path.name.endswith("-1.safetensors") for path in folder.joinpath("fisher").iterdir()] == [True]
     with bench.db.write() as session:
-        jobs.retry(session, tenant_id=bench.tenant_id, job_id=job.id)
+        queue.retry(session, tenant_id=bench.tenant_id, job_id=job.id)
     bench.run_queued()
-    after = succeeded(bench.read(job))
-    with bench.db.read() as session:
-        resumed = results.get_mask(session, tenant_id=bench.tenant_id, mask_id=str(after.result_id))
-    assert (resumed.mask_digest, resumed.scores_digest) == (whole.mask_digest, whole.scores_digest)
+    resumed = artifact_of(bench, succeeded(bench.read(job)))
+    for role in ("mask", "scores"):
+        assert digest_of_role(resumed, role) == digest_of_role(whole, role)
 
 
 def stop_after(bench: Bench, sequences: int) -> Path:
@@ -477,5 +463,5 @@ def stop_after(bench: Bench, sequences: int) -> Path:
 
 def test_the_same_mask_gives_the_same_report_and_picture(bench: Bench) -> None:
     first, second = mask_of(bench), mask_of(bench)
-    assert first.report_digest == second.report_digest
-    assert first.picture_digest == second.picture_digest
+    for role in ("report", "picture"):
+        assert digest_of_role(first, role) == digest_of_role(second, role)

@@ -1,33 +1,36 @@
-"""One module a kind of job: load, call the library, save. Builds have none: see `permille.store.builds`."""
+"""One module a kind of job: load, call the library, save. Builds have none (`permille.store.jobs.builds`)."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import import_module
 
-from permille.store.tables import JobKind
-from permille_workers.context import Task
+from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import parse_request
+from permille_workers.runtime.context import Publish, Task, TaskContext
+
+_KINDS = tuple(kind for kind in JobKind if kind is not JobKind.BUILD)
 
 
 class Tasks(Mapping[str, Task]):
-    """Tasks by kind, imported on access: a replay does not wait for what a mask needs."""
-
-    _kinds = (
-        JobKind.MASK,
-        JobKind.QUANTIZATION,
-        JobKind.PACKAGE,
-        JobKind.REPLAY,
-    )
+    """Tasks by kind, imported when they run: a replay does not wait for what a mask needs."""
 
     def __getitem__(self, kind: str) -> Task:
-        if kind not in self._kinds:
-            raise KeyError(kind)
-        task: Task = import_module(f"permille_workers.tasks.{kind}").run
-        return task
+        return partial(_run, JobKind(kind)) if kind in _KINDS else self.__missing__(kind)
+
+    def __missing__(self, kind: str) -> Task:
+        raise KeyError(kind)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(kind.value for kind in self._kinds)
+        return iter(kind.value for kind in _KINDS)
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(_KINDS)
+
+
+def _run(kind: JobKind, context: TaskContext) -> Publish:
+    request = parse_request(kind, context.claim.payload)
+    publish: Publish = import_module(f"permille_workers.tasks.{kind}").run(context, request)
+    return publish
 
 
 TASKS: Mapping[str, Task] = Tasks()

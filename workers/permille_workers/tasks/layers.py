@@ -1,33 +1,64 @@
-"""Layers that earlier jobs have stored, read again."""
+"""Artifacts in and out: what earlier jobs have stored, read again; what this one has made, for the store."""
 
-from typing import Any
+import json
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
+from sqlalchemy.orm import Session
 
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.manifest import Layer
 from permille.package.safetensors_io import SafetensorsFile
+from permille.quantization import Scheme
+from permille.schemas.quantizations import AnyOptions, AutoRound
+from permille.store import artifacts
+from permille.store.artifacts import PICTURE, REPORT, Blob, Made
+from permille.store.tables import Artifact
+from permille_workers.runtime.context import Publish, TaskContext
 
 
-def layer_of(record: dict[str, Any]) -> Layer:
-    """A layer as its row has it."""
-    return Layer(
-        role=Role(record["role"]),
-        digest=record["digest"],
-        size_bytes=record["size_bytes"],
+def publishes(context: TaskContext, made: Made) -> Publish:
+    """Add what was made, in the transaction that ends the job."""
+
+    def publish(session: Session) -> str:
+        return artifacts.key_of(artifacts.add(session, job=context.claim, made=made))
+
+    return publish
+
+
+def blob_of_layer(layer: Layer) -> Blob:
+    """A layer as the store keeps it."""
+    return Blob(
+        role=layer.role.value,
+        media_type=layer.media_type,
+        digest=layer.digest,
+        size_bytes=layer.size_bytes,
+        path=layer.path,
     )
 
 
-def layer_record(layer: Layer) -> dict[str, Any]:
-    """A layer as its row keeps it."""
-    return {
-        "role": layer.role.value,
-        "media_type": layer.media_type,
-        "digest": layer.digest,
-        "size_bytes": layer.size_bytes,
-    }
+def layer_of(artifact: Artifact, role: Role) -> Layer:
+    """A layer of an artifact that must have it."""
+    blob = artifacts.blob_of(artifact, role.value)
+    if blob is None:
+        raise LookupError(f"expected a {role} layer of {artifact.id}, got none")
+    return Layer(role=role, digest=blob.digest, size_bytes=blob.size_bytes)
+
+
+def scheme_of(options: AnyOptions) -> Scheme:
+    """The scheme that devices read."""
+    return Scheme.INT4 if isinstance(options, AutoRound) else Scheme(options.scheme)
+
+
+def evidence(blobs: BlobFolder, report: Mapping[str, object], picture: bytes) -> tuple[Blob, Blob]:
+    """Store a report and its picture."""
+    data = json.dumps(report, allow_nan=False, sort_keys=True).encode()
+    return (
+        _stored(blobs, REPORT, "application/json", data),
+        _stored(blobs, PICTURE, "image/png", picture),
+    )
 
 
 def read_mask(blobs: BlobFolder, digest: str) -> dict[str, NDArray[np.uint32]]:
@@ -39,3 +70,7 @@ def read_mask(blobs: BlobFolder, digest: str) -> dict[str, NDArray[np.uint32]]:
     blobs.check(digest)
     file = SafetensorsFile(blobs.path(digest), dtypes=["U32"])
     return {name: file.tensor(name).data.view("<u4").astype(np.uint32) for name in file.names}
+
+
+def _stored(blobs: BlobFolder, role: str, media_type: str, data: bytes) -> Blob:
+    return Blob(role=role, media_type=media_type, digest=blobs.put_bytes(data), size_bytes=len(data))

@@ -4,123 +4,109 @@ powers of two.
 The reader verifies the package, as a stranger would, before its row is written.
 """
 
+from typing import cast
+
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy.orm import Session
 
 from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.build import ChosenMask, write_package
+from permille.package.limits import Role
 from permille.package.manifest import Quantization
 from permille.package.reader import verify_package
-from permille.quantization import Scheme
+from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import parse_request
+from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
+from permille.schemas.packages import MANIFEST_MEDIA_TYPE, PackageCreate
+from permille.schemas.quantizations import QuantizationCreate
 from permille.sensitivity.scores import fisher_exponents, load_scores
-from permille.store import results
-from permille.store.results import LayerRecord
-from permille.store.tables import Mask, QuantizationRow
-from permille_workers.context import Publish, Result, TaskContext
-from permille_workers.payloads import PackagePayload, parse_payload
-from permille_workers.tasks.layers import layer_of, read_mask
+from permille.store import artifacts
+from permille.store.artifacts import MANIFEST, SCORES, Blob, Made
+from permille.store.tables import Artifact
+from permille_workers.runtime.context import Publish, TaskContext
+from permille_workers.tasks.layers import blob_of_layer, layer_of, publishes, read_mask, scheme_of
 from permille_workers.tasks.sources import SourceModel, open_model
 
 
-def run(context: TaskContext) -> Publish:
-    """Make the package of the payload and verify it as a stranger would.
+def run(context: TaskContext, request: PackageCreate) -> Publish:
+    """Make a package and verify it as a stranger would.
 
     Raises:
         InputError: parts of different models or weights.
         PackageError: a stored part is damaged, or a file of the model may not be in a package.
     """
-    payload = parse_payload(PackagePayload, context.claim.payload)
-    mask_row, quantization = _parts(context, payload)
+    mask_row = _part(context, JobKind.MASK, request.mask_id)
+    quantization = _part(context, JobKind.QUANTIZATION, request.quantization_id)
+    if mask_row.model_id != quantization.model_id:
+        raise InputError(f"expected parts of one model, got {mask_row.model_id} and {quantization.model_id}")
     context.progress(0.0, "opening the model")
     model = open_model(context, mask_row.model_id)
-    _check_same_weights(model.provenance, mask_row, quantization)
-    mask = read_mask(context.blobs, mask_row.mask_digest)
+    for part in (mask_row, quantization):
+        if part.provenance["model"] != model.provenance:
+            raise InputError(
+                f"expected {part.id} to be made of {model.provenance}, got {part.provenance['model']}"
+            )
+    mask = read_mask(context.blobs, mask_row.digest)
     exponents_K = None
-    if payload.fisher_exponents:
+    if request.fisher_exponents:
         context.progress(0.1, "scaling")
         exponents_K = _exponents(context, model, mask_row, mask)
     context.progress(0.2, "writing the values")
-    stored = (quantization.dense_layer, quantization.plain_layer, mask_row.layer)
-    dense, plain, mask_layer = (layer_of(record) for record in stored)
+    asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
+    coded: QuantizationCreate = parse_request(JobKind.QUANTIZATION, quantization.request)
     manifest = write_package(
         context.blobs,
         model.checkpoint,
         ChosenMask(
             indices=mask,
-            method=str(mask_row.options["method"]),
-            density=str(mask_row.options["density"]),
-            scope=str(mask_row.options["scope"]),
+            method=asked.method.value,
+            density=str(asked.density),
+            scope=asked.scope,
             exponents_K=exponents_K,
         ),
-        (dense, plain, mask_layer),
-        _scheme(quantization),
-        provenance={"mask": mask_row.provenance, "quantization": quantization.provenance},
+        (
+            layer_of(quantization, Role.DENSE),
+            layer_of(quantization, Role.PLAIN),
+            layer_of(mask_row, Role.MASK),
+        ),
+        Quantization(name=scheme_of(coded.options), group_size=coded.options.group_size),
+        provenance=cast(
+            "dict[str, JSON]",
+            {"mask": mask_row.provenance, "quantization": quantization.provenance},
+        ),
     )
-    digest = manifest.digest
     context.progress(0.6, "verifying")
-    verify_package(context.blobs, digest)
-
-    def publish(session: Session) -> Result:
-        row = results.add_package(
-            session,
-            tenant_id=context.claim.tenant_id,
-            job_id=context.claim.job_id,
-            model_id=mask_row.model_id,
-            mask_id=mask_row.id,
-            quantization_id=quantization.id,
-            digest=digest,
-            manifest=manifest.to_bytes(),
-            k=manifest.mask.k,
-            layers=[
-                LayerRecord(
-                    role=layer.role.value,
-                    media_type=layer.media_type,
-                    digest=layer.digest,
-                    size_bytes=layer.size_bytes,
-                )
-                for layer in manifest.layers
-            ],
-        )
-        return Result(kind="package", id=row.id)
-
-    return publish
+    verify_package(context.blobs, manifest.digest)
+    whole = Blob(
+        role=MANIFEST,
+        media_type=MANIFEST_MEDIA_TYPE,
+        digest=manifest.digest,
+        size_bytes=len(manifest.to_bytes()),
+    )
+    made = Made(
+        model_id=mask_row.model_id,
+        digest=manifest.digest,
+        k=manifest.mask.k,
+        provenance={},  # in the manifest
+        blobs=(whole, *(blob_of_layer(layer) for layer in manifest.layers)),
+    )
+    return publishes(context, made)
 
 
-def _parts(context: TaskContext, payload: PackagePayload) -> tuple[Mask, QuantizationRow]:
-    tenant_id = context.claim.tenant_id
+def _part(context: TaskContext, kind: JobKind, key: str) -> Artifact:
     with context.db.read() as session:
-        mask = results.get_mask(session, tenant_id=tenant_id, mask_id=payload.mask_id)
-        quantization = results.get_quantization(
-            session, tenant_id=tenant_id, quantization_id=payload.quantization_id
-        )
-    if mask.model_id != quantization.model_id:
-        raise InputError(f"expected parts of one model, got {mask.model_id} and {quantization.model_id}")
-    return mask, quantization
+        return artifacts.get(session, tenant_id=context.claim.tenant_id, kind=kind, key=key)
 
 
 def _exponents(
-    context: TaskContext, model: SourceModel, mask_row: Mask, mask: dict[str, NDArray[np.uint32]]
+    context: TaskContext, model: SourceModel, mask_row: Artifact, mask: dict[str, NDArray[np.uint32]]
 ) -> NDArray[np.int8]:
     """Powers of two from the scores that chose the mask."""
-    if mask_row.scores_digest is None:
+    stored = artifacts.blob_of(mask_row, SCORES)
+    if stored is None:
         raise InputError(f"expected a mask with scores, got {mask_row.id}, which has none")
-    scores = load_scores(context.blobs.path(mask_row.scores_digest))
+    scores = load_scores(context.blobs.path(stored.digest))
     names = [name for name, _ in scoped_tensors(model.checkpoint.config) if name in mask]
     return fisher_exponents(np.concatenate([scores[name].reshape(-1)[mask[name]] for name in names]))
-
-
-def _check_same_weights(model: dict[str, JSON], mask: Mask, quantization: QuantizationRow) -> None:
-    for part in (mask, quantization):
-        made_of = part.provenance["model"]["digest"]
-        if made_of != model["digest"]:
-            raise InputError(f"expected {part.id} to be made of {model['digest']}, got {made_of}")
-
-
-def _scheme(quantization: QuantizationRow) -> Quantization:
-    return Quantization(
-        name=Scheme(quantization.options["scheme"]),
-        group_size=int(quantization.options["group_size"]),
-    )

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError, OperatorError, PackageError
-from permille.package.limits import Role
+from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
-from permille.store import results, runs
+from permille.schemas.jobs import JobKind
+from permille.schemas.runs import MAX_LOG_BYTES, LogState, ReplayRequest
+from permille.store import artifacts, runs
 from permille.store.errors import NotFoundError
-from permille.store.tables import LogState, Run
+from permille.store.tables import Run
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
 from permille.zo.log import CanonicalLog, decode_canonical
 from permille.zo.replay import replay
-from permille_workers.context import Publish, Result, TaskContext
-from permille_workers.payloads import ReplayPayload, parse_payload
+from permille_workers.runtime.context import Publish, TaskContext
 
-MAX_LOG_BYTES = 64 << 20
 # Coefficients times weights: some hours of one core. A night's log of a 7B model has 1e5 times 7e6.
 MAX_WORK = 10**13
 
@@ -37,38 +37,37 @@ class Verdict:
     state_digest: str | None = None
 
 
-def run(context: TaskContext) -> Publish:
-    """Replay the log of the payload's run.
+def run(context: TaskContext, request: ReplayRequest) -> Publish:
+    """Replay the log of a run.
 
     Raises:
         InputError: the run or its log is gone.
         OperatorError: a stored blob is missing or damaged; the log is then not judged.
     """
-    payload = parse_payload(ReplayPayload, context.claim.payload)
     with context.db.read() as session:
-        row = runs.get(session, tenant_id=context.claim.tenant_id, run_id=payload.run_id)
+        row = runs.get(session, tenant_id=context.claim.tenant_id, run_id=request.run_id)
     log_digest = row.log_digest
     if log_digest is None:
-        raise InputError(f"expected a log of run {payload.run_id}, got one that was deleted")
+        raise InputError(f"expected a log of run {request.run_id}, got one that was deleted")
     context.progress(0.0, "reading the log")
-    verdict = judge(context, row, log_digest)
+    verdict = verdict_of_replay(context, row, log_digest)
 
-    def publish(session: Session) -> Result:
+    def publish(session: Session) -> str:
         runs.finish_log(
             session,
             tenant_id=context.claim.tenant_id,
-            run_id=payload.run_id,
+            run_id=request.run_id,
             log_digest=log_digest,
             state=verdict.state,
             reason=verdict.reason,
             state_digest=verdict.state_digest,
         )
-        return Result(kind="run", id=payload.run_id)
+        return request.run_id
 
     return publish
 
 
-def judge(context: TaskContext, run_row: Run, log_digest: str) -> Verdict:
+def verdict_of_replay(context: TaskContext, run_row: Run, log_digest: str) -> Verdict:
     """Decode, compare with the package, replay, compare with the device's state.
 
     Raises:
@@ -102,10 +101,13 @@ def _manifest(context: TaskContext, run_row: Run) -> Manifest:
     digest = str(run_row.metrics.get("package_digest"))
     with context.db.read() as session:
         try:
-            package = results.get_package(session, tenant_id=run_row.tenant_id, digest=digest)
+            artifacts.get(session, tenant_id=run_row.tenant_id, kind=JobKind.PACKAGE, key=digest)
         except NotFoundError as exc:
             raise PackageError("log-foreign", f"expected a package of ours, got {digest}") from exc
-    return Manifest.from_bytes(package.manifest)
+    try:
+        return Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
+    except PackageError as exc:
+        raise OperatorError(f"expected the manifest {digest} whole among the blobs, got {exc}") from exc
 
 
 def _stored_log(context: TaskContext, log_digest: str) -> bytes:

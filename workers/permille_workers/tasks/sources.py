@@ -4,29 +4,32 @@ The first job that reads a model stores the digest of its files; a later job ref
 changed, so that a mask, a quantization and the values of one package come from the same weights.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter
 
 import permille
-from permille.corpora.sources import (
-    CorpusRef,
-    FileCorpus,
-    ReadReport,
-    StreamedCorpus,
-    StreamedDataset,
-    read_texts,
-)
+from permille.corpora import sources
+from permille.corpora.sequences import Tokenizer, token_sequences
 from permille.digests import JSON, digest_of_file
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.sources import FolderRef, HubRef, ModelRef, resolve_inside, resolve_model
-from permille.store import corpora, models
-from permille.store.models import ModelFacts
+from permille.schemas.corpora import CorpusSource, FileCorpus, StreamedCorpus
+from permille.schemas.models import FolderModel, HubModel
+from permille.store import inputs, rows
+from permille.store.inputs import ModelFacts
 from permille.store.tables import Corpus, Model
-from permille_workers.context import TaskContext
+from permille_workers.runtime.context import TaskContext
+
+_MODEL_SOURCE: TypeAdapter[FolderModel | HubModel] = TypeAdapter(
+    Annotated[FolderModel | HubModel, Field(discriminator="kind")]
+)
+_CORPUS_SOURCE: TypeAdapter[FileCorpus | StreamedCorpus] = TypeAdapter(CorpusSource)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +42,43 @@ class SourceModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Which sequences of a corpus to take: how many, how long, by which seed, after how many passed over."""
+
+    number: int
+    length: int
+    seed: int
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """Sequences [N, T] of a corpus, and what reading it met: rows seen, bad ones by reason."""
+
+    tokens_NT: NDArray[np.int64]
+    read: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCorpus:
-    """A registered corpus. `report` counts what reading met."""
+    """A registered corpus."""
 
-    ref: CorpusRef
+    ref: sources.CorpusRef
     provenance: dict[str, JSON]
-    report: ReadReport = field(default_factory=ReadReport)
 
-    def texts(self, context: TaskContext) -> Iterator[str]:
-        """The usable texts, in their order."""
-        return read_texts(self.ref, context.settings.corpus_root, self.report)
+    def sequences(self, context: TaskContext, tokenizer: Tokenizer, sampling: Sampling) -> Sequences:
+        """Take sequences of the usable texts.
+
+        Raises:
+            InputError: too little text, too many rows that cannot be used, or a file that is cut.
+            RetryableError: a data set that cannot be reached.
+        """
+        report = sources.ReadReport()
+        texts = sources.read_texts(self.ref, context.settings.corpus_root, report)
+        asked = (sampling.number, sampling.length, sampling.seed)
+        return Sequences(
+            tokens_NT=token_sequences(tokenizer, texts, *asked, skip=sampling.skip), read=report.as_json()
+        )
 
 
 def open_model(context: TaskContext, model_id: str) -> SourceModel:
@@ -60,34 +90,35 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
     """
     tenant_id = context.claim.tenant_id
     with context.db.read() as session:
-        row = models.get(session, tenant_id=tenant_id, model_id=model_id)
-    checkpoint = Checkpoint(resolve_model(_model_ref(row), context.settings.model_root))
+        row = rows.get(session, Model, tenant_id=tenant_id, row_id=model_id)
+    ref, provenance = _model_ref(_MODEL_SOURCE.validate_python(row.source))
+    checkpoint = Checkpoint(resolve_model(ref, context.settings.model_root))
     digest = checkpoint.digest()
     if row.digest is not None and row.digest != digest:
         raise InputError(f"expected the files of {model_id} as they were ({row.digest}), got {digest}")
     if row.digest is None:
+        facts = _facts(checkpoint, digest)
         with context.db.write() as session:
-            models.record_facts(
-                session, tenant_id=tenant_id, model_id=model_id, facts=_facts(checkpoint, digest)
-            )
-    provenance: dict[str, JSON] = {"kind": row.kind, "location": row.location, "digest": digest}
-    if row.commit is not None:
-        provenance["commit"] = row.commit
-    return SourceModel(id=model_id, checkpoint=checkpoint, provenance=provenance)
+            inputs.record_facts(session, tenant_id=tenant_id, model_id=model_id, facts=facts)
+    return SourceModel(id=model_id, checkpoint=checkpoint, provenance={**provenance, "digest": digest})
 
 
 def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
     """Find the corpus. Raises InputError when there is none, or its file is gone."""
     with context.db.read() as session:
-        row = corpora.get(session, tenant_id=context.claim.tenant_id, corpus_id=corpus_id)
-    ref = _corpus_ref(row)
-    provenance: dict[str, JSON] = {"kind": row.kind, "location": row.location}
-    if isinstance(ref, FileCorpus):
-        path = resolve_inside(context.settings.corpus_root, ref.path, what="file")
-        provenance["digest"] = digest_of_file(path)
-    else:
-        provenance["split"] = ref.split
-    return SourceCorpus(ref=ref, provenance=provenance)
+        row = rows.get(session, Corpus, tenant_id=context.claim.tenant_id, row_id=corpus_id)
+    source = _CORPUS_SOURCE.validate_python(row.source)
+    if isinstance(source, FileCorpus):
+        path = resolve_inside(context.settings.corpus_root, source.path, what="file")
+        return SourceCorpus(
+            ref=sources.FileCorpus(path=source.path),
+            provenance={"kind": "file", "location": source.path, "digest": digest_of_file(path)},
+        )
+    dataset = sources.StreamedDataset(source.dataset.value)
+    return SourceCorpus(
+        ref=sources.StreamedCorpus(dataset=dataset, split=source.split),
+        provenance={"kind": "streamed", "location": dataset.value, "split": source.split},
+    )
 
 
 def versions(*libraries: str) -> dict[str, JSON]:
@@ -98,26 +129,21 @@ def versions(*libraries: str) -> dict[str, JSON]:
     return {**found, "permille": permille.__version__, "numpy": np.__version__}
 
 
-def _model_ref(row: Model) -> ModelRef:
-    if row.kind == "folder":
-        return FolderRef(path=row.location)
-    if row.kind == "hub" and row.commit is not None:
-        return HubRef(repository=row.location, commit=row.commit)
-    raise InputError(f"expected a model of kind folder, or hub with a commit, got {row.kind!r}")
-
-
-def _corpus_ref(row: Corpus) -> CorpusRef:
-    if row.kind == "file":
-        return FileCorpus(path=row.location)
-    if row.kind == "streamed" and row.location in set(StreamedDataset):
-        return StreamedCorpus(dataset=StreamedDataset(row.location), split=row.split or "train")
-    raise InputError(f"expected a corpus of kind file or streamed, got {row.kind!r} {row.location!r}")
+def _model_ref(source: FolderModel | HubModel) -> tuple[ModelRef, dict[str, JSON]]:
+    """Where the library finds the model, and what provenance says of that."""
+    if isinstance(source, FolderModel):
+        return FolderRef(path=source.path), {"kind": "folder", "location": source.path}
+    return HubRef(repository=source.repository, commit=source.commit), {
+        "kind": "hub",
+        "location": source.repository,
+        "commit": source.commit,
+    }
 
 
 def _facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
     return ModelFacts(
         family=checkpoint.family.value,
-        config=checkpoint.config,
+        config=dict(checkpoint.config),
         size_bytes=checkpoint.size_bytes,
         parameter_count=checkpoint.parameters,
         scoped_parameter_count=sum(

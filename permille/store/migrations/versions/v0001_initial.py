@@ -21,14 +21,10 @@ def upgrade() -> None:
     )
     op.create_table(
         "corpora",
-        sa.Column("id", sa.String(length=255), nullable=False),
-        sa.Column("kind", sa.String(length=255), nullable=False),
-        sa.Column("location", sa.String(length=1024), nullable=False),
         sa.Column("name", sa.String(length=255), nullable=False),
-        sa.Column("split", sa.String(length=255), nullable=True),
-        sa.Column("field", sa.String(length=255), nullable=True),
+        sa.Column("source", sa.JSON(), nullable=False),
         sa.Column("size_bytes", sa.BigInteger(), nullable=True),
-        sa.Column("digest", sa.String(length=255), nullable=True),
+        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_corpora_tenant_id")),
@@ -37,7 +33,6 @@ def upgrade() -> None:
     op.create_index(op.f("ix_corpora_tenant_id"), "corpora", ["tenant_id"], unique=False)
     op.create_table(
         "devices",
-        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("public_key", sa.String(length=255), nullable=False),
         sa.Column("name", sa.String(length=255), nullable=False),
         sa.Column("agent_version", sa.String(length=255), nullable=True),
@@ -46,6 +41,7 @@ def upgrade() -> None:
         sa.Column("last_seen_at", sa.BigInteger(), nullable=True),
         sa.Column("revoked_at", sa.BigInteger(), nullable=True),
         sa.Column("unenrolled_at", sa.BigInteger(), nullable=True),
+        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_devices_tenant_id")),
@@ -58,7 +54,6 @@ def upgrade() -> None:
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("key", sa.String(length=255), nullable=False),
         sa.Column("request_digest", sa.String(length=255), nullable=False),
-        sa.Column("status", sa.Integer(), nullable=False),
         sa.Column("sealed", sa.LargeBinary(), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_idempotent_answers_tenant_id")),
@@ -69,7 +64,6 @@ def upgrade() -> None:
     )
     op.create_table(
         "jobs",
-        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("kind", sa.String(length=255), nullable=False),
         sa.Column("state", sa.String(length=255), nullable=False),
         sa.Column("payload", sa.JSON(), nullable=False),
@@ -88,11 +82,11 @@ def upgrade() -> None:
         sa.Column("dispatched_at", sa.BigInteger(), nullable=True),
         sa.Column("cancel_requested_at", sa.BigInteger(), nullable=True),
         sa.Column("error", sa.JSON(), nullable=True),
-        sa.Column("result_kind", sa.String(length=255), nullable=True),
         sa.Column("result_id", sa.String(length=255), nullable=True),
         sa.Column("started_at", sa.BigInteger(), nullable=True),
         sa.Column("updated_at", sa.BigInteger(), nullable=False),
         sa.Column("ended_at", sa.BigInteger(), nullable=True),
+        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["parent_id"], ["jobs.id"], name=op.f("fk_jobs_parent_id")),
@@ -105,17 +99,15 @@ def upgrade() -> None:
     op.create_index(op.f("ix_jobs_tenant_id"), "jobs", ["tenant_id"], unique=False)
     op.create_table(
         "models",
-        sa.Column("id", sa.String(length=255), nullable=False),
-        sa.Column("kind", sa.String(length=255), nullable=False),
-        sa.Column("location", sa.String(length=1024), nullable=False),
-        sa.Column("commit", sa.String(length=255), nullable=True),
         sa.Column("name", sa.String(length=255), nullable=False),
+        sa.Column("source", sa.JSON(), nullable=False),
         sa.Column("family", sa.String(length=255), nullable=True),
         sa.Column("config", sa.JSON(), nullable=True),
         sa.Column("size_bytes", sa.BigInteger(), nullable=True),
         sa.Column("parameter_count", sa.BigInteger(), nullable=True),
         sa.Column("scoped_parameter_count", sa.BigInteger(), nullable=True),
         sa.Column("digest", sa.String(length=255), nullable=True),
+        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_models_tenant_id")),
@@ -124,13 +116,13 @@ def upgrade() -> None:
     op.create_index(op.f("ix_models_tenant_id"), "models", ["tenant_id"], unique=False)
     op.create_table(
         "operator_tokens",
-        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("name", sa.String(length=255), nullable=False),
         sa.Column("role", sa.String(length=255), nullable=False),
         sa.Column("token_hash", sa.String(length=255), nullable=False),
         sa.Column("expires_at", sa.BigInteger(), nullable=True),
         sa.Column("last_used_at", sa.BigInteger(), nullable=True),
         sa.Column("revoked_at", sa.BigInteger(), nullable=True),
+        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_operator_tokens_tenant_id")),
@@ -143,11 +135,38 @@ def upgrade() -> None:
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("key_id", sa.String(length=255), nullable=False),
         sa.Column("public_key", sa.String(length=255), nullable=False),
-        sa.Column("retired_at", sa.BigInteger(), nullable=True),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_signing_keys_tenant_id")),
         sa.PrimaryKeyConstraint("tenant_id", "key_id", name=op.f("pk_signing_keys")),
         sa.UniqueConstraint("tenant_id", "public_key", name=op.f("uq_signing_keys_tenant_id_public_key")),
+    )
+    op.create_table(
+        "artifacts",
+        sa.Column("kind", sa.String(length=255), nullable=False),
+        sa.Column("job_id", sa.String(length=255), nullable=False),
+        sa.Column("model_id", sa.String(length=255), nullable=False),
+        sa.Column("request", sa.JSON(), nullable=False),
+        sa.Column("digest", sa.String(length=255), nullable=False),
+        sa.Column("k", sa.BigInteger(), nullable=True),
+        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("provenance", sa.JSON(), nullable=False),
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("tenant_id", sa.String(length=255), nullable=False),
+        sa.Column("created_at", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_artifacts_job_id")),
+        sa.ForeignKeyConstraint(["model_id"], ["models.id"], name=op.f("fk_artifacts_model_id")),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_artifacts_tenant_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_artifacts")),
+    )
+    op.create_index(op.f("ix_artifacts_model_id"), "artifacts", ["model_id"], unique=False)
+    op.create_index(op.f("ix_artifacts_tenant_id"), "artifacts", ["tenant_id"], unique=False)
+    op.create_index(
+        "uq_artifacts_package",
+        "artifacts",
+        ["tenant_id", "digest"],
+        unique=True,
+        sqlite_where=sa.text("kind = 'package'"),
+        postgresql_where=sa.text("kind = 'package'"),
     )
     op.create_table(
         "device_nonces",
@@ -178,15 +197,14 @@ def upgrade() -> None:
     op.create_index(op.f("ix_device_tokens_tenant_id"), "device_tokens", ["tenant_id"], unique=False)
     op.create_table(
         "invitations",
-        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("code_hash", sa.String(length=255), nullable=False),
         sa.Column("release", sa.String(length=255), nullable=False),
         sa.Column("alias", sa.String(length=255), nullable=False),
-        sa.Column("note", sa.Text(), nullable=True),
         sa.Column("expires_at", sa.BigInteger(), nullable=False),
         sa.Column("used_at", sa.BigInteger(), nullable=True),
         sa.Column("device_id", sa.String(length=255), nullable=True),
         sa.Column("revoked_at", sa.BigInteger(), nullable=True),
+        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["device_id"], ["devices.id"], name=op.f("fk_invitations_device_id")),
@@ -211,58 +229,6 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_table(
-        "masks",
-        sa.Column("id", sa.String(length=255), nullable=False),
-        sa.Column("job_id", sa.String(length=255), nullable=False),
-        sa.Column("model_id", sa.String(length=255), nullable=False),
-        sa.Column("corpus_id", sa.String(length=255), nullable=True),
-        sa.Column("options", sa.JSON(), nullable=False),
-        sa.Column("k", sa.BigInteger(), nullable=False),
-        sa.Column("layer", sa.JSON(), nullable=False),
-        sa.Column("provenance", sa.JSON(), nullable=False),
-        sa.Column("mask_digest", sa.String(length=255), nullable=False),
-        sa.Column("scores_digest", sa.String(length=255), nullable=True),
-        sa.Column("report_digest", sa.String(length=255), nullable=False),
-        sa.Column("picture_digest", sa.String(length=255), nullable=False),
-        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("tenant_id", sa.String(length=255), nullable=False),
-        sa.Column("created_at", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(["corpus_id"], ["corpora.id"], name=op.f("fk_masks_corpus_id")),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_masks_job_id")),
-        sa.ForeignKeyConstraint(["model_id"], ["models.id"], name=op.f("fk_masks_model_id")),
-        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_masks_tenant_id")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_masks")),
-        sa.UniqueConstraint("job_id", name=op.f("uq_masks_job_id")),
-    )
-    op.create_index(op.f("ix_masks_tenant_id"), "masks", ["tenant_id"], unique=False)
-    op.create_table(
-        "quantizations",
-        sa.Column("id", sa.String(length=255), nullable=False),
-        sa.Column("job_id", sa.String(length=255), nullable=False),
-        sa.Column("model_id", sa.String(length=255), nullable=False),
-        sa.Column("evaluation_corpus_id", sa.String(length=255), nullable=True),
-        sa.Column("options", sa.JSON(), nullable=False),
-        sa.Column("dense_layer", sa.JSON(), nullable=False),
-        sa.Column("plain_layer", sa.JSON(), nullable=False),
-        sa.Column("provenance", sa.JSON(), nullable=False),
-        sa.Column("dense_digest", sa.String(length=255), nullable=False),
-        sa.Column("plain_digest", sa.String(length=255), nullable=False),
-        sa.Column("report_digest", sa.String(length=255), nullable=False),
-        sa.Column("picture_digest", sa.String(length=255), nullable=False),
-        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("tenant_id", sa.String(length=255), nullable=False),
-        sa.Column("created_at", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(
-            ["evaluation_corpus_id"], ["corpora.id"], name=op.f("fk_quantizations_evaluation_corpus_id")
-        ),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_quantizations_job_id")),
-        sa.ForeignKeyConstraint(["model_id"], ["models.id"], name=op.f("fk_quantizations_model_id")),
-        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_quantizations_tenant_id")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_quantizations")),
-        sa.UniqueConstraint("job_id", name=op.f("uq_quantizations_job_id")),
-    )
-    op.create_index(op.f("ix_quantizations_tenant_id"), "quantizations", ["tenant_id"], unique=False)
-    op.create_table(
         "runs",
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("run_id", sa.String(length=255), nullable=False),
@@ -285,45 +251,38 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_runs_device_id"), "runs", ["device_id"], unique=False)
     op.create_table(
-        "packages",
-        sa.Column("id", sa.String(length=255), nullable=False),
-        sa.Column("job_id", sa.String(length=255), nullable=True),
-        sa.Column("model_id", sa.String(length=255), nullable=True),
-        sa.Column("mask_id", sa.String(length=255), nullable=True),
-        sa.Column("quantization_id", sa.String(length=255), nullable=True),
-        sa.Column("digest", sa.String(length=255), nullable=False),
-        sa.Column("manifest", sa.LargeBinary(), nullable=False),
-        sa.Column("k", sa.BigInteger(), nullable=False),
-        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("tenant_id", sa.String(length=255), nullable=False),
-        sa.Column("created_at", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_packages_job_id")),
-        sa.ForeignKeyConstraint(["mask_id"], ["masks.id"], name=op.f("fk_packages_mask_id")),
-        sa.ForeignKeyConstraint(["model_id"], ["models.id"], name=op.f("fk_packages_model_id")),
-        sa.ForeignKeyConstraint(
-            ["quantization_id"], ["quantizations.id"], name=op.f("fk_packages_quantization_id")
-        ),
-        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_packages_tenant_id")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_packages")),
-        sa.UniqueConstraint("tenant_id", "digest", name=op.f("uq_packages_tenant_id_digest")),
-    )
-    op.create_index(op.f("ix_packages_tenant_id"), "packages", ["tenant_id"], unique=False)
-    op.create_table(
-        "package_blobs",
-        sa.Column("package_id", sa.String(length=255), nullable=False),
-        sa.Column("digest", sa.String(length=255), nullable=False),
+        "artifact_blobs",
+        sa.Column("artifact_id", sa.String(length=255), nullable=False),
+        sa.Column("position", sa.Integer(), nullable=False),
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("role", sa.String(length=255), nullable=False),
         sa.Column("media_type", sa.String(length=255), nullable=False),
+        sa.Column("digest", sa.String(length=255), nullable=False),
         sa.Column("size_bytes", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(["package_id"], ["packages.id"], name=op.f("fk_package_blobs_package_id")),
-        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_package_blobs_tenant_id")),
-        sa.PrimaryKeyConstraint("package_id", "digest", name=op.f("pk_package_blobs")),
+        sa.Column("path", sa.String(length=1024), nullable=True),
+        sa.ForeignKeyConstraint(
+            ["artifact_id"], ["artifacts.id"], name=op.f("fk_artifact_blobs_artifact_id")
+        ),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_artifact_blobs_tenant_id")),
+        sa.PrimaryKeyConstraint("artifact_id", "position", name=op.f("pk_artifact_blobs")),
     )
-    op.create_index(op.f("ix_package_blobs_tenant_id"), "package_blobs", ["tenant_id"], unique=False)
+    op.create_index(op.f("ix_artifact_blobs_digest"), "artifact_blobs", ["digest"], unique=False)
+    op.create_index(op.f("ix_artifact_blobs_tenant_id"), "artifact_blobs", ["tenant_id"], unique=False)
+    op.create_table(
+        "artifact_sources",
+        sa.Column("artifact_id", sa.String(length=255), nullable=False),
+        sa.Column("source_id", sa.String(length=255), nullable=False),
+        sa.Column("tenant_id", sa.String(length=255), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["artifact_id"], ["artifacts.id"], name=op.f("fk_artifact_sources_artifact_id")
+        ),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_artifact_sources_tenant_id")),
+        sa.PrimaryKeyConstraint("artifact_id", "source_id", name=op.f("pk_artifact_sources")),
+    )
+    op.create_index(op.f("ix_artifact_sources_source_id"), "artifact_sources", ["source_id"], unique=False)
+    op.create_index(op.f("ix_artifact_sources_tenant_id"), "artifact_sources", ["tenant_id"], unique=False)
     op.create_table(
         "releases",
-        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("name", sa.String(length=255), nullable=False),
         sa.Column("version", sa.BigInteger(), nullable=False),
         sa.Column("package_id", sa.String(length=255), nullable=False),
@@ -333,9 +292,10 @@ def upgrade() -> None:
         sa.Column("signature", sa.String(length=255), nullable=False),
         sa.Column("yanked_at", sa.BigInteger(), nullable=True),
         sa.Column("yanked_reason", sa.Text(), nullable=True),
+        sa.Column("id", sa.String(length=255), nullable=False),
         sa.Column("tenant_id", sa.String(length=255), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(["package_id"], ["packages.id"], name=op.f("fk_releases_package_id")),
+        sa.ForeignKeyConstraint(["package_id"], ["artifacts.id"], name=op.f("fk_releases_package_id")),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_releases_tenant_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_releases")),
         sa.UniqueConstraint("tenant_id", "name", "version", name=op.f("uq_releases_tenant_id_name_version")),

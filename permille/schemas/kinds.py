@@ -1,0 +1,171 @@
+"""The kinds of jobs that a request starts, each described once.
+
+The service makes their routes from this table, the command line its commands, the store and the workers parse
+the payload of a job by it: a request is the job's payload as it stands. A new option is a field of a request.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from permille.errors import InputError
+from permille.schemas.fields import EXAMPLE_ULID, Closed
+from permille.schemas.jobs import JobKind
+from permille.schemas.masks import Mask, MaskCreate
+from permille.schemas.packages import Build, BuildCreate, PackageCreate, PackageRecord
+from permille.schemas.quantizations import Quantization, QuantizationCreate
+from permille.schemas.runs import ReplayRequest
+
+_MODEL: Final = f"model_{EXAMPLE_ULID}"
+_CORPUS: Final = f"corpus_{EXAMPLE_ULID}"
+_FISHER: Final = {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkKind:
+    """One kind of job over REST.
+
+    Attributes:
+        request: what a client sends and a worker gets: a model, or a union of models.
+        record: what the job makes, as the API shows it.
+        collection: the last part of its path, `/v1/masks`; and the name of its group of commands.
+        about: what the collection holds.
+        starts: what starting such a job does.
+        shows: what its report says; None where there is none.
+        examples: bodies to start from, by a line that says what each does.
+        key: the path parameter of one record.
+        prefix: of its ids; None where it is a digest.
+    """
+
+    kind: JobKind
+    request: Any
+    record: type[Closed]
+    collection: str
+    about: str
+    starts: str
+    shows: str | None = None
+    examples: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    key: str
+    prefix: str | None
+
+
+WORK: Final[Mapping[JobKind, WorkKind]] = {
+    one.kind: one
+    for one in (
+        WorkKind(
+            kind=JobKind.BUILD,
+            request=BuildCreate,
+            record=Build,
+            collection="builds",
+            about="Mask, quantization and package in one request.",
+            starts="Start making a package of a model: mask, quantization, package.",
+            examples={
+                "sensitive weights and nf4": {
+                    "model_id": _MODEL,
+                    "mask": _FISHER,
+                    "quantization": {"scheme": "nf4"},
+                },
+                "the same with powers of two": {
+                    "model_id": _MODEL,
+                    "mask": _FISHER,
+                    "fisher_exponents": True,
+                },
+            },
+            key="build_id",
+            prefix="job",
+        ),
+        WorkKind(
+            kind=JobKind.MASK,
+            request=MaskCreate,
+            record=Mask,
+            collection="masks",
+            about="Which weights are sensitive, and the evidence.",
+            starts="Start choosing the sensitive weights of a model.",
+            shows="The evidence behind a mask: the coverage curve and the table by tensor.",
+            examples={
+                "sensitive weights, by gradients on a corpus": {
+                    "model_id": _MODEL,
+                    **_FISHER,
+                    "length": 512,
+                    "seed": 0,
+                },
+                "largest weights, without a corpus": {
+                    "model_id": _MODEL,
+                    "method": "magnitude",
+                    "density": 0.001,
+                },
+            },
+            key="mask_id",
+            prefix="mask",
+        ),
+        WorkKind(
+            kind=JobKind.QUANTIZATION,
+            request=QuantizationCreate,
+            record=Quantization,
+            collection="quantizations",
+            about="The dense layer, and what it costs.",
+            starts="Start coding a model's dense weights.",
+            shows="What a quantization costs: the error by tensor, perplexity before and after.",
+            examples={
+                "nf4, perplexity measured": {
+                    "model_id": _MODEL,
+                    "options": {"scheme": "nf4", "evaluation_tokens": 8192},
+                    "evaluation_corpus_id": _CORPUS,
+                },
+                "int4 in groups of 32": {
+                    "model_id": _MODEL,
+                    "options": {"scheme": "int4", "group_size": 32},
+                },
+                "int4 in groups of 128, calibrated on texts": {
+                    "model_id": _MODEL,
+                    "options": {"scheme": "auto-round", "calibration_corpus_id": _CORPUS},
+                },
+            },
+            key="quantization_id",
+            prefix="quant",
+        ),
+        WorkKind(
+            kind=JobKind.PACKAGE,
+            request=PackageCreate,
+            record=PackageRecord,
+            collection="packages",
+            about="What a device downloads.",
+            starts="Start packing a mask and a quantization of the same model.",
+            examples={
+                "a mask and a quantization": {
+                    "mask_id": f"mask_{EXAMPLE_ULID}",
+                    "quantization_id": f"quant_{EXAMPLE_ULID}",
+                },
+            },
+            key="digest",
+            prefix=None,
+        ),
+    )
+}
+_REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
+    JobKind.REPLAY: TypeAdapter(ReplayRequest),
+    **{kind: TypeAdapter(one.request) for kind, one in WORK.items()},
+}
+
+
+def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
+    """The request that a job's payload is, of the class that its kind has.
+
+    Raises:
+        InputError: no such kind, or fields that this version does not write; they are named.
+    """
+    if kind not in _REQUESTS:
+        raise InputError(f"expected a job of kind {', '.join(_REQUESTS)}, got {kind!r}")
+    try:
+        return _REQUESTS[kind].validate_python(dict(payload))
+    except ValidationError as exc:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()[:5])
+        raise InputError(f"expected the payload of a job as this version writes it: {wrong}") from exc
+
+
+def result_path(kind: JobKind, result_id: str) -> str:
+    """Where the API shows what a job of this kind has made."""
+    made = JobKind.PACKAGE if kind is JobKind.BUILD else kind
+    return f"/v1/{WORK[made].collection if made in WORK else 'runs'}/{result_id}"

@@ -1,0 +1,188 @@
+"""What jobs make: masks, quantizations and packages, with the blobs of each and what it was made of.
+
+A worker adds an artifact in the transaction that completes its job; the blobs are in the blob store before
+that.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.digests import JSON
+from permille.schemas.jobs import JobKind
+from permille.store.database import now
+from permille.store.errors import NotFoundError
+from permille.store.ids import Prefix, new_id
+from permille.store.jobs.claims import Claim
+from permille.store.rows import FIRST, Page, Window, fetch_page
+from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Release
+
+MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
+"""Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
+_EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
+_PREFIXES = {
+    JobKind.MASK: Prefix.MASK,
+    JobKind.QUANTIZATION: Prefix.QUANTIZATION,
+    JobKind.PACKAGE: Prefix.PACKAGE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """One blob of an artifact. `path`: of a file of a package."""
+
+    role: str
+    media_type: str
+    digest: str
+    size_bytes: int
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a task has made.
+
+    Attributes:
+        digest: of the layer of a mask, the dense layer of a quantization, the manifest of a package.
+        k: weights that a mask selects; None of a quantization.
+        provenance: where it comes from, without clocks and row ids.
+    """
+
+    model_id: str
+    digest: str
+    provenance: Mapping[str, JSON]
+    blobs: tuple[Blob, ...]
+    k: int | None = None
+
+
+def add(session: Session, *, job: Claim, made: Made) -> Artifact:
+    """Add what a job has made; of a package that was made before, return the row that is there."""
+    kind = JobKind(job.kind)
+    if kind is JobKind.PACKAGE:
+        earlier = _package(session, job.tenant_id, made.digest)
+        if earlier is not None:
+            return earlier
+    sizes = {blob.digest: blob.size_bytes for blob in made.blobs if blob.role not in _EVIDENCE}
+    artifact = Artifact(
+        id=new_id(_PREFIXES[kind]),
+        tenant_id=job.tenant_id,
+        kind=kind.value,
+        job_id=job.job_id,
+        model_id=made.model_id,
+        request=dict(job.payload),
+        digest=made.digest,
+        k=made.k,
+        size_bytes=sum(sizes.values()),
+        provenance=dict(made.provenance),
+        created_at=now(session),
+        blobs=[
+            ArtifactBlob(
+                position=position,
+                tenant_id=job.tenant_id,
+                role=blob.role,
+                media_type=blob.media_type,
+                digest=blob.digest,
+                size_bytes=blob.size_bytes,
+                path=blob.path,
+            )
+            for position, blob in enumerate(made.blobs)
+        ],
+    )
+    session.add(artifact)
+    session.flush()
+    for source_id in sorted({made.model_id, *_ids_in(job.payload)}):
+        session.add(ArtifactSource(artifact_id=artifact.id, source_id=source_id, tenant_id=job.tenant_id))
+    session.flush()
+    return artifact
+
+
+def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifact:
+    """Read a mask or quantization by its id, a package by its digest. Raises NotFoundError."""
+    if kind is JobKind.PACKAGE:
+        found = _package(session, tenant_id, key)
+    else:
+        found = session.scalar(
+            select(Artifact).where(
+                Artifact.tenant_id == tenant_id, Artifact.kind == kind.value, Artifact.id == key
+            )
+        )
+    if found is None:
+        raise NotFoundError(f"no {kind} {key!r}")
+    return found
+
+
+def key_of(artifact: Artifact) -> str:
+    """What `get` finds it by, and what its job's result is."""
+    return artifact.digest if artifact.kind == JobKind.PACKAGE else artifact.id
+
+
+def list_artifacts(
+    session: Session,
+    *,
+    tenant_id: str,
+    kind: JobKind,
+    model_id: str | None = None,
+    window: Window = FIRST,
+) -> Page[Artifact]:
+    """List artifacts of a kind, newest first; those of one model, if it is named."""
+    query = select(Artifact).where(Artifact.tenant_id == tenant_id, Artifact.kind == kind.value)
+    if model_id is not None:
+        query = query.where(Artifact.model_id == model_id)
+    return fetch_page(session, query, window, Artifact.id)
+
+
+def package_for_device(session: Session, *, tenant_id: str, release: str, digest: str) -> Artifact:
+    """Read a package that a device following `release` may read: one that was published under that name.
+
+    Raises:
+        NotFoundError: no such package, another release's, or only yanked versions of it.
+    """
+    published = select(Release.id).where(
+        Release.tenant_id == tenant_id,
+        Release.name == release,
+        Release.package_digest == digest,
+        Release.yanked_at.is_(None),
+    )
+    if session.scalar(published.limit(1)) is None:
+        raise NotFoundError(f"no package {digest!r}")
+    return get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
+
+
+def blob_with(artifact: Artifact, *, digest: str) -> ArtifactBlob:
+    """What is known of one blob of an artifact that the caller may read. Raises NotFoundError."""
+    for blob in artifact.blobs:
+        if blob.digest == digest:
+            return blob
+    raise NotFoundError(f"no blob {digest!r} in this {artifact.kind}")
+
+
+def blob_of(artifact: Artifact, role: str) -> ArtifactBlob | None:
+    """The first blob with this role, if there is one."""
+    return next((blob for blob in artifact.blobs if blob.role == role), None)
+
+
+def is_referenced(session: Session, *, blob_digest: str) -> bool:
+    """Whether an artifact of any tenant needs this blob: whoever deletes blobs asks this first."""
+    query = select(ArtifactBlob.artifact_id).where(ArtifactBlob.digest == blob_digest)
+    return session.scalar(query.limit(1)) is not None
+
+
+def _package(session: Session, tenant_id: str, digest: str) -> Artifact | None:
+    return session.scalar(
+        select(Artifact).where(
+            Artifact.tenant_id == tenant_id,
+            Artifact.kind == JobKind.PACKAGE.value,
+            Artifact.digest == digest,
+        )
+    )
+
+
+def _ids_in(request: Mapping[str, object]) -> Iterator[str]:
+    """Every id that a request names, however deep."""
+    for name, value in request.items():
+        if isinstance(value, Mapping):
+            yield from _ids_in(value)
+        elif name.endswith("_id") and isinstance(value, str):
+            yield value

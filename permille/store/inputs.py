@@ -1,0 +1,107 @@
+"""What work starts from: registered base models and corpora.
+
+Nothing that a result was made of can be removed: an artifact's sources say what it was made of, whichever
+field of its request named it.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.schemas.corpora import FileCorpus, StreamedCorpus
+from permille.schemas.models import FolderModel, HubModel
+from permille.store import rows
+from permille.store.database import now
+from permille.store.errors import ConflictError
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import ArtifactSource, Corpus, Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is known once the model's files were read."""
+
+    family: str
+    config: dict[str, object]
+    size_bytes: int
+    parameter_count: int
+    scoped_parameter_count: int
+    digest: str | None = None
+
+
+def add_model(
+    session: Session,
+    *,
+    tenant_id: str,
+    name: str,
+    source: FolderModel | HubModel,
+    facts: ModelFacts | None = None,
+) -> Model:
+    """Register a model: a folder below the model root, or a hub repository at a commit."""
+    model = Model(
+        id=new_id(Prefix.MODEL),
+        tenant_id=tenant_id,
+        name=name,
+        source=source.model_dump(mode="json"),
+        created_at=now(session),
+    )
+    if facts is not None:
+        _apply(model, facts)
+    session.add(model)
+    session.flush()
+    return model
+
+
+def add_corpus(
+    session: Session,
+    *,
+    tenant_id: str,
+    name: str,
+    source: FileCorpus | StreamedCorpus,
+    size_bytes: int | None = None,
+) -> Corpus:
+    """Register a corpus: a file below the corpus root, or a streamed data set."""
+    corpus = Corpus(
+        id=new_id(Prefix.CORPUS),
+        tenant_id=tenant_id,
+        name=name,
+        source=source.model_dump(mode="json"),
+        size_bytes=size_bytes,
+        created_at=now(session),
+    )
+    session.add(corpus)
+    session.flush()
+    return corpus
+
+
+def record_facts(session: Session, *, tenant_id: str, model_id: str, facts: ModelFacts) -> Model:
+    """Store what a worker found in a model's files. Raises NotFoundError."""
+    model = rows.get(session, Model, tenant_id=tenant_id, row_id=model_id)
+    _apply(model, facts)
+    return model
+
+
+def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: str, row_id: str) -> None:
+    """Remove a model or corpus that nothing was made of.
+
+    Raises:
+        NotFoundError: there is none of this id.
+        ConflictError: a mask, quantization or package was made of it.
+    """
+    row: Model | Corpus = rows.get(session, table, tenant_id=tenant_id, row_id=row_id)
+    used_by = session.scalar(
+        select(ArtifactSource.artifact_id).where(ArtifactSource.source_id == row_id).limit(1)
+    )
+    if used_by is not None:
+        raise ConflictError(f"expected a {table.noun} without results, got {row_id}: {used_by} is made of it")
+    session.delete(row)
+
+
+def _apply(model: Model, facts: ModelFacts) -> None:
+    model.family = facts.family
+    model.config = facts.config
+    model.size_bytes = facts.size_bytes
+    model.parameter_count = facts.parameter_count
+    model.scoped_parameter_count = facts.scoped_parameter_count
+    model.digest = facts.digest

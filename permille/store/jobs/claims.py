@@ -1,0 +1,284 @@
+"""Jobs as a worker sees them: claim, renew, report, publish, fail, and the sweep of what other workers left
+behind.
+
+A claim is won by compare-and-set: state, lease, attempt + 1, fence + 1, by the database's clock. Its fence is
+checked by every later call, so that a worker that lost its lease can publish nothing. Results are written by
+the caller in the transaction that calls `complete`; their blobs are in the blob store before it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import Select, or_, select, update
+from sqlalchemy.orm import Session
+
+from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
+from permille.store.database import Database, now
+from permille.store.errors import StaleClaimError
+from permille.store.jobs import builds, transitions
+from permille.store.tables import Job
+
+BACKOFF_FIRST_S = 2.0
+BACKOFF_LONGEST_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The right to run one attempt of one job, as long as the lease is renewed."""
+
+    job_id: str
+    tenant_id: str
+    kind: str
+    payload: Mapping[str, object]
+    fence: int
+    attempt: int
+    max_attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepReport:
+    """What a sweep did."""
+
+    requeued: int
+    died: int
+    cancelled: int
+
+
+def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None = None) -> Claim | None:
+    """Take the oldest queued job, or the one named. None when there is none to take (or another worker won).
+
+    Builds are never claimed: see `permille.store.builds`.
+    """
+    at = now(session)
+    query = (
+        select(Job)
+        .where(Job.state == JobState.QUEUED.value, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
+        .order_by(Job.available_at, Job.id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+    if job_id is not None:
+        query = query.where(Job.id == job_id)
+    job = session.scalar(query.execution_options(populate_existing=True))
+    if job is None:
+        return None
+    job.attempt += 1
+    job.fence += 1
+    job.started_at = at
+    job.message = None
+    job.worker = worker
+    job.lease_expires_at = at + timedelta(seconds=lease_s)
+    transitions.transition(session, job, JobState.RUNNING, attempt=job.attempt, worker=worker)
+    return Claim(
+        job_id=job.id,
+        tenant_id=job.tenant_id,
+        kind=job.kind,
+        payload=dict(job.payload),
+        fence=job.fence,
+        attempt=job.attempt,
+        max_attempts=job.max_attempts,
+    )
+
+
+def check(session: Session, held: Claim) -> None:
+    """Lock the job for this transaction.
+
+    Raises StaleClaimError when another attempt has begun or it has ended.
+    """
+    _held(session, held)
+
+
+def is_cancel_requested(session: Session, held: Claim) -> bool:
+    """Whether the attempt should stop. Reads only.
+
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended.
+    """
+    job = session.get(Job, held.job_id)
+    if job is None or job.fence != held.fence or job.state != JobState.RUNNING:
+        raise _stale(held, job)
+    return job.cancel_requested_at is not None
+
+
+def renew(session: Session, held: Claim, *, lease_s: float) -> datetime | None:
+    """Extend the lease; return when a cancel was requested, if it was. Raises StaleClaimError."""
+    job = _held(session, held)
+    at = now(session)
+    job.lease_expires_at = at + timedelta(seconds=lease_s)
+    job.updated_at = at
+    return job.cancel_requested_at
+
+
+def report_progress(
+    session: Session, held: Claim, *, fraction: float, message: str | None = None, eta_s: float | None = None
+) -> bool:
+    """Store how far the attempt is; return whether it should stop because a cancel was requested.
+
+    An event is added when the message or the half percent changes. Raises StaleClaimError.
+    """
+    job = _held(session, held)
+    at = now(session)
+    fraction = min(max(fraction, 0.0), 1.0)
+    moved = message != job.message or int(200 * fraction) != int(200 * job.progress)
+    job.progress, job.message = fraction, message
+    job.eta_at = None if eta_s is None else at + timedelta(seconds=eta_s)
+    job.updated_at = at
+    if moved:
+        data = {"progress": fraction, "message": message, "eta_s": eta_s}
+        transitions.tell(session, job, EventKind.PROGRESS, data)
+        if job.parent_id is not None:
+            parent = transitions.lock_one(session, job.parent_id)
+            if parent is not None and not transitions.has_ended(parent):
+                builds.show_progress(session, parent)
+    return job.cancel_requested_at is not None
+
+
+def complete(session: Session, held: Claim, *, result_id: str) -> None:
+    """End the job with its result, whose row the same transaction writes. Raises StaleClaimError: nothing is
+    published.
+    """
+    job = _held(session, held)
+    job.result_id = result_id
+    job.message, job.error = None, None
+    transitions.transition(session, job, JobState.SUCCEEDED, result_id=result_id)
+    builds.advance_parent(session, job)
+
+
+def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryable: bool) -> JobState:
+    """End the attempt: `failed`, or when it may be retried `queued` after a pause, at last `dead`. Returns
+    the state.
+
+    Args:
+        error: `type` and `message`, and what helps to find the cause.
+
+    Raises:
+        StaleClaimError: another attempt has begun.
+    """
+    job = _held(session, held)
+    if not retryable:
+        return _end(session, job, JobState.FAILED, {**error, "retryable": False})
+    return _after_lost_attempt(session, job, error)
+
+
+def cancelled(session: Session, held: Claim) -> None:
+    """End the job as cancelled: it has stopped, or was stopped at its deadline. Raises StaleClaimError."""
+    _end(session, _held(session, held), JobState.CANCELLED, None)
+
+
+def release(session: Session, held: Claim) -> None:
+    """Give the job back unharmed (the worker shuts down): the attempt does not count.
+
+    Raises StaleClaimError.
+    """
+    job = _held(session, held)
+    job.attempt -= 1
+    job.available_at = now(session)
+    job.dispatched_at = None
+    transitions.transition(session, job, JobState.QUEUED, message="worker is shutting down")
+
+
+def sweep(db: Database) -> SweepReport:
+    """Queue again (or end) what workers left with an expired lease, and move builds on. One short transaction
+    a job.
+    """
+    with db.read() as session:
+        at = now(session)
+        expired = session.scalars(_expired(at)).all()
+        open_builds = session.scalars(
+            select(Job.id).where(Job.kind == JobKind.BUILD.value, Job.state.not_in([s.value for s in ENDED]))
+        ).all()
+    states = [state for job_id in expired if (state := _sweep_one(db, job_id)) is not None]
+    for job_id in open_builds:
+        with db.write() as session:
+            build = transitions.lock_one(session, job_id)
+            if build is not None:
+                builds.advance(session, build)
+    return SweepReport(
+        requeued=states.count(JobState.QUEUED),
+        died=states.count(JobState.DEAD),
+        cancelled=states.count(JobState.CANCELLED),
+    )
+
+
+def take_undispatched(session: Session, *, resend_after_s: float, limit: int = 100) -> list[str]:
+    """Mark as sent, and return, the queued jobs that were never sent to the broker or so long ago that it
+    lost them.
+    """
+    at = now(session)
+    query = (
+        select(Job)
+        .where(
+            Job.state == JobState.QUEUED.value,
+            Job.kind != JobKind.BUILD.value,
+            Job.available_at <= at,
+            or_(Job.dispatched_at.is_(None), Job.dispatched_at <= at - timedelta(seconds=resend_after_s)),
+        )
+        .order_by(Job.available_at, Job.id)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    jobs = session.scalars(query).all()
+    for job in jobs:
+        job.dispatched_at = at
+    return [job.id for job in jobs]
+
+
+def mark_undispatched(session: Session, job_ids: Sequence[str]) -> None:
+    """Take back what `take_undispatched` noted: the broker did not take these."""
+    session.execute(update(Job).where(Job.id.in_(job_ids)).values(dispatched_at=None))
+
+
+def backoff_s(attempt: int) -> float:
+    """How long to wait after the given attempt failed: 2, 4, 8 ... 300 seconds."""
+    return min(BACKOFF_FIRST_S * 2.0 ** (attempt - 1), BACKOFF_LONGEST_S)
+
+
+def _held(session: Session, held: Claim) -> Job:
+    job = transitions.lock(session, held.job_id)
+    if job is None or job.fence != held.fence or job.state != JobState.RUNNING:
+        raise _stale(held, job)
+    return job
+
+
+def _stale(held: Claim, job: Job | None) -> StaleClaimError:
+    found = "no such job" if job is None else f"fence {job.fence}, {job.state}"
+    return StaleClaimError(f"expected {held.job_id} to be running with fence {held.fence}, got {found}")
+
+
+def _expired(at: datetime) -> Select[str]:
+    return select(Job.id).where(
+        Job.state == JobState.RUNNING.value, Job.kind != JobKind.BUILD.value, Job.lease_expires_at < at
+    )
+
+
+def _sweep_one(db: Database, job_id: str) -> JobState | None:
+    with db.write() as session:
+        job = transitions.lock(session, job_id)
+        if job is None or job.state != JobState.RUNNING or job.lease_expires_at is None:
+            return None
+        if job.lease_expires_at >= now(session):
+            return None
+        message = (
+            f"attempt {job.attempt} of {job.max_attempts}: worker {job.worker} stopped renewing its lease"
+        )
+        return _after_lost_attempt(session, job, {"type": "WorkerLost", "message": message})
+
+
+def _after_lost_attempt(session: Session, job: Job, error: Mapping[str, object]) -> JobState:
+    if job.cancel_requested_at is not None:
+        return _end(session, job, JobState.CANCELLED, None)
+    if job.attempt >= job.max_attempts:
+        return _end(session, job, JobState.DEAD, {**error, "retryable": True, "attempts": job.attempt})
+    job.error = {**error, "retryable": True}
+    job.available_at = now(session) + timedelta(seconds=backoff_s(job.attempt))
+    job.dispatched_at = None
+    transitions.transition(session, job, JobState.QUEUED, error=job.error, attempt=job.attempt)
+    return JobState.QUEUED
+
+
+def _end(session: Session, job: Job, state: JobState, error: Mapping[str, object] | None) -> JobState:
+    job.error = dict(error) if error else None
+    transitions.transition(session, job, state, **({"error": error} if error else {}))
+    builds.advance_parent(session, job)
+    return state

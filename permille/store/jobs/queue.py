@@ -1,0 +1,162 @@
+"""Jobs as the API sees them: submit, look, cancel, retry, events. Workers use `permille.store.jobs.claims`.
+
+Every function takes a session of the caller's transaction (`Database.write()` for those that change
+something) and filters by tenant. Dispatch to a broker (`permille.store.jobs.dispatch`) comes after the
+commit; a lost message is re-sent by the sweeper.
+"""
+
+from collections.abc import Sequence
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from permille.schemas.jobs import EventKind, JobKind, JobState
+from permille.store import rows
+from permille.store.database import now
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.jobs import builds, transitions
+from permille.store.jobs.transitions import NewJob
+from permille.store.rows import FIRST, Page, Window, fetch_page
+from permille.store.tables import Job, JobEvent
+
+MAX_EVENTS = 1000
+
+
+def submit(session: Session, new: NewJob) -> Job:
+    """Store a queued job; with a key that was used before for the same kind and payload, return that job.
+
+    A build's first child jobs are stored with it.
+
+    Raises:
+        ConflictError: the key was used for another kind or payload.
+    """
+    earlier = _earlier(session, new)
+    if earlier is not None:
+        return earlier
+    try:
+        with session.begin_nested():
+            job = transitions.insert(session, new)
+    except IntegrityError:  # the same key, at the same moment (PostgreSQL)
+        earlier = _earlier(session, new)
+        if earlier is None:
+            raise
+        return earlier
+    if new.kind == JobKind.BUILD:
+        builds.advance(session, job)
+    return job
+
+
+def lock(session: Session, *, tenant_id: str, job_id: str) -> Job:
+    """Read one job for change, as it is now: nobody else changes it before this transaction ends.
+
+    Raises NotFoundError.
+    """
+    job = transitions.lock(session, job_id)
+    if job is None or job.tenant_id != tenant_id:
+        raise NotFoundError(f"no job {job_id!r}")
+    return job
+
+
+def find_by_key(session: Session, *, tenant_id: str, idempotency_key: str) -> Job | None:
+    """The job that was submitted with this key, if any."""
+    query = select(Job).where(Job.tenant_id == tenant_id, Job.idempotency_key == idempotency_key)
+    return session.scalar(query)
+
+
+def list_jobs(
+    session: Session,
+    *,
+    tenant_id: str,
+    kind: JobKind | None = None,
+    state: JobState | None = None,
+    window: Window = FIRST,
+) -> Page[Job]:
+    """List jobs, newest first, the parts of builds included. Raises InputError for a bad limit."""
+    query = select(Job).where(Job.tenant_id == tenant_id)
+    for column, value in ((Job.kind, kind), (Job.state, state)):
+        if value is not None:
+            query = query.where(column == value)
+    return fetch_page(session, query, window, Job.id)
+
+
+def parts_of(session: Session, job: Job) -> Sequence[Job]:
+    """A build's child jobs, oldest first; of other jobs none."""
+    if job.kind != JobKind.BUILD:
+        return ()
+    return session.scalars(select(Job).where(Job.parent_id == job.id).order_by(Job.id)).all()
+
+
+def events_after(
+    session: Session, *, tenant_id: str, job_id: str, seq: int = 0, limit: int = MAX_EVENTS
+) -> Sequence[JobEvent]:
+    """The events with a number above `seq` (a stream's `Last-Event-ID`), oldest first.
+
+    Raises NotFoundError.
+    """
+    rows.get(session, Job, tenant_id=tenant_id, row_id=job_id)
+    query = select(JobEvent).where(
+        JobEvent.tenant_id == tenant_id, JobEvent.job_id == job_id, JobEvent.seq > seq
+    )
+    return session.scalars(query.order_by(JobEvent.seq).limit(limit)).all()
+
+
+def request_cancel(session: Session, *, tenant_id: str, job_id: str) -> Job:
+    """Cancel what is queued at once; ask what is running to stop (its supervisor then sets a deadline).
+    Idempotent.
+
+    A job that has ended stays as it is. Raises NotFoundError.
+    """
+    job = lock(session, tenant_id=tenant_id, job_id=job_id)
+    if transitions.has_ended(job):
+        return job
+    if job.cancel_requested_at is None:
+        job.cancel_requested_at = now(session)
+        transitions.tell(session, job, EventKind.MESSAGE, {"message": "cancel requested"})
+    if job.kind == JobKind.BUILD:
+        builds.advance(session, job)
+    elif job.state == JobState.QUEUED:
+        transitions.transition(session, job, JobState.CANCELLED)
+        builds.advance_parent(session, job)
+    return job
+
+
+def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
+    """Queue a job again that has failed, died or been cancelled; a build queues its own children again.
+
+    Raises:
+        NotFoundError: no such job.
+        ConflictError: the job has not ended, has succeeded, or belongs to a build (retry the build).
+    """
+    job = lock(session, tenant_id=tenant_id, job_id=job_id)
+    if not transitions.has_ended(job) or job.state == JobState.SUCCEEDED:
+        raise ConflictError(f"expected a job that failed, died or was cancelled, got one that is {job.state}")
+    if job.parent_id is not None:
+        raise ConflictError(f"expected a job of its own, got a part of {job.parent_id}: retry that")
+    transitions.requeue(session, job)
+    if job.kind == JobKind.BUILD:
+        for child in transitions.children(session, job.id):
+            if transitions.has_ended(child) and child.state != JobState.SUCCEEDED:
+                transitions.requeue(session, child)
+        builds.advance(session, job)
+    return job
+
+
+def may_go_on(session: Session, *, job_id: str) -> bool:
+    """Whether an attempt of a job, of any tenant, may still need what earlier ones left: for workers' own
+    housekeeping.
+    """
+    job = session.get(Job, job_id)
+    return job is not None and not transitions.has_ended(job)
+
+
+def _earlier(session: Session, new: NewJob) -> Job | None:
+    """The job that was submitted with the same key. Raises ConflictError where it is for something else."""
+    if new.idempotency_key is None:
+        return None
+    earlier = find_by_key(session, tenant_id=new.tenant_id, idempotency_key=new.idempotency_key)
+    if earlier is not None and (earlier.kind != new.kind or earlier.payload != dict(new.payload)):
+        raise ConflictError(
+            f"idempotency key {new.idempotency_key!r} was used for another request ({earlier.id})"
+        )
+    return earlier

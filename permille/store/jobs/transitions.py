@@ -1,0 +1,141 @@
+"""Job rows from the inside: lock, insert, change state, tell. Only this folder uses it.
+
+A parent is always locked before its child, so that two transactions never wait for each other (PostgreSQL).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
+from permille.schemas.runs import LogState
+from permille.store.database import now
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import Job, JobEvent, Run
+
+DEFAULT_MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewJob:
+    """A job to store: whose it is and what it is to do."""
+
+    tenant_id: str
+    kind: str
+    payload: Mapping[str, object]
+    idempotency_key: str | None = None
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    parent_id: str | None = None
+
+
+def insert(session: Session, new: NewJob) -> Job:
+    """Add a queued job and its first event."""
+    at = now(session)
+    job = Job(
+        id=new_id(Prefix.JOB),
+        tenant_id=new.tenant_id,
+        kind=str(new.kind),
+        state=JobState.QUEUED.value,
+        payload=dict(new.payload),
+        idempotency_key=new.idempotency_key,
+        max_attempts=new.max_attempts,
+        parent_id=new.parent_id,
+        attempt=0,
+        fence=0,
+        event_seq=0,
+        progress=0.0,
+        available_at=at,
+        created_at=at,
+        updated_at=at,
+    )
+    session.add(job)
+    session.flush()
+    tell(session, job, EventKind.STATE, {"state": JobState.QUEUED.value})
+    return job
+
+
+def lock(session: Session, job_id: str) -> Job | None:
+    """Read a job for change, its parent locked first. None when there is no such job."""
+    parent_id = session.scalar(select(Job.parent_id).where(Job.id == job_id))
+    if parent_id is not None:
+        lock_one(session, parent_id)
+    return lock_one(session, job_id)
+
+
+def lock_one(session: Session, job_id: str) -> Job | None:
+    """Read one row for change, as it is now."""
+    query = select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
+    return session.scalar(query)
+
+
+def children(session: Session, job_id: str) -> Sequence[Job]:
+    """All child jobs, oldest first, locked (the parent must be locked already)."""
+    query = select(Job).where(Job.parent_id == job_id).order_by(Job.id).with_for_update()
+    return session.scalars(query.execution_options(populate_existing=True)).all()
+
+
+def has_ended(job: Job) -> bool:
+    """Whether the job will never change again without a retry."""
+    return job.state in ENDED
+
+
+def transition(session: Session, job: Job, state: JobState, **details: object) -> None:
+    """Change a locked job's state and tell it. The lease goes in every state but `running`.
+
+    The log that a replay is of follows: without a verdict it is neither refused nor pending for ever.
+    """
+    at = now(session)
+    job.state = state.value
+    job.updated_at = at
+    job.ended_at = at if state in ENDED else None
+    if state is not JobState.RUNNING:
+        job.worker = None
+        job.lease_expires_at = None
+        job.eta_at = None
+    if state is JobState.SUCCEEDED:
+        job.progress = 1.0
+    if job.kind == JobKind.REPLAY:
+        _move_log(session, job, state)
+    tell(session, job, EventKind.STATE, {"state": state.value, **details})
+
+
+def tell(session: Session, job: Job, kind: EventKind, data: Mapping[str, object]) -> None:
+    """Add an event to a locked (or fresh) job."""
+    job.event_seq += 1
+    at = now(session)
+    session.add(
+        JobEvent(
+            tenant_id=job.tenant_id, job_id=job.id, seq=job.event_seq, kind=kind.value, data=dict(data), at=at
+        )
+    )
+    session.flush()
+
+
+def requeue(session: Session, job: Job) -> None:
+    """Queue a locked job that has ended, its attempts counted anew. The fence keeps growing."""
+    job.attempt = 0
+    job.cancel_requested_at = None
+    job.error = None
+    job.progress = 0.0
+    job.message = None
+    job.available_at = now(session)
+    job.dispatched_at = None
+    transition(session, job, JobState.QUEUED)
+
+
+def _move_log(session: Session, job: Job, state: JobState) -> None:
+    """Pending while a replay is to come, undecided once its job has ended otherwise than by a verdict."""
+    if state in (JobState.RUNNING, JobState.SUCCEEDED):  # whoever ends it so has written the verdict
+        return
+    run = session.get(Run, (job.tenant_id, job.payload["run_id"]))
+    if run is None or run.log_job_id != job.id or run.log_state is None:  # its log was deleted, or replaced
+        return
+    if state is JobState.QUEUED:
+        run.log_state, run.log_reason = LogState.PENDING.value, None
+    elif state is JobState.CANCELLED:
+        run.log_state, run.log_reason = LogState.UNDECIDED.value, "replay-cancelled"
+    else:
+        message = (job.error or {}).get("message", state.value)
+        run.log_state, run.log_reason = LogState.UNDECIDED.value, f"replay-failed: {message}"

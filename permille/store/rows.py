@@ -1,0 +1,102 @@
+"""Reading rows of a tenant: one by its id, or a page of them, newest first.
+
+A page is cut by id, or by time and id where others made the ids. So rows added meanwhile neither repeat nor
+hide others. A cursor is the key of a page's last row.
+"""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Generic, TypeVar
+
+from sqlalchemy import Select, and_, or_, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from permille.errors import InputError
+from permille.store.errors import NotFoundError
+from permille.store.tables import Named
+
+Row = TypeVar("Row")
+NamedRow = TypeVar("NamedRow", bound=Named)
+MAX_LIMIT = 200
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_LONGEST_TIME = 17  # decimal digits: up to the year 5138
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Which page is asked for: so many rows, after the last one of the page before."""
+
+    limit: int = 50
+    cursor: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page(Generic[Row]):
+    """Some rows, newest first, and the cursor of what follows (None: nothing does)."""
+
+    items: tuple[Row, ...]
+    next_cursor: str | None
+
+
+FIRST = Window()
+
+
+def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
+    """Read one row. Raises NotFoundError."""
+    row = session.scalar(select(table).where(table.tenant_id == tenant_id, table.id == row_id))
+    if row is None:
+        raise NotFoundError(f"no {table.noun} {row_id!r}")
+    return row
+
+
+def list_all(
+    session: Session, table: type[NamedRow], *, tenant_id: str, window: Window = FIRST
+) -> Page[NamedRow]:
+    """List a tenant's rows of a table."""
+    return fetch_page(session, select(table).where(table.tenant_id == tenant_id), window, table.id)
+
+
+def fetch_page(
+    session: Session,
+    query: Select[Row],
+    window: Window,
+    key: InstrumentedAttribute[str],
+    made_at: InstrumentedAttribute[datetime] | None = None,
+) -> Page[Row]:
+    """Run `query` (unordered, tenant filter included) from the cursor on.
+
+    Args:
+        key: a unique column of the row; ids of ours sort by the time they were made.
+        made_at: when the row was made, where its key does not say so.
+
+    Raises:
+        InputError: limit out of range, or a cursor that no page gave.
+    """
+    if not 1 <= window.limit <= MAX_LIMIT:
+        raise InputError(f"expected a limit of 1 to {MAX_LIMIT}, got {window.limit}")
+    if made_at is None:
+        query = query.order_by(key.desc())
+        if window.cursor is not None:
+            query = query.where(key < window.cursor)
+    else:
+        query = query.order_by(made_at.desc(), key.desc())
+        if window.cursor is not None:
+            at, last = _parse_moment(window.cursor)
+            query = query.where(or_(made_at < at, and_(made_at == at, key < last)))
+    rows = session.scalars(query.limit(window.limit + 1)).all()
+    items = tuple(rows[: window.limit])
+    if len(rows) <= window.limit:
+        return Page(items=items, next_cursor=None)
+    cursor = str(getattr(items[-1], key.key))
+    if made_at is not None:
+        cursor = f"{(getattr(items[-1], made_at.key) - _EPOCH) // _MICROSECOND}.{cursor}"
+    return Page(items=items, next_cursor=cursor)
+
+
+def _parse_moment(cursor: str) -> tuple[datetime, str]:
+    """The time and the key of a cursor `<microseconds>.<key>`. Raises InputError."""
+    number, point, key = cursor.partition(".")
+    if not (point and number.isascii() and number.isdecimal() and len(number) <= _LONGEST_TIME):
+        raise InputError(f"expected a cursor that a page returned, got {cursor[:80]!r}")
+    return _EPOCH + int(number) * _MICROSECOND, key

@@ -1,1 +1,0 @@
-"""Builds: mask, quantization and package in one request."""

@@ -1,1 +1,0 @@
-"""Corpora: registered and listed."""

@@ -1,0 +1,155 @@
+"""Making things once: a request that is sent again with its `Idempotency-Key` gets the first answer again.
+
+An answer is kept in the transaction that makes the thing, sealed, for a day. A job keeps its key in its own
+row; its request is checked against the machine first, and workers are told after the commit.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Header, Request, Response
+from pydantic import BaseModel
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from permille.schemas.access import Role
+from permille.schemas.fields import Closed
+from permille.schemas.jobs import Job, JobKind
+from permille.schemas.problems import ProblemType
+from permille.store import idempotency
+from permille.store.errors import ConflictError
+from permille.store.jobs import queue
+from permille.store.jobs.dispatch import dispatch
+from permille.store.jobs.transitions import NewJob
+from permille_service.access.principals import Operator, operator_with
+from permille_service.context import Served, Service
+from permille_service.jobs.records import present
+from permille_service.preflights.planning import check
+from permille_service.problems import ApiError, documented
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r"^[A-Za-z0-9_.:-]{1,100}$",
+        description="sent again with the same key and body, the request makes nothing twice",
+        examples=["9f7c8a10-mask-1"],
+    ),
+]
+MADE_RESPONSES = documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT)
+JOB_RESPONSES = documented(
+    ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Creation:
+    """A POST that makes something: by which operation, who asks, and under which key."""
+
+    service: Service
+    operation: str
+    operator: Operator
+    key: str | None
+    response: Response
+
+    def once(
+        self,
+        answer_type: type[Answer],
+        body: BaseModel,
+        make: Callable[[Session], Answer],
+        *,
+        private: bool = False,
+    ) -> Answer:
+        """Run `make` in a write transaction, or return the answer that was kept under the key.
+
+        Args:
+            private: the answer holds a secret, which is for its first receiver alone.
+
+        Raises:
+            ApiError: `idempotency-conflict`: the key was used with another request.
+            Whatever `make` raises; nothing is kept then.
+        """
+        operation = f"{self.operation} {self.operator.token_id}" if private else self.operation
+        digest = hashlib.sha256(f"{operation}\0{body.model_dump_json()}".encode()).hexdigest()
+        try:
+            return self._once(answer_type, digest, make)
+        except IntegrityError:  # the same key at the same moment: its answer is there now
+            return self._once(answer_type, digest, make)
+
+    def _once(self, answer_type: type[Answer], digest: str, make: Callable[[Session], Answer]) -> Answer:
+        tenant_id, key, seal = self.operator.tenant_id, self.key, self.service.seal
+        context = f"{tenant_id}\0{key}"
+        with self.service.database.write() as session:
+            if key is None:
+                return make(session)
+            try:
+                kept = idempotency.find(session, tenant_id=tenant_id, key=key, request_digest=digest)
+            except ConflictError as exc:
+                raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
+            if kept is not None:
+                return answer_type.model_validate_json(seal.open(kept.sealed, context))
+            answer = make(session)
+            sealed = seal.close(answer.model_dump_json().encode(), context)
+            idempotency.keep(session, tenant_id=tenant_id, key=key, request_digest=digest, sealed=sealed)
+            return answer
+
+    def start(self, kind: JobKind, request: Closed) -> Job:
+        """Store a job and tell workers; the same key and request give the same job.
+
+        Raises:
+            ApiError: `idempotency-conflict`, or why the request cannot be.
+        """
+        tenant_id = self.operator.tenant_id
+        new = NewJob(
+            tenant_id=tenant_id,
+            kind=kind,
+            payload=request.model_dump(mode="json"),
+            idempotency_key=self.key,
+        )
+        if not self._is_repeated():
+            check(self.service, tenant_id, request)
+        with self.service.database.write() as session:
+            try:
+                row = queue.submit(session, new)
+            except ConflictError as exc:
+                raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
+            record = present(session, row)
+        dispatch(self.service.dispatcher, record.children or [record.id])
+        self.response.headers["Location"] = f"/v1/jobs/{record.id}"
+        return record
+
+    def _is_repeated(self) -> bool:
+        if self.key is None:
+            return False
+        with self.service.database.read() as session:
+            found = queue.find_by_key(session, tenant_id=self.operator.tenant_id, idempotency_key=self.key)
+        return found is not None
+
+
+def _creation_by(role: Role) -> Callable[..., Creation]:
+    """A dependency: a creation by an operator of at least this role."""
+
+    def creation(
+        request: Request,
+        response: Response,
+        service: Served,
+        operator: Annotated[Operator, Depends(operator_with(role))],
+        key: IdempotencyKey = None,
+    ) -> Creation:
+        return Creation(
+            service=service,
+            operation=request.scope["route"].name,
+            operator=operator,
+            key=key,
+            response=response,
+        )
+
+    return creation
+
+
+Creating = Annotated[Creation, Depends(_creation_by(Role.OPERATOR))]
+AdminCreating = Annotated[Creation, Depends(_creation_by(Role.ADMIN))]

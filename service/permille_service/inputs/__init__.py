@@ -1,0 +1,1 @@
+"""What work starts from: base models and corpora, registered and inspected."""

@@ -1,0 +1,91 @@
+"""Routes of corpora."""
+
+from fastapi import APIRouter
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError
+from permille.models.sources import resolve_inside
+from permille.schemas.corpora import Corpus, CorpusCreate, FileCorpus
+from permille.schemas.fields import Page
+from permille.schemas.problems import ProblemType
+from permille.store import inputs, rows, tables
+from permille_service.access.principals import Maker, Viewer
+from permille_service.context import Served, Service
+from permille_service.creation import MADE_RESPONSES, Creating
+from permille_service.parameters import CorpusId, Paging, page_of
+from permille_service.problems import PRIVATE, ApiError, documented
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".txt")
+
+router = APIRouter(
+    prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
+)
+
+
+@router.post("", status_code=201, responses=MADE_RESPONSES)
+def create_corpus(body: CorpusCreate, creating: Creating) -> Corpus:
+    """Register a corpus: a file below the corpus root, or a streamed data set of the allow-list."""
+    source = body.source
+    size_bytes = _size_of(creating.service, source.path) if isinstance(source, FileCorpus) else None
+
+    def make(session: Session) -> Corpus:
+        row = inputs.add_corpus(
+            session,
+            tenant_id=creating.operator.tenant_id,
+            name=body.name,
+            source=source,
+            size_bytes=size_bytes,
+        )
+        return present(row)
+
+    corpus = creating.once(Corpus, body, make)
+    creating.response.headers["Location"] = f"/v1/corpora/{corpus.id}"
+    return corpus
+
+
+@router.get("")
+def list_corpora(service: Served, operator: Viewer, window: Paging) -> Page[Corpus]:
+    """List registered corpora, newest first."""
+    with service.database.read() as session:
+        page = rows.list_all(session, tables.Corpus, tenant_id=operator.tenant_id, window=window)
+    return page_of(page, present)
+
+
+@router.get("/{corpus_id}")
+def get_corpus(corpus_id: CorpusId, service: Served, operator: Viewer) -> Corpus:
+    """Read one corpus."""
+    with service.database.read() as session:
+        return present(rows.get(session, tables.Corpus, tenant_id=operator.tenant_id, row_id=corpus_id))
+
+
+@router.delete("/{corpus_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
+def delete_corpus(corpus_id: CorpusId, service: Served, operator: Maker) -> None:
+    """Forget a corpus that no result refers to. Its file stays."""
+    with service.database.write() as session:
+        inputs.remove(session, tables.Corpus, tenant_id=operator.tenant_id, row_id=corpus_id)
+
+
+def present(row: tables.Corpus) -> Corpus:
+    """The record of a row."""
+    return Corpus.model_validate(
+        {
+            "id": row.id,
+            "name": row.name,
+            "source": row.source,
+            "size_bytes": row.size_bytes,
+            "created_at": row.created_at,
+        }
+    )
+
+
+def _size_of(service: Service, relative: str) -> int:
+    root = service.settings.corpus_root
+    if not (root / relative).exists():
+        raise ApiError(ProblemType.NOT_FOUND, f"expected a file below the corpus root, got {relative!r}")
+    try:
+        path = resolve_inside(root, relative, what="file")
+    except InputError as exc:
+        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
+    if not path.name.endswith(SUFFIXES):
+        raise ApiError(ProblemType.CONFLICT, f"expected a file named {', '.join(SUFFIXES)}, got {relative!r}")
+    return path.stat().st_size

@@ -1,0 +1,102 @@
+"""Routes of base models. Before anything is made of a folder it is looked at: its family, its tensors by
+their headers."""
+
+from fastapi import APIRouter
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError
+from permille.models.checkpoint import Checkpoint
+from permille.models.sources import resolve_inside
+from permille.schemas.fields import Page
+from permille.schemas.models import FolderModel, Model, ModelCreate
+from permille.schemas.problems import ProblemType
+from permille.store import inputs, rows, tables
+from permille.store.inputs import ModelFacts
+from permille_service.access.principals import Maker, Viewer
+from permille_service.context import Served, Service
+from permille_service.creation import MADE_RESPONSES, Creating
+from permille_service.parameters import ModelId, Paging, page_of
+from permille_service.preflights.estimates import sizes_of
+from permille_service.problems import PRIVATE, ApiError, documented
+
+router = APIRouter(
+    prefix="/v1/models", tags=["models"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
+)
+
+
+@router.post("", status_code=201, responses=MADE_RESPONSES)
+def create_model(body: ModelCreate, creating: Creating) -> Model:
+    """Register a base model: a folder below the model root, or a hub repository at a commit."""
+    source = body.source
+    facts = _facts(creating.service, source.path) if isinstance(source, FolderModel) else None
+
+    def make(session: Session) -> Model:
+        row = inputs.add_model(
+            session, tenant_id=creating.operator.tenant_id, name=body.name, source=source, facts=facts
+        )
+        return present(row)
+
+    model = creating.once(Model, body, make)
+    creating.response.headers["Location"] = f"/v1/models/{model.id}"
+    return model
+
+
+@router.get("")
+def list_models(service: Served, operator: Viewer, window: Paging) -> Page[Model]:
+    """List registered models, newest first."""
+    with service.database.read() as session:
+        page = rows.list_all(session, tables.Model, tenant_id=operator.tenant_id, window=window)
+    return page_of(page, present)
+
+
+@router.get("/{model_id}")
+def get_model(model_id: ModelId, service: Served, operator: Viewer) -> Model:
+    """Read one model."""
+    with service.database.read() as session:
+        return present(rows.get(session, tables.Model, tenant_id=operator.tenant_id, row_id=model_id))
+
+
+@router.delete("/{model_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
+def delete_model(model_id: ModelId, service: Served, operator: Maker) -> None:
+    """Forget a model that nothing was made of. Its files stay."""
+    with service.database.write() as session:
+        inputs.remove(session, tables.Model, tenant_id=operator.tenant_id, row_id=model_id)
+
+
+def present(row: tables.Model) -> Model:
+    """The record of a row."""
+    return Model.model_validate(
+        {
+            "id": row.id,
+            "name": row.name,
+            "source": row.source,
+            "family": row.family,
+            "parameters": row.parameter_count,
+            "scoped_parameters": row.scoped_parameter_count,
+            "size_bytes": row.size_bytes,
+            "created_at": row.created_at,
+        }
+    )
+
+
+def _facts(service: Service, path: str) -> ModelFacts:
+    """What is stored of a model's folder; the digest of its weights is left to the first job.
+
+    Raises:
+        ApiError: `not-found`; `conflict`: a path out of the root, an unknown family, missing files.
+    """
+    root = service.settings.model_root
+    if not (root / path).exists():
+        raise ApiError(ProblemType.NOT_FOUND, f"expected a folder below the model root, got {path!r}")
+    try:
+        checkpoint = Checkpoint(resolve_inside(root, path, what="folder"))
+        sizes = sizes_of(checkpoint.config)
+    except InputError as exc:
+        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
+    return ModelFacts(
+        family=checkpoint.family.value,
+        config=dict(checkpoint.config),
+        size_bytes=checkpoint.size_bytes,
+        parameter_count=checkpoint.parameters,
+        scoped_parameter_count=sizes.scoped,
+    )

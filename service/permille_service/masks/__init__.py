@@ -1,1 +1,0 @@
-"""Masks: asked for, listed, and the evidence behind them."""

@@ -1,1 +1,0 @@
-"""Packages: made, listed, and served blob by blob."""

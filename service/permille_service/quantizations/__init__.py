@@ -1,1 +1,0 @@
-"""Quantizations: asked for, listed, and what they cost."""

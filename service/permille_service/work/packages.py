@@ -1,0 +1,77 @@
+"""Routes by which devices, and operators, fetch a package: its manifest and its layers."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from sqlalchemy.orm import Session
+
+from permille.package.limits import MEDIA_TYPES
+from permille.schemas.jobs import JobKind
+from permille.schemas.packages import MANIFEST_MEDIA_TYPE
+from permille.schemas.problems import ProblemType
+from permille.store import artifacts, tables
+from permille_service.access.principals import Anyone, DevicePrincipal, Operator
+from permille_service.content import NOT_MODIFIED, blob_response, content_responses
+from permille_service.context import Served, Service
+from permille_service.parameters import BlobDigest, PackageDigest
+from permille_service.problems import PRIVATE, documented
+
+router = APIRouter(
+    prefix="/v1/packages", tags=["packages"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
+)
+_HEAD_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "the size is in `Content-Length`"},
+    **NOT_MODIFIED,
+    **documented(ProblemType.PRECONDITION_FAILED),
+}
+
+
+@router.get(
+    "/{digest}/manifest",
+    response_class=Response,
+    responses=content_responses("canonical bytes", MANIFEST_MEDIA_TYPE),
+)
+def get_package_manifest(
+    digest: PackageDigest, request: Request, service: Served, principal: Anyone
+) -> Response:
+    """The manifest: canonical bytes, whose SHA-256 is the package's digest."""
+    return _blob(digest, digest, request, service, principal)
+
+
+@router.get(
+    "/{digest}/blobs/{blob_digest}",
+    response_class=Response,
+    responses=content_responses("the blob", *dict.fromkeys(MEDIA_TYPES.values())),
+)
+def get_package_blob(
+    digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
+) -> Response:
+    """One layer of a package, whole or in part (`Range`, `If-Range`)."""
+    return _blob(digest, blob_digest, request, service, principal)
+
+
+@router.head("/{digest}/blobs/{blob_digest}", response_class=Response, responses=_HEAD_RESPONSES)
+def head_package_blob(
+    digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
+) -> Response:
+    """The size and ETag of one layer."""
+    return _blob(digest, blob_digest, request, service, principal)
+
+
+def _blob(
+    digest: str, blob_digest: str, request: Request, service: Service, principal: Operator | DevicePrincipal
+) -> Response:
+    with service.database.read() as session:
+        package = _readable(session, principal, digest)
+    blob = artifacts.blob_with(package, digest=blob_digest)
+    return blob_response(request, service, blob_digest, blob.media_type)
+
+
+def _readable(session: Session, principal: Operator | DevicePrincipal, digest: str) -> tables.Artifact:
+    """The package, if it exists for this principal. Raises NotFoundError."""
+    tenant_id = principal.tenant_id
+    if isinstance(principal, DevicePrincipal):
+        return artifacts.package_for_device(
+            session, tenant_id=tenant_id, release=principal.release, digest=digest
+        )
+    return artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)

@@ -1,0 +1,189 @@
+"""The routes of every kind of work, made from its description: start, list, read, and look at the evidence.
+
+A kind's request, record, path and words are in `permille.schemas.kinds`; what is here is the same for all.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+from sqlalchemy.orm import Session
+
+from permille.schemas.fields import Closed, Page
+from permille.schemas.jobs import Job, JobKind, JobState
+from permille.schemas.kinds import WorkKind
+from permille.schemas.packages import Build
+from permille.schemas.problems import ProblemType
+from permille.store import artifacts, rows, tables
+from permille.store.artifacts import PICTURE, REPORT
+from permille.store.jobs import queue
+from permille_service.access.principals import Viewer
+from permille_service.content import blob_response, content_responses
+from permille_service.context import Served
+from permille_service.creation import JOB_RESPONSES, Creating
+from permille_service.parameters import OfModel, Paging, key_of, page_of
+from permille_service.problems import PRIVATE, ApiError, documented
+
+
+def router_of(work: WorkKind) -> APIRouter:
+    """All routes of a kind."""
+    router = APIRouter(
+        prefix=f"/v1/{work.collection}",
+        tags=[work.collection],
+        responses=documented(*PRIVATE, ProblemType.NOT_FOUND),
+    )
+    _add_create(router, work)
+    if work.kind is JobKind.BUILD:
+        _add_builds(router, work)
+    else:
+        _add_artifacts(router, work)
+    if work.shows is not None:
+        _add_report(router, work, "report", REPORT, work.shows)
+        _add_report(router, work, "picture", PICTURE, f"{work.shows[:-1]}, as a picture.")
+    return router
+
+
+def _add_create(router: APIRouter, work: WorkKind) -> None:
+    examples = {
+        f"{number}": {"summary": summary, "value": value}
+        for number, (summary, value) in enumerate(work.examples.items(), start=1)
+    }
+
+    def create(
+        body: Annotated[work.request, Body(openapi_examples=examples)],  # type: ignore[name-defined]
+        creating: Creating,
+    ) -> Job:
+        return creating.start(work.kind, body)
+
+    router.add_api_route(
+        "",
+        create,
+        methods=["POST"],
+        status_code=202,
+        name=f"create_{work.kind}",
+        description=work.starts,
+        responses=JOB_RESPONSES,
+    )
+
+
+def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
+    def list_rows(
+        service: Served, operator: Viewer, window: Paging, model_id: OfModel = None
+    ) -> Page[Closed]:
+        with service.database.read() as session:
+            page = artifacts.list_artifacts(
+                session, tenant_id=operator.tenant_id, kind=work.kind, model_id=model_id, window=window
+            )
+        return page_of(page, lambda row: present_artifact(work, row))
+
+    def read_row(
+        key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Viewer
+    ) -> Closed:
+        with service.database.read() as session:
+            row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
+        return present_artifact(work, row)
+
+    _add_reads(router, work, list_rows, read_row)
+
+
+def _add_builds(router: APIRouter, work: WorkKind) -> None:
+    def list_rows(service: Served, operator: Viewer, window: Paging) -> Page[Closed]:
+        with service.database.read() as session:
+            page = queue.list_jobs(session, tenant_id=operator.tenant_id, kind=JobKind.BUILD, window=window)
+            return page_of(page, lambda row: present_build(session, row))
+
+    def read_row(
+        key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Viewer
+    ) -> Closed:
+        with service.database.read() as session:
+            row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=key)
+            if row.kind != JobKind.BUILD:
+                raise ApiError(ProblemType.NOT_FOUND, f"expected a build, got a job of kind {row.kind}")
+            return present_build(session, row)
+
+    _add_reads(router, work, list_rows, read_row)
+
+
+def _add_reads(router: APIRouter, work: WorkKind, list_rows: Any, read_row: Any) -> None:
+    router.add_api_route(
+        "",
+        list_rows,
+        name=f"list_{work.collection}",
+        response_model=Page[work.record],  # type: ignore[name-defined]
+        description=f"List {work.collection}, newest first.",
+    )
+    router.add_api_route(
+        f"/{{{work.key}}}",
+        read_row,
+        name=f"get_{work.kind}",
+        response_model=work.record,
+        description=f"Read one {work.kind}.",
+    )
+
+
+def _add_report(router: APIRouter, work: WorkKind, name: str, role: str, text: str) -> None:
+    media_type = "image/png" if role == PICTURE else "application/json"
+
+    def read_report(
+        key: Annotated[str, key_of(work.prefix, alias=work.key)],
+        request: Request,
+        service: Served,
+        operator: Viewer,
+    ) -> Response:
+        with service.database.read() as session:
+            row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
+        blob = artifacts.blob_of(row, role)
+        if blob is None:
+            raise ApiError(ProblemType.NOT_FOUND, f"this {work.kind} has no {name}")
+        return blob_response(request, service, blob.digest, media_type)
+
+    router.add_api_route(
+        f"/{{{work.key}}}/report{'.png' if role == PICTURE else ''}",
+        read_report,
+        name=f"get_{work.kind}_{name}",
+        response_class=Response,
+        responses=content_responses(f"the {name}", media_type),
+        description=text,
+    )
+
+
+def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
+    """The record of a row: of what there is, what the kind's record has."""
+    known = {
+        "id": row.id,
+        "model_id": row.model_id,
+        "job_id": row.job_id,
+        "request": row.request,
+        "digest": row.digest,
+        "k": row.k,
+        "size_bytes": row.size_bytes,
+        "created_at": row.created_at,
+        "layers": [
+            {
+                "role": blob.role,
+                "media_type": blob.media_type,
+                "digest": blob.digest,
+                "size_bytes": blob.size_bytes,
+                "path": blob.path,
+            }
+            for blob in row.blobs
+            if blob.role != artifacts.MANIFEST
+        ],
+    }
+    return work.record.model_validate({name: known[name] for name in work.record.model_fields})
+
+
+def present_build(session: Session, row: tables.Job) -> Build:
+    """The record of a build's row and of its parts."""
+    made = {part.kind: part.result_id for part in queue.parts_of(session, row)}
+    return Build.model_validate(
+        {
+            "id": row.id,
+            "state": JobState(row.state),
+            "model_id": row.payload["model_id"],
+            "request": row.payload,
+            "mask_id": made.get(JobKind.MASK),
+            "quantization_id": made.get(JobKind.QUANTIZATION),
+            "package_digest": made.get(JobKind.PACKAGE),
+            "created_at": row.created_at,
+        }
+    )

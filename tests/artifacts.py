@@ -1,0 +1,60 @@
+"""Artifacts put into the store directly, with the job that would have made them."""
+
+from collections.abc import Mapping
+
+from sqlalchemy.orm import Session
+
+from permille.package.manifest import Manifest
+from permille.schemas.fields import EXAMPLE_ULID
+from permille.schemas.jobs import JobKind
+from permille.schemas.models import FolderModel
+from permille.schemas.packages import MANIFEST_MEDIA_TYPE
+from permille.store import artifacts, inputs
+from permille.store.artifacts import MANIFEST, Blob, Made
+from permille.store.jobs import claims, queue
+from permille.store.jobs.transitions import NewJob
+from permille.store.tables import Artifact
+
+PARTS = {"mask_id": f"mask_{EXAMPLE_ULID}", "quantization_id": f"quant_{EXAMPLE_ULID}"}
+
+
+def some_model(session: Session, tenant_id: str) -> str:
+    """The id of a new model of which nothing is known."""
+    source = FolderModel(kind="folder", path="tiny")
+    return inputs.add_model(session, tenant_id=tenant_id, name="tiny", source=source).id
+
+
+def add_artifact(
+    session: Session, *, tenant_id: str, kind: JobKind, request: Mapping[str, object], made: Made
+) -> Artifact:
+    """What a job with this request has made."""
+    job = queue.submit(session, NewJob(tenant_id=tenant_id, kind=kind, payload=request))
+    claim = claims.claim(session, worker="w", lease_s=60, job_id=job.id)
+    assert claim is not None
+    row = artifacts.add(session, job=claim, made=made)
+    claims.complete(session, claim, result_id=artifacts.key_of(row))
+    return row
+
+
+def add_package(session: Session, *, tenant_id: str, manifest: Manifest) -> Artifact:
+    """A package whose blobs are in the blob store."""
+    blobs = [
+        Blob(
+            role=layer.role,
+            media_type=layer.media_type,
+            digest=layer.digest,
+            size_bytes=layer.size_bytes,
+            path=layer.path,
+        )
+        for layer in manifest.layers
+    ]
+    size_bytes = len(manifest.to_bytes())
+    whole = Blob(role=MANIFEST, media_type=MANIFEST_MEDIA_TYPE, digest=manifest.digest, size_bytes=size_bytes)
+    made = Made(
+        model_id=some_model(session, tenant_id),
+        digest=manifest.digest,
+        k=manifest.mask.k,
+        provenance={},
+        blobs=(whole, *blobs),
+    )
+    return add_artifact(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, request=PARTS, made=made)

@@ -1,0 +1,133 @@
+"""The process of one attempt: `python -m permille_workers.runtime.child`, spawned by a supervisor.
+
+It reads the claim from its standard input, runs the task of the job's kind and writes how that ended. It
+dies with its supervisor: by the parent-death signal (Linux), and where there is none by the end of the
+pipe.
+"""
+
+import ctypes
+import errno
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from typing import BinaryIO
+
+from permille.errors import InputError, OperatorError, PackageError, PermilleError
+from permille.store.blobs import FolderBlobStore
+from permille.store.database import Database
+from permille.store.errors import StaleClaimError
+from permille.store.jobs import claims
+from permille.store.jobs.claims import Claim
+from permille_workers.runtime.context import JobCancelledError, Progress, Publish, Task, TaskContext
+from permille_workers.runtime.handover import decode_handover
+from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.work_folders import locked_work_folder
+
+MAX_HANDOVER_BYTES = 16 << 20
+_PR_SET_PDEATHSIG = 1
+_FINAL = (InputError, PackageError, OperatorError)  # trying again changes nothing
+# Disk full, quota, permissions, a file system that is read-only.
+_MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+
+_log = logging.getLogger(__name__)
+
+
+def run_child(tasks: Mapping[str, Task], pipe: BinaryIO) -> None:
+    """Run one attempt as told by the supervisor at the other end of `pipe`."""
+    die_with_parent()
+    line = pipe.readline(MAX_HANDOVER_BYTES)
+    claim, settings = decode_handover(line)
+    threading.Thread(target=_die_at_end, args=(pipe,), daemon=True).start()
+    db = Database(settings.database_url.get_secret_value())
+    try:
+        attempt(tasks, db, claim, settings)
+    finally:
+        db.close()
+
+
+def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: WorkerSettings) -> None:
+    """Run the task and write how it ended: result, cancel, failure. A stale claim writes nothing."""
+    try:
+        task = tasks.get(claim.kind)
+        if task is None:
+            raise InputError(f"expected a job of kind {', '.join(sorted(tasks))}, got {claim.kind!r}")
+        with locked_work_folder(settings.work_root, claim.job_id) as folder:
+            context = TaskContext(
+                claim=claim,
+                db=db,
+                blobs=FolderBlobStore(settings.blob_root),
+                settings=settings,
+                work_folder=folder,
+                progress=Progress(db, claim),
+            )
+            publish_result(db, claim, task(context))
+    except StaleClaimError as exc:
+        _log.warning("another attempt has begun: %s", exc)
+    except JobCancelledError:
+        with db.write() as session:
+            claims.cancelled(session, claim)
+    except Exception as exc:  # noqa: BLE001 - the boundary of the job: every failure becomes its row's error
+        _log.warning("attempt %d of %s failed", claim.attempt, claim.job_id, exc_info=exc)
+        record_failure(db, claim, exc)
+
+
+def publish_result(db: Database, claim: Claim, publish: Publish) -> None:
+    """Write the result's rows and end the job, in one transaction.
+
+    Raises StaleClaimError: nothing is written.
+    """
+    with db.write() as session:
+        claims.check(session, claim)
+        claims.complete(session, claim, result_id=publish(session))
+
+
+def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
+    """End the attempt with its error. Only what nobody has foreseen carries a traceback."""
+    error = {"type": type(exc).__name__, "message": str(exc) or type(exc).__name__}
+    final = is_final(exc)
+    if not isinstance(exc, PermilleError):
+        error["traceback"] = "".join(traceback.format_exception(exc))[-8000:]
+    try:
+        with db.write() as session:
+            claims.fail(session, claim, error=error, retryable=not final)
+    except StaleClaimError as stale:
+        _log.warning("another attempt has begun: %s", stale)
+
+
+def is_final(exc: Exception) -> bool:
+    """Whether trying again changes nothing: wrong input, or a machine that a person must look after."""
+    return isinstance(exc, _FINAL) or (isinstance(exc, OSError) and exc.errno in _MACHINE_ERRNOS)
+
+
+def die_with_parent() -> None:
+    """Ask Linux for SIGKILL when the supervisor dies: no long call can delay that."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+            raise OperatorError(f"expected prctl to take a death signal, got errno {ctypes.get_errno()}")
+
+
+def _die_at_end(pipe: BinaryIO) -> None:
+    # By the descriptor: a thread inside the buffered reader would hold its lock when the process ends.
+    while os.read(pipe.fileno(), 4096):
+        pass
+    os._exit(70)
+
+
+def main() -> None:
+    """Entry of the child process."""
+    from permille_workers.tasks import TASKS
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    run_child(TASKS, sys.stdin.buffer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What a task gets: the claim, the stores, a work folder that survives attempts, a way to tell progress."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy.orm import Session
+
+from permille.store.blobs import FolderBlobStore
+from permille.store.database import Database
+from permille.store.jobs import claims
+from permille.store.jobs.claims import Claim
+from permille_workers.runtime.settings import WorkerSettings
+
+Clock = Callable[[], float]
+REPORT_EVERY_S = 1.0
+
+
+class JobCancelledError(Exception):
+    """The job was asked to stop: unwind, publish nothing."""
+
+
+# Writes the result's rows in the transaction that ends the job; returns the result's id.
+Publish = Callable[[Session], str]
+
+
+class Progress:
+    """Tells how far an attempt is, at most once a second, with an estimate of the time left.
+
+    The estimate takes the pace since the first report, so that a resumed attempt does not count what it
+    found done.
+    """
+
+    def __init__(self, db: Database, claim: Claim, *, clock: Clock = time.monotonic) -> None:
+        self._db = db
+        self._claim = claim
+        self._clock = clock
+        self._first: tuple[float, float] | None = None
+        self._risen: tuple[float, float] | None = None
+        self._told_at: float | None = None
+        self._told_message: str | None = None
+
+    def __call__(self, fraction: float, message: str) -> None:
+        """Report.
+
+        Raises:
+            JobCancelledError: the job should stop.
+            StaleClaimError: another attempt has begun.
+        """
+        at = self._clock()
+        if self._first is None or fraction < self._first[1]:
+            self._first = self._risen = (at, fraction)
+        elif self._risen is None or fraction > self._risen[1]:
+            self._risen = (at, fraction)
+        recent = self._told_at is not None and at - self._told_at < REPORT_EVERY_S
+        if recent and message.split(" ")[0] == (self._told_message or "").split(" ")[0]:
+            return
+        self._told_at, self._told_message = at, message
+        with self._db.write() as session:
+            stop = claims.report_progress(
+                session, self._claim, fraction=fraction, message=message, eta_s=self._eta_s(at, fraction)
+            )
+        if stop:
+            raise JobCancelledError(self._claim.job_id)
+
+    def _eta_s(self, at: float, fraction: float) -> float | None:
+        """By the pace up to the last time that the fraction rose: a message in between changes nothing."""
+        if self._first is None or self._risen is None or fraction <= self._first[1]:
+            return None
+        started, done = self._first
+        rose, _ = self._risen
+        return max(0.0, (rose - started) * (1.0 - fraction) / (fraction - done) - (at - rose))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskContext:
+    """The world of one attempt."""
+
+    claim: Claim
+    db: Database
+    blobs: FolderBlobStore
+    settings: WorkerSettings
+    work_folder: Path  # of the job, not the attempt: checkpoints live here
+    progress: Callable[[float, str], None]
+
+
+Task = Callable[[TaskContext], Publish]

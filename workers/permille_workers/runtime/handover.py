@@ -1,0 +1,37 @@
+"""What a supervisor tells its child through the pipe: the claim and the settings. One line of JSON.
+
+The pipe stays open afterwards: its end tells the child that the supervisor is gone. Secrets (the database's
+password) are thereby in no command line and no file.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import SecretStr
+
+from permille.errors import InputError
+from permille.store.jobs.claims import Claim
+from permille_workers.runtime.settings import WorkerSettings
+
+
+def encode_handover(claim: Claim, settings: WorkerSettings) -> bytes:
+    """Write the line."""
+    plain = {name: _plain(value) for name, value in settings}
+    return json.dumps({"claim": asdict(claim), "settings": plain}).encode() + b"\n"
+
+
+def decode_handover(line: bytes) -> tuple[Claim, WorkerSettings]:
+    """Read the line. Raises InputError when it is none."""
+    try:
+        record = json.loads(line)
+        return Claim(**record["claim"]), WorkerSettings(**record["settings"])
+    except (ValueError, KeyError, TypeError) as exc:
+        kind = type(exc).__name__
+        raise InputError(f"expected a line of a supervisor, got {len(line)} bytes: {kind}") from exc
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return value if value is None or isinstance(value, int | float) else str(value)

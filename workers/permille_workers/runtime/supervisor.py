@@ -1,0 +1,169 @@
+"""Holding a claim while a child process works on it.
+
+The supervisor renews the lease and watches for a cancel; it computes nothing, so that no long call can
+starve the renewal. It kills the child when the lease is lost, at a cancel's deadline, and when a shutdown
+has waited long enough.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from sqlalchemy.exc import DBAPIError
+
+from permille.store.database import Database
+from permille.store.errors import StaleClaimError
+from permille.store.jobs import claims
+from permille.store.jobs.claims import Claim
+from permille_workers.runtime.handover import encode_handover
+from permille_workers.runtime.settings import WorkerSettings
+
+CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
+_TAIL_LINES = 40
+_LAST_WORDS_S = 5.0
+# Libraries must neither paint bars into the diagnosis nor tell anyone what runs here.
+_QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Shutdown:
+    """A worker's wish to stop: first no new jobs, then, after the drain time, none at all."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    deadline: float | None = None  # of time.monotonic
+
+    def ask(self, drain_s: float) -> None:
+        """Stop soon. Asked again: stop now."""
+        self.deadline = time.monotonic() + (0.0 if self.asked.is_set() else drain_s)
+        self.asked.set()
+
+    def is_due(self) -> bool:
+        """Whether running jobs must be given back now."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+@dataclass(slots=True, kw_only=True)
+class Supervisor:
+    """Runs claims in child processes, one at a time for each calling thread.
+
+    The thread that calls `run` must live as long as the call: the child dies with it.
+    """
+
+    db: Database
+    settings: WorkerSettings
+    shutdown: Shutdown
+    child_command: Sequence[str] = CHILD_COMMAND
+
+    def run(self, claim: Claim) -> None:
+        """Run one attempt to its end, whichever that is. When this returns, no child of it is alive."""
+        with subprocess.Popen(
+            self.child_command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=self._environment()
+        ) as child:
+            tail: deque[str] = deque(maxlen=_TAIL_LINES)
+            reader = threading.Thread(target=_copy_lines, args=(child.stderr, tail), daemon=True)
+            reader.start()
+            try:
+                self._hand_over(child, claim)
+                self._watch(child, claim)
+            finally:
+                child.kill()
+                child.wait()
+                reader.join(timeout=5)
+        self._record_exit(claim, child.returncode, tail)
+
+    def _environment(self) -> dict[str, str]:
+        environment = {**os.environ, **_QUIET}
+        if self.settings.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self.settings.threads)
+        return environment
+
+    def _hand_over(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
+        if child.stdin is None:
+            raise RuntimeError("expected a pipe to the child")
+        with suppress(BrokenPipeError):  # it is dead already: its exit is recorded
+            child.stdin.write(encode_handover(claim, self.settings))
+            child.stdin.flush()
+
+    def _watch(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
+        renew_every_s = self.settings.lease_s / 3
+        renewed_at = time.monotonic()
+        kill_at: float | None = None
+        while not _exited(child, self.settings.poll_s):
+            at = time.monotonic()
+            try:
+                cancel = self._look(claim, renew=at - renewed_at >= renew_every_s)
+            except StaleClaimError as exc:
+                # Usually the child has just published its result and is on its way out.
+                if not _exited(child, _LAST_WORDS_S):
+                    _log.warning("lost %s: %s", claim.job_id, exc)
+                return
+            except DBAPIError as exc:
+                _log.warning("database is out of reach: %s", exc)
+                if at - renewed_at >= self.settings.lease_s:
+                    return
+                continue
+            if at - renewed_at >= renew_every_s:
+                renewed_at = at
+            if cancel and kill_at is None:
+                kill_at = at + self.settings.cancel_grace_s
+            if kill_at is not None and at >= kill_at:
+                self._end(child, claim, cancelled=True)
+                return
+            if self.shutdown.is_due():
+                self._end(child, claim, cancelled=False)
+                return
+
+    def _look(self, claim: Claim, *, renew: bool) -> bool:
+        if renew:
+            with self.db.write() as session:
+                return claims.renew(session, claim, lease_s=self.settings.lease_s) is not None
+        with self.db.read() as session:
+            return claims.is_cancel_requested(session, claim)
+
+    def _end(self, child: "subprocess.Popen[bytes]", claim: Claim, *, cancelled: bool) -> None:
+        child.kill()
+        child.wait()
+        with suppress(StaleClaimError), self.db.write() as session:
+            (claims.cancelled if cancelled else claims.release)(session, claim)
+
+    def _record_exit(self, claim: Claim, code: int, tail: Sequence[str]) -> None:
+        """End an attempt whose child did not: it crashed or was killed. One that did is stale by now."""
+        message = f"expected the job's process to finish, got {_exit_words(code)}"
+        error = {"type": "WorkerCrashed", "message": message, "stderr": "".join(tail)[-4000:]}
+        try:
+            with self.db.write() as session:
+                claims.fail(session, claim, error=error, retryable=True)
+            _log.warning("%s: %s", claim.job_id, message)
+        except StaleClaimError:
+            _log.info("%s ended", claim.job_id)
+        except DBAPIError as exc:
+            _log.warning("%s: its lease will expire, the database is out of reach: %s", claim.job_id, exc)
+
+
+def _exited(child: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
+    try:
+        child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _copy_lines(pipe: BinaryIO | None, tail: deque[str]) -> None:
+    for line in pipe or ():
+        text = line.decode(errors="replace")
+        tail.append(text)
+        sys.stderr.write(text)
+
+
+def _exit_words(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
