@@ -94,7 +94,7 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
 
 
 def write_exponents(blobs: BlobFolder, exponents_K: NDArray[np.int8], counts: Mapping[str, int]) -> Layer:
-    """The power of two by which each masked weight's direction may be scaled (FORMAT 4.7).
+    """The power of two by which each masked weight's direction may be scaled (FORMAT 4.6).
 
     Args:
         exponents_K: [k] in flat order, from 0 to `MAX_EXPONENT`, the smallest 0.
@@ -116,7 +116,7 @@ def write_exponents(blobs: BlobFolder, exponents_K: NDArray[np.int8], counts: Ma
 
 
 def are_exponents(exponents_K: NDArray[np.int8]) -> bool:
-    """Whether the numbers are from 0 to 15, the smallest 0 (FORMAT 4.7)."""
+    """Whether the numbers are from 0 to 15, the smallest 0 (FORMAT 4.6)."""
     return int(exponents_K.min()) == 0 and int(exponents_K.max()) <= MAX_EXPONENT
 
 

@@ -14,7 +14,7 @@ MAX_LAYER_BYTES = 1 << 42
 MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 8.1: what the header of a log can say
-MAX_EXPONENT = 15  # FORMAT 4.7
+MAX_EXPONENT = 15  # FORMAT 4.6
 GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
 
 # FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.

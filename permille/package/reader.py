@@ -1,4 +1,4 @@
-"""Opening a package: nothing is returned that was not checked (FORMAT 4.6).
+"""Opening a package: nothing is returned that was not checked (FORMAT 4.7).
 
 `Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, mask, values,
 exponents), and holds the structure of all layers against the manifest and the config. The big layers (dense,
@@ -161,7 +161,7 @@ class Package:
         return self._layers[Role.VALUES].specs[name].dtype
 
     def exponents(self) -> NDArray[np.int8] | None:
-        """The power of two of each masked weight [k], flat order (FORMAT 4.7); None: the package has none.
+        """The power of two of each masked weight [k], flat order (FORMAT 4.6); None: the package has none.
 
         Raises:
             PackageError: `blob-digest` or `exponents-range`.

@@ -20,7 +20,7 @@ from permille.quantization.types import packed_size, scales_shape
 def check_shapes(
     manifest: Manifest, config: Mapping[str, Any], layers: Mapping[Role, SafetensorsFile]
 ) -> None:
-    """Names and shapes are those that the config asks for, no more and no fewer (FORMAT 4.6).
+    """Names and shapes are those that the config asks for, no more and no fewer (FORMAT 4.7).
 
     Raises:
         PackageError: `tensor-names`, `tensor-shape` or `header-dtype`.

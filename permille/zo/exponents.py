@@ -1,4 +1,4 @@
-"""Scale directions by a power of two for each weight: `z' = 2**d * z` (FORMAT 4.7, 6.4).
+"""Scale directions by a power of two for each weight: `z' = 2**d * z` (FORMAT 4.6, 6.4).
 
 The powers come from a layer of the package, as an array with its digest. A log's header says which layer it
 needs and the few integers that bound the lattice and define sigma, so that a log's range can be checked
@@ -72,7 +72,7 @@ def exponents_of(package: Package) -> Exponents | None:
     """The package's exponents; None where it has none, or where all are 0 and scale nothing.
 
     Raises:
-        PackageError: `blob-digest`, or the layer breaks a rule of FORMAT 4.7.
+        PackageError: `blob-digest`, or the layer breaks a rule of FORMAT 4.6.
     """
     e_K = package.exponents()
     if e_K is None or not e_K.any():

@@ -835,7 +835,7 @@ def config_of_a_wider_model(forge: Forge) -> str:
     return _with_config(forge, intermediate_size=64)
 
 
-# --- FORMAT 4.7: exponents -------------------------------------------------------------------------------
+# --- FORMAT 4.6: exponents -------------------------------------------------------------------------------
 
 
 @attack("manifest-layers")
