@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (".", "service", "workers", "edge_agent", "lab")
 TRAINING = "permille_agent.cli.train"
-BUILD = "permille_service.builds.routes"
+BUILD = "permille_service.work.routes"
 
 
 def sources() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Codes that a corpus calibrates: int4 rounded by auto-round, all layers in one go (ADR 149)."""
+"""Codes that a corpus calibrates: int4 rounded by auto-round, all layers in one go (ADR 14)."""
 
 import importlib.util
 from dataclasses import dataclass
