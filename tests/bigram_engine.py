@@ -6,12 +6,13 @@ mode is, too.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine, EngineInfo
+from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
@@ -67,27 +68,19 @@ class BigramEngine:
         return losses_N
 
     def generate(
-        self,
-        values_K: NDArray[np.float32],
-        prompt_ids: NDArray[np.int64],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop_ids: Collection[int] = (),
+        self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
         """The most likely next tokens, or samples."""
-        rng = np.random.Generator(np.random.PCG64(seed))
+        rng = np.random.Generator(np.random.PCG64(sampling.seed))
         last = int(prompt_ids[-1])
-        for _ in range(max_new_tokens):
+        for _ in range(sampling.max_new_tokens):
             logits_V = self._logits(values_K, np.array([last]))[0]
-            if temperature > 0:
-                p_V = np.exp(_log_softmax(logits_V[None] / temperature))[0]
+            if sampling.temperature > 0:
+                p_V = np.exp(_log_softmax(logits_V[None] / sampling.temperature))[0]
                 last = int(rng.choice(self._vocabulary, p=p_V / p_V.sum()))
             else:
                 last = int(logits_V.argmax())
-            if last in stop_ids:
+            if last in sampling.stop_ids:
                 return
             yield last
 

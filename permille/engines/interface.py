@@ -10,12 +10,13 @@ Q directions, B sequences, T positions.
 Every implementation passes `tests/unit/engines/conformance.py`.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.sampling import TokenSampling
 from permille.zo.estimators import Batch, LossEngine
 
 
@@ -78,24 +79,12 @@ class Engine(LossEngine, Protocol):
         ...
 
     def generate(
-        self,
-        values_K: NDArray[np.float32],
-        prompt_ids: NDArray[np.int64],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop_ids: Collection[int] = (),
+        self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
         """Yield new token ids one by one, up to a stop id, the limit or the model's last position.
 
         Args:
             prompt_ids: int64 [T], T >= 1.
-            temperature: 0 takes the most likely token; else logits are divided by it.
-            top_p: the smallest set of most likely tokens whose probability reaches it is sampled; (0, 1].
-            seed: the same arguments on the same machine and build give the same tokens.
-            stop_ids: they end the text and are not yielded.
 
         Raises:
             InputError: an argument is outside its range; raised by the call, not by the first `next`.

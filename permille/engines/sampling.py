@@ -10,18 +10,25 @@ from permille.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How tokens are chosen; `temperature` 0 takes the most likely one and ignores the rest.
+class TokenSampling:
+    """How new tokens are chosen.
+
+    Attributes:
+        max_new_tokens: how many at most.
+        temperature: 0 takes the most likely token and ignores the rest; else logits are divided by it.
+        top_p: the smallest set of most likely tokens whose probability reaches it is sampled; (0, 1].
+        seed: the same arguments on the same machine and build give the same tokens.
+        stop_ids: they end the text and are not yielded.
 
     Raises:
         InputError: an argument outside its range.
     """
 
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    stop_ids: Collection[int]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: Collection[int] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -34,7 +41,7 @@ class Sampling:
             raise InputError(f"expected a seed from 0 to 2**64 - 1, got {self.seed}")
 
 
-def next_token(logit_D: NDArray[np.float32], sampling: Sampling, rng: np.random.Generator) -> int:
+def next_token(logit_D: NDArray[np.float32], sampling: TokenSampling, rng: np.random.Generator) -> int:
     """The next token id; of equally likely ones the lowest.
 
     Raises:

@@ -8,7 +8,7 @@ computes in; their mean is taken in float64.
 """
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -24,7 +24,7 @@ import permille
 from permille.choices import choice_of
 from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
 from permille.engines.interface import EngineInfo
-from permille.engines.sampling import Sampling, next_token
+from permille.engines.sampling import TokenSampling, next_token
 from permille.engines.torch_model import load_torch_model
 from permille.errors import InputError, OperatorError
 from permille.package.reader import Package
@@ -142,26 +142,15 @@ class TorchEngine:
         return loss_sum / targets, (sum_K / targets).astype(np.float32)
 
     def generate(
-        self,
-        values_K: NDArray[np.float32],
-        prompt_ids: NDArray[np.int64],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop_ids: Collection[int] = (),
+        self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
         """Yield new token ids one by one, with a key-value cache."""
         check_values(values_K[None], self._limits)
         check_prompt(prompt_ids, self._limits)
-        sampling = Sampling(
-            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=stop_ids
-        )
         return self._generate(values_K.copy(), prompt_ids.copy(), sampling)
 
     def _generate(
-        self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: Sampling
+        self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
         rng = np.random.Generator(np.random.Philox(sampling.seed))
         value_K, ids = self._tensor(values_K), prompt_ids

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
+from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
@@ -30,7 +31,7 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How text is generated; see `permille.engines.interface.Engine.generate`."""
+    """How text is generated; see `permille.engines.sampling.TokenSampling`. `stop`: texts that end it."""
 
     max_new_tokens: int = 128
     temperature: float = 0.8
@@ -124,11 +125,13 @@ class LocalModel:
         ids = self.engine.generate(
             self.values(variant),
             prompt_ids,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            stop_ids=self.tokenizer.stop_ids,
+            TokenSampling(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                stop_ids=self.tokenizer.stop_ids,
+            ),
         )
         pieces = self.tokenizer.stream(_counted(ids, generated, limit))
         return generated, until_stop(pieces, sampling.stop, generated)

@@ -13,6 +13,7 @@ import numpy as np
 
 from permille.engines.factory import LIGHT, open_engine
 from permille.engines.interface import Engine
+from permille.engines.sampling import TokenSampling
 from permille.package.reader import Package
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Result
@@ -46,7 +47,7 @@ def measure(folder: Path, sizes: Sizes) -> Result:
 
 def _token_seconds(engine: Engine, package: Package) -> Iterator[float]:
     ids = np.random.default_rng(0).integers(0, package.config["vocab_size"], _PROMPT)
-    stream = engine.generate(package.values(), ids, max_new_tokens=_TOKENS + 1)
+    stream = engine.generate(package.values(), ids, TokenSampling(max_new_tokens=_TOKENS + 1))
     next(stream)
     begin = time.perf_counter()
     for _ in stream:

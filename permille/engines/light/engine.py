@@ -16,7 +16,7 @@ size, R target tokens.
 """
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +34,7 @@ from permille.engines.light.passes import LossPass, TangentPass, Workspace
 from permille.engines.light.reverse import ReversePass
 from permille.engines.light.sequences import JoinedSequences, LowerLayerStates, join_sequences
 from permille.engines.light.threads import Threads
-from permille.engines.sampling import Sampling, next_token
+from permille.engines.sampling import TokenSampling, next_token
 from permille.errors import InputError
 from permille.native.library import cpu_path
 from permille.package.reader import Package
@@ -164,25 +164,16 @@ class LightEngine:
         return loss_sum / targets, gradient_K / np.float32(targets)
 
     def generate(
-        self,
-        values_K: Array,
-        prompt_ids: NDArray[np.int64],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop_ids: Collection[int] = (),
+        self, values_K: Array, prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
         """Yield new token ids one by one, with a key-value cache."""
         check_values(values_K[None], self._model.limits)
         check_prompt(prompt_ids, self._model.limits)
-        sampling = Sampling(
-            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=stop_ids
-        )
         return self._generate(values_K.copy(), prompt_ids.copy(), sampling)
 
-    def _generate(self, values_K: Array, prompt_ids: NDArray[np.int64], sampling: Sampling) -> Iterator[int]:
+    def _generate(
+        self, values_K: Array, prompt_ids: NDArray[np.int64], sampling: TokenSampling
+    ) -> Iterator[int]:
         rng = np.random.Generator(np.random.Philox(sampling.seed))
         room = sampling.max_new_tokens
         if self._model.limits.positions is not None:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from permille.engines.interface import GradientEngine
+from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.zo.estimators import Batch
 from tests.unit.engines.tiny import (
@@ -128,7 +129,7 @@ class Conformance:
 
     def greedy_text_is_that_of_the_reference(self) -> None:
         values_K, prompt = self.tiny.package.values(), np.array([3, 1, 4, 1, 5])
-        got = list(self.engine.generate(values_K, prompt, max_new_tokens=8))
+        got = list(self.engine.generate(values_K, prompt, TokenSampling(max_new_tokens=8)))
         assert len(got) == 8
         set_values(self.tiny.package, self.tiny.reference, values_K)
         ids = torch.tensor([*prompt.tolist(), *got])
@@ -143,7 +144,7 @@ class Conformance:
         def text(seed: int) -> list[int]:
             return list(
                 self.engine.generate(
-                    values_K, prompt, max_new_tokens=12, temperature=1.5, top_p=0.95, seed=seed
+                    values_K, prompt, TokenSampling(max_new_tokens=12, temperature=1.5, top_p=0.95, seed=seed)
                 )
             )
 
@@ -152,9 +153,9 @@ class Conformance:
 
     def text_ends_before_a_stop_token(self) -> None:
         values_K, prompt = self.tiny.package.values(), np.array([3, 1, 4])
-        free = list(self.engine.generate(values_K, prompt, max_new_tokens=6))
+        free = list(self.engine.generate(values_K, prompt, TokenSampling(max_new_tokens=6)))
         stop = free[-1]
-        got = list(self.engine.generate(values_K, prompt, max_new_tokens=6, stop_ids={stop}))
+        got = list(self.engine.generate(values_K, prompt, TokenSampling(max_new_tokens=6, stop_ids={stop})))
         assert got == free[: free.index(stop)]
 
     def wrong_input_is_refused(self) -> None:
@@ -168,8 +169,8 @@ class Conformance:
             lambda: self.engine.directional_derivatives(values_K, values_K, batch),
             lambda: self.engine.gradient(values_K[:-1], batch),
             lambda: self.engine.gradient(values_K, _with_token(batch, VOCABULARY)),
-            lambda: self.engine.generate(values_K, np.array([VOCABULARY]), max_new_tokens=1),
-            lambda: self.engine.generate(values_K, np.array([1]), max_new_tokens=0),
+            lambda: self.engine.generate(values_K, np.array([VOCABULARY]), TokenSampling(max_new_tokens=1)),
+            lambda: self.engine.generate(values_K, np.array([1]), TokenSampling(max_new_tokens=0)),
         ):
             with pytest.raises(InputError, match="expected"):
                 call()

@@ -9,6 +9,7 @@ import torch
 
 from permille.engines.light.decoding import TextPass
 from permille.engines.light.engine import LightEngine
+from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.quantization import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
@@ -97,5 +98,7 @@ def test_int8_activations_leave_text_and_derivatives_in_float32(scope: str, tmp_
         TextPass(engine._exact, engine._model, values_K, 8).next_logits(prompt) for engine in (exact, rounded)
     ]
     np.testing.assert_array_equal(logits[0], logits[1])
-    written = [list(each.generate(values_K, prompt, max_new_tokens=8)) for each in (exact, rounded)]
+    written = [
+        list(each.generate(values_K, prompt, TokenSampling(max_new_tokens=8))) for each in (exact, rounded)
+    ]
     assert written[0] == written[1]

@@ -12,6 +12,7 @@ from permille.engines.light import blas
 from permille.engines.light.engine import LightEngine
 from permille.engines.light.linear import Tools
 from permille.engines.light.sequences import JoinedSequences, join_sequences
+from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.models.rope import rope_of
@@ -312,7 +313,7 @@ def test_embedding_and_head_are_never_copied(call: str, tmp_path: Path) -> None:
         elif call == "derivatives":
             engine.directional_derivatives(values_K, np.ones((1, package.k), np.float32), batch)
         elif call == "generate":
-            list(engine.generate(values_K, np.array([1, 2]), max_new_tokens=2))
+            list(engine.generate(values_K, np.array([1, 2]), TokenSampling(max_new_tokens=2)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from permille.engines.sampling import Sampling, next_token
+from permille.engines.sampling import TokenSampling, next_token
 from permille.errors import InputError
 
 LOGITS = np.log(np.array([0.1, 0.5, 0.15, 0.25], np.float32))
 
 
-def sampling(**changes: Any) -> Sampling:
+def sampling(**changes: Any) -> TokenSampling:
     settings: dict[str, Any] = {
         "max_new_tokens": 1,
         "temperature": 1.0,
@@ -19,7 +19,7 @@ def sampling(**changes: Any) -> Sampling:
         "seed": 0,
         "stop_ids": (),
     }
-    return Sampling(**(settings | changes))
+    return TokenSampling(**(settings | changes))
 
 
 def frequencies(draws: int = 4_000, **changes: Any) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from permille.engines.light.engine import LightEngine
+from permille.engines.sampling import TokenSampling
 from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
@@ -103,7 +104,9 @@ def test_bfloat16_differences_follow_float32_ones(llama: Tiny) -> None:
 
 def test_a_long_text_ends_at_the_models_last_position(llama: Tiny) -> None:
     engine = TorchEngine(llama.package)
-    tokens = list(engine.generate(llama.package.values(), np.array([1, 2, 3]), max_new_tokens=1000))
+    tokens = list(
+        engine.generate(llama.package.values(), np.array([1, 2, 3]), TokenSampling(max_new_tokens=1000))
+    )
     assert len(tokens) == POSITIONS - 3
 
 
@@ -114,8 +117,8 @@ def test_text_streams_while_losses_are_computed(
     """Values that a text fixed once are back after another call has set its own."""
     engine = make(llama.package)
     values_VK = variants(llama.package, 2)
-    quiet = list(engine.generate(values_VK[0], np.array([1, 2, 3]), max_new_tokens=8))
-    stream = engine.generate(values_VK[0], np.array([1, 2, 3]), max_new_tokens=8)
+    quiet = list(engine.generate(values_VK[0], np.array([1, 2, 3]), TokenSampling(max_new_tokens=8)))
+    stream = engine.generate(values_VK[0], np.array([1, 2, 3]), TokenSampling(max_new_tokens=8))
     mixed = []
     for token in stream:
         mixed.append(token)

@@ -69,9 +69,9 @@ def test_a_reply_goes_through_the_chat_template(trained: Home) -> None:
 class _FewPositions(BigramEngine):
     """Ends at the model's last position, as a real engine does."""
 
-    def generate(self, values_K: Any, prompt_ids: Any, **arguments: Any) -> Iterator[int]:
+    def generate(self, values_K: Any, prompt_ids: Any, sampling: Any) -> Iterator[int]:
         """At most as many tokens as there are positions."""
-        return islice(super().generate(values_K, prompt_ids, **arguments), 128 - len(prompt_ids))
+        return islice(super().generate(values_K, prompt_ids, sampling), 128 - len(prompt_ids))
 
 
 def test_a_text_that_reaches_the_last_position_says_so(trained: Home) -> None:

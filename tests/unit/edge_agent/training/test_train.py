@@ -17,6 +17,7 @@ import permille.zo.journal
 import permille_agent.state.home
 import permille_agent.training.personal
 from permille.engines.interface import Engine
+from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
 from permille.package.reader import Package
@@ -255,8 +256,8 @@ def test_the_interruptible_engine_passes_everything_through(tmp_path: Path) -> N
 
     assert wrapped.k == plain.k
     assert wrapped.info() == plain.info()
-    assert list(wrapped.generate(package.values(), prompt, max_new_tokens=4)) == list(
-        plain.generate(package.values(), prompt, max_new_tokens=4)
+    assert list(wrapped.generate(package.values(), prompt, TokenSampling(max_new_tokens=4))) == list(
+        plain.generate(package.values(), prompt, TokenSampling(max_new_tokens=4))
     )
 
 
