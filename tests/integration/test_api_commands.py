@@ -1,9 +1,11 @@
 """The operator's command line against a real service: `up`, its commands, its exit codes, its end."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,21 +48,67 @@ def test_commands_make_list_and_show(up: Running) -> None:
     kinds = [event["kind"] for event in up.answer("jobs", "events", job["id"])]
     assert kinds[0] == "state"
     table = up.permille("models", "list").stdout
-    assert model["id"] in table
-    assert up.answer("preflight", "--model", model["id"], "--method", "random")["accepted"] is True
-    build = ("builds", "create", "--model", model["id"], "--corpus", corpus["id"], "--sequences", "4")
+    assert model["id"][: len("model_") + 10] in table
+    assert up.answer("preflight", "--model", "tiny", "--method", "random")["accepted"] is True
+    build = ("builds", "create", "--model", "tiny", "--corpus", "texts", "--sequences", "4")
     job = up.answer(*build, "--fisher-exponents", "--no-wait")
     assert up.answer("builds", "show", job["id"])["package_digest"] is None
     assert up.permille(*build, "--method", "random", "--fisher-exponents").returncode == 3
 
 
+def test_names_and_beginnings_stand_for_ids(up: Running) -> None:
+    model = up.answer("models", "add", "named", "--folder", "tiny")
+    assert up.answer("models", "show", "named") == up.answer("models", "show", model["id"]) == model
+    unknown = up.permille("masks", "create", "--model", "unknown", "--method", "random")
+    assert (unknown.returncode, unknown.stderr) == (
+        4,
+        "permille: no model 'unknown': see `permille models list`\n",
+    )
+    assert up.answer("models", "remove", "named") == {"removed": model["id"]}
+
+
+def test_what_is_refused_is_said_in_the_words_of_the_command(up: Running) -> None:
+    up.answer("models", "add", "refused", "--folder", "tiny")
+    for options, said in (
+        ((), "expected --corpus"),
+        (("--method", "random", "--length", "64"), "--length does not go with the other options"),
+        (("--method", "random", "--density", "3"), "--density: input should be less than or equal to 0.5"),
+        (("--method", "random", "--scope", "some"), "--scope: expected"),
+    ):
+        refused = up.permille("masks", "create", "--model", "refused", *options)
+        assert refused.returncode == 3
+        assert said in refused.stderr
+        assert "[0-9]" not in refused.stderr
+    assert up.permille("masks", "create", "--model", "refused", "--method", "none").returncode == 2
+
+
+def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running) -> None:
+    up.answer("models", "add", "waited", "--folder", "tiny")
+    command = ("--data-dir", str(up.data_dir), "masks", "create", "--model", "waited", "--method", "random")
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "permille_service.cli.main", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    deadline = time.monotonic() + 60
+    while not (jobs := up.answer("jobs", "list", "--state", "queued", "--kind", "mask")):
+        assert time.monotonic() < deadline
+    time.sleep(0.5)  # until it reads the stream
+    waiting.send_signal(signal.SIGINT)
+    _, said = waiting.communicate(timeout=60)
+    assert waiting.returncode == 130
+    assert f"job {jobs[0]['id']} runs on: `permille jobs watch {jobs[0]['id']}`" in said
+    assert up.answer("jobs", "cancel", jobs[0]["id"])["state"] == "cancelled"
+
+
 def test_invitation_and_tokens(up: Running) -> None:
-    invitation = up.answer("invitations", "create", "--release", "tiny")
-    assert len(invitation["invitation"]) == 22
+    absent = up.permille("invitations", "create", "--release", "absent")
+    assert (absent.returncode, "no release 'absent'" in absent.stderr) == (4, True)
     token = up.answer("tokens", "create", "ci", "--role", "viewer")
-    refused = permille("--url", up.url, "--token", token["secret"], "invitations", "create", "--release", "x")
+    refused = permille("--url", up.url, "--token", token["secret"], "tenants", "create", "x")
     assert refused.returncode == 6
-    assert up.permille("tokens", "revoke", token["id"]).returncode == 0
+    assert up.permille("tokens", "revoke", "ci").returncode == 0
     assert permille("--url", up.url, "--token", token["secret"], "models", "list").returncode == 6
 
 
@@ -72,7 +120,7 @@ def test_exit_codes_tell_scripts_what_to_do(up: Running, tmp_path: Path) -> None
     assert up.permille("models", "show", "model_01jd3kq8z7m4n5p6r7s8t9v0wx").returncode == 4
     nope = up.permille("runs", "show", "nope")
     assert nope.returncode == 4
-    assert nope.stderr.endswith("no run 'nope'\n")
+    assert nope.stderr == "permille: no run 'nope': see `permille runs list`\n"
     assert up.permille("models", "add", "UPPER", "--folder", "tiny").returncode == 3
     assert up.permille("models", "add", "x").returncode == 2
     assert up.permille("nonsense").returncode == 2

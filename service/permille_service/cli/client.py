@@ -6,6 +6,7 @@ up` writes to the data folder.
 
 import json
 import os
+import re
 import ssl
 import uuid
 from collections.abc import Iterator
@@ -15,7 +16,16 @@ from typing import Any, Self
 
 import httpx
 
+from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, TEXT_PATTERN
 from permille_service.cli.exits import CommandError, Exit, exit_of_status
+
+_PATTERN = re.compile(r"should match pattern '(.*)'")
+_FORMS = {
+    NAME_PATTERN: "small letters, digits, '.', '_' and '-', 63 at most, a letter or digit first",
+    ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
+    DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
+    TEXT_PATTERN: "text without control characters",
+}
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
@@ -62,6 +72,11 @@ class Client:
             verify=True if ca_file is None else ssl.create_default_context(cafile=ca_file),
             trust_env=False,
         )
+
+    @property
+    def url(self) -> str:
+        """Where the service is, as it is called."""
+        return str(self._http.base_url).rstrip("/")
 
     def __enter__(self) -> Self:
         return self
@@ -155,10 +170,33 @@ def _error(response: httpx.Response) -> CommandError:
     except ValueError:
         problem = {}
     problem = problem if isinstance(problem, dict) else {}
-    message = f"{problem.get('title', response.reason_phrase)}: {problem.get('detail', response.status_code)}"
+    title, detail = problem.get("title", response.reason_phrase), problem.get("detail", response.status_code)
+    wrong = problem.get("errors")
+    message = f"{title}: {in_words(wrong) if response.status_code == 422 and wrong else detail}"
     return CommandError(
         message, exit_of_status(response.status_code), problem or {"status": response.status_code}
     )
+
+
+def in_words(errors: list[dict[str, str]]) -> str:
+    """What is wrong with a request, by the names that commands have for its fields."""
+    return "; ".join(_field_in_words(error["location"], error["message"]) for error in errors[:3])
+
+
+def _field_in_words(location: str, message: str) -> str:
+    flag = flag_of(location.rpartition(".")[2])
+    if message == "Field required":
+        return f"expected {flag}"
+    if message.startswith("Extra inputs"):
+        return f"{flag} does not go with the other options"
+    if found := _PATTERN.search(message):
+        return f"{flag}: expected {_FORMS.get(found[1], 'another form')}"
+    return f"{flag}: {message[:1].lower()}{message[1:]}"
+
+
+def flag_of(field: str) -> str:
+    """The option that most commands have for a field of a request."""
+    return "--" + field.removesuffix("_id").removesuffix("_digest").replace("_", "-")
 
 
 def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:

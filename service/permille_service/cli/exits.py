@@ -7,6 +7,7 @@
 4  there is no such thing
 5  try again later: the service is busy or cannot be reached
 6  access: no token, a wrong one, or a role that may not
+130  interrupted
 """
 
 from enum import IntEnum
@@ -22,6 +23,7 @@ class Exit(IntEnum):
     NOT_FOUND = 4
     RETRY = 5
     ACCESS = 6
+    INTERRUPTED = 130
 
 
 def exit_of_status(status: int) -> Exit:

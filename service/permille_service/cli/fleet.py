@@ -1,11 +1,24 @@
 """Commands of what goes out and comes back: releases, invitations, devices, runs, tokens, tenants."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from permille_service.cli.collections import add_list, add_show
-from permille_service.cli.session import AsJson, Key, Rows, connect
+from permille.schemas.access import TenantCreate, TokenCreate
+from permille.schemas.releases import ReleaseCreate
+from permille_service.cli.commands import (
+    Key,
+    Rows,
+    add_action,
+    add_create,
+    add_deletion,
+    add_list,
+    add_show,
+    command,
+)
+from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.forms import form_of
+from permille_service.cli.session import Session
 
 releases = typer.Typer(no_args_is_help=True, help="Signed versions of a name, and aliases.")
 invitations = typer.Typer(no_args_is_help=True, help="One-time codes that enrol one device.")
@@ -14,203 +27,130 @@ runs = typer.Typer(no_args_is_help=True, help="What devices report.")
 tokens = typer.Typer(no_args_is_help=True, help="Operator tokens.")
 tenants = typer.Typer(no_args_is_help=True, help="Tenants.")
 
-RELEASE_COLUMNS = ("name", "version", "aliases", "manifest_digest", "size_bytes", "yanked", "published_at")
-DEVICE_COLUMNS = ("id", "name", "state", "release", "alias", "agent_version", "last_seen_at")
-INVITATION_COLUMNS = ("id", "release", "alias", "state", "used_by", "expires_at")
-RUN_COLUMNS = (
-    "run_id",
-    "device_id",
-    "metrics.outcome",
-    "metrics.steps",
-    "metrics.loss_base",
-    "metrics.loss_personal",
-    "log.state",
-    "log.job_id",
+_RELEASES = ("name", "version", "aliases", "manifest_digest", "size_bytes", "yanked", "published_at")
+_RUNS = (
+    *("run_id", "device_id", "metrics.outcome", "metrics.steps", "metrics.loss_base"),
+    *("metrics.loss_personal", "log.state"),
 )
-TOKEN_COLUMNS = ("id", "name", "role", "created_at", "last_used_at", "expires_at")
-
-ReleaseFlag = Annotated[str, typer.Option("--release", help="Name of the release to follow.")]
-AliasFlag = Annotated[str, typer.Option("--alias", help="Alias to follow.")]
 
 
-@releases.command("publish")
-def publish_release(
-    context: typer.Context,
-    name: str,
-    package: Annotated[str, typer.Option(help="Digest of the package.")],
-    alias: Annotated[str | None, typer.Option(help="Alias to point at it, such as stable.")] = None,
-    version: Annotated[int | None, typer.Option(min=1, help="Default: the next one.")] = None,
-    expires_in_days: Annotated[int, typer.Option(min=1)] = 365,
-    key: Key = None,
-    as_json: AsJson = False,
-) -> None:
+@command(releases, "publish", form=form_of(ReleaseCreate, "name"))
+def publish_release(session: Session, body: dict[str, Any], key: Key = None) -> None:
     """Sign and publish a package.
 
     Example:
 
-      permille releases publish tiny-llama --package sha256:... --alias stable
+      permille releases publish tiny-llama --package 577a9004 --alias stable
     """
-    body = {
-        "name": name,
-        "package_digest": package,
-        "version": version,
-        "alias": alias,
-        "expires_in_days": expires_in_days,
-    }
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.post("/v1/releases", body, key=key))
+    made = session.client.post("/v1/releases", body, key=key)
+    session.output.show(made)
+    name, alias = made["name"], body.get("alias")
+    if alias is None:
+        session.output.say_next(f"permille releases alias {name} stable {made['version']}")
+    else:
+        session.output.say_next(f"permille invitations create --release {name} --alias {alias}")
 
 
-@releases.command("list")
+@command(releases, "list")
 def list_releases(
-    context: typer.Context,
+    session: Session,
     name: Annotated[str | None, typer.Argument(help="Only this name.")] = None,
     limit: Rows = 100,
-    as_json: AsJson = False,
 ) -> None:
     """List published versions."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.pages("/v1/releases", limit=limit, name=name), RELEASE_COLUMNS)
+    session.output.show(session.client.pages("/v1/releases", limit=limit, name=name), _RELEASES)
 
 
-@releases.command("yank")
+@command(releases, "yank")
 def yank_release(
-    context: typer.Context,
+    session: Session,
     name: str,
     version: int,
     reason: Annotated[str, typer.Option(help="Why.")] = "withdrawn",
-    as_json: AsJson = False,
-) -> None:
+) -> Any:
     """Withdraw a version: devices no longer install it."""
-    with connect(context, as_json=as_json) as session:
-        path = f"/v1/releases/{name}/versions/{version}/yank"
-        session.output.show(session.client.post(path, {"reason": reason}))
+    return session.client.post(f"/v1/releases/{name}/versions/{version}/yank", {"reason": reason})
 
 
-@releases.command("alias")
-def set_alias(context: typer.Context, name: str, alias: str, version: int, as_json: AsJson = False) -> None:
+@command(releases, "alias")
+def set_alias(session: Session, name: str, alias: str, version: int) -> Any:
     """Point an alias at a version.
 
     Example:
 
       permille releases alias tiny-llama canary 3
     """
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.put(f"/v1/releases/{name}/aliases/{alias}", {"version": version}))
+    return session.client.put(f"/v1/releases/{name}/aliases/{alias}", {"version": version})
 
 
-@releases.command("unalias")
-def remove_alias(context: typer.Context, name: str, alias: str, as_json: AsJson = False) -> None:
+@command(releases, "unalias")
+def remove_alias(session: Session, name: str, alias: str) -> Any:
     """Remove an alias."""
-    with connect(context, as_json=as_json) as session:
-        session.client.delete(f"/v1/releases/{name}/aliases/{alias}")
-        session.output.show({"removed": alias})
+    session.client.delete(f"/v1/releases/{name}/aliases/{alias}")
+    return {"removed": alias}
 
 
-@invitations.command("create")
+@command(invitations, "create")
 def create_invitation(
-    context: typer.Context,
-    release: ReleaseFlag,
-    alias: AliasFlag = "stable",
+    session: Session,
+    release: Annotated[str, typer.Option(help="Name of the release to follow.")],
+    alias: Annotated[str, typer.Option(help="Alias to follow.")] = "stable",
     key: Key = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Invite one device. The code is shown once, is good for 24 hours and for one device.
+    """Invite one device to a release. The code is shown once, is good for 24 hours and for one device.
 
     Example:
 
       permille invitations create --release tiny-llama
     """
-    with connect(context, as_json=as_json) as session:
-        body = {"release": release, "alias": alias}
-        session.output.show(session.client.post("/v1/invitations", body, key=key))
+    _require_alias(session, release, alias)
+    made = session.client.post("/v1/invitations", {"release": release, "alias": alias}, key=key)
+    session.output.show(made)
+    trust = "" if session.ca_file is None else f" --ca-file {session.ca_file.name}"
+    session.output.say("next, on the device:")
+    session.output.say(f"  permille-agent enroll {session.client.url} {made['invitation']}{trust}")
 
 
-add_list(invitations, "/v1/invitations", INVITATION_COLUMNS, "List invitations, without their codes.")
+def _require_alias(session: Session, release: str, alias: str) -> None:
+    versions = session.client.pages("/v1/releases", name=release)
+    known = sorted({name for version in versions for name in version["aliases"]})
+    if not versions:
+        raise CommandError(f"no release {release!r}: see `permille releases list`", Exit.NOT_FOUND)
+    if alias not in known:
+        raise CommandError(
+            f"no alias {alias!r} of the release {release!r}, only {', '.join(known) or 'versions'}: "
+            f"see `permille releases alias`",
+            Exit.NOT_FOUND,
+        )
 
 
-@invitations.command("revoke")
-def revoke_invitation(context: typer.Context, invitation_id: str, as_json: AsJson = False) -> None:
-    """Make an invitation useless."""
-    with connect(context, as_json=as_json) as session:
-        session.client.post(f"/v1/invitations/{invitation_id}/revoke")
-        session.output.show({"revoked": invitation_id})
-
-
-add_list(devices, "/v1/devices", DEVICE_COLUMNS, "List devices.")
-add_show(devices, "/v1/devices", "device_id", "Show one device.")
-
-
-@devices.command("revoke")
-def revoke_device(context: typer.Context, device_id: str, as_json: AsJson = False) -> None:
-    """Shut a device out for good, with effect on its next request."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.post(f"/v1/devices/{device_id}/revoke"))
-
-
-@runs.command("list")
+@command(runs, "list")
 def list_runs(
-    context: typer.Context,
+    session: Session,
     device: Annotated[str | None, typer.Option(help="Only this device's.")] = None,
     limit: Rows = 100,
-    as_json: AsJson = False,
 ) -> None:
     """List runs."""
-    with connect(context, as_json=as_json) as session:
-        found = session.client.pages("/v1/runs", limit=limit, device_id=device)
-        session.output.show(found, RUN_COLUMNS)
+    device_id = None if device is None else session.id_of("devices", device)
+    session.output.show(session.client.pages("/v1/runs", limit=limit, device_id=device_id), _RUNS)
 
 
-add_show(runs, "/v1/runs", "run_id", "Show one run.")
+add_list(invitations, "invitations", ("id", "release", "alias", "state", "used_by", "expires_at"))
+add_action(invitations, "invitations", "revoke", "Make an invitation useless.")
 
+add_list(devices, "devices", ("id", "name", "state", "release", "alias", "agent_version", "last_seen_at"))
+add_show(devices, "devices")
+add_action(devices, "devices", "revoke", "Shut a device out for good, with effect on its next request.")
 
-@runs.command("delete-log")
-def delete_log(context: typer.Context, run_id: str, as_json: AsJson = False) -> None:
-    """Forget the log of a run and its bytes."""
-    with connect(context, as_json=as_json) as session:
-        session.client.delete(f"/v1/runs/{run_id}/log")
-        session.output.show({"deleted": f"log of {run_id}"})
+add_show(runs, "runs")
+add_deletion(runs, "runs", "delete-log", "Forget the log of a run and its bytes.", part="/log")
+add_deletion(runs, "runs", "delete", "Forget a run, its metrics and its log.")
 
+add_create(
+    tokens, "tokens", form_of(TokenCreate, "name"), "Make an operator token. Its secret is shown once."
+)
+add_list(tokens, "tokens", ("id", "name", "role", "created_at", "last_used_at", "expires_at"))
+add_deletion(tokens, "tokens", "revoke", "Revoke an operator token.")
 
-@runs.command("delete")
-def delete_run(context: typer.Context, run_id: str, as_json: AsJson = False) -> None:
-    """Forget a run, its metrics and its log."""
-    with connect(context, as_json=as_json) as session:
-        session.client.delete(f"/v1/runs/{run_id}")
-        session.output.show({"deleted": run_id})
-
-
-@tokens.command("create")
-def create_token(
-    context: typer.Context,
-    name: str,
-    role: Annotated[str, typer.Option(help="admin, operator or viewer.")] = "viewer",
-    tenant: Annotated[str | None, typer.Option(help="Id of another tenant.")] = None,
-    expires_in_days: Annotated[int | None, typer.Option(min=1)] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Make an operator token. Its secret is shown once."""
-    body = {"name": name, "role": role, "tenant_id": tenant, "expires_in_days": expires_in_days}
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.post("/v1/tokens", body))
-
-
-add_list(tokens, "/v1/tokens", TOKEN_COLUMNS, "List operator tokens, without their secrets.")
-
-
-@tokens.command("revoke")
-def revoke_token(context: typer.Context, token_id: str, as_json: AsJson = False) -> None:
-    """Revoke an operator token."""
-    with connect(context, as_json=as_json) as session:
-        session.client.delete(f"/v1/tokens/{token_id}")
-        session.output.show({"revoked": token_id})
-
-
-@tenants.command("create")
-def create_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Add a tenant."""
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.post("/v1/tenants", {"name": name}))
-
-
-add_list(tenants, "/v1/tenants", ("id", "name", "created_at"), "List tenants.")
+add_create(tenants, "tenants", form_of(TenantCreate, "name"), "Add a tenant.")
+add_list(tenants, "tenants", ("id", "name", "created_at"))

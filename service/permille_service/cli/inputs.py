@@ -1,29 +1,25 @@
-"""Commands of what goes in: models, corpora, preflight."""
+"""Commands of what goes in: models and corpora."""
 
 from typing import Annotated
 
 import typer
 
-from permille_service.cli.collections import add_list, add_show
+from permille_service.cli.commands import Key, add_deletion, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.session import AsJson, Key, connect
+from permille_service.cli.session import Session
 
 models = typer.Typer(no_args_is_help=True, help="Base models.")
 corpora = typer.Typer(no_args_is_help=True, help="Text to measure sensitivity and perplexity on.")
 
-MODEL_COLUMNS = ("id", "name", "family", "parameters", "scoped_parameters", "size_bytes")
-CORPUS_COLUMNS = ("id", "name", "source.kind", "source.path", "size_bytes")
 
-
-@models.command("add")
+@command(models, "add")
 def add_model(
-    context: typer.Context,
+    session: Session,
     name: str,
     folder: Annotated[str | None, typer.Option(help="Folder below the model root.")] = None,
     hub: Annotated[str | None, typer.Option(help="Hub repository, as owner/name.")] = None,
     commit: Annotated[str | None, typer.Option(help="Full commit of the repository (40 hex digits).")] = None,
     key: Key = None,
-    as_json: AsJson = False,
 ) -> None:
     """Register a base model.
 
@@ -35,36 +31,21 @@ def add_model(
     """
     if (folder is None) == (hub is None) or (hub is None) != (commit is None):
         raise CommandError("expected --folder, or --hub with --commit", Exit.USAGE)
-    source = (
-        {"kind": "folder", "path": folder}
-        if folder is not None
-        else {"kind": "hub", "repository": hub, "commit": commit}
-    )
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.post("/v1/models", {"name": name, "source": source}, key=key))
+    source = {"kind": "hub", "repository": hub, "commit": commit}
+    if folder is not None:
+        source = {"kind": "folder", "path": folder}
+    session.output.show(session.client.post("/v1/models", {"name": name, "source": source}, key=key))
+    session.output.say_next(f"permille builds create --model {name} --corpus CORPUS")
 
 
-add_list(models, "/v1/models", MODEL_COLUMNS, "List registered models.")
-add_show(models, "/v1/models", "model_id", "Show one model.")
-
-
-@models.command("remove")
-def remove_model(context: typer.Context, model_id: str, as_json: AsJson = False) -> None:
-    """Forget a model that nothing was made of; its files stay."""
-    with connect(context, as_json=as_json) as session:
-        session.client.delete(f"/v1/models/{model_id}")
-        session.output.show({"removed": model_id})
-
-
-@corpora.command("add")
+@command(corpora, "add")
 def add_corpus(
-    context: typer.Context,
+    session: Session,
     name: str,
     file: Annotated[str | None, typer.Option(help=".jsonl, .jsonl.gz or .txt below the corpus root.")] = None,
     streamed: Annotated[str | None, typer.Option(help="A streamed data set: c4.")] = None,
     split: Annotated[str, typer.Option(help="Of a streamed data set: train or validation.")] = "train",
     key: Key = None,
-    as_json: AsJson = False,
 ) -> None:
     """Register a corpus.
 
@@ -76,22 +57,16 @@ def add_corpus(
     """
     if (file is None) == (streamed is None):
         raise CommandError("expected --file or --streamed", Exit.USAGE)
-    source = (
-        {"kind": "file", "path": file}
-        if file is not None
-        else {"kind": "streamed", "dataset": streamed, "split": split}
-    )
-    with connect(context, as_json=as_json) as session:
-        session.output.show(session.client.post("/v1/corpora", {"name": name, "source": source}, key=key))
+    source = {"kind": "streamed", "dataset": streamed, "split": split}
+    if file is not None:
+        source = {"kind": "file", "path": file}
+    session.output.show(session.client.post("/v1/corpora", {"name": name, "source": source}, key=key))
+    session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
 
 
-add_list(corpora, "/v1/corpora", CORPUS_COLUMNS, "List registered corpora.")
-add_show(corpora, "/v1/corpora", "corpus_id", "Show one corpus.")
-
-
-@corpora.command("remove")
-def remove_corpus(context: typer.Context, corpus_id: str, as_json: AsJson = False) -> None:
-    """Forget a corpus that no result refers to; its file stays."""
-    with connect(context, as_json=as_json) as session:
-        session.client.delete(f"/v1/corpora/{corpus_id}")
-        session.output.show({"removed": corpus_id})
+add_list(models, "models", ("id", "name", "family", "parameters", "scoped_parameters", "size_bytes"))
+add_list(corpora, "corpora", ("id", "name", "source.kind", "source.path", "size_bytes"))
+add_show(models, "models")
+add_show(corpora, "corpora")
+add_deletion(models, "models", "remove", "Forget a model that nothing was made of; its files stay.")
+add_deletion(corpora, "corpora", "remove", "Forget a corpus that no result refers to; its file stays.")

@@ -1,19 +1,25 @@
 """`permille`: the operator's command line. Starts the service (`up`), and calls it (everything else)."""
 
+import functools
 import logging
 import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from permille import __version__
-from permille_service.cli import fleet, inputs, work
-from permille_service.cli.evaluate import evaluate
+from permille_service.cli import fleet, inputs
+from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.jobs import jobs
 from permille_service.cli.output import make_output, print_json
-from permille_service.cli.session import AsJson, Place
+from permille_service.cli.session import Place
+from permille_service.cli.tables import figures_of, table_of
+from permille_service.cli.work import FIGURES, add_work
 from permille_service.settings import DEFAULT_PORT
 
 EXIT_HELP = (
@@ -29,14 +35,31 @@ app = typer.Typer(
     epilog=EXIT_HELP,
     help="Turn a pre-trained language model into packages that devices personalise.",
 )
+
+
+def plugin(entry: EntryPoint) -> Callable[..., Any]:
+    """A command from outside, such as the lab's `evaluate`; it says so where something is not installed.
+
+    The entry point is a function that typer reads. It is imported at each start of `permille`, so it must
+    import what is heavy when it runs.
+    """
+    run: Callable[..., Any] = entry.load()
+
+    @functools.wraps(run)
+    def checked(*arguments: object, **options: object) -> object:
+        try:
+            return run(*arguments, **options)
+        except ModuleNotFoundError as exc:
+            missing = f"`permille {entry.name}` needs {exc.name}: pip install 'permille[lab]'"
+            raise CommandError(missing, Exit.USAGE) from exc
+
+    return checked
+
+
 for _name, _commands in (
     ("models", inputs.models),
     ("corpora", inputs.corpora),
-    ("builds", work.builds),
-    ("masks", work.masks),
-    ("quantizations", work.quantizations),
-    ("packages", work.packages),
-    ("jobs", work.jobs),
+    ("jobs", jobs),
     ("releases", fleet.releases),
     ("invitations", fleet.invitations),
     ("devices", fleet.devices),
@@ -45,8 +68,9 @@ for _name, _commands in (
     ("tenants", fleet.tenants),
 ):
     app.add_typer(_commands, name=_name)
-app.command("preflight")(work.preflight)
-app.command("evaluate")(evaluate)
+add_work(app)
+for _entry in entry_points(group="permille.commands"):
+    app.command(_entry.name)(plugin(_entry))
 
 
 def _show_version(wanted: bool) -> None:
@@ -137,7 +161,7 @@ def start(
             print_json(answer)
             sys.stdout.flush()
         else:
-            output.say(f"permille {__version__} at [bold]{up.url}[/bold]")
+            output.say(f"permille {__version__} at {up.url}")
             output.say(f"console  {up.url}/docs")
             output.say(f"token    {up.token_path}")
             output.say(f"models   below {settings.model_root}: permille models add NAME --folder FOLDER")
@@ -167,9 +191,7 @@ def _show_error(error: CommandError, *, as_json: bool) -> None:
     console.print(f"[red]permille:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
     figures = (error.problem or {}).get("figures")
     if isinstance(figures, list):
-        from permille_service.cli.output import table_of
-
-        console.print(table_of(figures, ("name", "unit", "needed", "available", "enough")))
+        console.print(table_of(figures_of(figures), FIGURES))
 
 
 def _absolute(path: Path | None) -> Path | None:

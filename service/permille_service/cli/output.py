@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from permille_service.cli.client import Client
 from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.tables import fields_of, records_in, span, table_of
 
 WIDE = 240
 
@@ -31,14 +30,21 @@ class Output:
         if self.as_json:
             print_json(answer)
         elif isinstance(answer, list):
-            self.console.print(table_of(answer, columns))
+            self.console.print(table_of(answer, columns) if answer else "none yet")
         else:
             self.console.print(fields_of(answer))
+            for name, rows in records_in(answer).items():
+                self.console.print(f"\n[bold]{name}[/bold]")
+                self.console.print(table_of(rows, tuple(rows[0])))
 
     def say(self, text: str) -> None:
         """Print a line for people; programs do not see it."""
         if not self.as_json:
-            self.console.print(text, highlight=False)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def say_next(self, command: str) -> None:
+        """Print the command that usually comes next."""
+        self.say(f"next: {command}")
 
 
 def make_output(*, as_json: bool) -> Output:
@@ -54,28 +60,12 @@ def print_json(answer: Any) -> None:
     sys.stdout.write(json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
 
 
-def table_of(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
-    """A table; a column `source.path` looks inside."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.rpartition(".")[2], overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(_cell(_inside(row, column))) for column in columns))
-    return table
-
-
-def fields_of(answer: dict[str, Any]) -> Table:
-    """An object as two columns."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in answer.items():
-        table.add_row(f"[bold]{escape(name)}[/bold]", escape(_cell(value)))
-    return table
-
-
 def watch(client: Client, output: Output, job_id: str) -> dict[str, Any]:
-    """Follow a job to its end with a progress bar; print it. Raises CommandError when it did not succeed."""
+    """Follow a job to its end with a progress bar; the ended job.
+
+    Raises:
+        CommandError: it did not succeed, or Ctrl-C ended the waiting; the job runs on then.
+    """
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -86,15 +76,22 @@ def watch(client: Client, output: Output, job_id: str) -> dict[str, Any]:
         transient=True,
         disable=output.as_json or not output.errors.is_terminal,
     )
-    with bar:
-        task = bar.add_task("queued", total=1.0, left="")
-        for event in client.events(job_id):
-            _advance(bar, task, event)
+    try:
+        with bar:
+            task = bar.add_task("queued", total=1.0, left="")
+            for event in client.events(job_id):
+                _advance(bar, task, event)
+    except KeyboardInterrupt:
+        raise CommandError(
+            f"no longer waiting, but job {job_id} runs on: `permille jobs watch {job_id}` shows it, "
+            f"`permille jobs cancel {job_id}` stops it",
+            Exit.INTERRUPTED,
+        ) from None
     job: dict[str, Any] = client.get(f"/v1/jobs/{job_id}")
-    output.show(job)
     if job["state"] != "succeeded":
         error = job["error"] or {}
-        raise CommandError(f"job {job_id} {job['state']}: {error.get('message', 'no error')}", Exit.FAILED)
+        message = f"job {job_id} {job['state']}: {error.get('message', 'no error')}"
+        raise CommandError(message, Exit.FAILED, {"job": job})
     return job
 
 
@@ -106,26 +103,7 @@ def _advance(bar: Progress, task: Any, event: dict[str, Any]) -> None:
             task,
             completed=data.get("progress", 0.0),
             description=data.get("message") or "running",
-            left="" if left is None else f"{left:.0f} s left",
+            left="" if left is None else f"{span(left)} left",
         )
     elif event["kind"] == "state":
         bar.update(task, description=str(data.get("state")))
-
-
-def _inside(row: dict[str, Any], column: str) -> Any:
-    value: Any = row
-    for part in column.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, (dict, list)):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value)

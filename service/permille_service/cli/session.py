@@ -4,17 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from permille_service.cli.client import Client, default_data_dir, find_token, find_url
 from permille_service.cli.output import Output, make_output
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job to its end.")]
-Key = Annotated[str | None, typer.Option("--idempotency-key", help="Sent again, it makes nothing twice.")]
-Rows = Annotated[int, typer.Option("--limit", min=1, help="At most so many rows.")]
+from permille_service.cli.references import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +33,11 @@ class Session:
 
     client: Client
     output: Output
+    ca_file: Path | None
+
+    def id_of(self, collection: str, text: str) -> str:
+        """The id that a name or a beginning means. Raises CommandError."""
+        return resolve(self.client, collection, text)
 
 
 @contextmanager
@@ -46,4 +46,4 @@ def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
     place = context.ensure_object(Place)
     url, token = find_url(place.url, place.folder), find_token(place.token, place.folder)
     with Client(url, token, ca_file=place.ca_file) as client:
-        yield Session(client=client, output=make_output(as_json=as_json))
+        yield Session(client=client, output=make_output(as_json=as_json), ca_file=place.ca_file)

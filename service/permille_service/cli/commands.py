@@ -1,0 +1,106 @@
+"""How a command is made: a function of a session whose answer is printed. And those that collections share.
+
+A record is named by its id, by its name, or by a beginning of its id that no other has.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from permille_service.cli.forms import Form
+from permille_service.cli.session import Session, connect
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job to its end.")]
+Key = Annotated[str | None, typer.Option("--idempotency-key", help="Sent again, it makes nothing twice.")]
+Rows = Annotated[int, typer.Option("--limit", min=1, help="At most so many rows.")]
+
+_Run = Callable[..., Any]
+
+
+def command(
+    group: typer.Typer, name: str, text: str | None = None, *, form: Form | None = None
+) -> Callable[[_Run], _Run]:
+    """Make a function a command of a group: its session is opened, what it returns is shown.
+
+    Args:
+        text: the help; the function's docstring where there is none.
+        form: its options become the command's, and the function gets the request that they make as `body`.
+    """
+
+    def register(run: _Run) -> _Run:
+        def called(context: typer.Context, as_json: AsJson, **given: Any) -> None:
+            with connect(context, as_json=as_json) as session:
+                filled = {} if form is None else {"body": form.body(session, given)}
+                answer = run(session, **filled, **given)
+                if answer is not None:
+                    session.output.show(answer)
+
+        context, as_json, _ = inspect.signature(called).parameters.values()
+        own = [
+            one for one in inspect.signature(run).parameters.values() if one.name not in ("session", "body")
+        ]
+        options = [] if form is None else form.parameters()
+        made = (context, *options, *own, as_json.replace(default=False))
+        signature = inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in made])
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        group.command(name, help=text or inspect.getdoc(run))(called)
+        return run
+
+    return register
+
+
+def singular(collection: str) -> str:
+    """What one record of a collection is called."""
+    return "corpus" if collection == "corpora" else collection.removesuffix("s")
+
+
+def add_list(group: typer.Typer, collection: str, columns: Sequence[str]) -> None:
+    """Give a group the command `list`; `columns` are the dotted names of the fields that its table has."""
+
+    @command(group, "list", f"List {collection}, newest first.")
+    def show_rows(session: Session, limit: Rows = 100) -> None:
+        session.output.show(session.client.pages(f"/v1/{collection}", limit=limit), columns)
+
+
+def add_show(group: typer.Typer, collection: str) -> None:
+    """Give a group the command `show`, for one record."""
+
+    @command(group, "show", f"Show one {singular(collection)}.")
+    def show_row(session: Session, row: _row(collection)) -> Any:  # type: ignore[valid-type]
+        return session.client.get(f"/v1/{collection}/{session.id_of(collection, row)}")
+
+
+def add_create(group: typer.Typer, collection: str, form: Form, text: str) -> None:
+    """Give a group the command `create`, which sends the form."""
+
+    @command(group, "create", text, form=form)
+    def create(session: Session, body: dict[str, Any]) -> Any:
+        return session.client.post(f"/v1/{collection}", body)
+
+
+def add_action(group: typer.Typer, collection: str, action: str, text: str) -> None:
+    """Give a group a command that posts to `/v1/<collection>/<id>/<action>`."""
+
+    @command(group, action, text)
+    def act(session: Session, row: _row(collection)) -> Any:  # type: ignore[valid-type]
+        row_id = session.id_of(collection, row)
+        return session.client.post(f"/v1/{collection}/{row_id}/{action}") or {f"{action}d": row_id}
+
+
+def add_deletion(group: typer.Typer, collection: str, name: str, text: str, *, part: str = "") -> None:
+    """Give a group a command that deletes a record, or the `part` of it."""
+
+    @command(group, name, text)
+    def delete(session: Session, row: _row(collection)) -> Any:  # type: ignore[valid-type]
+        row_id = session.id_of(collection, row)
+        session.client.delete(f"/v1/{collection}/{row_id}{part}")
+        return {f"{name.partition('-')[0]}d": row_id}
+
+
+def _row(collection: str) -> Any:
+    return Annotated[
+        str, typer.Argument(metavar=singular(collection).upper(), help="Its id, its beginning, or its name.")
+    ]

@@ -1,0 +1,163 @@
+"""A request as the options of the command that sends it: one flat option for each value of the request.
+
+A request may be a union of models (the methods of a mask) and hold other models (the parts of a build). An
+option is named after its field, helped by the field's description, and takes names for ids.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from permille.schemas.fields import Flag
+from permille_service.cli.client import flag_of
+from permille_service.cli.session import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOption:
+    """One value of a request.
+
+    Attributes:
+        flag: such as `--density`; an id's flag names the thing, `--corpus`.
+        place: names of the nested fields that lead to it.
+        value_type: `str`, `int`, `float`, `bool`.
+        choices: the only values, where they are few.
+        default: None where the service decides, or the value may be left out.
+        required: in every form of the request.
+        names: of an id, the collection that it is of; else None.
+    """
+
+    flag: str
+    place: tuple[str, ...]
+    value_type: type
+    choices: tuple[str, ...]
+    default: object
+    required: bool
+    help: str
+    names: str | None
+
+    @property
+    def parameter(self) -> str:
+        """What a command calls it."""
+        return "_".join(self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The options of a request; those named in `arguments` need no flag."""
+
+    options: tuple[RequestOption, ...]
+    arguments: tuple[str, ...] = ()
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """What a command takes, for typer to read: None where an option is not given."""
+        return [self._parameter(option) for option in self.options]
+
+    def body(self, session: Session, given: dict[str, object]) -> dict[str, Any]:
+        """The request, taken out of what was given, with ids for names. Choices are always in it: one may say
+        which form the rest is of."""
+        body: dict[str, Any] = {}
+        for option in self.options:
+            value = given.pop(option.parameter)
+            if value is None and option.choices:
+                value = option.default
+            if value is not None and option.names is not None:
+                value = session.id_of(option.names, str(value))
+            if value is not None:
+                part = body
+                for name in option.place[:-1]:
+                    part = part.setdefault(name, {})
+                part[option.place[-1]] = value
+        return body
+
+    def _parameter(self, option: RequestOption) -> inspect.Parameter:
+        # Defaults are the service's, and only told.
+        told = "" if option.default in (None, False) else f" Default: {option.default}."
+        text = f"{option.help}{told}".strip()
+        chosen: Any = (
+            Literal[option.choices] if option.choices and option.value_type is str else option.value_type
+        )
+        marker: Any = typer.Option(option.flag, help=text)
+        if option.parameter in self.arguments:
+            marker = typer.Argument(help=text)
+        return inspect.Parameter(
+            option.parameter,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if option.required else None,
+            annotation=Annotated[chosen if option.required else chosen | None, marker],
+        )
+
+
+def form_of(request: Any, *arguments: str) -> Form:
+    """The options of a request in the order of its fields; those of a union's members once each."""
+    found: dict[tuple[str, ...], RequestOption] = {}
+    for option in _options(request, (), required=True):
+        earlier = found.get(option.place, option)
+        found[option.place] = replace(
+            option,
+            choices=tuple(dict.fromkeys((*earlier.choices, *option.choices))),
+            default=earlier.default if option.default in (earlier.default, *option.choices) else None,
+            required=earlier.required and option.required,
+            help=earlier.help or option.help,
+        )
+    return Form(tuple(found.values()), arguments)
+
+
+def _options(form: Any, place: tuple[str, ...], *, required: bool) -> Iterator[RequestOption]:
+    models = _models(form)
+    for model in models:
+        for name, info in model.model_fields.items():
+            needed = required and info.is_required() and all(name in other.model_fields for other in models)
+            if _models(info.annotation):
+                yield from _options(info.annotation, (*place, name), required=needed)
+            else:
+                yield _option(info, (*place, name), required=needed)
+
+
+def _option(info: FieldInfo, place: tuple[str, ...], *, required: bool) -> RequestOption:
+    kind, choices = _value(info.annotation)
+    thing, _, suffix = place[-1].rpartition("_")
+    of = thing.rpartition("_")[2] if suffix in ("id", "digest") else None
+    flag = next((marker.name for marker in info.metadata if isinstance(marker, Flag)), None)
+    # Which form of a request it is: the first one unless told.
+    first = choices[0] if get_origin(info.annotation) is Literal else None
+    default = first if info.is_required() else info.default
+    return RequestOption(
+        flag=flag or flag_of(place[-1]),
+        place=place,
+        value_type=kind,
+        choices=choices,
+        default=default.value if isinstance(default, StrEnum) else default,
+        required=required and default is None,
+        help=info.description or "",
+        names=None if of is None else {"corpus": "corpora"}.get(of, f"{of}s"),
+    )
+
+
+def _models(form: Any) -> tuple[type[BaseModel], ...]:
+    """The models that an annotation may be; none where it is a plain value."""
+    if isinstance(form, type):
+        return (form,) if issubclass(form, BaseModel) else ()
+    return tuple(model for part in _parts(form) for model in _models(part))
+
+
+def _value(form: Any) -> tuple[type, tuple[str, ...]]:
+    """The type of a plain value, and its choices."""
+    if get_origin(form) is Literal:
+        values = get_args(form)
+        return (str if isinstance(values[0], str) else type(values[0])), tuple(map(str, values))
+    if isinstance(form, type):
+        return (str, tuple(form)) if issubclass(form, StrEnum) else (form, ())
+    return next(_value(part) for part in _parts(form) if part is not NoneType)
+
+
+def _parts(form: Any) -> tuple[Any, ...]:
+    """What an `Annotated` or a union is of."""
+    return get_args(form) if get_origin(form) in (Union, UnionType) else get_args(form)[:1]

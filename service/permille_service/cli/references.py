@@ -1,0 +1,41 @@
+"""What people type for a thing: its id, its name, or the beginning of its id that no other has."""
+
+import re
+from typing import Any
+
+from permille_service.cli.client import Client
+from permille_service.cli.exits import CommandError, Exit
+
+_FULL = re.compile(
+    r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}|sha256:[0-9a-f]{64}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+)
+LOOKED_THROUGH = 1000
+"""The newest so many of a collection are searched."""
+_KEYS = {"packages": "digest", "runs": "run_id"}
+_SHOWN = 5
+
+
+def resolve(client: Client, collection: str, text: str) -> str:
+    """The id that `text` means in a collection such as `models`; a whole id is taken as it is.
+
+    Raises:
+        CommandError: nothing has this name or beginning, or several have it.
+    """
+    if _FULL.fullmatch(text):
+        return text
+    key = _KEYS.get(collection, "id")
+    rows: list[dict[str, Any]] = client.pages(f"/v1/{collection}", limit=LOOKED_THROUGH)
+    found = [row[key] for row in rows if row.get("name") == text] or [
+        row[key]
+        for row in rows
+        if row[key].startswith(text) or row[key].removeprefix("sha256:").startswith(text)
+    ]
+    if len(found) == 1:
+        return str(found[0])
+    one = "corpus" if collection == "corpora" else collection.removesuffix("s")
+    if not found:
+        raise CommandError(f"no {one} {text!r}: see `permille {collection} list`", Exit.NOT_FOUND)
+    more = "" if len(found) <= _SHOWN else f" and {len(found) - _SHOWN} more"
+    raise CommandError(
+        f"expected one {one}, but {text!r} can mean {', '.join(found[:_SHOWN])}{more}", Exit.USAGE
+    )

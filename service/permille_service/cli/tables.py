@@ -1,0 +1,150 @@
+"""Records as people read them: short ids and digests, megabytes, "3 min ago"; lines of 80 columns.
+
+An id or a digest that is shown short is taken by every command, see `references`. `--json` has all in full.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+_ID = re.compile(r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# The first ten characters of an id's second part are its milliseconds; two of one table may share them.
+_SHORT = {_ID: len("_") + 10, _DIGEST: len("sha256:") + 12, _UUID: 8}
+_SPANS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
+
+Row = Mapping[str, Any]
+
+
+def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | None = None) -> Table:
+    """A table; a column `source.path` looks inside, and is headed `path`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    cells = [[_inside(row, column) for row in rows] for column in columns]
+    for column, values in zip(columns, cells, strict=True):
+        table.add_column(
+            column.rpartition(".")[2].removesuffix("_id").removesuffix("_at").removesuffix("_bytes"),
+            overflow="fold",
+        )
+        values[:] = _shortened(values)
+    for i in range(len(rows)):
+        table.add_row(
+            *(escape(cell(name, values[i], now)) for name, values in zip(columns, cells, strict=True))
+        )
+    return table
+
+
+def fields_of(record: Row, *, now: datetime | None = None) -> Table:
+    """A record as two columns: what is nested has lines of its own, and only what names the record is in
+    full."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in _lines("", record):
+        shown = value if name in ("id", "digest", "run_id", "made") else _shortened([value])[0]
+        table.add_row(f"[bold]{escape(name)}[/bold]", escape(cell(name, shown, now)))
+    return table
+
+
+def records_in(record: Row) -> dict[str, list[Row]]:
+    """Lists of records in a record, which are tables of their own."""
+    return {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value)
+    }
+
+
+def cell(name: str, value: Any, now: datetime | None = None) -> str:
+    """One value by its kind, and by what its name says of it."""
+    if value is None or value in ([], {}):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)) and name.endswith("bytes"):
+        return decimal(int(value))
+    if name.endswith("_at"):
+        return when(value, now or datetime.now(UTC))
+    if name.endswith("fraction"):
+        return f"{value:.0%}"
+    if name.endswith(("seconds", "seconds_left")):
+        return span(float(value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(str(one) for one in _shortened(value))
+    return str(value).removeprefix("application/vnd.permille.")
+
+
+def when(value: str | float, now: datetime) -> str:
+    """A point in time, seen from now: "3 min ago", "in 24 h"."""
+    then = (
+        datetime.fromtimestamp(value, UTC)
+        if isinstance(value, (int, float))
+        else datetime.fromisoformat(value)
+    )
+    seconds = (now - then).total_seconds()
+    return f"{span(seconds)} ago" if seconds >= 0 else f"in {span(-seconds)}"
+
+
+def span(seconds: float) -> str:
+    """A length of time with its largest unit."""
+    for size, unit in _SPANS:
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def seconds_between(start: str, end: str) -> float:
+    """From one timestamp to another."""
+    return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
+
+
+def short(value: str) -> str:
+    """An id or a digest as tables show it."""
+    return str(_shortened([value])[0])
+
+
+def figures_of(figures: Sequence[Row]) -> list[Row]:
+    """Figures of a preflight, each number in its unit."""
+    return [
+        {**row, **{name: cell(str(row["unit"]), row[name]) for name in ("needed", "available")}}
+        for row in figures
+    ]
+
+
+def _inside(row: Row, column: str) -> Any:
+    value: Any = row
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _lines(prefix: str, record: Row) -> list[tuple[str, Any]]:
+    tables = records_in(record)
+    found: list[tuple[str, Any]] = []
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            found += _lines(f"{prefix}{name}.", value)
+        elif name not in tables:
+            found.append((prefix + name, value))
+    return found
+
+
+def _shortened(values: Sequence[Any]) -> list[Any]:
+    """Ids and digests cut to one length, at which those that differ still do."""
+    for pattern, length in _SHORT.items():
+        known = {value for value in values if isinstance(value, str) and pattern.fullmatch(value)}
+        if not known:
+            continue
+        if pattern is _ID:
+            length += max(value.index("_") for value in known)
+        while len({value[:length] for value in known}) < len(known):
+            length += 1
+        values = [value[:length] if value in known else value for value in values]
+    return list(values)

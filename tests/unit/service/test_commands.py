@@ -1,0 +1,238 @@
+"""Commands without a service: what they ask for, what they make of words, and what they print."""
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+
+from permille.schemas.fields import NAME_PATTERN
+from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import WORK
+from permille_service.cli import commands, main
+from permille_service.cli.client import Client, in_words
+from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.forms import form_of
+from permille_service.cli.output import Output, watch
+from permille_service.cli.references import resolve
+from permille_service.cli.session import Session
+from permille_service.cli.tables import fields_of, table_of
+
+TEXT = "[a-z0-9]{1,63} [bold]not bold[/bold] [/]"
+NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
+ULIDS = ("01jd3kq8z7m4n5p6r7s8t9v0wx", "01jd3kq8z7m5n5p6r7s8t9v0wx", "01jd3kq8zzm4n5p6r7s8t9v0wx")
+MODELS = [{"id": f"model_{ulid}", "name": name} for ulid, name in zip(ULIDS, "abc", strict=True)]
+
+
+class Collections(Client):
+    """A client of collections that stand still; paths asked for are kept."""
+
+    url = "https://models.example.org"
+
+    def __init__(self, **rows: list[dict[str, Any]]) -> None:
+        self.rows, self.asked, self.output = rows, list[str](), output()
+
+    def pages(self, path: str, *, limit: int | None = None, **_: str | int | None) -> list[Any]:
+        self.asked.append(path)
+        return self.rows.get(path.rpartition("/")[2], [])
+
+    def post(self, path: str, body: Any = None, *, key: str | None = None) -> Any:
+        return {"invitation": "code"}
+
+    def get(self, path: str, **_: str | int | None) -> Any:
+        self.asked.append(path)
+        return {}
+
+
+def output() -> Output:
+    return Output(
+        as_json=False, console=Console(file=io.StringIO(), width=80), errors=Console(file=io.StringIO())
+    )
+
+
+def printed(renderable: object, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Collections:
+    """What commands are connected to; nothing is sent."""
+    made = Collections()
+
+    @contextmanager
+    def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
+        yield Session(client=made, output=made.output, ca_file=None)
+
+    monkeypatch.setattr(commands, "connect", connect)
+    return made
+
+
+def groups_with(name: str) -> list[str]:
+    groups: dict[str, Any] = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
+    return [group for group, found in groups.items() if name in getattr(found, "commands", {})]
+
+
+@pytest.mark.parametrize("group", groups_with("list"))
+def test_list_asks_for_the_collection(client: Collections, group: str) -> None:
+    assert main.main([group, "list"]) == 0
+    assert client.asked == [f"/v1/{group}"]
+
+
+@pytest.mark.parametrize("group", groups_with("show"))
+def test_show_asks_for_one_of_the_collection(client: Collections, group: str) -> None:
+    whole = MODELS[0]["id"]
+    assert main.main([group, "show", whole]) == 0
+    assert client.asked == [f"/v1/{group}/{whole}"]
+
+
+def test_a_record_is_known_by_its_id_its_name_or_its_beginning() -> None:
+    client = Collections(models=MODELS, packages=[{"digest": "sha256:" + "ab" * 32}])
+    for text, found in (("b", 1), (MODELS[1]["id"], 1), ("model_01jd3kq8zz", 2), (MODELS[0]["id"][:18], 0)):
+        assert resolve(client, "models", text) == MODELS[found]["id"]
+    assert (
+        resolve(client, "packages", "abab")
+        == resolve(client, "packages", "sha256:ab")
+        == "sha256:" + "ab" * 32
+    )
+    with pytest.raises(CommandError, match=f"can mean {MODELS[0]['id']}, {MODELS[1]['id']}$") as ambiguous:
+        resolve(client, "models", "model_01jd3kq8z7")
+    assert ambiguous.value.code is Exit.USAGE
+    with pytest.raises(CommandError, match="no corpus 'x': see `permille corpora list`") as absent:
+        resolve(client, "corpora", "x")
+    assert absent.value.code is Exit.NOT_FOUND
+
+
+def given(kind: JobKind, **options: object) -> tuple[Session, dict[str, object]]:
+    """Options of a command as typer hands them over."""
+    absent = dict.fromkeys(option.parameter for option in form_of(WORK[kind].request).options)
+    assert options.keys() <= absent.keys()
+    client = Collections(models=MODELS, corpora=[{"id": f"corpus_{ULIDS[0]}", "name": "stories"}])
+    return Session(client=client, output=output(), ca_file=None), {**absent, **options}
+
+
+def body(kind: JobKind, **options: object) -> Mapping[str, Any]:
+    return form_of(WORK[kind].request).body(*given(kind, **options))
+
+
+def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own() -> None:
+    made = body(JobKind.BUILD, model_id="b", mask_corpus_id="stories", mask_density=0.01)
+    assert made["model_id"] == MODELS[1]["id"]
+    assert made["mask"].pop("allocation") == "tensor"
+    assert made["mask"] == {"corpus_id": f"corpus_{ULIDS[0]}", "density": 0.01, "method": "fisher"}
+    assert made["quantization"] == {"scheme": "nf4"}
+    calibrated = body(
+        JobKind.QUANTIZATION,
+        model_id="a",
+        options_scheme="auto-round",
+        options_calibration_corpus_id="stories",
+    )
+    assert calibrated["options"] == {"scheme": "auto-round", "calibration_corpus_id": f"corpus_{ULIDS[0]}"}
+
+
+def test_options_are_named_after_fields_and_required_where_every_form_is() -> None:
+    options = {option.flag: option for option in form_of(WORK[JobKind.BUILD].request).options}
+    assert [flag for flag, option in options.items() if option.required] == ["--model"]
+    assert options["--method"].choices == ("fisher", "magnitude", "random")
+    assert options["--method"].default == "fisher"
+    assert (options["--group-size"].value_type, options["--group-size"].default) == (int, None)
+    assert options["--density"].default == 0.001
+    assert {"--corpus", "--evaluate-on", "--calibrate-on", "--fisher-exponents"} <= options.keys()
+    assert [flag for flag, option in options.items() if not option.help] == []
+
+
+def test_tables_fit_eighty_columns_and_tell_apart_what_differs() -> None:
+    rows = [
+        {"id": row["id"], "digest": "sha256:" + "ab" * 32, "size_bytes": 12_345_678, "created_at": created}
+        for row, created in zip(
+            MODELS, ("2026-05-04T11:57:00Z", "2026-05-02T12:00:00Z", 1_777_896_010), strict=True
+        )
+    ]
+    text = printed(table_of(rows, ("id", "digest", "size_bytes", "created_at", "log.state"), now=NOW))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.split("\n")[0].split() == ["id", "digest", "size", "created", "state"]
+    cells = [line.split() for line in text.splitlines()[1:]]
+    assert [line[0] for line in cells] == ["model_01jd3kq8z7m4", "model_01jd3kq8z7m5", "model_01jd3kq8zzm4"]
+    assert cells[0][1:] == ["sha256:abababababab", "12.3", "MB", "3", "min", "ago", "-"]
+    assert [" ".join(line[4:-1]) for line in cells] == ["3 min ago", "2 days ago", "in 10 s"]
+
+
+def test_a_record_has_its_own_id_in_full_and_a_line_for_each_value() -> None:
+    record = {"id": MODELS[0]["id"], "mask_id": f"mask_{ULIDS[0]}", "options": {"density": 0.001}, "bad": {}}
+    lines = [line.split() for line in printed(fields_of(record)).splitlines()]
+    assert lines == [
+        ["id", MODELS[0]["id"]],
+        ["mask_id", "mask_01jd3kq8z7"],
+        ["options.density", "0.001"],
+        ["bad", "-"],
+    ]
+
+
+def test_brackets_are_printed_in_rows_and_fields() -> None:
+    assert TEXT in printed(table_of([{"name": TEXT}], ("name",)))
+    assert TEXT in printed(fields_of({"name": TEXT}))
+
+
+def test_an_error_is_one_line_with_its_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    message = (
+        f"expected {TEXT}, got something else that makes this line longer than any terminal is wide: 123"
+    )
+    main._show_error(CommandError(message, Exit.REFUSED), as_json=False)
+    assert capsys.readouterr().err == f"permille: {message}\n"
+
+
+def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
+    errors = [
+        {"location": "body.name", "message": f"String should match pattern '{NAME_PATTERN}'"},
+        {"location": "body.mask.fisher.corpus_id", "message": "Field required"},
+        {"location": "body.mask.random.sequences", "message": "Extra inputs are not permitted"},
+    ]
+    text = in_words(errors)
+    assert "[a-z" not in text
+    assert text.startswith("--name: expected small letters, digits")
+    assert text.endswith("expected --corpus; --sequences does not go with the other options")
+
+
+def test_an_invitation_needs_its_release_and_is_a_line_for_the_device(client: Collections) -> None:
+    create = ["invitations", "create", "--release", "tiny"]
+    assert main.main(create) == Exit.NOT_FOUND
+    client.rows["releases"] = [{"aliases": ["canary"]}]
+    assert main.main(create) == Exit.NOT_FOUND
+    assert main.main([*create, "--alias", "canary"]) == 0
+    said = client.output.console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.endswith("  permille-agent enroll https://models.example.org code\n")
+
+
+def test_ctrl_c_ends_the_waiting_and_says_that_the_job_runs_on() -> None:
+    def interrupted(_job_id: str) -> Iterator[dict[str, Any]]:
+        yield {"kind": "progress", "data": {"progress": 0.5, "eta_s": 90.0}}
+        raise KeyboardInterrupt
+
+    client: Any = SimpleNamespace(events=interrupted)
+    with pytest.raises(CommandError, match="job j runs on: `permille jobs watch j` shows it") as ended:
+        watch(client, output(), "j")
+    assert ended.value.code == 130
+
+
+def test_a_command_from_outside_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = EntryPoint(
+        name="lacking", value="tests.unit.service.test_commands:lacking", group="permille.commands"
+    )
+    app = typer.Typer()
+    app.command()(main.plugin(entry))
+    with pytest.raises(
+        CommandError, match=r"`permille lacking` needs nowhere: pip install 'permille\[lab\]'"
+    ):
+        app(["x"], standalone_mode=False)
+
+
+def lacking(sweep: str) -> None:
+    """A command of the lab without its libraries."""
+    import nowhere  # type: ignore[import-not-found] # noqa: F401
