@@ -96,18 +96,9 @@ def build() -> Any:
     """Register, build, publish; the package as the service lists it."""
     title("2. The operator: from a pre-trained model to a signed release")
     model = permille("models", "add", "example", "--folder", "model")
-    corpus = permille("corpora", "add", "example", "--file", "corpus.jsonl.gz")
-    options = (
-        "--density",
-        str(DENSITY),
-        "--sequences",
-        "64",
-        "--length",
-        "256",
-        "--evaluate-on",
-        corpus["id"],
-    )
-    job = permille("builds", "create", "--model", model["id"], "--corpus", corpus["id"], *options)
+    permille("corpora", "add", "example", "--file", "corpus.jsonl.gz")
+    mask = ("--corpus", "example", "--density", str(DENSITY), "--sequences", "64", "--length", "256")
+    job = permille("builds", "create", "--model", "example", *mask, "--evaluate-on", "example")
     made = permille("builds", "show", job["id"])
     package = permille("packages", "show", made["package_digest"])
     k, size = package["k"], package["size_bytes"]

@@ -1,11 +1,6 @@
-"""The thin client under every command: one request, one answer, errors as `CommandError`.
-
-URL and token come from flags, else from PERMILLE_URL and PERMILLE_TOKEN, else from the files that `permille
-up` writes to the data folder.
-"""
+"""The thin client under every command: one request, one answer, errors as `CommandError`."""
 
 import json
-import os
 import re
 import ssl
 import uuid
@@ -29,36 +24,6 @@ _FORMS = {
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
-
-
-def default_data_dir() -> Path:
-    """PERMILLE_DATA_DIR, or `permille` below the user's data folder."""
-    named = os.environ.get("PERMILLE_DATA_DIR")
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "permille"
-
-
-def find_url(flag: str | None, data_dir: Path) -> str:
-    """Where the service is. Raises CommandError when nothing says so."""
-    found = flag or os.environ.get("PERMILLE_URL") or _first_line(data_dir / "service.url")
-    if not found:
-        raise CommandError(
-            f"expected --url, PERMILLE_URL or a running service of {data_dir} (`permille up`), got none",
-            Exit.RETRY,
-        )
-    return found.rstrip("/")
-
-
-def find_token(flag: str | None, data_dir: Path) -> str:
-    """The operator token. Raises CommandError when there is none."""
-    found = flag or os.environ.get("PERMILLE_TOKEN") or _first_line(data_dir / "operator.token")
-    if not found:
-        raise CommandError(
-            f"expected --token, PERMILLE_TOKEN or {data_dir / 'operator.token'}, got none", Exit.ACCESS
-        )
-    return found
 
 
 class Client:
@@ -203,10 +168,3 @@ def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:
     return CommandError(
         f"expected a service at {http.base_url}, got {str(exc) or type(exc).__name__}", Exit.RETRY
     )
-
-
-def _first_line(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii").strip() or None
-    except OSError:
-        return None

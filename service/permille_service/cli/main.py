@@ -83,13 +83,13 @@ def _show_version(wanted: bool) -> None:
 def _place(
     context: typer.Context,
     url: Annotated[
-        str | None, typer.Option(help="Service to call. Default: PERMILLE_URL, or the data folder's.")
+        str | None, typer.Option(envvar="PERMILLE_URL", help="Service to call; else the data folder's.")
     ] = None,
     token: Annotated[
-        str | None, typer.Option(help="Operator token. Default: PERMILLE_TOKEN, or the data folder's.")
+        str | None, typer.Option(envvar="PERMILLE_TOKEN", help="Operator token; else the data folder's.")
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the service. Default: PERMILLE_DATA_DIR, or the user's.")
+        Path | None, typer.Option(envvar="PERMILLE_DATA_DIR", help="Folder of the service; else the user's.")
     ] = None,
     ca_file: Annotated[
         Path | None, typer.Option(envvar="PERMILLE_CA_FILE", help="PEM file of who vouches for the service.")
@@ -115,13 +115,15 @@ def start(
         Path | None, typer.Option(help="Write the port to this file once it answers.")
     ] = None,
     model_root: Annotated[
-        Path | None, typer.Option(help="Folder below which models may be registered.")
+        Path | None, typer.Option(resolve_path=True, help="Folder below which models may be registered.")
     ] = None,
     corpus_root: Annotated[
-        Path | None, typer.Option(help="Folder below which corpora may be registered.")
+        Path | None, typer.Option(resolve_path=True, help="Folder below which corpora may be registered.")
     ] = None,
-    tls_certificate: Annotated[Path | None, typer.Option(help="PEM certificate chain.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM private key.")] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(resolve_path=True, help="PEM certificate chain.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(resolve_path=True, help="PEM private key.")] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Host name to answer to; repeat for more.")
     ] = None,
@@ -142,10 +144,10 @@ def start(
 
     folder = data_dir or context.ensure_object(Place).folder
     given = {
-        "model_root": _absolute(model_root),
-        "corpus_root": _absolute(corpus_root),
-        "tls_certificate": _absolute(tls_certificate),
-        "tls_key": _absolute(tls_key),
+        "model_root": model_root,
+        "corpus_root": corpus_root,
+        "tls_certificate": tls_certificate,
+        "tls_key": tls_key,
         "allowed_hosts": tuple(allow_host) if allow_host else None,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -192,10 +194,6 @@ def _show_error(error: CommandError, *, as_json: bool) -> None:
     figures = (error.problem or {}).get("figures")
     if isinstance(figures, list):
         console.print(table_of(figures_of(figures), FIGURES))
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.absolute()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
-"""What the options before the command say, and running one command with them."""
+"""Where the service is, as whom to call it, and running one command with that.
 
+URL and token come from flags or the environment, else from the files that `permille up` writes.
+"""
+
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,14 +11,15 @@ from pathlib import Path
 
 import typer
 
-from permille_service.cli.client import Client, default_data_dir, find_token, find_url
+from permille_service.cli.client import Client
+from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import Output, make_output
 from permille_service.cli.references import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the service is and as whom to call it."""
+    """What the options before the command say."""
 
     url: str | None = None
     token: str | None = None
@@ -23,8 +28,9 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """The data folder: named, or the default."""
-        return self.data_dir or default_data_dir()
+        """The data folder: named, or `permille` below the user's data."""
+        base = os.environ.get("XDG_DATA_HOME")
+        return self.data_dir or (Path(base) if base else Path.home() / ".local" / "share") / "permille"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,20 @@ class Session:
 def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
     """Open a session. Raises CommandError when URL or token are missing."""
     place = context.ensure_object(Place)
-    url, token = find_url(place.url, place.folder), find_token(place.token, place.folder)
-    with Client(url, token, ca_file=place.ca_file) as client:
+    url = place.url or _first_line(place.folder / "service.url")
+    if not url:
+        known = f"--url, PERMILLE_URL or a running service of {place.folder} (`permille up`)"
+        raise CommandError(f"expected {known}, got none", Exit.RETRY)
+    token = place.token or _first_line(place.folder / "operator.token")
+    if not token:
+        known = f"--token, PERMILLE_TOKEN or {place.folder / 'operator.token'}"
+        raise CommandError(f"expected {known}, got none", Exit.ACCESS)
+    with Client(url.rstrip("/"), token, ca_file=place.ca_file) as client:
         yield Session(client=client, output=make_output(as_json=as_json), ca_file=place.ca_file)
+
+
+def _first_line(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip() or None
+    except OSError:
+        return None

@@ -5,6 +5,7 @@ Not circus or supervisord: these bring a daemon and a configuration, which two c
 """
 
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from types import FrameType
 
 import httpx
 from filelock import FileLock, Timeout
+from pydantic import SecretStr
 
 from permille.files import write_atomic
 from permille_service.cli.exits import CommandError, Exit
@@ -174,17 +176,11 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def environment_of(settings: Settings) -> dict[str, str]:
     """The environment of both processes: the caller's, and every setting."""
-    values: Mapping[str, object] = {
-        **settings.model_dump(exclude_none=True, exclude={"database_url", "broker_url", "allowed_hosts"}),
-        "database_url": settings.database_url.get_secret_value(),
-    }
     environment = dict(os.environ)
-    environment.update({f"PERMILLE_{name.upper()}": str(value) for name, value in values.items()})
-    if settings.broker_url is not None:
-        environment["PERMILLE_BROKER_URL"] = settings.broker_url.get_secret_value()
-    if settings.allowed_hosts:
-        hosts = ",".join(f'"{host}"' for host in settings.allowed_hosts)
-        environment["PERMILLE_ALLOWED_HOSTS"] = f"[{hosts}]"
+    for name, value in settings.model_dump(exclude_none=True).items():
+        plain = value.get_secret_value() if isinstance(value, SecretStr) else value
+        text = json.dumps(plain) if isinstance(plain, tuple) else str(plain)
+        environment[f"PERMILLE_{name.upper()}"] = text
     return environment
 
 
