@@ -85,6 +85,11 @@ def test_what_is_refused_is_said_in_the_words_of_the_command(up: Running) -> Non
 def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running) -> None:
     up.answer("models", "add", "waited", "--folder", "tiny")
     command = ("--data-dir", str(up.data_dir), "masks", "create", "--model", "waited", "--method", "random")
+
+    def queued() -> set[str]:
+        return {job["id"] for job in up.answer("jobs", "list", "--state", "queued")}
+
+    before = queued()
     waiting = subprocess.Popen(
         [sys.executable, "-m", "permille_service.cli.main", *command],
         stderr=subprocess.PIPE,
@@ -92,14 +97,15 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running) -> None:
         env=environment(),
     )
     deadline = time.monotonic() + 60
-    while not (jobs := up.answer("jobs", "list", "--state", "queued", "--kind", "mask")):
+    while not (started := queued() - before):
         assert time.monotonic() < deadline
     time.sleep(0.5)  # until it reads the stream
     waiting.send_signal(signal.SIGINT)
     _, said = waiting.communicate(timeout=60)
     assert waiting.returncode == 130
-    assert f"job {jobs[0]['id']} runs on: `permille jobs watch {jobs[0]['id']}`" in said
-    assert up.answer("jobs", "cancel", jobs[0]["id"])["state"] == "cancelled"
+    (job,) = started
+    assert f"job {job} runs on: `permille jobs watch {job}`" in said
+    assert up.answer("jobs", "cancel", job)["state"] == "cancelled"
 
 
 def test_invitation_and_tokens(up: Running) -> None:
