@@ -33,10 +33,12 @@ class Tenant(Closed):
 class TokenCreate(Closed):
     """A new operator token, in the caller's tenant or, for an admin of the first tenant, in a named one."""
 
-    name: Name = Field(examples=["ci"])
-    role: Role
-    tenant_id: Id | None = None
-    expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650), WholeNumber] | None = None
+    name: Name = Field(examples=["ci"], description="what the token is called in lists")
+    role: Role = Field(default=Role.VIEWER, description="what it may do")
+    tenant_id: Id | None = Field(default=None, description="another tenant; else the caller's")
+    expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650), WholeNumber] | None = Field(
+        default=None, description="days until it is refused; else never"
+    )
 
 
 class Token(Closed):

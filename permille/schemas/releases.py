@@ -24,10 +24,12 @@ Version = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1]),
 class ReleaseCreate(Closed):
     """Publish a package under a name. The version is the next one unless named; versions only grow."""
 
-    name: Name
-    package_digest: Digest
-    version: Version | None = None
-    expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650), WholeNumber] = 365
+    name: Name = Field(description="of the release")
+    package_digest: Digest = Field(description="the package to publish")
+    version: Version | None = Field(default=None, description="larger than all before; else the next one")
+    expires_in_days: Annotated[
+        int, Field(strict=True, ge=1, le=3650, description="after which devices refuse it"), WholeNumber
+    ] = 365
     alias: Name | None = Field(default=None, description="alias to point at this version, e.g. `stable`")
 
 

@@ -79,8 +79,8 @@ class Form:
 
     def _parameter(self, option: RequestOption) -> inspect.Parameter:
         # Defaults are the service's, and only told.
-        told = "" if option.default in (None, False) else f" Default: {option.default}."
-        text = f"{option.help}{told}".strip()
+        told = "" if option.default in (None, False) else f" (default: {option.default})"
+        text = f"{option.help[:1].upper()}{option.help[1:]}{told}".strip()
         chosen: Any = (
             Literal[option.choices] if option.choices and option.value_type is str else option.value_type
         )
