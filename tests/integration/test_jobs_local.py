@@ -132,12 +132,13 @@ def test_sigterm_gives_a_long_job_back_unharmed(site: Site) -> None:
     assert not is_alive(int(child))
 
 
-def test_workers_killed_at_random_moments_lose_nothing_and_publish_once(site: Site) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_workers_killed_at_random_moments_lose_nothing_and_publish_once(site: Site, kills: int) -> None:
     """Kills fall anywhere: at start, claim, work, publication. The seed varies them from run to run."""
     rng = random.Random(os.getpid())
     site.settings["LEASE_S"] = "2"
     made = [site.submit(steps=4, step_s=0.05, max_attempts=50) for _ in range(4)]
-    for _ in range(6):
+    for _ in range(kills):
         worker = site.start_worker()
         time.sleep(rng.uniform(0.2, 2.5))
         worker.send_signal(signal.SIGKILL)
