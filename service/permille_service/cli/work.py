@@ -33,6 +33,7 @@ class View:
     then: str
 
 
+_SCHEME = ("request.options.scheme", "request.options.group_size")
 _VIEWS: Final[Mapping[JobKind, View]] = {
     JobKind.BUILD: View(
         columns=("id", "state", "model_id", "package_digest", "created_at"),
@@ -45,7 +46,7 @@ _VIEWS: Final[Mapping[JobKind, View]] = {
         then="permille masks report {} --picture mask.png",
     ),
     JobKind.QUANTIZATION: View(
-        columns=("id", "model_id", "request.options.scheme", "request.options.group_size", "size_bytes", "created_at"),
+        columns=("id", "model_id", *_SCHEME, "size_bytes", "created_at"),
         example="--model tiny --scheme nf4 --evaluate-on stories",
         then="permille quantizations report {}",
     ),
