@@ -5,7 +5,6 @@ import logging
 import signal
 import sys
 import threading
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -113,7 +112,7 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
     used = state.seconds_used / 60.0 if state.day == now.date().isoformat() else 0.0
     decision = decide(current, read_machine(), now=now, minutes_used=used)
     document = {
-        **asdict(current),
+        **current.model_dump(),
         "hours": [str(hours) for hours in current.hours],
         "file": str(home.policy),
         "file_exists": home.policy.exists(),

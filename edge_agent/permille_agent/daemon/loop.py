@@ -194,13 +194,11 @@ class Daemon:
         log.warning("training: %s: %s", type(error).__name__, told)
         failures = read_daemon_state(self._home).failures + 1
         pause_s = min(24 * 3600.0, RETRY_TRAINING_S * 2.0 ** (failures - 1))
-        changes: dict[str, Any] = {
-            "not_before": self._world.now().timestamp() + pause_s,
-            "failures": failures,
-        }
-        if not isinstance(error, RetryableError):
-            changes = {"trained": wanted, "failures": 0, "not_before": 0.0}
-        self._note(training_error=f"{type(error).__name__}: {error}"[:500], **changes)
+        self._note(training_error=f"{type(error).__name__}: {error}"[:500])
+        if isinstance(error, RetryableError):
+            self._note(failures=failures, not_before=self._world.now().timestamp() + pause_s)
+        else:
+            self._note(trained=wanted, failures=0, not_before=0.0)
 
     def _pause_after(self, error: PermilleError) -> float:
         pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))

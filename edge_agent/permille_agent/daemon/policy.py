@@ -11,16 +11,15 @@ Each key may be left out. A key that is not known is refused by name: a typing e
 off. Deciding is pure; `read_machine` reads what it looks at.
 """
 
-import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime, time
-from typing import Any
+from typing import Annotated
 
 import psutil
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from permille.errors import InputError
 from permille_agent.state.home import Home
@@ -52,16 +51,31 @@ class Hours:
 ALWAYS = Hours(start=time(0), end=time(0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+def _read_hours(item: object) -> Hours:
+    if isinstance(item, Hours):
+        return item
+    if not isinstance(item, str) or _HOURS.fullmatch(item) is None:
+        raise ValueError(f'expected "HH:MM-HH:MM" within 00:00 and 23:59, got {item!r}')
+    if item == "00:00-24:00":
+        return ALWAYS
+    start, end = (time.fromisoformat(part) for part in item.split("-"))
+    if start == end:
+        raise ValueError(f'expected two different times, got {item!r}; all day is "00:00-24:00"')
+    return Hours(start=start, end=end)
+
+
+_WrittenHours = Annotated[Hours, BeforeValidator(_read_hours)]
+
+
+class Policy(BaseModel, frozen=True, extra="forbid", strict=True):
     """When the daemon may train. The defaults suit a laptop that is also used."""
 
-    hours: tuple[Hours, ...] = (ALWAYS,)
+    hours: Annotated[tuple[_WrittenHours, ...], Field(strict=False)] = (ALWAYS,)
     require_ac: bool = True
-    min_battery: int = 50
-    max_load: float = 0.5
-    minutes_per_day: float = 60.0
-    minutes_per_run: float = 30.0
+    min_battery: Annotated[int, Field(ge=0, le=100)] = 50
+    max_load: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 0.5
+    minutes_per_day: Annotated[float, Field(ge=0, le=1440)] = 60.0
+    minutes_per_run: Annotated[float, Field(ge=0.1, le=1440)] = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,33 +144,12 @@ def read_policy(home: Home) -> Policy:
     if len(data) > LIMIT_BYTES:
         raise InputError(f"expected at most {LIMIT_BYTES} bytes in {home.policy}, got more")
     try:
-        document = tomllib.loads(data.decode())
+        return Policy(**tomllib.loads(data.decode()))
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        raise InputError(f"{home.policy}: {first['loc'][0]}: {first['msg']}, got {first['input']!r}") from exc
     except ValueError as exc:
         raise InputError(f"expected TOML in {home.policy}: {exc}") from exc
-    try:
-        return parse_policy(document)
-    except InputError as exc:
-        raise InputError(f"{home.policy}: {exc}") from exc
-
-
-def parse_policy(document: Mapping[str, Any]) -> Policy:
-    """A policy from the keys of its file.
-
-    Raises:
-        InputError: a key is not known, or its value is not of the expected kind and range.
-    """
-    known = [field.name for field in fields(Policy)]
-    if unknown := sorted(set(document) - set(known)):
-        raise InputError(f"expected keys among {', '.join(known)}, got {', '.join(unknown)}")
-    default = Policy()
-    return Policy(
-        hours=_hours(document["hours"]) if "hours" in document else default.hours,
-        require_ac=_boolean(document, "require_ac", default.require_ac),
-        min_battery=int(_number(document, "min_battery", default.min_battery, 0, 100, whole=True)),
-        max_load=_number(document, "max_load", default.max_load, 0.0, 1000.0),
-        minutes_per_day=_number(document, "minutes_per_day", default.minutes_per_day, 0.0, 1440.0),
-        minutes_per_run=_number(document, "minutes_per_run", default.minutes_per_run, 0.1, 1440.0),
-    )
 
 
 def _may_go_on(policy: Policy, machine: Machine, now: datetime) -> list[str]:
@@ -174,42 +167,6 @@ def _load_reasons(policy: Policy, machine: Machine) -> list[str]:
     if machine.load is not None and machine.load > policy.max_load:
         return [f"the load is {machine.load:.2f} a core, above {policy.max_load:.2f}"]
     return []
-
-
-def _hours(value: object) -> tuple[Hours, ...]:
-    if not isinstance(value, list):
-        raise InputError(f'hours: expected a list like ["22:00-07:00"], got {value!r}')
-    return tuple(_one_range(item) for item in value)
-
-
-def _one_range(item: object) -> Hours:
-    if not isinstance(item, str) or _HOURS.fullmatch(item) is None:
-        raise InputError(f'hours: expected "HH:MM-HH:MM" within 00:00 and 23:59, got {item!r}')
-    if item == "00:00-24:00":
-        return ALWAYS
-    start, end = (time.fromisoformat(part) for part in item.split("-"))
-    if start == end:
-        raise InputError(f'hours: expected two different times, got {item!r}; all day is "00:00-24:00"')
-    return Hours(start=start, end=end)
-
-
-def _boolean(document: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = document.get(key, default)
-    if not isinstance(value, bool):
-        raise InputError(f"{key}: expected true or false, got {value!r}")
-    return value
-
-
-def _number(
-    document: Mapping[str, Any], key: str, default: float, low: float, high: float, *, whole: bool = False
-) -> float:
-    value = document.get(key, default)
-    kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-        raise InputError(f"{key}: expected a {'whole ' if whole else ''}number, got {value!r}")
-    if not low <= value <= high:
-        raise InputError(f"{key}: expected {low} to {high}, got {value}")
-    return float(value)
 
 
 def _load() -> float | None:

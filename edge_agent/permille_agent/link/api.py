@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -37,7 +37,6 @@ from permille_agent.link.client import (
     Connection,
     RequestRefusedError,
     ServiceUnavailableError,
-    read_object,
 )
 from permille_agent.state.home import Home
 
@@ -148,10 +147,6 @@ class DeviceApi:
         }
         return _parse(devices.Enrolment, self.connection.call("POST", "/v1/enrolments", body=body))
 
-    def device(self) -> devices.Device:
-        """This device's own record."""
-        return _parse(devices.Device, self._call("GET", "/v1/device"))
-
     def unenrol(self) -> None:
         """Give this device up; its tokens end at once."""
         self._call("DELETE", "/v1/device")
@@ -239,11 +234,9 @@ class DeviceApi:
 
 
 def _parse(model: type[Model], data: bytes) -> Model:
-    document: dict[str, Any] = read_object(data)
-    known = {name: value for name, value in document.items() if name in model.model_fields}
     try:
-        return model.model_validate(known)
-    except ValidationError as exc:
+        return model.model_validate_json(data, extra="ignore")
+    except ValidationError as exc:  # also the page of a hotel's network
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ServiceUnavailableError(

@@ -196,23 +196,6 @@ class Connection:
         return data
 
 
-def read_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in an answer.
-
-    Raises:
-        ServiceUnavailableError: something else, such as the page of a hotel's network.
-    """
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as exc:
-        raise ServiceUnavailableError(f"expected JSON from the service, got {data[:40]!r}") from exc
-    if not isinstance(document, dict):
-        raise ServiceUnavailableError(
-            f"expected a JSON object from the service, got {type(document).__name__}"
-        )
-    return document
-
-
 def _encode(body: Body, headers: Mapping[str, str]) -> tuple[bytes | None, dict[str, str]]:
     if body is None or isinstance(body, bytes):
         return body, dict(headers)

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from permille.errors import InputError, OperatorError, PermilleError
 from permille.files import write_atomic
-from permille_agent.local.dialect import ChatForm, ChatRequest, CompletionForm, CompletionRequest, Form
 from permille_agent.local.model import Generated, LocalModel, Variant
+from permille_agent.local.openai_schema import ChatForm, ChatRequest, CompletionForm, CompletionRequest, Form
 from permille_agent.state.home import Home
 
 MAX_BODY_BYTES = 1 << 20

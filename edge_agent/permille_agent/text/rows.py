@@ -133,11 +133,6 @@ def batch_of(rows: Sequence[Row]) -> Batch:
     return Batch(input_ids_BT=input_ids_BT, attention_BT=attention_BT, target_BT=target_BT)
 
 
-def target_count(rows: Sequence[Row]) -> int:
-    """Target tokens of all rows."""
-    return sum(int(row.target_T.sum()) for row in rows)
-
-
 def rows_digest(parts: Sequence[Sequence[Row]]) -> str:
     """Digest of what a run reads: ids, targets and documents of all rows, split by split."""
     digest = hashlib.sha256(b"permille-rows-1\0")

@@ -79,11 +79,6 @@ class TextTokenizer:
         if self.eos is not None and (eos := self._tokenizer.token_to_id(self.eos)) is not None:
             self.stop_ids = tuple(sorted({*self.stop_ids, eos}))
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of tokens, added ones included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-
     def chat_template(self) -> ChatTemplate:
         """The package's chat template, or the default one."""
         variables = {"bos_token": self.bos or "", "eos_token": self.eos or ""}

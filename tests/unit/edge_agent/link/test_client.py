@@ -7,16 +7,17 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from permille import __version__
 from permille.errors import InputError, OperatorError
+from permille_agent.link.api import DeviceApi, Identity
 from permille_agent.link.client import (
     AccessRefusedError,
     Connection,
     RequestRefusedError,
     ServiceUnavailableError,
     check_server,
-    read_object,
 )
 from tests.device_service import DeviceService, Fault
 
@@ -170,9 +171,9 @@ def test_an_error_page_that_is_no_problem_document_is_still_an_error(
 def test_an_answer_nested_without_end_is_an_error_like_others(
     service: DeviceService, connection: Connection, status: int
 ) -> None:
-    service.faults = [Fault(path="/v1/health", status=status, body=b"[" * 100_000)]
+    service.faults = [Fault(path="/v1/enrolments", status=status, body=b"[" * 100_000)]
     with pytest.raises((ServiceUnavailableError, RequestRefusedError)):
-        read_object(connection.call("GET", "/v1/health"))
+        DeviceApi(connection).enrol("A" * 22, Identity(Ed25519PrivateKey.generate()), "device")
 
 
 def test_no_server_is_try_later(waits: Waits) -> None:

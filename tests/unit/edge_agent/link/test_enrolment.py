@@ -162,4 +162,4 @@ def test_a_token_that_no_header_can_carry_is_the_services_fault(
     service.faults = [Fault(path="/v1/device-tokens$", status=201, body=body)]
     api = open_api(home, connection=fast_connection)
     with api.connection, pytest.raises(ServiceUnavailableError, match="printable"):
-        api.device()
+        api.unenrol()

@@ -22,7 +22,6 @@ from permille_agent.text.preparation import (
     tokenize,
 )
 from permille_agent.text.reading import DataReport
-from permille_agent.text.rows import target_count
 from permille_agent.text.tokens import TextTokenizer
 from tests.packages import sentences, tiny_tokenizer
 
@@ -50,7 +49,7 @@ def test_every_target_is_in_one_split_and_the_digest_names_them() -> None:
         (Split.SELECT, prepared.select),
         (Split.TEST, prepared.test),
     ):
-        assert target_count(rows) == prepared.counts[split].tokens
+        assert sum(row.target_T.sum() for row in rows) == prepared.counts[split].tokens
     assert sum(count.documents for count in prepared.counts.values()) == 500
     assert len(prepared.test_documents) == prepared.counts[Split.TEST].documents
     assert max(int(row.document_T.max()) for row in prepared.test) == len(prepared.test_documents) - 1

@@ -1,4 +1,4 @@
-"""The OpenAI REST dialect of the local server: what a request may say, and how an answer looks."""
+"""The OpenAI REST schema of the local server: what a request may say, and how an answer looks."""
 
 import secrets
 import time
