@@ -16,6 +16,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import choice_of
 from permille.digests import canonical_json, digest_of, is_digest
 from permille.errors import InputError, PackageError
 from permille.package.limits import MAX_EXPONENT
@@ -117,6 +118,12 @@ class LogHeader:
     split: BlockSplit | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            ("directions", DirectionKind),
+            ("estimator", EstimatorKind),
+            ("schedule", Schedule),
+        ):
+            object.__setattr__(self, name, choice_of(kind, getattr(self, name), f"{name} to be one"))
         for name, digest in (("package_digest", self.package_digest), ("mask_digest", self.mask_digest)):
             if not is_digest(digest):
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
@@ -217,11 +224,8 @@ class LogHeader:
                 **fields
                 | {
                     "seed": int(fields["seed"], 16),
-                    "directions": DirectionKind(fields["directions"]),
-                    "estimator": EstimatorKind(fields["estimator"]),
                     "epsilon": float.fromhex(fields["epsilon"]),
                     "learning_rate": float.fromhex(fields["learning_rate"]),
-                    "schedule": Schedule(fields["schedule"]),
                     "counts": tuple(fields["counts"]),
                     "exponents": None if exponents is None else ExponentsUse(**exponents),
                     "split": None if split is None else BlockSplit(**split),

@@ -19,7 +19,7 @@ import numpy as np
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.files import write_atomic
-from permille.zo.header import MAX_HEADER_BYTES, MAX_QUERIES, LogHeader
+from permille.zo.header import MAX_GROUPS, MAX_HEADER_BYTES, LogHeader
 from permille.zo.records import StepFlag, StepRecord, check_record, check_weight, weight_of
 from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
 
@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<8sI")
 _SIZE = struct.Struct("<H")
 _FIXED = struct.Struct("<IBd")
 _CRC = struct.Struct("<I")
-_MAX_PAYLOAD = _FIXED.size + MAX_QUERIES * MAX_BYTES
+_MAX_PAYLOAD = _FIXED.size + MAX_GROUPS * MAX_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

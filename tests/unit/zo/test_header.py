@@ -110,6 +110,14 @@ def test_a_header_outside_the_limits_cannot_be_made(changes: dict[str, Any]) -> 
         make_header(**changes)
 
 
+def test_names_become_members_and_unknown_ones_are_refused() -> None:
+    header = make_header(estimator="forward", schedule="linear", directions="rademacher")
+    assert header.estimator is EstimatorKind.FORWARD and header.schedule is Schedule.LINEAR
+    for name in ("estimator", "schedule", "directions"):
+        with pytest.raises(InputError, match=f"expected {name} to be one of .*; got 'forwards'"):
+            make_header(**{name: "forwards"})
+
+
 @pytest.mark.parametrize(
     ("part", "field", "bad"),
     [

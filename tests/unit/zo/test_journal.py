@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
+from permille.zo.header import MAX_GROUPS, DirectionKind, EstimatorKind
 from permille.zo.journal import Journal, encode_header, parse_journal, read_journal
 from permille.zo.records import StepFlag, StepRecord, coefficients_of
 from permille.zo.replay import replay
@@ -140,6 +141,14 @@ def test_an_entry_of_another_journal_does_not_fit(path: Path, tmp_path: Path) ->
     contents = parse_journal(path.read_bytes()[: ends[0]] + foreign, path)
     assert contents.records == ()
     assert contents.torn_bytes == len(foreign)
+
+
+def test_an_entry_of_as_many_and_as_large_coefficients_as_there_may_be_comes_back(path: Path) -> None:
+    header = make_header(estimator=EstimatorKind.SKETCH, directions=DirectionKind.GROUPS, queries=MAX_GROUPS)
+    record = make_records([[2**31 - 1] * MAX_GROUPS])[0]
+    with Journal.create(path, header) as journal:
+        journal.append(record)
+    assert read_journal(path).records == (record,)
 
 
 def test_a_repeated_whole_record_is_damage(path: Path) -> None:
