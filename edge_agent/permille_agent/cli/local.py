@@ -165,7 +165,7 @@ def serve(
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve the model to programs on this machine, in the OpenAI REST dialect, on loopback only.
+    """Serve the model to programs on this machine, by the REST interface of OpenAI, on loopback only.
 
     Clients need the token in the file that is named at the start. Models: `personal` and `base`.
 

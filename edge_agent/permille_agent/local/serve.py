@@ -1,4 +1,4 @@
-"""A local server that speaks the OpenAI REST dialect: models, completions, chat completions, streams as SSE.
+"""A local server with the REST interface of OpenAI: models, completions, chat completions, streams as SSE.
 
 It is for programs of the same user on the same machine, and for nobody else: it binds loopback only, wants a
 token that only the user can read, answers only requests whose `Host` is loopback (a page in a browser that

@@ -1,4 +1,4 @@
-"""The local server: the OpenAI dialect, and who may speak to it."""
+"""The local server: the schema of OpenAI, and who may speak to it."""
 
 import http.client
 import json
@@ -69,7 +69,7 @@ def test_models_are_listed_the_active_one_first(server: LocalServer) -> None:
     assert headers["Cache-Control"] == "no-store"
 
 
-def test_a_completion_has_the_fields_of_the_dialect(server: LocalServer) -> None:
+def test_a_completion_has_the_fields_of_the_schema(server: LocalServer) -> None:
     body = {"prompt": "On day 3", "max_tokens": 5, "temperature": 0, "presence_penalty": 0.5}
 
     answer = _json(server, "/v1/completions", body)
