@@ -37,15 +37,15 @@ class MaskedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N]."""
-        rounded_C = self.values.to(self.weight.dtype)
-        weight_NK = self.weight.index_put((self.row_C, self.column_C), rounded_C)
-        y = functional.linear(x, weight_NK, self.bias)
+        y = functional.linear(x, self._with(self.weight, self.values), self.bias)
         if self.weight.dtype == self.values.dtype:
             return y
-        # A perturbation below half a unit in the last place of bfloat16 must still reach the output (ADR 18).
-        rest_C = self.values - rounded_C.float()
-        none = x.new_zeros(*x.shape[:-1], len(self.weight), dtype=torch.float32)
-        return y + none.index_add(-1, self.row_C, x[..., self.column_C].float() * rest_C).to(y.dtype)
+        # A perturbation below half a unit in the last place of bfloat16 must still reach the output (ADR 41).
+        rest_C = self.values - self.values.to(self.weight.dtype)
+        return y + functional.linear(x, self._with(torch.zeros_like(self.weight), rest_C))
+
+    def _with(self, matrix_NK: Tensor, value_C: Tensor) -> Tensor:
+        return matrix_NK.index_put((self.row_C, self.column_C), value_C.to(matrix_NK.dtype))
 
 
 class Float32Head(nn.Module):

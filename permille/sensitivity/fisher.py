@@ -50,7 +50,6 @@ def fisher_scores(
     *,
     progress: Progress | None = None,
     spill_dir: Path | None = None,
-    in_memory_bytes: int = 4 << 30,
     resume: Path | None = None,
 ) -> Scores:
     """Scores of the linear layers in scope, over all sequences.
@@ -58,7 +57,7 @@ def fisher_scores(
     Args:
         model: any dtype and device; its parameters and their `requires_grad` are as before afterwards.
         sequences_NT: [N, T] token ids; the loss of a sequence is the mean over its T - 1 predictions.
-        spill_dir: where scores larger than `in_memory_bytes` are mapped; None keeps them in memory.
+        spill_dir: where scores larger than 4 GiB are mapped; None keeps them in memory.
         resume: folder that keeps the sum after each shard; a second call with the same model, sequences and
             scope goes on there.
 
@@ -71,13 +70,9 @@ def fisher_scores(
     check_model(model)
     shards = shard_ranges(len(sequences_NT))
     sums = PartialSums.open(resume, fingerprint=_fingerprint(model, sequences_NT, shapes) if resume else "")
-    total = zero_scores(shapes, spill_dir=spill_dir, in_memory_bytes=in_memory_bytes)
+    total = zero_scores(shapes, spill_dir=spill_dir)
     finished = sums.load_into(total)
-    partial = (
-        total
-        if len(shards) == 1
-        else zero_scores(shapes, spill_dir=spill_dir, in_memory_bytes=in_memory_bytes)
-    )
+    partial = total if len(shards) == 1 else zero_scores(shapes, spill_dir=spill_dir)
     for index, shard in enumerate(shards[finished:], start=finished):
         report = None if progress is None else _offset(progress, shard.start, len(sequences_NT))
         add_shard(model, sequences_NT[shard.start : shard.stop], partial, first=shard.start, progress=report)

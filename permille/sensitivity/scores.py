@@ -26,6 +26,7 @@ from permille.package.safetensors_io import SafetensorsFile
 Shapes = Sequence[tuple[str, tuple[int, int]]]
 
 _CHUNK = 1 << 22
+_IN_MEMORY_BYTES = 4 << 30
 
 
 class Scores(Mapping[str, NDArray[np.float32]]):
@@ -57,13 +58,13 @@ class Scores(Mapping[str, NDArray[np.float32]]):
         return len(self._views)
 
 
-def zero_scores(shapes: Shapes, *, spill_dir: Path | None = None, in_memory_bytes: int = 4 << 30) -> Scores:
-    """Scores of 0: in memory, or in an unnamed mapped file of `spill_dir` if larger than `in_memory_bytes`.
+def zero_scores(shapes: Shapes, *, spill_dir: Path | None = None) -> Scores:
+    """Scores of 0: in memory, or in an unnamed mapped file of `spill_dir` if larger than 4 GiB.
 
     The file has no name: it goes away with the array, also if the process is killed.
     """
     size = sum(math.prod(shape) for _, shape in shapes)
-    if spill_dir is None or size * 4 <= in_memory_bytes:
+    if spill_dir is None or size * 4 <= _IN_MEMORY_BYTES:
         return Scores(shapes, np.zeros(size, np.float32))
     spill_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=spill_dir) as file:

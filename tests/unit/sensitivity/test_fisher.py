@@ -139,9 +139,12 @@ def test_no_two_gradients_live_at_once_and_no_block_keeps_its_activations(
     assert len(runs) == 4  # once forward and once more in backward, for each sequence
 
 
-def test_spilled_scores_are_a_mapped_file_with_the_same_bits(tmp_path: Path) -> None:
+def test_spilled_scores_are_a_mapped_file_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny()
-    spilled = fisher_scores(model, sequences(), spill_dir=tmp_path / "spill", in_memory_bytes=100)
+    monkeypatch.setattr("permille.sensitivity.scores._IN_MEMORY_BYTES", 100)
+    spilled = fisher_scores(model, sequences(), spill_dir=tmp_path / "spill")
     assert isinstance(spilled.flat, np.memmap)
     assert spilled.flat.tobytes() == fisher_scores(model, sequences()).flat.tobytes()
     assert list((tmp_path / "spill").iterdir()) == []
