@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow test-neon test-sanitized fuzz kill-agent schemathesis results bench-replay bench-engine bench-time-to-loss bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow test-neon test-sanitized fuzz kill-agent schemathesis results bench-replay bench-engine bench-learning bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -85,8 +85,8 @@ bench-replay: $(VENV)/.native  ## How long is the replay of 20,000 steps of 1.1M
 bench-engine: $(VENV)/.native  ## How fast and large is a step, beside dense passes, bitsandbytes and MeZO? (20 minutes)
 	$(BIN)/python -m permille_lab.engine
 
-bench-time-to-loss: $(VENV)/.native  ## How long to a loss, beside MeZO and first order? (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.learning.time_to_loss
+bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first order and MeZO? (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m permille_lab.learning.compare
 
 bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.estimators

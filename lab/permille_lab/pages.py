@@ -26,7 +26,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "evidence": evidence.tables,
     "people": people.tables,
     "quantizers": quantization.tables,
-    "time_to_loss": learning.time_tables,
+    "learning": learning.learning_tables,
 }
 
 

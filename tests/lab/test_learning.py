@@ -3,21 +3,21 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from permille.engines.torch_engine import TorchEngine
 from permille.zo.header import EstimatorKind
+from permille_lab.learning import compare
 from permille_lab.learning.estimators import CONTENDERS, DEFAULT, measure
+from permille_lab.learning.methods import METHODS, best_rate, descend, final_loss
 from permille_lab.learning.mezo import Mezo
-from permille_lab.learning.page import estimator_tables, loss_at, time_tables
+from permille_lab.learning.page import estimator_tables, learning_tables, loss_at
 from permille_lab.learning.runs import TextRun, options_for, text_run
-from permille_lab.learning.time_to_loss import THEIRS, best_rate, descend, measure_ours, measure_theirs
 from permille_lab.measuring.cells import Cells
 from permille_lab.people.user_texts import Document
 from tests.packages import sentences, tiny_package
-from tests.tiny_model import write_model
+from tests.tiny_model import write_corpus, write_model
 
 DOCUMENTS: tuple[Document, ...] = tuple({"text": text} for text in sentences(250, seed=7))
 
@@ -40,7 +40,7 @@ def test_mezo_moves_all_weights_along_one_direction_and_lowers_the_loss() -> Non
 
 
 def test_the_agent_is_timed_without_its_evaluations(run: TextRun, tmp_path: Path) -> None:
-    found = measure_ours(run.package, DOCUMENTS, "light", seed=0, steps=20, threads=1)
+    found = run.train(options_for(run.package, seed=0, steps=20), tmp_path / "run")
     points = found["points"]
     assert (points[0]["step"], points[0]["seconds"]) == (0, 0.0)
     assert points[0]["loss"] == pytest.approx(run.loss(), abs=1e-4)
@@ -48,17 +48,32 @@ def test_the_agent_is_timed_without_its_evaluations(run: TextRun, tmp_path: Path
     assert [point["seconds"] for point in points] == sorted(point["seconds"] for point in points)
 
 
-@pytest.mark.parametrize("method", THEIRS)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_begins_at_its_base_and_ends_lower(method: str, run: TextRun, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    make, _ = THEIRS[method]
-    grid = (1e-4,) if method == "MeZO" else (1e-2,)
-    found = measure_theirs(make, grid, (run, run), model, steps=6, trial_steps=1)
-    points = found["points"]
+    make, _ = METHODS[method]
+    rate = 1e-4 if method == "MeZO" else 1e-2
+    points = descend(make(run, model, rate), run, steps=6, every=1)
     assert [point["step"] for point in points] == list(range(7))
+    assert final_loss(make, run, model, rate, steps=6) == points[-1]["loss"]
+    assert final_loss(make, run, model, math.inf, steps=6) == math.inf
     if method != "MeZO":  # whose base is not the package's, but the full-precision model
         assert points[0]["loss"] == pytest.approx(run.loss(), abs=1e-3)
         assert points[-1]["loss"] < points[0]["loss"]
+
+
+def test_a_run_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, data = tmp_path / "models", tmp_path / "data"
+    write_model(models / "tiny")
+    write_corpus(data / "text/c4_en/c4_sample.jsonl")
+    for name, folder in (("PERMILLE_MODELS", models), ("PERMILLE_DATA", data)):
+        monkeypatch.setenv(name, str(folder))
+    common = {"model": "tiny", "text": "a", "seed": 0}
+    for method, steps in ((compare.FORWARD_ONLY, 4), ("the same values, AdamW", 2)):
+        settings = common | {"method": method, "steps": steps}
+        found = compare.measure(tmp_path / "packages", settings, DOCUMENTS)
+        assert found["points"][0]["loss"] > 0
+        assert found["peak_bytes"] > 1 << 20
 
 
 def test_a_loss_that_is_not_finite_ends_a_run(run: TextRun) -> None:
@@ -122,20 +137,11 @@ def test_contenders_are_compared_in_the_runs_that_both_have(tmp_path: Path) -> N
 
 
 def test_methods_are_timed_to_shares_of_our_fall(tmp_path: Path) -> None:
-    cells = Cells(tmp_path / "time_to_loss.jsonl")
-    for method, losses in (("permille", (5.0, 4.4, 4.0)), ("LoRA, AdamW", (5.0, 4.2, 4.1))):
+    cells = Cells(tmp_path / "learning.jsonl")
+    for method, losses in ((compare.FORWARD_ONLY, (5.0, 4.4, 4.0)), ("LoRA, AdamW", (5.0, 4.2, 4.1))):
         points = [{"step": n, "loss": loss, "seconds": 7.0 * n} for n, loss in enumerate(losses)]
-        settings = {"model": "m", "method": method, "steps": 2}
-        result = {"points": points, "search_s": 3.0}
-        cells.keep("time_to_loss", settings, result)
-    ours, theirs = time_tables(tmp_path)["times"].splitlines()[2:]
+        settings = {"model": "m", "text": "t", "seed": 0, "method": method, "steps": 2}
+        cells.keep("learning", settings, {"points": points, "search_s": 3.0})
+    ours, theirs = learning_tables(tmp_path)["times"].splitlines()[2:]
     assert [cell.strip() for cell in ours.split("|")[4:8]] == ["7.0", "14.0", "14.0", "4.000"]
     assert [cell.strip() for cell in theirs.split("|")[4:8]] == ["7.0", "7.0", "not reached", "4.100"]
-
-
-def test_the_engines_gradient_moves_the_same_values(run: TextRun) -> None:
-    make, _ = THEIRS["the same values, AdamW"]
-    method = make(run, Path(), 1e-2)
-    before = run.package.values().copy()
-    descend(method, run, steps=1, every=1)
-    np.testing.assert_array_equal(run.package.values(), before)

@@ -9,8 +9,10 @@ import pytest
 
 from permille.errors import InputError
 from permille_agent.embed import TrainOptions, package_tokenizer
+from permille_lab.learning.runs import options_for
 from permille_lab.measuring.cells import Cells
 from permille_lab.people.page import COMPARISONS, State, losses_of, personal_tests, tables
+from permille_lab.people.personalise import SPEAKERS, measure
 from permille_lab.people.study import Study, targets
 from permille_lab.people.user_texts import Collection, User, own_words
 from permille_lab.people.users import measured, pairs, settings_of
@@ -100,6 +102,19 @@ def test_a_pair_is_measured_under_six_states_and_the_same_twice(study: Study, tm
     losses = losses_of(cells)
     assert losses["user"].tolist() == ["p0", "p1"]
     assert losses["own"].tolist() == [person["nats"]["own"] / person["tokens"] for person in (first, second)]
+
+
+def test_a_speakers_state_is_read_on_their_text_and_on_anothers(tmp_path: Path) -> None:
+    package = tiny_package(tmp_path / "blobs")
+    texts = zip(SPEAKERS, (1, 2, 3), strict=True)
+    users = {
+        name: User(name=name, documents=tuple({"text": text} for text in sentences(250, seed=seed)))
+        for name, seed in texts
+    }
+    found = measure(package, users, SPEAKERS[0], options_for(package, seed=0, steps=20))
+    assert found["improvement"] > found["standard_error"] > 0
+    assert found["swap"]["speaker"] == SPEAKERS[1]
+    assert found["swap"]["improvement"] != found["improvement"]
 
 
 def outcomes(count: int = 12, *, personal: float = 0.1, group: str = "g") -> pd.DataFrame:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from permille_lab.measuring.cells import Cells, Settings
+from permille_lab.learning.compare import FORWARD_ONLY
+from permille_lab.measuring.cells import Cells, Result, Settings
 
 BASELINE = "spsa 8 x 2"
 SHARES = (0.5, 0.75, 0.95)
-"""Of our fall: losses that others are timed to."""
+"""Of the fall of forward-only training: losses that all are timed to."""
 
 Points = list[dict[str, Any]]
 
@@ -67,36 +68,38 @@ def estimator_tables(results: Path) -> dict[str, str]:
     return {"paired": _markdown(pd.DataFrame(found)), "texts": _markdown(texts)}
 
 
-def time_tables(results: Path) -> dict[str, str]:
-    """Seconds of each method to shares of our fall, and what it takes to get there."""
-    groups: dict[str, dict[str, tuple[Settings, dict[str, Any]]]] = defaultdict(dict)
-    for settings, result in Cells(results / "time_to_loss.jsonl").of("time_to_loss"):
-        groups[settings["model"]][settings["method"]] = settings, result
+def learning_tables(results: Path) -> dict[str, str]:
+    """Seconds of each method to shares of the fall of forward-only training, and its memory."""
+    cells = Cells(results / "learning.jsonl").of("learning")
+    groups: dict[tuple[str, str, int], list[tuple[Settings, Result]]] = defaultdict(list)
+    for settings, result in cells:
+        groups[settings["model"], settings["text"], settings["seed"]].append((settings, result))
     rows = []
-    for model, methods in groups.items():
-        ours = methods["permille"][1]["points"]
-        base, lowest = ours[0]["loss"], min(point["loss"] for point in ours)
-        for method, (settings, result) in methods.items():
+    for (model, text, seed), found in groups.items():
+        goals = _goals(found)
+        for settings, result in found:
             points = result["points"]
             best = min(points, key=lambda point: float(point["loss"]))
-            goals = {
-                f"s to {100 * share:g} %": _reached(points, base - share * (base - lowest))
-                for share in SHARES
-            }
             peak = f"{result['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in result else ""
             rows.append(
                 {
-                    "model": model,
-                    "method": method,
+                    "text": f"{model}, {text}" + (f", seed {seed}" if seed else ""),
+                    "method": settings["method"],
                     "steps": settings["steps"],
-                    **goals,
+                    **{f"s to {100 * share:g} %": _reached(points, goal) for share, goal in goals.items()},
                     "lowest loss": f"{best['loss']:.3f}",
-                    "after, s": f"{best['seconds']:.0f}",
                     "search, s": f"{result['search_s']:.0f}",
                     "peak, MB": peak,
                 }
             )
     return {"times": _markdown(pd.DataFrame(rows))}
+
+
+def _goals(found: list[tuple[Settings, Result]]) -> dict[float, float]:
+    """Losses at shares of the fall of forward-only training on the same text."""
+    (points,) = [result["points"] for settings, result in found if settings["method"] == FORWARD_ONLY]
+    base, lowest = points[0]["loss"], min(point["loss"] for point in points)
+    return {share: base - share * (base - lowest) for share in SHARES}
 
 
 def _reached(points: Points, loss: float) -> str:

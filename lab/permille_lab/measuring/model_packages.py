@@ -4,16 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from permille.corpora.sequences import token_sequences
-from permille.corpora.sources import FileCorpus, ReadReport, read_texts
-from permille.models.checkpoint import Checkpoint
-from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
-from permille.package.build import ChosenMask, pack_model
 from permille.package.reader import Package
 from permille.quantization import Scheme
-from permille.sensitivity.fisher import fisher_scores
-from permille.sensitivity.masks import MaskMethod, select_mask
 
 DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}
 _OTHER_DENSITY = 0.001
@@ -57,12 +50,26 @@ def model_package(
     blobs = BlobFolder(folder / "blobs")
     known = folder / f"{model}-{density}-{scheme.value}.digest"
     if not known.exists():
-        path = sources.models / model
-        texts = read_texts(FileCorpus(path="c4_sample.jsonl"), sources.data / "text/c4_en", ReadReport())
-        sequences_NT = token_sequences(FileTokenizer(path), texts, _SEQUENCES, _LENGTH, 0)
-        mask = select_mask(fisher_scores(load_model(path), sequences_NT), MaskMethod.FISHER, density)
-        blobs.root.mkdir(parents=True, exist_ok=True)
-        chosen = ChosenMask(indices=mask, method="fisher", density=density)
-        digest = pack_model(blobs, Checkpoint(path), chosen, scheme)
+        digest = _written(blobs, sources, model, density, scheme)
+        known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(digest)
     return Package.open(blobs, known.read_text())
+
+
+def _written(blobs: BlobFolder, sources: Sources, model: str, density: float, scheme: Scheme) -> str:
+    # Here, so that who finds the package made needs no torch: its memory is measured.
+    from permille.corpora.sequences import token_sequences
+    from permille.corpora.sources import FileCorpus, ReadReport, read_texts
+    from permille.models.checkpoint import Checkpoint
+    from permille.models.loading import FileTokenizer, load_model
+    from permille.package.build import ChosenMask, pack_model
+    from permille.sensitivity.fisher import fisher_scores
+    from permille.sensitivity.masks import MaskMethod, select_mask
+
+    path = sources.models / model
+    texts = read_texts(FileCorpus(path="c4_sample.jsonl"), sources.data / "text/c4_en", ReadReport())
+    sequences_NT = token_sequences(FileTokenizer(path), texts, _SEQUENCES, _LENGTH, 0)
+    mask = select_mask(fisher_scores(load_model(path), sequences_NT), MaskMethod.FISHER, density)
+    blobs.root.mkdir(parents=True, exist_ok=True)
+    chosen = ChosenMask(indices=mask, method="fisher", density=density)
+    return pack_model(blobs, Checkpoint(path), chosen, scheme)

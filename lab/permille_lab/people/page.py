@@ -116,7 +116,6 @@ def _speakers(cells: Cells) -> pd.DataFrame:
                 "fall": f"{falls.mean():.3f} ({falls.min():.3f} to {falls.max():.3f})",
                 "least, in standard errors": f"{sure.min():.1f}",
                 "the same state on another speaker's text": f"{runs['swapped'].mean():.3f}",
-                "log, bytes": f"{runs['log_bytes'].mean():.0f}",
             }
         )
     return pd.DataFrame(found)

@@ -1,16 +1,10 @@
-"""How long until a held-out loss? The agent beside MeZO and first order: `make bench-time-to-loss`.
+"""What the agent's training is compared with: MeZO and first order, each on the same rows of a text.
 
-    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.learning.time_to_loss
-
-One speaker of Shakespeare's plays stands for a user; held-out is the select split. `permille` is the agent
-with its defaults. The others have 16 rows a step, as in the papers, and a step size from a grid that grows
-while its best is on an edge, tried on another division of the text. MeZO and LoRA (r = 8, peft) train a dense
-float32 model, LoRA the one that the package's codes decode to; `the same values, AdamW` takes the engine's
-gradient of the masked weights. First order is evaluated after every step.
+All have 16 rows a step, as in the papers, and a step size from a grid that grows while its best is on an
+edge.
 """
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,33 +14,16 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from permille.engines.factory import AUTO, LIGHT_INT8
 from permille.engines.interface import GradientEngine
 from permille.models.loading import load_model
-from permille.package.reader import Package
-from permille.quantization import Scheme
 from permille.zo.estimators import Batch
 from permille_agent.embed import TrainingBatches, batch_of, mean_loss
 from permille_lab.learning.mezo import Mezo
-from permille_lab.learning.runs import TextRun, options_for, text_run
-from permille_lab.measuring.cells import Cells, Result, settings_parser
+from permille_lab.learning.runs import TextRun
 from permille_lab.measuring.dense import batch_loss, dense_model
 from permille_lab.measuring.dense import mean_loss as model_loss
-from permille_lab.measuring.machine import machine
-from permille_lab.measuring.model_packages import (
-    DENSITIES,
-    Sources,
-    model_package,
-    sources_from_environment,
-)
-from permille_lab.people.user_texts import Collection, Document, read_users
 
-SPEAKER = "GLOUCESTER"
-OURS = {"permille": AUTO, "permille, light-int8": LIGHT_INT8}
 BATCH_ROWS = 16
-_TUNING_SEED = 1000
-"""Beside the seed of a run: another division of the text."""
-_EVALUATIONS = 40
 _GRID_FACTOR, _EXTENSIONS = 10**0.5, 4
 _EVALUATED_ROWS = 16
 
@@ -119,7 +96,7 @@ class SparseValues:
         return mean_loss(self._run.engine, self._values_K.detach().numpy(), self._run.prepared.select)
 
 
-THEIRS: Mapping[str, tuple[Callable[[TextRun, Path, float], Method], tuple[float, ...]]] = {
+METHODS: Mapping[str, tuple[Callable[[TextRun, Path, float], Method], tuple[float, ...]]] = {
     "MeZO": (DenseMezo, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)),
     "LoRA, AdamW": (Lora, (3e-4, 1e-3, 3e-3, 1e-2)),
     "the same values, AdamW": (SparseValues, (1e-3, 3e-3, 1e-2, 3e-2)),
@@ -145,9 +122,9 @@ def descend(method: Method, run: TextRun, *, steps: int, every: int) -> list[dic
     points = [{"step": 0, "loss": method.loss(), "seconds": 0.0}]
     spent = 0.0
     for number in range(steps):
-        begin = time.perf_counter()
+        begin = time.process_time()
         method.step(batches(number), number)
-        spent += time.perf_counter() - begin
+        spent += time.process_time() - begin
         if (number + 1) % every == 0 or number + 1 == steps:
             points.append({"step": number + 1, "loss": method.loss(), "seconds": round(spent, 3)})
             if not math.isfinite(points[-1]["loss"]):
@@ -167,78 +144,9 @@ def best_rate(tried: Callable[[float], float], grid: tuple[float, ...]) -> float
     return min(losses, key=lambda rate: losses[rate])
 
 
-def measure_theirs(
-    make: Callable[[TextRun, Path, float], Method],
-    grid: tuple[float, ...],
-    runs: tuple[TextRun, TextRun],
-    model: Path,
-    *,
-    steps: int,
-    trial_steps: int,
-) -> Result:
-    """A search on the second run's text, then a run on the first one's."""
-    begin = time.perf_counter()
-
-    def tried(rate: float) -> float:
-        points = descend(make(runs[1], model, rate), runs[1], steps=trial_steps, every=trial_steps)
-        loss = float(points[-1]["loss"])
-        return loss if math.isfinite(loss) else math.inf
-
-    rate = best_rate(tried, grid)
-    search_s = time.perf_counter() - begin
-    every = 1 if steps <= _EVALUATIONS * 2 else steps // _EVALUATIONS
-    points = descend(make(runs[0], model, rate), runs[0], steps=steps, every=every)
-    return {"points": points, "search_s": round(search_s, 1), "rate": rate, "machine": machine()}
-
-
-def measure_ours(package: Package, documents: tuple[Document, ...], engine: str, *, seed: int, steps: int,
-                 threads: int) -> Result:  # fmt: skip
-    """A run of the agent with its defaults."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = text_run(package, documents, Path(folder), seed=seed, threads=threads, engine=engine)
-        found = run.train(options_for(package, seed=seed, steps=steps), Path(folder) / "run")
-    return found | {"machine": machine()}
-
-
-def _speeches(sources: Sources) -> tuple[Document, ...]:
-    (found,) = [
-        user.documents
-        for user in read_users(sources.data, Collection.SHAKESPEARE).users
-        if user.name == SPEAKER
-    ]
-    return found
-
-
-def main() -> None:
-    """Measure what is missing."""
-    parser = settings_parser(__doc__, "time_to_loss")
-    parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=600, help="of ours; MeZO has 2,000, first order 80")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    sources = sources_from_environment()
-    cells, documents = Cells(options.cells), _speeches(sources)
-    for model in options.model or DENSITIES:
-        common = {"model": model, "speaker": SPEAKER, "seed": options.seed, "threads": options.threads}
-        for method, engine in OURS.items():
-            scheme = Scheme.INT4 if engine == LIGHT_INT8 else Scheme.NF4
-            package = model_package(sources, model, options.folder, scheme=scheme)
-            run = partial(measure_ours, package, documents, engine, seed=options.seed, steps=options.steps,
-                          threads=options.threads)  # fmt: skip
-            cells.once("time_to_loss", common | {"method": method, "steps": options.steps}, run)
-        package = model_package(sources, model, options.folder)
-        with tempfile.TemporaryDirectory() as name:
-            first, second = (
-                text_run(package, documents, Path(name) / str(seed), seed=seed, threads=options.threads)
-                for seed in (options.seed, options.seed + _TUNING_SEED)
-            )
-            for method, (make, grid) in THEIRS.items():
-                steps, trial_steps = (2000, 200) if method == "MeZO" else (80, 20)
-                measured = partial(measure_theirs, make, grid, (first, second), sources.models / model,
-                                   steps=steps, trial_steps=trial_steps)  # fmt: skip
-                cells.once("time_to_loss", common | {"method": method, "steps": steps}, measured)
-
-
-if __name__ == "__main__":
-    main()
+def final_loss(
+    make: Callable[[TextRun, Path, float], Method], run: TextRun, model: Path, rate: float, *, steps: int
+) -> float:
+    """What a trial with a step size comes to; infinite where it diverged."""
+    loss = float(descend(make(run, model, rate), run, steps=steps, every=steps)[-1]["loss"])
+    return loss if math.isfinite(loss) else math.inf

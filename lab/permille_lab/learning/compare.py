@@ -1,0 +1,139 @@
+"""How fast does a person's model learn? The agent beside first order and MeZO: `make bench-learning`.
+
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.learning.compare --people 1 --seeds 0
+
+One speaker of Shakespeare's plays and people with tweets; held-out is the select split. The agent's
+contenders are those of `OURS`, on the NF4 package. MeZO and LoRA (r = 8, peft) train a dense float32 model,
+LoRA the one that the package's codes decode to; `the same values, AdamW` takes the engine's gradient of the
+masked weights. Their step sizes are tried on another division of the text. Every run is a process of its own,
+with one thread: seconds are the processor's, evaluations left out, and the peak of memory is the process's.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError
+from permille.zo.header import EstimatorKind
+from permille_lab.learning.runs import options_for, text_run
+from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
+from permille_lab.measuring.machine import machine, resident
+from permille_lab.measuring.model_packages import (
+    DENSITIES,
+    Sources,
+    model_package,
+    sources_from_environment,
+)
+from permille_lab.people.user_texts import Collection, Document, cohort, read_users
+
+SPEAKER = "GLOUCESTER"
+FORWARD_ONLY = "forward-only"
+OURS: Mapping[str, Mapping[str, Any]] = {
+    FORWARD_ONLY: {"estimator": EstimatorKind.ONE_SIDED, "queries": 16},
+}
+"""Choices of `TrainOptions`, beside its defaults, by contender."""
+THEIRS = {"the same values, AdamW": (80, 20), "LoRA, AdamW": (80, 20), "MeZO": (2000, 200)}
+"""Steps of the run and of a trial."""
+_OUR_STEPS = 400
+_LEAST_CHARACTERS = 20_000
+_TUNING_SEED = 1000
+"""Beside the seed of a run: another division of the text."""
+
+
+def texts(sources: Sources, people: int) -> dict[str, tuple[Document, ...]]:
+    """The speaker, and the first people of those with many tweets."""
+    speakers = {user.name: user for user in read_users(sources.data, Collection.SHAKESPEARE).users}
+    tweets = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
+    found = {SPEAKER: speakers[SPEAKER].documents}
+    return found | {f"tweets of {user.name}": user.documents for user in tweets[:people]}
+
+
+def measure(folder: Path, settings: Settings, documents: Sequence[Document]) -> Result:
+    """One contender on one text, in a child process.
+
+    Raises:
+        InputError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        text = Path(name) / "text.json"
+        text.write_text(json.dumps([dict(document) for document in documents]))
+        command = [sys.executable, "-m", "permille_lab.learning.compare", "--child", str(text)]
+        command += ["--settings", json.dumps(settings), "--folder", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InputError(f"expected {settings['method']} to train, got {done.stderr[-800:]}")
+    found: Result = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured(
+    sources: Sources, folder: Path, settings: Settings, documents: Sequence[Document], name: Path
+) -> Result:
+    """The same in this process."""
+    package = model_package(sources, settings["model"], folder)
+    method, seed, steps = settings["method"], settings["seed"], settings["steps"]
+    run = text_run(package, documents, name / "text", seed=seed, threads=1)
+    if method in OURS:
+        options = replace(options_for(package, seed=seed, steps=steps), **OURS[method])
+        found = run.train(options, name / "run")
+    else:
+        import torch
+
+        from permille_lab.learning.methods import METHODS, best_rate, descend, final_loss
+
+        torch.set_num_threads(1)
+        other = text_run(package, documents, name / "other", seed=seed + _TUNING_SEED, threads=1)
+        make, grid = METHODS[method]
+        model = sources.models / settings["model"]
+        begin = time.process_time()
+        tried = partial(final_loss, make, other, model, steps=THEIRS[method][1])
+        rate = best_rate(tried, grid)
+        search_s = time.process_time() - begin
+        points = descend(make(run, model, rate), run, steps=steps, every=max(1, steps // 80))
+        found = {"points": points, "search_s": round(search_s, 1), "rate": rate}
+    return found | {"k": package.k, "peak_bytes": resident()["VmHWM"], "machine": machine()}
+
+
+def main() -> None:
+    """Measure what is missing, the quick contenders of every text first."""
+    parser = settings_parser(__doc__, "learning")
+    parser.add_argument("--model", choices=DENSITIES, default="reference-7M")
+    parser.add_argument("--people", type=int, default=3, help="with tweets, beside the speaker")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--method", action="append", choices=[*OURS, *THEIRS], help="only these")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sources = sources_from_environment()
+    if options.child is not None:
+        documents = json.loads(options.child.read_text())
+        found = measured(sources, options.folder, options.settings, documents, options.child.parent)
+        print(json.dumps(found))
+        return
+    cells = Cells(options.cells)
+    of_text = texts(sources, options.people)
+    model_package(sources, options.model, options.folder)  # here, so that no child makes it
+    for method in options.method or [*OURS, *THEIRS]:
+        for seed in options.seeds:
+            for text, documents in of_text.items():
+                steps = _OUR_STEPS if method in OURS else THEIRS[method][0]
+                settings = {
+                    "model": options.model,
+                    "text": text,
+                    "seed": seed,
+                    "method": method,
+                    "steps": steps,
+                }
+                cells.once("learning", settings, partial(measure, options.folder, settings, documents))
+
+
+if __name__ == "__main__":
+    main()
