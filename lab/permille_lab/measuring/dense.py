@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from permille.package.reader import Package
-from permille.package.transformers_folder import link_transformers_folder
 from permille.quantization import dequantize
 from permille.zo.estimators import Batch
+from permille_lab.measuring.transformers_folder import link_transformers_folder
 
 
 def dense_model(package: Package, *, prepacked: bool) -> Any:
