@@ -1,6 +1,6 @@
 """Write and read the journal: the device's append-only log, one checksummed entry a step (FORMAT 8).
 
-A record is durable when `append` returns (or after `fsync_every` of them). Opening recovers: what a crash
+A record is durable when `append` returns. Opening recovers: what a crash
 left of an unfinished record is cut off, so the journal holds exactly the whole records. Damage before a whole
 record is no crash and is refused. One writer at a time, by a lock on the file that dies with its process.
 """
@@ -58,7 +58,7 @@ def read_journal(path: Path) -> JournalContents:
 class Journal:
     """An open journal, its only writer. Use `create` or `open`; close it, or use it as a context."""
 
-    def __init__(self, descriptor: int, path: Path, contents: JournalContents, fsync_every: int) -> None:
+    def __init__(self, descriptor: int, path: Path, contents: JournalContents) -> None:
         self.header = contents.header
         self.path = path
         self.torn_bytes = contents.torn_bytes
@@ -67,12 +67,10 @@ class Journal:
         self._end = contents.end
         self._weight = sum(weight_of(record, self.header) for record in self._records)
         self._seed = _entry_seed(self.header)
-        self._fsync_every = fsync_every
-        self._unsynced = 0
         self._broken = False
 
     @classmethod
-    def create(cls, path: Path, header: LogHeader, *, fsync_every: int = 1) -> Self:
+    def create(cls, path: Path, header: LogHeader) -> Self:
         """Start a journal at `path`; the file appears whole or not at all.
 
         Raises:
@@ -81,10 +79,10 @@ class Journal:
         if path.exists():
             raise InputError(f"expected no file at {path}, got one: a journal is never overwritten")
         write_atomic(path, encode_header(header), mode=0o600)
-        return cls.open(path, fsync_every=fsync_every)
+        return cls.open(path)
 
     @classmethod
-    def open(cls, path: Path, *, fsync_every: int = 1) -> Self:
+    def open(cls, path: Path) -> Self:
         """Open for appending, after cutting a torn tail (`torn_bytes` says how much).
 
         Raises:
@@ -102,7 +100,7 @@ class Journal:
             if contents.torn_bytes:
                 os.ftruncate(descriptor, contents.end)
                 os.fsync(descriptor)
-            return cls(descriptor, path, contents, fsync_every)
+            return cls(descriptor, path, contents)
         except BaseException:
             os.close(descriptor)
             raise
@@ -117,7 +115,7 @@ class Journal:
         return iter(tuple(self._records))
 
     def append(self, record: StepRecord) -> None:
-        """Write one record; durable on return with `fsync_every=1`.
+        """Write one record; it is durable on return.
 
         Raises:
             InputError: the record does not continue this journal.
@@ -133,9 +131,7 @@ class Journal:
         entry = _encode_entry(record, self._seed)
         try:
             _write_all(self._descriptor, entry, self._end)
-            self._unsynced += 1
-            if self._unsynced >= self._fsync_every:
-                self.sync()
+            os.fsync(self._descriptor)
         except OSError as exc:
             self._broken = True
             raise OperatorError(f"expected to append step {record.step} to {self.path}, got {exc}") from exc
@@ -143,22 +139,12 @@ class Journal:
         self._weight = weight
         self._records.append(record)
 
-    def sync(self) -> None:
-        """Make every appended record durable."""
-        os.fsync(self._descriptor)
-        self._unsynced = 0
-
     def close(self) -> None:
-        """Sync and release the lock. Closing twice is allowed."""
-        if self._descriptor < 0:
-            return
-        descriptor, self._descriptor = self._descriptor, -1
-        try:
-            if self._unsynced and not self._broken:
-                os.fsync(descriptor)
-        finally:
+        """Release the lock. Closing twice is allowed."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
             self._broken = True
-            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +173,7 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-# --- bytes ---
+# --- bytes ----------------------------------------------------------------------------------------------
 
 
 def encode_header(header: LogHeader) -> bytes:

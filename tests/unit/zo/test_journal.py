@@ -245,7 +245,7 @@ def test_a_record_that_does_not_continue_the_journal_is_not_written(path: Path, 
 def test_a_record_that_could_leave_the_exact_range_is_not_written(path: Path) -> None:
     header = make_header(queries=1024, exponents=make_exponents(147, largest=5).use)
     largest = make_records([[-(2**31) + 1] * 1024] * 129)
-    with Journal.create(path, header, fsync_every=1000) as journal:
+    with Journal.create(path, header) as journal:
         for record in largest[:128]:
             journal.append(record)
         with pytest.raises(InputError, match="2\\*\\*53"):
@@ -255,25 +255,13 @@ def test_a_record_that_could_leave_the_exact_range_is_not_written(path: Path) ->
         journal.append(largest[128])
 
 
-def test_every_append_is_synced_unless_told_otherwise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_append_is_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    real = os.fsync
-
-    def counting_fsync(descriptor: int) -> None:
-        synced.append(descriptor)
-        real(descriptor)
-
     with Journal.create(path, make_header()) as journal:
-        monkeypatch.setattr(os, "fsync", counting_fsync)
+        monkeypatch.setattr(os, "fsync", synced.append)
         for record in make_records(ROWS)[:3]:
             journal.append(record)
-        assert len(synced) == 3
-    synced.clear()
-    with Journal.open(path, fsync_every=4) as journal:
-        for record in make_records(ROWS)[3:9]:
-            journal.append(record)
-        assert len(synced) == 1
-    assert len(synced) == 2
+    assert len(synced) == 3
 
 
 def test_a_full_disk_ends_the_journal_at_its_last_whole_record(
