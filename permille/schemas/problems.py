@@ -24,7 +24,6 @@ class ProblemType(StrEnum):
     METHOD_NOT_ALLOWED = "method-not-allowed"
     CONFLICT = "conflict"
     IDEMPOTENCY_CONFLICT = "idempotency-conflict"
-    GONE = "gone"
     PRECONDITION_FAILED = "precondition-failed"
     TOO_LARGE = "too-large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported-media-type"
@@ -36,58 +35,42 @@ class ProblemType(StrEnum):
     TOO_MANY_REQUESTS = "too-many-requests"
     INTERNAL = "internal"
     UNAVAILABLE = "unavailable"
-    INSUFFICIENT_STORAGE = "insufficient-storage"
 
     @property
     def uri(self) -> str:
         """The stable type URI."""
         return TYPE_BASE + self.value
 
+    @property
+    def status(self) -> int:
+        """The HTTP status that it is answered with."""
+        return _FACTS[self][0]
 
-STATUS: Final[dict[ProblemType, int]] = {
-    ProblemType.BAD_REQUEST: 400,
-    ProblemType.UNAUTHENTICATED: 401,
-    ProblemType.FORBIDDEN: 403,
-    ProblemType.NOT_FOUND: 404,
-    ProblemType.METHOD_NOT_ALLOWED: 405,
-    ProblemType.CONFLICT: 409,
-    ProblemType.IDEMPOTENCY_CONFLICT: 409,
-    ProblemType.GONE: 410,
-    ProblemType.PRECONDITION_FAILED: 412,
-    ProblemType.TOO_LARGE: 413,
-    ProblemType.UNSUPPORTED_MEDIA_TYPE: 415,
-    ProblemType.RANGE_NOT_SATISFIABLE: 416,
-    ProblemType.MISDIRECTED: 421,
-    ProblemType.INVALID: 422,
-    ProblemType.PREFLIGHT_REFUSED: 409,
-    ProblemType.PACKAGE_REFUSED: 422,
-    ProblemType.TOO_MANY_REQUESTS: 429,
-    ProblemType.INTERNAL: 500,
-    ProblemType.UNAVAILABLE: 503,
-    ProblemType.INSUFFICIENT_STORAGE: 507,
-}
+    @property
+    def summary(self) -> str:
+        """What it is, in words for people."""
+        return _FACTS[self][1]
 
-TITLE: Final[dict[ProblemType, str]] = {
-    ProblemType.BAD_REQUEST: "The request cannot be read",
-    ProblemType.UNAUTHENTICATED: "A valid bearer token is needed",
-    ProblemType.FORBIDDEN: "This principal may not do this",
-    ProblemType.NOT_FOUND: "There is no such thing for this principal",
-    ProblemType.METHOD_NOT_ALLOWED: "This path does not offer this method",
-    ProblemType.CONFLICT: "The current state does not allow this",
-    ProblemType.IDEMPOTENCY_CONFLICT: "The idempotency key was used with another request",
-    ProblemType.GONE: "This was withdrawn",
-    ProblemType.PRECONDITION_FAILED: "A precondition of the request does not hold",
-    ProblemType.TOO_LARGE: "The request body is too large",
-    ProblemType.UNSUPPORTED_MEDIA_TYPE: "The request body has another media type than expected",
-    ProblemType.RANGE_NOT_SATISFIABLE: "The requested range lies outside of the content",
-    ProblemType.MISDIRECTED: "This server does not answer to that host name",
-    ProblemType.INVALID: "The request does not fit its description",
-    ProblemType.PREFLIGHT_REFUSED: "The machine cannot hold this work",
-    ProblemType.PACKAGE_REFUSED: "The package or log is not what it claims to be",
-    ProblemType.TOO_MANY_REQUESTS: "Too many requests",
-    ProblemType.INTERNAL: "The service failed",
-    ProblemType.UNAVAILABLE: "The service cannot answer now",
-    ProblemType.INSUFFICIENT_STORAGE: "The disk of the service is full",
+
+_FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
+    ProblemType.BAD_REQUEST: (400, "The request cannot be read"),
+    ProblemType.UNAUTHENTICATED: (401, "A valid bearer token is needed"),
+    ProblemType.FORBIDDEN: (403, "This principal may not do this"),
+    ProblemType.NOT_FOUND: (404, "There is no such thing for this principal"),
+    ProblemType.METHOD_NOT_ALLOWED: (405, "This path does not offer this method"),
+    ProblemType.CONFLICT: (409, "The current state does not allow this"),
+    ProblemType.IDEMPOTENCY_CONFLICT: (409, "The idempotency key was used with another request"),
+    ProblemType.PRECONDITION_FAILED: (412, "A precondition of the request does not hold"),
+    ProblemType.TOO_LARGE: (413, "The request body is too large"),
+    ProblemType.UNSUPPORTED_MEDIA_TYPE: (415, "The request body has another media type than expected"),
+    ProblemType.RANGE_NOT_SATISFIABLE: (416, "The requested range lies outside of the content"),
+    ProblemType.MISDIRECTED: (421, "This server does not answer to that host name"),
+    ProblemType.INVALID: (422, "The request does not fit its description"),
+    ProblemType.PREFLIGHT_REFUSED: (409, "The machine cannot hold this work"),
+    ProblemType.PACKAGE_REFUSED: (422, "The package or log is not what it claims to be"),
+    ProblemType.TOO_MANY_REQUESTS: (429, "Too many requests"),
+    ProblemType.INTERNAL: (500, "The service failed"),
+    ProblemType.UNAVAILABLE: (503, "The service cannot answer now"),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fastapi import Depends, Request
 
-from permille.store.blobs import FolderBlobStore
+from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.jobs.dispatch import Dispatcher, open_dispatcher
 from permille.store.schema import migrate
@@ -29,7 +29,7 @@ class Service:
 
     settings: Settings
     database: Database
-    blobs: FolderBlobStore
+    blobs: BlobFolder
     signing_key: Ed25519PrivateKey
     seal: keys.Seal
     enrolments: RateLimit
@@ -47,7 +47,7 @@ class Service:
         return cls(
             settings=settings,
             database=Database(url),
-            blobs=FolderBlobStore(settings.blob_root),
+            blobs=BlobFolder(settings.blob_root),
             signing_key=keys.signing_key(settings.keys_dir),
             seal=keys.Seal(settings.keys_dir),
             enrolments=RateLimit(settings.enrolments_per_minute, clock=time.monotonic),

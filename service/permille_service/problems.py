@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
-from permille.schemas.problems import MEDIA_TYPE, STATUS, TITLE, FieldError, Figure, Problem, ProblemType
+from permille.schemas.problems import MEDIA_TYPE, FieldError, Figure, Problem, ProblemType
 from permille.store.errors import ConflictError, NotFoundError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ApiError(HTTPException):
         errors: Sequence[FieldError] | None = None,
         figures: Sequence[Figure] | None = None,
     ) -> None:
-        super().__init__(STATUS[problem], detail, headers=dict(headers) if headers else None)
+        super().__init__(problem.status, detail, headers=dict(headers) if headers else None)
         self.problem = problem
         self.message = detail
         self.errors = errors
@@ -81,10 +81,10 @@ def problem_response(
     figures: Sequence[Figure] | None = None,
 ) -> Response:
     """The response of one problem."""
-    status = STATUS[problem]
+    status = problem.status
     body = Problem(
         type=problem.uri,
-        title=TITLE[problem],
+        title=problem.summary,
         status=status,
         detail=detail,
         instance=path,
@@ -104,7 +104,7 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that may answer with these problems."""
     by_status: dict[int, list[ProblemType]] = {}
     for problem in problems:
-        by_status.setdefault(STATUS[problem], []).append(problem)
+        by_status.setdefault(problem.status, []).append(problem)
     return {status: _documented_status(status, found) for status, found in sorted(by_status.items())}
 
 
@@ -132,7 +132,7 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
     if status == HTTPStatus.NOT_FOUND:
         return problem_response(path, ProblemType.NOT_FOUND, "there is no such path")
     problem = _TYPE_OF_STATUS.get(status, ProblemType.INTERNAL)
-    return problem_response(path, problem, str(getattr(exc, "detail", TITLE[problem])))
+    return problem_response(path, problem, str(getattr(exc, "detail", problem.summary)))
 
 
 async def _on_validation_error(request: Request, exc: Exception) -> Response:
@@ -197,16 +197,16 @@ def _documented_status(status: int, problems: list[ProblemType]) -> dict[str, An
         problem.value: {
             "value": {
                 "type": problem.uri,
-                "title": TITLE[problem],
+                "title": problem.summary,
                 "status": status,
-                "detail": TITLE[problem],
+                "detail": problem.summary,
                 "instance": "/v1/masks",
             }
         }
         for problem in problems
     }
     documented: dict[str, Any] = {
-        "description": "; ".join(TITLE[problem] for problem in problems),
+        "description": "; ".join(problem.summary for problem in problems),
         "content": {
             MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": examples},
         },

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from permille.package.blobs import BlobFolder
 from permille.package.reader import verify_package
 from permille.schemas.corpora import FileCorpus
 from permille.schemas.masks import FisherMask, MaskMethod
 from permille.schemas.models import FolderModel
 from permille.schemas.packages import BuildCreate
 from permille.store import inputs
-from permille.store.blobs import FolderBlobStore
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from tests.integration.job_site import Site, job_site
@@ -63,6 +63,6 @@ def test_the_worker_process_makes_a_package(site: Site) -> None:
     after = site.wait_for_state(build, "succeeded")
     [package] = [row for row in site.results() if row.kind == "package"]
     assert package.digest == after.result_id
-    assert verify_package(FolderBlobStore(site.root / "blobs"), package.digest).k == package.k
+    assert verify_package(BlobFolder(site.root / "blobs"), package.digest).k == package.k
     worker.terminate()
     assert worker.wait(60) == 0

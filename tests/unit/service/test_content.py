@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from starlette.testclient import TestClient
 
-from permille.store.blobs import FolderBlobStore
+from permille.package.blobs import BlobFolder
 from permille_service import problems
 from permille_service.content import blob_response
 
@@ -17,7 +17,7 @@ TEN = b"0123456789"
 
 def answer(folder: Path, content: bytes, header: str) -> Any:
     """The response to GET of a blob with this Range header."""
-    service: Any = SimpleNamespace(blobs=FolderBlobStore(folder))
+    service: Any = SimpleNamespace(blobs=BlobFolder(folder))
     digest = service.blobs.put_bytes(content)
     app = FastAPI()
 

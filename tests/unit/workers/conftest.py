@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config
 from permille.schemas.corpora import FileCorpus
 from permille.schemas.models import FolderModel
 from permille.store import access, inputs, rows
-from permille.store.blobs import FolderBlobStore
 from permille.store.database import Database
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
@@ -32,7 +32,7 @@ class Bench:
 
     root: Path
     db: Database
-    blobs: FolderBlobStore
+    blobs: BlobFolder
     settings: WorkerSettings
     tenant_id: str
     model: Model
@@ -118,7 +118,7 @@ def make_bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
         return Bench(
             root=root,
             db=db,
-            blobs=FolderBlobStore(settings.blob_root),
+            blobs=BlobFolder(settings.blob_root),
             settings=settings,
             tenant_id=tenant_id,
             model=model,

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import BinaryIO
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError
-from permille.store.blobs import FolderBlobStore
+from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims
@@ -60,7 +60,7 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
             context = TaskContext(
                 claim=claim,
                 db=db,
-                blobs=FolderBlobStore(settings.blob_root),
+                blobs=BlobFolder(settings.blob_root),
                 settings=settings,
                 work_folder=folder,
                 progress=Progress(db, claim),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-from permille.store.blobs import FolderBlobStore
+from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
@@ -79,7 +79,7 @@ class TaskContext:
 
     claim: Claim
     db: Database
-    blobs: FolderBlobStore
+    blobs: BlobFolder
     settings: WorkerSettings
     work_folder: Path  # of the job, not the attempt: checkpoints live here
     progress: Callable[[float, str], None]

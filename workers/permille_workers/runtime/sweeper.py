@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
 
+from permille.package.blobs import BlobFolder
 from permille.store import devices
-from permille.store.blobs import FolderBlobStore
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import Dispatcher
@@ -46,7 +46,7 @@ class Sweeper:
         with self.db.write() as session:
             devices.purge_expired(session)
         remove_ended(self.db, self.settings.work_root)
-        FolderBlobStore(self.settings.blob_root).sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
+        BlobFolder(self.settings.blob_root).sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
     def _resend(self) -> None:
         if self.dispatcher is None:
