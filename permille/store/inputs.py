@@ -4,7 +4,7 @@ Nothing that a result was made of can be removed: an artifact's sources say what
 field of its request named it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -99,9 +99,5 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
 
 
 def _apply(model: Model, facts: ModelFacts) -> None:
-    model.family = facts.family
-    model.config = facts.config
-    model.size_bytes = facts.size_bytes
-    model.parameter_count = facts.parameter_count
-    model.scoped_parameter_count = facts.scoped_parameter_count
-    model.digest = facts.digest
+    for field in fields(facts):
+        setattr(model, field.name, getattr(facts, field.name))

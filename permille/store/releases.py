@@ -139,12 +139,10 @@ def delete_alias(session: Session, *, tenant_id: str, name: str, alias: str) -> 
     session.delete(row)
 
 
-def list_aliases(session: Session, *, tenant_id: str, name: str | None = None) -> Sequence[Alias]:
-    """All aliases of one release name, or of all."""
-    query = select(Alias).where(Alias.tenant_id == tenant_id)
-    if name is not None:
-        query = query.where(Alias.name == name)
-    return session.scalars(query.order_by(Alias.name, Alias.alias)).all()
+def list_aliases(session: Session, *, tenant_id: str, name: str) -> Sequence[Alias]:
+    """All aliases of one release name."""
+    query = select(Alias).where(Alias.tenant_id == tenant_id, Alias.name == name)
+    return session.scalars(query.order_by(Alias.alias)).all()
 
 
 def resolve_alias(session: Session, *, tenant_id: str, name: str, alias: str) -> Release:

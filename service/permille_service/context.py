@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 
 from permille.package.blobs import BlobFolder
 from permille.store.database import Database
-from permille.store.jobs.dispatch import Dispatcher, open_dispatcher
+from permille.store.jobs.dispatch import CeleryDispatcher
 from permille.store.schema import migrate
 from permille_service import keys
 from permille_service.rate_limit import RateLimit
@@ -33,7 +33,7 @@ class Service:
     signing_key: Ed25519PrivateKey
     seal: keys.Seal
     enrolments: RateLimit
-    dispatcher: Dispatcher
+    dispatcher: CeleryDispatcher | None  # None: local workers find a job's row by themselves
 
     @classmethod
     def open(cls, settings: Settings) -> "Service":
@@ -51,7 +51,7 @@ class Service:
             signing_key=keys.signing_key(settings.keys_dir),
             seal=keys.Seal(settings.keys_dir),
             enrolments=RateLimit(settings.enrolments_per_minute, clock=time.monotonic),
-            dispatcher=open_dispatcher(broker.get_secret_value() if broker else None),
+            dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,
         )
 
     def close(self) -> None:

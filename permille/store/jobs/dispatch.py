@@ -7,28 +7,13 @@ database. Celery is imported only where a broker is configured.
 
 import logging
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 TASK_NAME = "permille.run_job"
 QUEUE = "permille"
 SEND_TIMEOUT_S = 3.0
 
 _log = logging.getLogger(__name__)
-
-
-class Dispatcher(Protocol):
-    """Carries job ids to workers."""
-
-    def send(self, job_id: str) -> bool:
-        """Send one id; whether the broker took it."""
-
-
-class PollDispatcher:
-    """No broker: local workers find the row by themselves."""
-
-    def send(self, job_id: str) -> bool:
-        """Do nothing: the committed row is all that a local worker needs."""
-        return bool(job_id)
 
 
 class CeleryDispatcher:
@@ -57,15 +42,11 @@ class CeleryDispatcher:
         return True
 
 
-def open_dispatcher(broker_url: str | None) -> Dispatcher:
-    """The dispatcher for these settings."""
-    return PollDispatcher() if broker_url is None else CeleryDispatcher(broker_url)
-
-
-def dispatch(dispatcher: Dispatcher, job_ids: Iterable[str]) -> None:
-    """Send ids of jobs whose transaction is committed."""
+def dispatch(dispatcher: CeleryDispatcher | None, job_ids: Iterable[str]) -> None:
+    """Send ids of jobs whose transaction is committed, where there is a broker."""
     for job_id in job_ids:
-        dispatcher.send(job_id)
+        if dispatcher is not None:
+            dispatcher.send(job_id)
 
 
 def celery_app(broker_url: str) -> Any:

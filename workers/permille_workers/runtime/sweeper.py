@@ -10,7 +10,7 @@ from permille.package.blobs import BlobFolder
 from permille.store import devices
 from permille.store.database import Database
 from permille.store.jobs import claims
-from permille.store.jobs.dispatch import Dispatcher
+from permille.store.jobs.dispatch import CeleryDispatcher
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
@@ -27,7 +27,7 @@ class Sweeper:
     db: Database
     settings: WorkerSettings
     shutdown: Shutdown
-    dispatcher: Dispatcher | None = None
+    dispatcher: CeleryDispatcher | None = None
 
     def run(self) -> None:
         """Sweep every `sweep_s` seconds; a database that is away is waited for."""
