@@ -10,6 +10,11 @@ from permille.store.jobs.dispatch import CeleryDispatcher
 from tests.integration.job_site import Redis, Site, is_alive, job_site, redis_server, wait_until
 
 
+def dispatcher_of(site: Site) -> CeleryDispatcher:
+    assert site.broker_url is not None
+    return CeleryDispatcher(site.broker_url)
+
+
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[Redis]:
     with redis_server(tmp_path) as server:
@@ -26,7 +31,7 @@ def test_dispatched_jobs_finish(site: Site) -> None:
     site.settings.update(CONCURRENCY="2", SWEEP_S="600")  # nothing but the message starts them
     site.start_worker()
     made = [site.submit() for _ in range(3)]
-    dispatcher = CeleryDispatcher(site.broker_url)
+    dispatcher = dispatcher_of(site)
     assert [dispatcher.send(job.id) for job in made] == [True] * 3
     for job in made:
         assert site.wait_for_state(job, "succeeded").attempt == 1
@@ -35,7 +40,7 @@ def test_dispatched_jobs_finish(site: Site) -> None:
 
 def test_a_message_that_comes_twice_runs_the_job_once(site: Site) -> None:
     job = site.submit()
-    dispatcher = CeleryDispatcher(site.broker_url)
+    dispatcher = dispatcher_of(site)
     for _ in range(3):
         dispatcher.send(job.id)
     last = site.submit()
@@ -81,7 +86,7 @@ def test_a_broker_that_dies_and_forgets_loses_no_job(site: Site, redis: Redis) -
     site.wait_for_attempts(1)
     redis.kill()
     late = site.submit()
-    assert CeleryDispatcher(site.broker_url).send(late.id) is False
+    assert dispatcher_of(site).send(late.id) is False
     redis.start()
     for job in [*made, late]:
         assert site.wait_for_state(job, "succeeded").state == "succeeded"

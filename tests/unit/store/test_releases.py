@@ -98,7 +98,8 @@ def test_aliases_move(db: Database, tenant_id: str) -> None:
         moved = releases.resolve_alias(session, tenant_id=tenant_id, name="tiny", alias="stable")
         assert moved.version == 2
         releases.delete_alias(session, tenant_id=tenant_id, name="tiny", alias="canary")
-        assert [row.alias for row in releases.list_aliases(session, tenant_id=tenant_id, name="tiny")] == ["stable"]
+        left = releases.list_aliases(session, tenant_id=tenant_id, name="tiny")
+        assert [row.alias for row in left] == ["stable"]
     with pytest.raises(NotFoundError), db.write() as session:
         releases.set_alias(session, tenant_id=tenant_id, name="tiny", alias="stable", version=9)
 
