@@ -43,7 +43,8 @@ class Library:
         """Run a kernel without the interpreter's lock.
 
         Arrays are passed as pointers and are C-contiguous: whoever calls has checked that, the types and the
-        sizes. Integers are passed as 64 bits. Returns the kernel's result where it has one.
+        sizes. Integers are passed as 64 bits, with a sign or without. Returns the kernel's result where it
+        has one.
         """
         kernel = self._kernels.get(name)
         if kernel is None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.directions import bit_sums, direction_into
+from permille.native.arrays import check_array
 from permille.native.library import load
 from permille.zo.philox import BLOCK_BITS, WORDS, Words, philox4x32_10
 
@@ -31,6 +31,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 _WORD_LIMIT = 1 << 32
 _SEED_LIMIT = 1 << 64
 _GROUP = 8
+_LARGEST = 1 << 53
 
 
 def direction(*, seed: int, step: int, query: int, counts: Sequence[int]) -> NDArray[np.int8]:
@@ -44,7 +45,7 @@ def direction(*, seed: int, step: int, query: int, counts: Sequence[int]) -> NDA
     library = load()
     if library is not None:
         z_K = np.empty(layout.k, dtype=np.int8)
-        direction_into(library, z_K, seed=seed, step=step, query=query, counts=counts)
+        library.call("direction", seed, step, query, np.array(counts, dtype=np.int64), len(counts), z_K)
         return z_K
     bits_P = _bits(philox4x32_10((layout.block_B, layout.tensor_B, step, query), seed))
     z_P = bits_P.view(np.int8)
@@ -59,12 +60,23 @@ class Combination:
 
     Attributes:
         step_D, query_D, c_D: one direction each, int64; the sum of |c| is within 2**53 (FORMAT 7.3).
+
+    Raises:
+        InputError: other types or shapes, or a coefficient beyond 2**53.
     """
 
     seed: int
     step_D: NDArray[np.int64]
     query_D: NDArray[np.int64]
     c_D: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        check_array("coefficients", self.c_D, np.int64, (None,))
+        check_array("steps", self.step_D, np.int64, self.c_D.shape)
+        check_array("queries", self.query_D, np.int64, self.c_D.shape)
+        low, high = int(self.c_D.min(initial=0)), int(self.c_D.max(initial=0))
+        if max(high, -low) > _LARGEST:
+            raise InputError(f"expected coefficients within {_LARGEST}, got {low} to {high}")
 
     def over(self, counts: tuple[int, ...], tensors: slice, *, threads: int = 1) -> NDArray[np.int64]:
         """`sum_d c[d] * z[d]` over consecutive tensors, int64, the same bits for any number of threads."""
@@ -79,12 +91,13 @@ class Combination:
 
     def _sums(self, block_B: Words, tensor_B: Words) -> NDArray[np.int64]:
         """The sum for every bit position of some blocks, int64 [P]: twice the sum of bits less all of c."""
+        sums_P = np.zeros(len(block_B) * BLOCK_BITS, dtype=np.int64)
         library = load()
         directions = (self.step_D, self.query_D, self.c_D)
         if library is not None:
-            sums_P = bit_sums(library, self.seed, (block_B, tensor_B), directions)
+            sizes = (len(block_B), len(self.c_D))
+            library.call("bit_sums", self.seed, block_B, tensor_B, sizes[0], *directions, sizes[1], sums_P)
         else:
-            sums_P = np.zeros(len(block_B) * BLOCK_BITS, dtype=np.int64)
             for start in range(0, len(self.c_D), _GROUP):
                 step_G, query_G, c_G = (array[start : start + _GROUP] for array in directions)
                 counter = (block_B, tensor_B, step_G[:, None], query_G[:, None])

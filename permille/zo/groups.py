@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.native import directions as native
+from permille.native.arrays import check_array
 from permille.native.library import load
 from permille.zo.directions import BlockLayout
 from permille.zo.header import LogHeader
@@ -67,8 +67,9 @@ def grouping(header: LogHeader, step: int) -> Grouping:
     if library is not None:
         group_K = np.empty(header.k, dtype=np.int32)
         sign_K = np.empty(header.k, dtype=np.int8)
-        numbers = {"seed": header.seed, "step": step, "queries": header.queries}
-        native.groups_into(library, (group_K, sign_K), **numbers, counts=header.counts)
+        counts_T = np.array(header.counts, dtype=np.int64)
+        numbers = (header.seed, step, header.queries)
+        library.call("groups", *numbers, counts_T, len(counts_T), group_K, sign_K)
         return Grouping(group_K=group_K, sign_K=sign_K, queries=header.queries)
     layout = _layout(header.counts)
     words = philox4x32_10((layout.block_B, layout.tensor_B, step, QUERY_WORD), header.seed)
@@ -86,22 +87,24 @@ def group_sums(
 
     The same bits for any number of threads; that no sum leaves 2**53 is checked by whoever calls.
     """
+    rows_TQ = np.ascontiguousarray(coefficients_TQ)
+    check_array("coefficients", rows_TQ, np.int64, (None, header.queries))
     sums_K = np.zeros(header.k, dtype=np.int64)
     library = load()
     if library is None:
-        for step, c_Q in enumerate(coefficients_TQ, start):
+        for step, c_Q in enumerate(rows_TQ, start):
             found = grouping(header, step)
             sums_K += c_Q[found.group_K] * found.sign_K
         return sums_K
-    rows_TQ = np.ascontiguousarray(coefficients_TQ)
     abreast = max(2, _COEFFICIENTS // header.queries)
 
     def add(span: tuple[int, int, slice]) -> None:
         tensor, first, weights = span
-        place = {"seed": header.seed, "tensor": tensor, "first": first}
+        span_K = sums_K[weights]
+        place = (header.seed, tensor, first, len(span_K))
         for step in range(0, len(rows_TQ), abreast):
             part_TQ = rows_TQ[step : step + abreast]
-            native.add_group_sums(library, sums_K[weights], part_TQ, **place, start=start + step)
+            library.call("group_sums", *place, start + step, part_TQ, *part_TQ.shape, span_K)
 
     with ThreadPoolExecutor(max_workers=threads) as pool:
         list(pool.map(add, _spans(header.counts)))

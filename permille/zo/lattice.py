@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native import directions as native
+from permille.native.arrays import check_array, check_writable
 from permille.native.library import load
 
 STATE_LIMIT = 1 << 53
@@ -49,15 +49,14 @@ def perturbed(
 
     Computed from the state each time, so nothing is restored and nothing drifts.
     """
+    w_K, state_K, z_K = _checked(w_base_K, s_K, z_K)
     library = load()
     if library is not None:
-        out_K = np.empty(w_base_K.shape, dtype=np.float32)
-        w_K, state_K = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K)
-        native.perturbed_into(
-            library, out_K, w_K, state_K, step_unit_exponent, np.ascontiguousarray(z_K), scale
-        )
+        out_K = np.empty(w_K.shape, dtype=np.float32)
+        numbers = (_unit(step_unit_exponent), np.array(scale, dtype=np.float64))
+        library.call(f"perturbed_{z_K.dtype.name}", w_K, state_K, *numbers, z_K, len(z_K), out_K)
         return out_K
-    moved_K = _exact(w_base_K, s_K, step_unit_exponent)
+    moved_K = _exact(w_K, state_K, step_unit_exponent)
     moved_K += scale * z_K.astype(np.float64)
     return moved_K.astype(np.float32)
 
@@ -74,16 +73,14 @@ def perturbed_pairs(
     Raises:
         InputError: shapes that disagree.
     """
-    out_VK = np.empty((2 * len(z_QK), len(w_base_K)), dtype=np.float32)
+    w_K, state_K, z_QK = _checked(w_base_K, s_K, z_QK)
+    out_VK = np.empty((2 * len(z_QK), len(w_K)), dtype=np.float32)
     library = load()
     if library is not None:
-        w_K, state_K = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K)
-        z_QK = np.ascontiguousarray(z_QK)
-        native.perturbed_pairs_into(library, out_VK, w_K, state_K, step_unit_exponent, z_QK, scale)
+        numbers = (_unit(step_unit_exponent), np.array(scale, dtype=np.float64))
+        library.call(f"perturbed_pairs_{z_QK.dtype.name}", w_K, state_K, *numbers, z_QK, *z_QK.shape, out_VK)
         return out_VK
-    if z_QK.shape[1:] != w_base_K.shape:
-        raise InputError(f"expected directions of {w_base_K.shape}, got {z_QK.shape}")
-    exact_K = _exact(w_base_K, s_K, step_unit_exponent)
+    exact_K = _exact(w_K, state_K, step_unit_exponent)
     for query, z_K in enumerate(z_QK):
         move_K = scale * z_K.astype(np.float64)
         out_VK[2 * query] = exact_K + move_K
@@ -95,13 +92,15 @@ def add_scaled(s_K: NDArray[np.int64], c: int, z_K: Directions) -> None:
     """`s += c * z` in place; that no sum leaves the exact range is checked by whoever calls.
 
     Raises:
-        InputError: shapes that disagree.
+        InputError: other types or shapes.
     """
-    if s_K.shape != z_K.shape:
-        raise InputError(f"expected a direction of shape {s_K.shape}, got {z_K.shape}")
+    check_array("the state", s_K, np.int64, (None,))
+    check_writable("the state", s_K)
+    z_K = np.ascontiguousarray(z_K)
+    _check_directions(z_K, s_K.shape)
     library = load()
-    if library is not None and s_K.flags.c_contiguous:
-        native.add_scaled(library, s_K, c, np.ascontiguousarray(z_K))
+    if library is not None:
+        library.call(f"add_scaled_{z_K.dtype.name}", s_K, c, z_K, len(z_K))
     else:
         s_K += c * z_K.astype(np.int64)
 
@@ -170,3 +169,22 @@ def _exact(
     exact_K *= math.ldexp(1.0, step_unit_exponent)
     exact_K += w_base_K
     return exact_K
+
+
+def _checked(
+    w_base_K: NDArray[np.float32], s_K: NDArray[np.int64], z: Directions
+) -> tuple[NDArray[np.float32], NDArray[np.int64], Directions]:
+    """The arrays as the kernels take them: contiguous, of their types and of one size."""
+    w_K, state_K, z = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K), np.ascontiguousarray(z)
+    check_array("base weights", w_K, np.float32, (None,))
+    check_array("the state", state_K, np.int64, w_K.shape)
+    _check_directions(z, (*z.shape[:-1], len(w_K)))
+    return w_K, state_K, z
+
+
+def _check_directions(z: Directions, shape: tuple[int, ...]) -> None:
+    check_array("z", z, np.int32 if z.dtype == np.int32 else np.int8, shape)
+
+
+def _unit(step_unit_exponent: int) -> NDArray[np.float64]:
+    return np.array(math.ldexp(1.0, step_unit_exponent))

@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native import directions as native
 from permille.native import library
 from permille.zo import lattice
-from permille.zo.directions import BlockLayout, Combination, direction
+from permille.zo.directions import Combination, direction
 from permille.zo.groups import group_sums, grouping
 from permille.zo.header import EstimatorKind
 from permille.zo.replay import replay
@@ -112,46 +111,32 @@ def test_groups_and_their_sums_are_those_of_numpy(
 def test_many_large_coefficients_of_one_sign_do_not_overflow(compiled: library.Library) -> None:
     step_D = np.zeros(4096, np.int64)  # always the same direction, so sums are as large as they can be
     for c in (4095, 32767, 2**31 - 1, -(2**31) + 1):
-        sums = native.bit_sums(compiled, 1, _blocks(128), (step_D, step_D, np.full(4096, c)))
-        assert set(sums.tolist()) == {0, 4096 * c}
+        sums = Combination(seed=1, step_D=step_D, query_D=step_D, c_D=np.full(4096, c))
+        assert set(sums.over((128,), slice(0, 1)).tolist()) == {-4096 * c, 4096 * c}
 
 
-def test_groups_that_do_not_fit_never_reach_a_pointer(compiled: library.Library) -> None:
-    group_K, sign_K, s_K = np.empty(4, np.int32), np.empty(8, np.int8), np.zeros(4, np.int64)
-    numbers = {"seed": 1, "queries": 2, "step": 0}
-    place = {"seed": 1, "start": 0, "tensor": 0}
-    with pytest.raises(InputError, match="expected groups as contiguous int32"):
-        native.groups_into(compiled, (group_K, sign_K), **numbers, counts=[5])
-    with pytest.raises(InputError, match="expected signs as contiguous int8"):
-        native.groups_into(compiled, (group_K, sign_K[::2]), **numbers, counts=[4])
-    with pytest.raises(InputError, match="expected coefficients as contiguous int64"):
-        native.add_group_sums(compiled, s_K, s_K, **place, first=0)
-    with pytest.raises(InputError, match="expected a first rank that is a multiple of 4, got 2"):
-        native.add_group_sums(compiled, s_K, s_K[None], **place, first=2)
+W, S, Z = np.zeros(4, np.float32), np.zeros(4, np.int64), np.zeros(4, np.int8)
+SKETCH = make_header(**kind_fields(EstimatorKind.SKETCH))
 
 
-def test_what_does_not_fit_never_reaches_a_pointer(compiled: library.Library) -> None:
-    w_K, s_K, z_K = np.zeros(4, np.float32), np.zeros(4, np.int64), np.zeros(4, np.int8)
-    out_K, numbers = np.empty(4, np.float32), {"seed": 1, "step": 0, "query": 0}
-    blocks = _blocks(4)
-    with pytest.raises(InputError, match="expected out as contiguous int8"):
-        native.direction_into(compiled, z_K, **numbers, counts=[5])
-    with pytest.raises(InputError, match="expected counts from 0"):
-        native.direction_into(compiled, z_K, **numbers, counts=[5, -1])
-    with pytest.raises(InputError, match="expected z as contiguous"):
-        native.perturbed_into(compiled, out_K, w_K, s_K, 0, z_K[:3], 1.0)
-    with pytest.raises(InputError, match="expected the state as contiguous int64"):
-        native.perturbed_into(compiled, out_K, w_K, s_K.astype(np.int32), 0, z_K, 1.0)
-    with pytest.raises(InputError, match="expected out as contiguous float32"):
-        native.perturbed_pairs_into(compiled, out_K[None], w_K, s_K, 0, z_K[None], 1.0)
-    with pytest.raises(InputError, match="expected z as contiguous"):
-        native.add_scaled(compiled, s_K, 1, z_K[::2])
-    with pytest.raises(InputError, match="expected steps as contiguous int64"):
-        native.bit_sums(compiled, 1, blocks, (s_K[:1], s_K[:2], s_K[:2]))
-    with pytest.raises(InputError, match="expected coefficients within"):
-        native.bit_sums(compiled, 1, blocks, (s_K, s_K, s_K + 2**60))
-
-
-def _blocks(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    layout = BlockLayout((count,))
-    return layout.block_B, layout.tensor_B
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: direction(seed=1, step=0, query=0, counts=[5, -1]),
+        lambda: lattice.perturbed(W, S, 0, Z[:3], 1.0),
+        lambda: lattice.perturbed(W, S.astype(np.int32), 0, Z, 1.0),
+        lambda: lattice.perturbed(W.astype(np.float64), S, 0, Z, 1.0),
+        lambda: lattice.perturbed(W, S, 0, Z.astype(np.int64), 1.0),
+        lambda: lattice.perturbed_pairs(W, S, 0, Z[None, :3], 1.0),
+        lambda: lattice.perturbed_pairs(W, S[:3], 0, Z[None], 1.0),
+        lambda: lattice.add_scaled(S, 1, Z[:3]),
+        lambda: lattice.add_scaled(np.zeros(8, np.int64)[::2], 1, Z),
+        lambda: Combination(seed=1, step_D=S[:1], query_D=S, c_D=S),
+        lambda: Combination(seed=1, step_D=S, query_D=S, c_D=S + 2**60),
+        lambda: group_sums(SKETCH, np.zeros((2, SKETCH.queries + 1), np.int64)),
+        lambda: group_sums(SKETCH, np.zeros((2, SKETCH.queries), np.int32)),
+    ],
+)
+def test_what_does_not_fit_never_reaches_a_pointer(path: str, call: Any) -> None:
+    with pytest.raises(InputError, match="expected"):
+        call()
