@@ -19,7 +19,7 @@ from permille.package.build import ChosenMask, pack_model, write_manifest
 from permille.package.layers import write_exponents
 from permille.package.manifest import sort_layers
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native.arrays import check_array, check_range, check_writable
 from permille.native.library import Library, load
-from permille.native.rows import CODES, PackedRows, dequantize_rows
+from permille.native.weights import CODES, PackedRows, dequantize_rows
 from permille.quantization.types import Scheme
 
-MAX_TOKENS = 16
+_MAX_TOKENS = 16
 """Above this many tokens, dequantizing a tile and a library's matrix product are faster."""
 
 _BLOCK = 8
@@ -105,8 +105,8 @@ def packed_product(
     check_array("x", x_MK, np.float32, (None, columns))
     check_array("out", out_MN, np.float32, (len(x_MK), rows))
     check_writable("out", out_MN)
-    if len(x_MK) > MAX_TOKENS:
-        raise InputError(f"expected at most {MAX_TOKENS} tokens, got {len(x_MK)}")
+    if len(x_MK) > _MAX_TOKENS:
+        raise InputError(f"expected at most {_MAX_TOKENS} tokens, got {len(x_MK)}")
     library = load()
     if library is not None and library.path != "scalar" and _is_aligned(weight):
         _from_codes(library, weight, x_MK, out_MN, first, last)

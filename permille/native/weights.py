@@ -1,32 +1,85 @@
-"""Four-bit weights to floats, values into tiles, widening: exact, with the library and without.
+"""A four-bit weight as the kernels take it, as floats, with values set into it; halves widened to floats.
 
-All functions take C-contiguous arrays, hold no lock while they run and use one thread; ranges of rows may be
-handed to several. bfloat16 is held as uint16, float16 as uint16 or float16.
+All of it is exact, with the library and without (FORMAT 4.2). All functions take C-contiguous arrays, hold no
+lock while they run and use one thread; ranges of rows may be handed to several. bfloat16 is held as uint16,
+float16 as uint16 or float16.
 
 Shapes: N, K = out and in features; C = masked weights of the tensor; R = rows of a range.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.arrays import check_array, check_writable
+from permille.native.arrays import check_array, check_range, check_writable
 from permille.native.library import load
-from permille.native.products import packed_product, sparse_product
-from permille.native.rows import PackedRows, bf16_of, decode, dequantize_rows, dequantize_rows_bf16
+from permille.quantization.nf4 import NF4_CODES
+from permille.quantization.source import check_quantized
+from permille.quantization.types import QuantizedTensor, Scheme
 
-__all__ = [
-    "PackedRows",
-    "bf16_of",
-    "decoded_at",
-    "dequantize_rows",
-    "dequantize_rows_bf16",
-    "packed_product",
-    "set_values",
-    "sparse_product",
-    "widen_bf16",
-    "widen_f16",
-]
+CODES: dict[Scheme, NDArray[np.float32]] = {
+    Scheme.NF4: NF4_CODES,
+    Scheme.INT4: np.arange(-8, 8, dtype=np.float32),
+}
+"""What the 16 codes of a scheme stand for, before the scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedRows:
+    """A view of one weight [N, K]: sizes, types and contiguity are checked once, when it is made by `of`.
+
+    Attributes:
+        packed: uint8 [ceil(N*K / 2)], may be a read-only map of the package's file.
+        scales: float32, nf4 one for each `group_size` flat weights, int4 [N, ceil(K / group_size)].
+    """
+
+    packed: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    scheme: Scheme
+    group_size: int
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, quantized: QuantizedTensor) -> "PackedRows":
+        """Borrow the arrays of a quantized tensor; what is not contiguous is copied.
+
+        Raises:
+            InputError: as many codes or scales as the shape does not ask for.
+        """
+        check_quantized(quantized)
+        return cls(
+            packed=np.ascontiguousarray(quantized.packed),
+            scales=np.ascontiguousarray(quantized.scales),
+            scheme=Scheme(quantized.scheme),
+            group_size=quantized.group_size,
+            shape=quantized.shape,
+        )
+
+    @property
+    def line(self) -> int:
+        """Weights after which groups begin anew: a row for int4, the whole matrix for nf4."""
+        rows, columns = self.shape
+        return columns if self.scheme is Scheme.INT4 else rows * columns
+
+
+def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.float32]) -> None:
+    """Rows first..last to `out` float32 [last - first, K], bit for bit `permille.quantization.dequantize`.
+
+    Raises:
+        InputError: a range outside the weight, or an `out` that does not fit.
+    """
+    columns = weight.shape[1]
+    check_range(first, last, weight.shape[0])
+    check_array("out", out, np.float32, (last - first, columns))
+    check_writable("out", out)
+    library = load()
+    if library is None:
+        out[...] = decode_rows(weight, first, last)
+        return
+    coded = (weight.packed, weight.scales, CODES[weight.scheme], weight.group_size, weight.line)
+    library.call("dequantize", *coded, first * columns, last * columns, out)
 
 
 def decoded_at(
@@ -42,16 +95,13 @@ def decoded_at(
     size = weight.shape[0] * weight.shape[1]
     if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= size):
         raise InputError(f"expected flat indices below {size}, got {flat.min()}..{flat.max()}")
-    return decode(weight, flat)
+    return _decode(weight, flat)
 
 
 def set_values(
-    out: NDArray[np.float32] | NDArray[np.uint16],
-    flat_index: NDArray[np.int64] | NDArray[np.uint32],
-    values: NDArray[np.float32],
-    offset: int = 0,
+    out: NDArray[np.float32], flat_index: NDArray[np.uint32], values: NDArray[np.float32], offset: int = 0
 ) -> None:
-    """`out.flat[flat_index - offset] = values`, or their bfloat16 where `out` is uint16.
+    """`out.flat[flat_index - offset] = values`.
 
     Args:
         out: a tile of any shape.
@@ -61,13 +111,9 @@ def set_values(
     Raises:
         InputError: other types or shapes, or an index outside the tile; then nothing is written.
     """
-    if out.dtype not in (np.float32, np.uint16):
-        raise InputError(f"expected a tile of float32 or uint16, got {out.dtype}")
-    if flat_index.dtype not in (np.int64, np.uint32):
-        raise InputError(f"expected indices of int64 or uint32, got {flat_index.dtype}")
-    check_array("the tile", out, out.dtype.type, out.shape)
+    check_array("the tile", out, np.float32, out.shape)
     check_writable("the tile", out)
-    check_array("indices", flat_index, flat_index.dtype.type, (None,))
+    check_array("indices", flat_index, np.uint32, (None,))
     check_array("values", values, np.float32, flat_index.shape)
     library = load()
     if library is None:
@@ -75,14 +121,9 @@ def set_values(
         outside = np.nonzero((at < 0) | (at >= out.size))[0]
         bad = int(outside[0]) if outside.size else -1
         if bad < 0:
-            out.reshape(-1)[at] = values if out.dtype == np.float32 else bf16_of(values)
+            out.reshape(-1)[at] = values
     else:
-        kinds = (
-            "f32" if out.dtype == np.float32 else "bf16",
-            "i64" if flat_index.dtype == np.int64 else "u32",
-        )
-        arguments = (out, out.size, flat_index, values, len(values), offset)
-        bad = library.call(f"set_values_{kinds[0]}_{kinds[1]}", *arguments)
+        bad = library.call("set_values", out, out.size, flat_index, values, len(values), offset)
     if bad >= 0:
         raise InputError(f"expected indices within {offset}..{offset + out.size}, got {flat_index[bad]}")
 
@@ -118,3 +159,29 @@ def widen_f16(source: NDArray[np.uint16] | NDArray[np.float16], out: NDArray[np.
         out[...] = source.view(np.float16)
     else:
         library.call("widen_f16", source, source.size, out)
+
+
+def _decode(weight: PackedRows, flat: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The weights at flat indices, in any shape: one float32 product each."""
+    codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
+    line, column = np.divmod(flat, weight.line)
+    groups = -(-weight.line // weight.group_size)
+    scales = weight.scales.reshape(-1)[line * groups + column // weight.group_size]
+    w: NDArray[np.float32] = CODES[weight.scheme][codes] * scales
+    return w
+
+
+def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32]:
+    """Rows first..last, [R, K]."""
+    columns = weight.shape[1]
+    start, stop = first * columns, last * columns
+    packed = weight.packed[start // 2 : (stop + 1) // 2]
+    codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[start % 2 :][: stop - start]
+    w_RK: NDArray[np.float32] = CODES[weight.scheme][codes].reshape(last - first, columns)
+    if weight.scheme is Scheme.INT4:
+        w_RK *= np.repeat(weight.scales[first:last], weight.group_size, axis=1)[:, :columns]
+    else:
+        group = weight.group_size
+        scales = np.repeat(weight.scales[start // group : -(-stop // group)], group)
+        w_RK *= scales[start % group :][: stop - start].reshape(w_RK.shape)
+    return w_RK

@@ -36,7 +36,8 @@ from permille.package.manifest import (
     sort_layers,
 )
 from permille.package.reader import Package
-from permille.quantization import Scheme, default_group_size, quantize
+from permille.quantization import default_group_size, quantize
+from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
 
 _NONE = np.empty(0, np.uint32)

@@ -15,8 +15,8 @@ from permille.package.config_files import check_file
 from permille.package.limits import FILE_NAMES, GROUP_SIZES, MAX_EXPONENT, Role
 from permille.package.manifest import Layer
 from permille.package.safetensors_io import SafetensorsWriter
-from permille.quantization import QuantizedTensor, Scheme
 from permille.quantization.nf4 import NF4_CODES
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import FLOATS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"

@@ -21,7 +21,7 @@ from permille.package.limits import MAX_EXPONENT, MAX_FILE_BYTES, MAX_MANIFEST_B
 from permille.package.manifest import Layer, Manifest
 from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import check_code_book, check_indices, check_scales, check_shapes
-from permille.quantization import QuantizedTensor, Scheme
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import FLOATS, RawTensor
 
 _DTYPES = {

@@ -12,9 +12,8 @@ from permille.package.layers import ABSMAX, QUANT_MAP, QUANT_STATE, SCALES, quan
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.safetensors_io import SafetensorsFile
-from permille.quantization import Scheme
 from permille.quantization.nf4 import NF4_CODES
-from permille.quantization.types import packed_size, scales_shape
+from permille.quantization.types import Scheme, packed_size, scales_shape
 
 
 def check_shapes(

@@ -1,12 +1,9 @@
 """4-bit schemes: quantize beside dequantize, one module a scheme. numpy only.
 
-The overlay replaces: at a masked position a layer computes with the sparse value, whatever the dense codes
-decode to there. `keep` marks these positions, and a scheme leaves them out of the group's scale, so the
-rest of the group gains precision. What all schemes promise: the same codes on every machine, bounded memory
-beside input and output, and
+A dense layer knows no mask: at a masked position a layer computes with the sparse value, whatever the codes
+decode to there. What all schemes promise: the same codes on every machine, bounded memory beside input and
+output, and
 
-- masked positions still get the nearest code in the group's range: the dense layer alone stays readable;
-- a group whose every weight is masked is quantized as if none were;
 - a group without any weight other than zero has scale 0 and decodes to zeros;
 - NaN and infinity are refused with the tensor's name.
 """
@@ -19,18 +16,15 @@ from permille.errors import InputError
 from permille.quantization import int4, nf4
 from permille.quantization.types import QuantizedTensor, Scheme
 
-__all__ = ["QuantizedTensor", "Scheme", "default_group_size", "dequantize", "quantize"]
-
 
 def quantize(
     w_NK: NDArray[np.float32],
     scheme: Scheme | str,
     group_size: int,
-    keep: NDArray[np.bool_] | None = None,
     *,
     name: str = "weight",
 ) -> QuantizedTensor:
-    """Quantize one weight [N, K]; `keep` [N, K] marks masked positions (None: no mask is known).
+    """Quantize one weight [N, K].
 
     Raises:
         InputError: NaN or infinity, shapes that disagree, a scheme that does not exist, or a group size that
@@ -39,8 +33,8 @@ def quantize(
     if choice_of(Scheme, scheme, "a scheme") is Scheme.NF4:
         if group_size != nf4.BLOCK_SIZE:
             raise InputError(f"expected group size {nf4.BLOCK_SIZE} for nf4, got {group_size}")
-        return nf4.quantize(w_NK, keep=keep, name=name)
-    return int4.quantize(w_NK, group_size, keep=keep, name=name)
+        return nf4.quantize(w_NK, name=name)
+    return int4.quantize(w_NK, group_size, name=name)
 
 
 def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:

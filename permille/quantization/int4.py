@@ -2,9 +2,9 @@
 
     scale = absmax(group) / 7        code = clip(rint(w / scale), -8, 7)        w' = code * scale
 
-All in float32, rint half to even; stored as code + 8. An unmasked weight never leaves -7..7: -8 is only the
-saturation of a masked weight. The last group of a row is shorter where K is no multiple of the group size. A
-scale that underflows to 0 makes a zero group.
+All in float32, rint half to even; stored as code + 8. No code here leaves -7..7: only codes that were
+calibrated (`rounding`) may be -8. The last group of a row is shorter where K is no multiple of the group
+size. A scale that underflows to 0 makes a zero group.
 
 # Legend: N, K = rows and columns; G = ceil(K / group_size); S = group_size; R = rows of a chunk.
 """
@@ -23,24 +23,22 @@ def quantize(
     w_NK: NDArray[np.float32],
     group_size: int,
     *,
-    keep: NDArray[np.bool_] | None = None,
     name: str = "weight",
 ) -> QuantizedTensor:
-    """`keep` [N, K] marks masked weights: they do not count for the scale, and their own code saturates.
-
+    """
     Raises:
         InputError: NaN or infinity, shapes that disagree, or a group size other than 32 and 128.
     """
     if group_size not in GROUP_SIZES:
         raise InputError(f"expected a group size of 32 or 128 for int4, got {group_size}")
-    check_weight(w_NK, keep, name)
+    check_weight(w_NK, name)
     rows, columns = w_NK.shape
     packed = np.empty((w_NK.size + 1) // 2, np.uint8)
     scale_NG = np.empty((rows, -(-columns // group_size)), np.float32)
     for start, stop in _row_chunks(rows, columns):
         w_RK = w_NK[start:stop]
         check_finite(w_RK, start * columns, name)
-        scale_RG = _scales(w_RK, group_size, None if keep is None else keep[start:stop])
+        scale_RG = _scales(w_RK, group_size)
         scale_NG[start:stop] = scale_RG
         first = start * columns // 2
         codes = pack(_codes(w_RK, scale_RG, group_size).reshape(-1))
@@ -71,23 +69,15 @@ def _row_chunks(rows: int, columns: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _scales(
-    w_RK: NDArray[np.float32], group_size: int, keep_RK: NDArray[np.bool_] | None
-) -> NDArray[np.float32]:
+def _scales(w_RK: NDArray[np.float32], group_size: int) -> NDArray[np.float32]:
     starts = np.arange(0, w_RK.shape[1], group_size)
-    magnitude_RK = np.abs(w_RK)
-    absmax_RG: NDArray[np.float32] = np.maximum.reduceat(magnitude_RK, starts, axis=1)
-    if keep_RK is not None:
-        magnitude_RK[keep_RK] = 0
-        unmasked_RG = np.maximum.reduceat(magnitude_RK, starts, axis=1)
-        absmax_RG = np.where(np.logical_and.reduceat(keep_RK, starts, axis=1), absmax_RG, unmasked_RG)
+    absmax_RG: NDArray[np.float32] = np.maximum.reduceat(np.abs(w_RK), starts, axis=1)
     scale_RG: NDArray[np.float32] = absmax_RG / np.float32(7)
     return scale_RG
 
 
 def _codes(w_RK: NDArray[np.float32], scale_RG: NDArray[np.float32], group_size: int) -> NDArray[np.uint8]:
     scale_RK = np.repeat(scale_RG, group_size, axis=1)[:, : w_RK.shape[1]]
-    with np.errstate(over="ignore"):  # A masked outlier over a tiny scale: infinity saturates as it should.
-        code_RK = np.divide(w_RK, scale_RK, out=np.zeros_like(w_RK), where=scale_RK > 0)
+    code_RK = np.divide(w_RK, scale_RK, out=np.zeros_like(w_RK), where=scale_RK > 0)
     np.clip(np.rint(code_RK, out=code_RK), -8, 7, out=code_RK)
     return (code_RK + np.float32(8)).astype(np.uint8)

@@ -46,25 +46,20 @@ _PAIRS: NDArray[np.float32] = np.stack(
 )
 
 
-def quantize(
-    w_NK: NDArray[np.float32], *, keep: NDArray[np.bool_] | None = None, name: str = "weight"
-) -> QuantizedTensor:
+def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTensor:
     """code = nearest of NF4_CODES to w / absmax(block), the lower one of two equally near; all in float32.
-
-    `keep` [N, K] marks masked weights: they do not count for absmax, and their own code saturates.
 
     Raises:
         InputError: NaN or infinity, or shapes that disagree.
     """
-    check_weight(w_NK, keep, name)
+    check_weight(w_NK, name)
     w = w_NK.reshape(-1)
-    kept = None if keep is None else keep.reshape(-1)
     packed = np.empty((w.size + 1) // 2, np.uint8)
     absmax_B = np.empty(-(-w.size // BLOCK_SIZE), np.float32)
     for start in range(0, w.size, CHUNK_WEIGHTS):
         stop = min(start + CHUNK_WEIGHTS, w.size)
         check_finite(w[start:stop], start, name)
-        absmax = _absmax(w[start:stop], None if kept is None else kept[start:stop])
+        absmax = _absmax(w[start:stop])
         codes = _codes(w[start:stop], absmax, is_last=stop == w.size)
         packed[start // 2 : (stop + 1) // 2] = pack(codes)
         absmax_B[start // BLOCK_SIZE : start // BLOCK_SIZE + absmax.size] = absmax
@@ -87,21 +82,14 @@ def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
     return w.reshape(quantized.shape)
 
 
-def _absmax(w: NDArray[np.float32], kept: NDArray[np.bool_] | None) -> NDArray[np.float32]:
-    starts = np.arange(0, w.size, BLOCK_SIZE)
-    magnitude = np.abs(w)
-    every: NDArray[np.float32] = np.maximum.reduceat(magnitude, starts)
-    if kept is None:
-        return every
-    magnitude[kept] = 0
-    unmasked: NDArray[np.float32] = np.maximum.reduceat(magnitude, starts)
-    return np.where(np.logical_and.reduceat(kept, starts), every, unmasked)
+def _absmax(w: NDArray[np.float32]) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = np.maximum.reduceat(np.abs(w), np.arange(0, w.size, BLOCK_SIZE))
+    return found
 
 
 def _codes(w: NDArray[np.float32], absmax: NDArray[np.float32], *, is_last: bool) -> NDArray[np.uint8]:
     divisor = np.maximum(absmax, _SMALLEST_ABSMAX)
-    with np.errstate(over="ignore"):  # A masked outlier over a tiny absmax: infinity saturates as it should.
-        scaled = w * np.repeat(np.float32(1) / divisor, BLOCK_SIZE)[: w.size]
+    scaled = w * np.repeat(np.float32(1) / divisor, BLOCK_SIZE)[: w.size]
     tail = w.size % BLOCK_SIZE
     if is_last and tail:  # The reference divides here, and multiplies by the reciprocal in whole blocks.
         scaled[-tail:] = w[-tail:] / divisor[-1]

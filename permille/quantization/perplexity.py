@@ -1,5 +1,4 @@
-"""What a quantization costs in perplexity: a torch model before, and with its decoded weights and overlay
-in place.
+"""What a quantization costs in perplexity: a torch model before, and with its decoded weights in place.
 
     perplexity = exp(mean over all predictions of -log p(token | tokens before)), logits in float32
 
@@ -7,7 +6,7 @@ Needs torch, so nothing in the package's `__init__` imports it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch.nn import functional
 
 from permille.errors import InputError
 from permille.quantization import dequantize
-from permille.quantization.report import ErrorReport, Summary, overlaid
 from permille.quantization.types import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -59,20 +57,12 @@ def perplexity(
     return Perplexity(tokens=tokens, loss=total / tokens, perplexity=_exponential(total / tokens))
 
 
-def apply_quantized(
-    model: "PreTrainedModel",
-    quantized: Iterable[tuple[str, QuantizedTensor]],
-    mask: Mapping[str, NDArray[np.uint32]] | None = None,
-) -> Summary:
-    """Put decoded weights in the model's place, tensor by tensor, with its own values at the mask (the
-    overlay).
-
-    The model's weights are gone afterwards. Returns the reconstruction errors, measured on the way.
+def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, QuantizedTensor]]) -> None:
+    """Put decoded weights in the model's place, tensor by tensor; its own are gone afterwards.
 
     Raises:
         InputError: a tensor that the model lacks, or of another shape.
     """
-    report = ErrorReport()
     parameters = dict(model.named_parameters())
     for name, tensor in quantized:
         parameter = parameters.get(name)
@@ -80,12 +70,8 @@ def apply_quantized(
             raise InputError(
                 f"{name}: expected a weight {tensor.shape} in the model, got {_shape(parameter)}"
             )
-        w_NK = parameter.detach().to("cpu", torch.float32).numpy()
-        effective_NK = overlaid(dequantize(tensor), w_NK, None if mask is None else mask[name])
-        report.add(name, w_NK, effective_NK)
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(effective_NK))
-    return report.summary()
+            parameter.copy_(torch.from_numpy(dequantize(tensor)))
 
 
 def _loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequence: int) -> float:

@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization import QuantizedTensor, Scheme, dequantize
+from permille.quantization import dequantize
 from permille.quantization.source import pack
-from permille.quantization.types import scales_shape
+from permille.quantization.types import QuantizedTensor, Scheme, scales_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,16 +10,14 @@ from permille.quantization.types import QuantizedTensor, packed_size, scales_sha
 CHUNK_WEIGHTS = 1 << 20
 
 
-def check_weight(w_NK: NDArray[np.float32], keep: NDArray[np.bool_] | None, name: str) -> None:
+def check_weight(w_NK: NDArray[np.float32], name: str) -> None:
     """Shapes and types; values are checked chunk by chunk with `check_finite`.
 
     Raises:
-        InputError: not a float32 matrix, or a keep of another shape or type.
+        InputError: not a float32 matrix.
     """
     if w_NK.ndim != 2 or w_NK.dtype != np.float32 or w_NK.size == 0:
         raise InputError(f"{name}: expected a float32 matrix, got {w_NK.dtype} of shape {w_NK.shape}")
-    if keep is not None and (keep.shape != w_NK.shape or keep.dtype != np.bool_):
-        raise InputError(f"{name}: expected keep bool {w_NK.shape}, got {keep.dtype} {keep.shape}")
 
 
 def check_finite(chunk: NDArray[np.float32], first: int, name: str) -> None:

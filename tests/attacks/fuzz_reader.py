@@ -26,7 +26,7 @@ from permille.digests import JSON, canonical_json, digest_of, parse_canonical
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import verify_package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from tests.attacks.forge import Container
 from tests.unit.package.tiny import LLAMA, write_tiny
 

@@ -10,7 +10,7 @@ from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError
 from permille.models.families import layer_of
 from permille.package.reader import verify_package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille_lab.engine import decode, memory, steps
 from permille_lab.engine.page import tables
 from permille_lab.engine.replay import measure as measure_replay

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from permille.engines.torch_engine import TorchEngine
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille_lab.measuring.transformers_folder import link_transformers_folder
 from tests.bitsandbytes_decoding import decoded
 from tests.unit.engines.tiny import CONFIGS, reference_token_losses, tiny_batch, tiny_package, variants

@@ -10,7 +10,7 @@ import torch
 from permille.errors import InputError
 from permille.zo.estimators import Batch
 from permille_lab.models import trainables
-from permille_lab.models.forward_rows import PACKABLE, can_pack, distinct_rows, packed_parts
+from permille_lab.models.forward_rows import PACKABLE, can_pack, packed_parts
 from permille_lab.models.trainables import Trainable
 from tests.unit.engines.tiny import CONFIGS, tiny_batch, tiny_model
 
@@ -102,38 +102,6 @@ def test_rows_together_have_the_losses_of_each_alone(kind: str, targets: int) ->
     together = trainable.token_losses(trainable.base_K, _padded(ROWS, targets))
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-5)
     assert len(np.unique(together.round(6))) > len(ROWS) - 2
-
-
-def _tokens(batch: Batch) -> list[list[int]]:
-    return [row[mask].tolist() for row, mask in zip(batch.input_ids_BT, batch.attention_BT, strict=True)]
-
-
-def test_rows_that_differ_in_their_last_word_are_one() -> None:
-    """The longest row begins with what others have before their last word, but asks only at its own end."""
-    distinct, entry_R = distinct_rows(_padded(ROWS, 1))
-    assert _tokens(distinct) == [ROWS[0], ROWS[2], ROWS[5], ROWS[6]]
-    assert entry_R.tolist() == [0, 0, 1, 0, 1, 2, 3]
-
-
-def test_a_row_whose_words_a_longer_one_asks_for_is_left_out() -> None:
-    """Where rows begin alike, the first one that asks answers for all."""
-    distinct, entry_R = distinct_rows(_padded(ROWS, 2))
-    assert _tokens(distinct) == [ROWS[0], ROWS[2], ROWS[5], ROWS[6]]
-    assert entry_R.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 5, 1, 7]
-    prompt = [5, 6, 7]
-    batch = _padded([[*prompt, 1], [*prompt, 2, 3], [4, *prompt, 1]], 1)
-    batch.target_BT[1, 3] = True  # both words of the second row
-    distinct, entry_R = distinct_rows(batch)
-    assert _tokens(distinct) == [[*prompt, 2, 3], [4, *prompt, 1]]
-    assert entry_R.tolist() == [0, 0, 1, 2]
-
-
-def test_rows_with_gaps_answer_for_themselves_alone() -> None:
-    batch = _padded([[5, 6, 7, 8], [5, 6, 7, 9]], 1)
-    batch.attention_BT[0, 1] = False
-    distinct, entry_R = distinct_rows(batch)
-    assert len(distinct.input_ids_BT) == 2
-    assert entry_R.tolist() == [0, 1]
 
 
 def test_only_the_mask_moves(batch: Batch) -> None:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.quantization import Scheme, dequantize
+from permille.quantization import dequantize
+from permille.quantization.types import Scheme
 from permille_lab.measuring.transformers_folder import link_transformers_folder
 from tests.bitsandbytes_decoding import decoded
 from tests.unit.package.tiny import LLAMA, write_tiny

@@ -15,7 +15,7 @@ from permille.engines.factory import LIGHT, LIGHT_INT8
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Result
 from permille_lab.measuring.machine import AnonymousPeak, machine, resident, timed

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
 from permille_lab.measuring.random_packages import SHAPES, random_package
 

@@ -12,7 +12,7 @@ import torch
 
 from permille.engines.factory import LIGHT, LIGHT_INT8, open_engine
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille.zo.header import EstimatorKind
 from permille_lab.engine.own_steps import EngineStep
 from permille_lab.engine.sizes import Sizes

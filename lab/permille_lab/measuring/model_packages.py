@@ -6,7 +6,7 @@ from pathlib import Path
 
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 
 DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}
 _OTHER_DENSITY = 0.001

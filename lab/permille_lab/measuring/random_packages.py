@@ -30,8 +30,8 @@ from permille.package.manifest import (
     sort_layers,
 )
 from permille.package.reader import Package
-from permille.quantization import QuantizedTensor, Scheme, default_group_size
-from permille.quantization.types import packed_size, scales_shape
+from permille.quantization import default_group_size
+from permille.quantization.types import QuantizedTensor, Scheme, packed_size, scales_shape
 from permille.tensors import RawTensor
 
 # Root mean square of a code that is drawn evenly, in units of its scale.

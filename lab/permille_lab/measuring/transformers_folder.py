@@ -10,7 +10,7 @@ from permille.errors import InputError
 from permille.files import write_atomic
 from permille.package.limits import Role
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 
 _SHARDS = {Role.DENSE: "model-00001-of-00002.safetensors", Role.PLAIN: "model-00002-of-00002.safetensors"}
 

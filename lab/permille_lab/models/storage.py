@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
-from permille.quantization import Scheme, dequantize, quantize, rounding
-from permille.quantization.types import packed_size, scales_shape
+from permille.quantization import dequantize, quantize, rounding
+from permille.quantization.types import Scheme, packed_size, scales_shape
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import Mask, MaskMethod, select_mask
 from permille.zo.estimators import Batch

@@ -26,7 +26,6 @@ from permille_lab.models.forward_rows import (
     PACKABLE,
     Part,
     can_pack,
-    distinct_rows,
     packed_parts,
     padded_parts,
 )
@@ -103,13 +102,12 @@ class Trainable:
         return np.array(means, dtype=np.float32)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Loss of each target, float32 [R], row-major; what several rows ask is computed once."""
+        """Loss of each target, float32 [R], row-major."""
         _check(batch)
         self._install(values_K)
-        distinct, entry_R = distinct_rows(batch)
         with torch.no_grad():
-            logits_RD = torch.cat([self._part_logits(part) for part in self._split(distinct)])
-            losses = _cross_entropy(logits_RD[torch.from_numpy(entry_R)], batch.input_ids_BT[batch.target_BT])
+            logits_RD = torch.cat([self._part_logits(part) for part in self._split(batch)])
+            losses = _cross_entropy(logits_RD, batch.input_ids_BT[batch.target_BT])
         result: NDArray[np.float32] = losses.float().cpu().numpy()
         return result
 

@@ -24,8 +24,8 @@ from permille.engines.light.blas import Blas
 from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
 from permille.native.int8 import RUN, has_int8, int8_product, int8_rows, scratch_floats
-from permille.native.products import compressed_rows
-from permille.native.weights import PackedRows, decoded_at, dequantize_rows, set_values, sparse_product
+from permille.native.products import compressed_rows, sparse_product
+from permille.native.weights import PackedRows, decoded_at, dequantize_rows, set_values
 
 Array = NDArray[np.float32]
 

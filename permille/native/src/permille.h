@@ -43,10 +43,4 @@ INLINE float float_of(uint32_t bits) {
     return value;
 }
 
-/* Nearest bfloat16, ties to even; every NaN becomes 0x7fc0. */
-INLINE uint16_t bf16_of(float value) {
-    const uint32_t bits = bits_of(value), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
 #endif

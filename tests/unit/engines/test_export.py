@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from permille.engines.export import ExportDtype, export_transformers
 from permille.errors import InputError
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_package, variants
 
 

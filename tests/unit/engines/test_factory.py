@@ -10,7 +10,7 @@ from permille.engines.factory import open_engine
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from tests.unit.engines.tiny import tiny_package
 from tests.unit.package.tiny import write_tiny
 

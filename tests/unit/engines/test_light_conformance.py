@@ -11,7 +11,7 @@ from permille.engines.light.decoding import TextPass
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_batch, tiny_package, variants
 

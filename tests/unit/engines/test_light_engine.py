@@ -20,7 +20,7 @@ from permille.native.library import VARIABLE, paths
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
 from permille_lab.measuring.random_packages import Shape, random_package
 from tests.unit.engines.conformance import Conformance

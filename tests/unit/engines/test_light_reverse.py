@@ -19,7 +19,7 @@ from permille.models.architecture import Activation, Architecture
 from permille.models.descriptions import BlockKind, BlockNames, Family, NormKind
 from permille.native.library import VARIABLE
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
 from permille_lab.measuring.random_packages import Shape, random_package
 from tests.unit.engines.tiny import CONFIGS, tiny_batch, tiny_package, variants

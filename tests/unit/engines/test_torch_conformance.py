@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from permille.engines.torch_engine import TorchEngine
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package
 

@@ -15,7 +15,7 @@ from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.tiny import (
     CONFIGS,

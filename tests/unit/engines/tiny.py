@@ -19,7 +19,8 @@ from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model
 from permille.package.config_files import clean_config
 from permille.package.reader import Package
-from permille.quantization import Scheme, dequantize
+from permille.quantization import dequantize
+from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
 from permille.zo.estimators import Batch
 from tests.packages import MemoryModel

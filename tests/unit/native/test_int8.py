@@ -14,7 +14,7 @@ from permille.native.int8 import (
     scratch_floats,
 )
 from permille.native.library import VARIABLE, Library, load
-from permille.native.rows import PackedRows, decode_rows
+from permille.native.weights import PackedRows, decode_rows
 from permille.quantization.types import Scheme
 
 SHAPES = [(8, 32, 32), (37, 172, 32), (24, 75, 64), (50, 256, 64)]

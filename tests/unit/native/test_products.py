@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native import library
 from permille.native.products import compressed_rows, packed_product, sparse_product
-from permille.native.rows import PackedRows
-from permille.quantization import Scheme, dequantize, quantize
+from permille.native.weights import PackedRows
+from permille.quantization import dequantize, quantize
+from permille.quantization.types import Scheme
 
 F32, I32 = np.float32, np.int32
 SHAPE = (53, 96)

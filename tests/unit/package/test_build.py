@@ -15,7 +15,8 @@ from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model
 from permille.package.limits import MAX_FILE_BYTES
 from permille.package.reader import Package, verify_package
-from permille.quantization import Scheme, dequantize, quantize
+from permille.quantization import dequantize, quantize
+from permille.quantization.types import Scheme
 from permille.sensitivity.masks import MaskMethod, select_mask
 from tests.unit.workers.conftest import save_model
 

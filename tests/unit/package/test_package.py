@@ -24,7 +24,8 @@ from permille.package.limits import Role
 from permille.package.manifest import Manifest, decimal_text
 from permille.package.reader import Package, verify_package
 from permille.package.safetensors_io import SafetensorsWriter
-from permille.quantization import Scheme, default_group_size, dequantize, quantize
+from permille.quantization import default_group_size, dequantize, quantize
+from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
 from tests.unit.package.tiny import LLAMA, as_dtype, write_tiny
 

@@ -12,7 +12,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
 from tests.packages import MemoryModel
 

@@ -11,10 +11,10 @@ import transformers
 
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
-from permille.quantization import Scheme, dequantize, quantize
+from permille.quantization import dequantize, quantize
 from permille.quantization.perplexity import apply_quantized, perplexity
-from permille.quantization.report import error_of, keep_of
-from permille.sensitivity.masks import MaskMethod, select_mask
+from permille.quantization.report import ErrorReport
+from permille.quantization.types import Scheme
 
 
 def tiny() -> Any:
@@ -57,58 +57,41 @@ def test_perplexity_refuses_a_loss_that_is_not_finite_and_nothing_to_predict() -
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), [(Scheme.NF4, 64), (Scheme.INT4, 32)])
-def test_the_model_computes_with_decoded_weights_and_its_own_values_at_the_mask(
-    scheme: Scheme, group_size: int
-) -> None:
-    model, source = tiny(), tiny()
+def test_the_model_computes_with_decoded_weights(scheme: Scheme, group_size: int) -> None:
+    model = tiny()
     names = [name for name, _ in scoped_tensors(model.config.to_dict())]
-    weights = {name: source.get_parameter(name).detach().numpy() for name in names}
-    mask = select_mask(weights, MaskMethod.MAGNITUDE, 0.05)
     quantized = {
-        name: quantize(w, scheme, group_size, keep_of(mask[name], (w.shape[0], w.shape[1])))
-        for name, w in weights.items()
+        name: quantize(model.get_parameter(name).detach().numpy(), scheme, group_size) for name in names
     }
     before = perplexity(model, SEQUENCES)
-    summary = apply_quantized(model, quantized.items(), mask)
-    for name, w_NK in weights.items():
-        effective = model.get_parameter(name).detach().numpy().reshape(-1)
-        assert (effective[mask[name]] == w_NK.reshape(-1)[mask[name]]).all()
-        rest = np.ones(effective.size, bool)
-        rest[mask[name]] = False
-        assert (effective[rest] == dequantize(quantized[name]).reshape(-1)[rest]).all()
+    apply_quantized(model, quantized.items())
+    for name, tensor in quantized.items():
+        assert np.array_equal(model.get_parameter(name).detach().numpy(), dequantize(tensor))
     assert perplexity(model, SEQUENCES)["loss"] != before["loss"]
-    assert summary == error_of((name, weights[name], quantized[name], mask[name]) for name in names)
 
 
-def test_error_is_the_relative_frobenius_norm_of_what_a_layer_computes_with() -> None:
-    w_NK = np.random.default_rng(0).standard_normal((8, 96)).astype(np.float32)
-    indices = np.array([0, 5, 700], np.uint32)
-    quantized = quantize(w_NK, Scheme.INT4, 32)
-    effective = dequantize(quantized).reshape(-1)
-    effective[indices] = w_NK.reshape(-1)[indices]
-    difference = w_NK.reshape(-1).astype(np.float64) - effective
-    report = error_of([("a", w_NK, quantized, indices)])
-    assert report["tensors"][0]["relative_error"] == pytest.approx(
-        np.linalg.norm(difference) / np.linalg.norm(w_NK)
-    )
-    assert report["max_error"] == pytest.approx(np.abs(difference).max())
-    assert json.loads(json.dumps(report, allow_nan=False)) == report
-
-
-def test_leaving_masked_outliers_out_of_the_scale_lowers_the_error() -> None:
-    w_NK = np.random.default_rng(0).standard_t(3, (64, 256)).astype(np.float32)
-    mask = select_mask({"a": w_NK}, MaskMethod.MAGNITUDE, 0.005)["a"]
-    for scheme, group_size in ((Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128)):
-        aware = quantize(w_NK, scheme, group_size, keep_of(mask, (64, 256)))
-        unaware = quantize(w_NK, scheme, group_size)
-        errors = [error_of([("a", w_NK, q, mask)])["relative_error"] for q in (aware, unaware)]
-        assert errors[0] < errors[1] * 0.97
+def test_error_is_the_relative_frobenius_norm_of_the_difference() -> None:
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((8, 96)).astype(np.float32) for name in ("a", "b")}
+    decoded = {name: dequantize(quantize(w_NK, Scheme.INT4, 32)) for name, w_NK in weights.items()}
+    report = ErrorReport()
+    for name, w_NK in weights.items():
+        report.add(name, w_NK, decoded[name])
+    summary = report.summary()
+    difference = np.stack([weights[name].astype(np.float64) - decoded[name] for name in weights])
+    whole = np.stack(list(weights.values()))
+    errors = [summary["relative_error"], *(row["relative_error"] for row in summary["tensors"])]
+    parts = [(difference, whole), *zip(difference, whole, strict=True)]
+    assert errors == pytest.approx([np.linalg.norm(part) / np.linalg.norm(of) for part, of in parts])
+    assert summary["max_error"] == pytest.approx(np.abs(difference).max())
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
 
 def test_a_weight_of_zeros_has_no_error() -> None:
     zeros = np.zeros((2, 64), np.float32)
-    report = error_of([("a", zeros, quantize(zeros, Scheme.NF4, 64), None)])
-    assert report["relative_error"] == report["tensors"][0]["relative_error"] == 0
+    report = ErrorReport()
+    report.add("a", zeros, zeros)
+    assert report.summary()["relative_error"] == report.summary()["tensors"][0]["relative_error"] == 0
 
 
 def test_a_tensor_that_the_model_lacks_or_has_in_another_shape_is_refused() -> None:

@@ -10,15 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization import (
-    QuantizedTensor,
-    Scheme,
-    default_group_size,
-    dequantize,
-    nf4,
-    quantize,
-    source,
-)
+from permille.quantization import default_group_size, dequantize, nf4, quantize, source
+from permille.quantization.types import QuantizedTensor, Scheme
 
 BOTH = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128)]
 
@@ -95,42 +88,6 @@ def test_unmasked_error_stays_within_half_a_step(scheme: Scheme, group_size: int
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), BOTH)
-def test_masked_outliers_do_not_count_for_the_scale(scheme: Scheme, group_size: int) -> None:
-    w_NK = weight(4, 256)
-    keep = np.zeros(w_NK.shape, bool)
-    keep[:, 3::64] = True
-    outliers = w_NK.copy()
-    outliers[keep] = 5
-    without = w_NK.copy()
-    without[keep] = 0
-    aware, plain = quantize(outliers, scheme, group_size, keep), quantize(without, scheme, group_size)
-    assert aware.scales.tobytes() == plain.scales.tobytes()
-    assert (dequantize(aware)[~keep] == dequantize(plain)[~keep]).all()
-    unaware = dequantize(quantize(outliers, scheme, group_size))
-    assert np.abs(dequantize(aware) - outliers)[~keep].sum() < np.abs(unaware - outliers)[~keep].sum() / 4
-
-
-@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
-def test_masked_weights_saturate_at_the_groups_range(scheme: Scheme, group_size: int) -> None:
-    w_NK = weight(2, 128)
-    w_NK[0, 0], w_NK[1, 0] = 9, -9
-    keep = np.abs(w_NK) > 1
-    quantized = quantize(w_NK, scheme, group_size, keep)
-    codes_NK = codes_of(quantized).reshape(w_NK.shape)
-    assert (codes_NK[0, 0], codes_NK[1, 0]) == (15, 0)
-
-
-@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
-def test_an_all_masked_group_is_quantized_as_if_none_were(scheme: Scheme, group_size: int) -> None:
-    w_NK = weight(2, 256)
-    keep = np.zeros(w_NK.shape, bool)
-    keep[0, :128] = True
-    aware, unaware = quantize(w_NK, scheme, group_size, keep), quantize(w_NK, scheme, group_size)
-    assert aware.packed.tobytes() == unaware.packed.tobytes()
-    assert aware.scales.tobytes() == unaware.scales.tobytes()
-
-
-@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
 @pytest.mark.parametrize("columns", [128, 129])
 def test_a_zero_group_has_scale_zero_and_decodes_to_zeros(
     scheme: Scheme, group_size: int, columns: int
@@ -140,17 +97,6 @@ def test_a_zero_group_has_scale_zero_and_decodes_to_zeros(
     quantized = quantize(w_NK, scheme, group_size)
     assert quantized.scales.reshape(-1)[-1] == 0
     assert (dequantize(quantized) == w_NK).all()
-
-
-@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
-def test_a_group_with_nothing_but_masked_weights_and_zeros_decodes_to_zeros(
-    scheme: Scheme, group_size: int
-) -> None:
-    w_NK = np.zeros((1, 128), np.float32)
-    w_NK[0, 7] = 3e38
-    quantized = quantize(w_NK, scheme, group_size, w_NK > 0)
-    assert (quantized.scales == 0).all()
-    assert (dequantize(quantized) == 0).all()
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), BOTH)
@@ -170,12 +116,11 @@ def test_chunks_do_not_change_a_bit(
     scheme: Scheme, group_size: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w_NK = weight(*shape)
-    keep = np.random.default_rng(1).random(shape) < 0.1
-    whole = quantize(w_NK, scheme, group_size, keep)
+    whole = quantize(w_NK, scheme, group_size)
     decoded = dequantize(whole)
     for module in ("nf4", "int4"):
         monkeypatch.setattr(f"permille.quantization.{module}.CHUNK_WEIGHTS", 128)
-    chunked = quantize(w_NK, scheme, group_size, keep)
+    chunked = quantize(w_NK, scheme, group_size)
     assert chunked.packed.tobytes() == whole.packed.tobytes()
     assert chunked.scales.tobytes() == whole.scales.tobytes()
     assert dequantize(chunked).tobytes() == decoded.tobytes()
@@ -195,8 +140,6 @@ def test_wrong_inputs_are_refused() -> None:
         quantize(w_NK, Scheme.INT4, 64)
     with pytest.raises(InputError, match="expected a float32 matrix, got float64"):
         quantize(w_NK.astype(np.float64), Scheme.NF4, 64)
-    with pytest.raises(InputError, match="expected keep bool"):
-        quantize(w_NK, Scheme.INT4, 32, np.zeros((2, 63), bool))
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), BOTH)

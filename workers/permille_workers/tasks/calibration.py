@@ -7,7 +7,7 @@ from permille.digests import JSON
 from permille.errors import OperatorError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
-from permille.quantization import QuantizedTensor
+from permille.quantization.types import QuantizedTensor
 from permille.schemas.quantizations import AutoRound
 from permille_workers.runtime.context import TaskContext
 from permille_workers.tasks.sources import Sampling, open_corpus, versions

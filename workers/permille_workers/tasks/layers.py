@@ -11,7 +11,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.manifest import Layer
 from permille.package.safetensors_io import SafetensorsFile
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille.schemas.quantizations import AnyOptions, AutoRound
 from permille.store import artifacts
 from permille.store.artifacts import PICTURE, REPORT, Blob, Made

@@ -10,8 +10,9 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.build import plain_tensors
 from permille.package.layers import write_dense, write_plain
-from permille.quantization import QuantizedTensor, dequantize, quantize
+from permille.quantization import dequantize, quantize
 from permille.quantization.report import ErrorReport
+from permille.quantization.types import QuantizedTensor
 from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate
 from permille.sensitivity.plots import error_picture
 from permille.store.artifacts import Made
@@ -149,7 +150,7 @@ def _perplexity(
         return progress
 
     before = perplexity(loaded, sequences.tokens_NT, progress=part(0.62, "before"))
-    apply_quantized(loaded, coded.tensors(), None)
+    apply_quantized(loaded, coded.tensors())
     after = perplexity(loaded, sequences.tokens_NT, progress=part(0.8, "after"))
     return {
         "tokens": before["tokens"],

@@ -10,7 +10,7 @@ from permille.engines.interface import EngineInfo
 from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
 from permille.package.reader import Package
-from permille.quantization import Scheme
+from permille.quantization.types import Scheme
 from permille.schemas.runs import Outcome
 from permille_agent.state.home import open_home
 from permille_agent.state.models import InstalledRelease, record_installed
