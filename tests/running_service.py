@@ -1,17 +1,21 @@
 """The real thing for tests: `permille up` as a process, with or without its worker."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
+
+from permille_service.cli.main import main
 
 STOP_S = 60.0
 
@@ -42,9 +46,21 @@ class Running:
 
 
 def permille(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the operator's command line, away from the caller's own settings."""
+    """Run the operator's command line in this process, away from the caller's own settings."""
+    printed, errors = io.StringIO(), io.StringIO()
+    with (
+        patch.dict(os.environ, environment(), clear=True),
+        redirect_stdout(printed),
+        redirect_stderr(errors),
+    ):
+        code = main(list(arguments))
+    return subprocess.CompletedProcess(arguments, code, printed.getvalue(), errors.getvalue())
+
+
+def permille_up(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run a `permille up` that ends by itself, as a process."""
     return subprocess.run(
-        [sys.executable, "-m", "permille_service.cli.main", *arguments],
+        [sys.executable, "-m", "permille_service.cli.main", "up", *options],
         capture_output=True,
         text=True,
         env=environment(),

@@ -16,12 +16,12 @@ import pytest
 from permille_service.cli.exits import CommandError
 from permille_service.cli.main import main
 from permille_service.cli.up import Supervised
-from tests.running_service import permille, running_service
+from tests.running_service import permille_up, running_service
 
 
 def test_a_second_up_on_a_data_folder_says_where_the_first_is(tmp_path: Path) -> None:
     with running_service(tmp_path, "--no-worker") as running:
-        again = permille("up", "--data-dir", str(running.data_dir), "--port", "0", "--no-worker")
+        again = permille_up("--data-dir", str(running.data_dir), "--port", "0", "--no-worker")
         assert again.returncode == 5
         assert f"already running at {running.url}" in again.stderr
         assert (running.data_dir / "service.url").read_text().strip() == running.url
@@ -88,13 +88,13 @@ def test_port_is_written_to_its_file_and_a_second_service_is_refused(tmp_path: P
     with running_service(tmp_path, "--no-worker", "--port-file", str(port_file)) as running:
         port = port_file.read_text().strip()
         assert running.url.endswith(f":{port}")
-        again = permille("up", "--data-dir", str(tmp_path / "other"), "--port", port, "--no-worker")
+        again = permille_up("--data-dir", str(tmp_path / "other"), "--port", port, "--no-worker")
         assert again.returncode == 1
         assert "in use" in again.stderr
 
 
 def test_open_bind_without_tls_is_wrong_usage(tmp_path: Path) -> None:
-    done = permille("up", "--data-dir", str(tmp_path), "--host", "0.0.0.0")
+    done = permille_up("--data-dir", str(tmp_path), "--host", "0.0.0.0")
     assert done.returncode == 2
     assert "tls" in done.stderr
 
@@ -118,7 +118,7 @@ def test_port_file_of_an_earlier_service_is_gone_when_one_starts(tmp_path: Path)
         busy.listen()
         port = str(busy.getsockname()[1])
         options = ("--data-dir", str(tmp_path / "data"), "--port", port, "--port-file", str(port_file))
-        assert permille("up", *options, "--no-worker").returncode == 1
+        assert permille_up(*options, "--no-worker").returncode == 1
     assert not port_file.exists()
 
 
