@@ -1,6 +1,7 @@
 """A package as a plain transformers folder: dequantized weights with the sparse values set, nothing of ours.
 
-Tensor by tensor: the memory needed is that of the largest one. The folder appears whole or not at all.
+Tensor by tensor: the memory needed is that of the largest one, where safetensors' own writer takes all at
+once. The folder appears whole or not at all.
 """
 
 import json

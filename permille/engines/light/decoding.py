@@ -109,12 +109,8 @@ class TextPass(LossPass):
         window = layer.settings.window
         # What no new token sees is left out.
         first = 0 if window is None else max(0, self.length + 1 - window)
-        shape = self._shape
         with np.errstate(all="ignore"):
-            numbers.attention(
-                q[0], key_SBD[first:stop], value_SBD[first:stop], shape.attention_scale,
-                window, shape.attention_softcap, out[0],
-            )  # fmt: skip
+            numbers.attention(q[0], key_SBD[first:stop], value_SBD[first:stop], layer.scores, out[0])
 
     def _correction(self, layer: LightLinear) -> Correction:
         found = self._corrections.get(id(layer))

@@ -11,6 +11,7 @@ hand, from the formula above them.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,31 +125,25 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
     first[...] = turned
 
 
-def attention(
-    q_TAD: Array,
-    k_SBD: Array,
-    v_SBD: Array,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    out_TAD: Array,
-) -> None:
+class AttentionScores(NamedTuple):
+    """`cap tanh(scale q k / cap)` of a token and those that it sees: `window` at most, itself included."""
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+
+
+def attention(q_TAD: Array, k_SBD: Array, v_SBD: Array, scores: AttentionScores, out_TAD: Array) -> None:
     """Causal attention of the last T of S tokens; head a reads key-value head a // (A / B)."""
-    if native.attention(q_TAD, k_SBD, v_SBD, scale, window, cap, out_TAD):
+    if native.attention(q_TAD, k_SBD, v_SBD, *scores, out_TAD):
         return
     for q_GTD, k_SD, v_SD, out_GTD in _by_head(q_TAD, k_SBD, v_SBD, out_TAD):
-        weight_GTS, _ = attention_weights(q_GTD, k_SD, scale, window, cap)
+        weight_GTS, _ = attention_weights(q_GTD, k_SD, scores)
         np.matmul(weight_GTS, v_SD, out=out_GTD)
 
 
 def attention_tangents(
-    q_QTAD: Array,
-    k_QTBD: Array,
-    v_QTBD: Array,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    out_QTAD: Array,
+    q_QTAD: Array, k_QTBD: Array, v_QTBD: Array, scores: AttentionScores, out_QTAD: Array
 ) -> None:
     """The first of the 1 + Q is the primal, the others its tangents:
 
@@ -156,14 +151,14 @@ def attention_tangents(
     """
     primal = _by_head(q_QTAD[0], k_QTBD[0], v_QTBD[0], out_QTAD[0])
     for head, (q_GTD, k_TD, v_TD, out_GTD) in enumerate(primal):
-        weight_GTT, slope_GTT = attention_weights(q_GTD, k_TD, scale, window, cap)
+        weight_GTT, slope_GTT = attention_weights(q_GTD, k_TD, scores)
         np.matmul(weight_GTT, v_TD, out=out_GTD)
         for query in range(1, len(q_QTAD)):
             parts = _by_head(q_QTAD[query], k_QTBD[query], v_QTBD[query], out_QTAD[query])
             dq_GTD, dk_TD, dv_TD, dout_GTD = parts[head]
             change_GTT = np.matmul(dq_GTD, k_TD.T)
             change_GTT += np.matmul(q_GTD, dk_TD.T)
-            change_GTT *= np.float32(scale)
+            change_GTT *= np.float32(scores.scale)
             if slope_GTT is not None:
                 change_GTT *= slope_GTT
             change_GTT -= np.einsum("gts,gts->gt", weight_GTT, change_GTT)[..., None]
@@ -188,10 +183,9 @@ def _by_head(
     ]
 
 
-def attention_weights(
-    q_GTD: Array, k_SD: Array, scale: float, window: int | None, cap: float | None
-) -> tuple[Array, Array | None]:
+def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tuple[Array, Array | None]:
     """(softmax of the scores [G, T, S], slope of the soft cap if any)."""
+    scale, window, cap = scores
     score_GTS = np.matmul(q_GTD, k_SD.T)
     score_GTS *= np.float32(scale)
     slope_GTS = None

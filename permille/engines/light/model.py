@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from permille.engines.inputs import ModelLimits
 from permille.engines.light.head import LightHead, StoredMatrix
+from permille.engines.light.layers import AttentionScores
 from permille.engines.light.linear import LightLinear, Tools
 from permille.models.architecture import Architecture, LayerSettings, architecture_of
 from permille.models.descriptions import NormKind
@@ -36,6 +37,7 @@ class LightLayer:
     """One decoder layer. Either `fused` or `query`, `key` and `value` are there; `gate` is optional."""
 
     settings: LayerSettings
+    scores: AttentionScores
     fused: LightLinear | None
     query: LightLinear | None
     key: LightLinear | None
@@ -137,8 +139,10 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
     def optional(leaf: str | None) -> LightLinear | None:
         return None if leaf is None else parts.linear(prefix + leaf)
 
+    about = parts.architecture
     return LightLayer(
         settings=settings,
+        scores=AttentionScores(about.attention_scale, settings.window, about.attention_softcap),
         fused=optional(names.fused),
         query=optional(names.query),
         key=optional(names.key),

@@ -158,14 +158,10 @@ class LossPass(_Tokens):
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
         """See `Pass`."""
-        architecture = self._architecture
 
         def sequence(task: tuple[int, slice]) -> None:
             state, rows = task
-            numbers.attention(
-                q[state, rows], k[state, rows], v[state, rows], architecture.attention_scale,
-                layer.settings.window, architecture.attention_softcap, out[state, rows],
-            )  # fmt: skip
+            numbers.attention(q[state, rows], k[state, rows], v[state, rows], layer.scores, out[state, rows])
 
         tasks = [(state, rows) for state in range(len(q)) for rows in self._joined.sequences]
         self._tools.threads.each(sequence, tasks)
@@ -231,13 +227,9 @@ class TangentPass(_Tokens):
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
         """See `Pass`."""
-        architecture = self._architecture
 
         def sequence(rows: slice) -> None:
-            numbers.attention_tangents(
-                q[:, rows], k[:, rows], v[:, rows], architecture.attention_scale,
-                layer.settings.window, architecture.attention_softcap, out[:, rows],
-            )  # fmt: skip
+            numbers.attention_tangents(q[:, rows], k[:, rows], v[:, rows], layer.scores, out[:, rows])
 
         self._tools.threads.each(sequence, self._joined.sequences)
 

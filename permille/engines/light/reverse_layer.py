@@ -140,7 +140,7 @@ class LayerReverse(LossPass):
         d = Heads(q=d_q[0], k=d_k[0], v=d_v[0], out=d_out_MA.reshape(heads.out.shape))
 
         def sequence(rows: slice) -> None:
-            attention_back(self._architecture, layer.settings.window, heads.of(rows), d.of(rows))
+            attention_back(layer.scores, heads.of(rows), d.of(rows))
             if layer.settings.rope is not None:
                 cosine_ME, sine_ME = self._rotation(layer.settings.rope)
                 for d_head in (d.q, d.k):

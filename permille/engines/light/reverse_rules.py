@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light.layers import activate, attention_weights, slope, standardized
+from permille.engines.light.layers import AttentionScores, activate, attention_weights, slope, standardized
 from permille.engines.light.linear import LightLinear, Tools
 from permille.engines.light.model import Norm
 from permille.engines.light.threads import blocks
-from permille.models.architecture import Activation, Architecture
+from permille.models.architecture import Activation
 from permille.models.descriptions import NormKind
 
 Array = NDArray[np.float32]
@@ -64,14 +64,13 @@ def feed_forward_back(kind: Activation, gate_MI: Array | None, up_MI: Array, d_i
     np.copyto(up_MI, d_inner_MI)
 
 
-def attention_back(architecture: Architecture, window: int | None, heads: Heads, d: Heads) -> None:
+def attention_back(scores: AttentionScores, heads: Heads, d: Heads) -> None:
     """`d.out` of one sequence to `d.q`, `d.k` and `d.v`, with `P` the weights of the softmax:
 
     `d_v = P^T d_out`, `d_s = scale slope P (d_out v^T - sum(d_out out))`, `d_q = d_s k`, `d_k = d_s^T q`.
     """
     tokens, kv_heads = heads.k.shape[:2]
     group = heads.q.shape[1] // kv_heads
-    scale, cap = architecture.attention_scale, architecture.attention_softcap
     d.k[...] = d.v[...] = 0
     for head in range(kv_heads):
         k_TD, v_TD = heads.k[:, head], heads.v[:, head]
@@ -80,14 +79,14 @@ def attention_back(architecture: Architecture, window: int | None, heads: Heads,
             q_GTD, out_GTD, d_out_GTD = (
                 array[:, own].transpose(1, 0, 2) for array in (heads.q, heads.out, d.out)
             )
-            weight_GTT, slope_GTT = attention_weights(q_GTD, k_TD, scale, window, cap)
+            weight_GTT, slope_GTT = attention_weights(q_GTD, k_TD, scores)
             d.v[:, head] += np.matmul(weight_GTT.transpose(0, 2, 1), d_out_GTD).sum(axis=0)
             d_s_GTT = np.matmul(d_out_GTD, v_TD.T)
             d_s_GTT -= np.einsum("gtd,gtd->gt", d_out_GTD, out_GTD)[..., None]
             d_s_GTT *= weight_GTT
             if slope_GTT is not None:
                 d_s_GTT *= slope_GTT
-            d_s_GTT *= np.float32(scale)
+            d_s_GTT *= np.float32(scores.scale)
             d.q[:, own] = np.matmul(d_s_GTT, k_TD).transpose(1, 0, 2)
             d.k[:, head] += np.matmul(d_s_GTT.transpose(0, 2, 1), q_GTD).sum(axis=0)
 

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.engines.light import layers
+from permille.engines.light.layers import AttentionScores
 from permille.models.architecture import Activation
 from permille.models.descriptions import NormKind
 from permille.native import layers as native
@@ -57,7 +58,7 @@ def test_attention_is_its_definition(
 ) -> None:
     q, k, v = _random(queries, 4, head), _random(keys, 2, head), _random(keys, 2, head)
     out = np.full_like(q, np.nan)
-    layers.attention(q, k, v, 0.7, window, cap, out)
+    layers.attention(q, k, v, AttentionScores(0.7, window, cap), out)
     np.testing.assert_allclose(out, _plain_attention(q, k, v, 0.7, window, cap), rtol=2e-5, atol=1e-5)
 
 
@@ -65,7 +66,7 @@ def test_attention_takes_views_of_a_fused_projection(path: str) -> None:
     fused = _random(9, 4, 3, 8)
     q, k, v = fused[:, :, 0], fused[:, :, 1], fused[:, :, 2]
     out = np.empty((9, 4, 8), np.float32)
-    layers.attention(q, k, v, 0.3, None, None, out)
+    layers.attention(q, k, v, AttentionScores(0.3, None, None), out)
     np.testing.assert_allclose(out, _plain_attention(q, k, v, 0.3, None, None), rtol=2e-5, atol=1e-5)
 
 
@@ -92,7 +93,7 @@ def test_what_is_not_a_number_stays_so(path: str) -> None:
     k[1] = np.nan
     out = np.empty_like(q)
     with np.errstate(invalid="ignore"):
-        layers.attention(q, k, q, 1.0, None, None, out)
+        layers.attention(q, k, q, AttentionScores(1.0, None, None), out)
     assert np.isfinite(out[0]).all()
     assert np.isnan(out[1:]).all()
 
@@ -183,11 +184,11 @@ def test_tangents_of_attention_are_differences(window: int | None, cap: float | 
     def value(step: float) -> NDArray[np.float64]:
         out: Array = np.empty_like(q[0])
         moved_q, moved_k, moved_v = ((x[0] + step * x[1]).astype(np.float32) for x in (q, k, v))
-        layers.attention(moved_q, moved_k, moved_v, 0.4, window, cap, out)
+        layers.attention(moved_q, moved_k, moved_v, AttentionScores(0.4, window, cap), out)
         return out.astype(np.float64)
 
     out = np.empty_like(q)
-    layers.attention_tangents(q, k, v, 0.4, window, cap, out)
+    layers.attention_tangents(q, k, v, AttentionScores(0.4, window, cap), out)
     np.testing.assert_allclose(out[0], value(0.0), rtol=0, atol=1e-5)
     np.testing.assert_allclose(out[1], _difference(value), rtol=0, atol=2e-3)
 
@@ -196,8 +197,8 @@ def test_tangents_of_attention_are_differences(window: int | None, cap: float | 
 def test_a_window_may_be_larger_than_all_integers(path: str, queries: int) -> None:
     q, k, v = _random(queries, 2, 8), _random(9, 1, 8), _random(9, 1, 8)
     out, expected = np.empty_like(q), np.empty_like(q)
-    layers.attention(q, k, v, 0.7, 2**70, None, out)
-    layers.attention(q, k, v, 0.7, None, None, expected)
+    layers.attention(q, k, v, AttentionScores(0.7, 2**70, None), out)
+    layers.attention(q, k, v, AttentionScores(0.7, None, None), expected)
     np.testing.assert_array_equal(out, expected)
 
 
@@ -212,7 +213,7 @@ def test_a_soft_cap_is_precise_for_scores_far_below_it(path: str, x: float, quer
     k, v = np.array([[[0.0]], [[1.0]]], np.float32), np.array([[[1.0]], [[0.0]]], np.float32)
     q, out = np.full((queries, 1, 1), 5, np.float32), np.empty((queries, 1, 1), np.float32)
     for sign in (1, -1):
-        layers.attention(q * np.float32(sign), k, v, 1.0, None, float(cap), out)
+        layers.attention(q * np.float32(sign), k, v, AttentionScores(1.0, None, float(cap)), out)
         score = sign * float(cap) * math.tanh(5 / float(cap))
         assert out[-1, 0, 0] == pytest.approx(1 / (1 + math.exp(score)), rel=5e-6)
 
@@ -220,6 +221,6 @@ def test_a_soft_cap_is_precise_for_scores_far_below_it(path: str, x: float, quer
 def test_a_soft_cap_far_above_the_scores_is_none(path: str) -> None:
     q, k, v = _random(9, 2, 8), _random(9, 1, 8), _random(9, 1, 8)
     out, expected = np.empty_like(q), np.empty_like(q)
-    layers.attention(q, k, v, 0.7, None, 1e4, out)
-    layers.attention(q, k, v, 0.7, None, None, expected)
+    layers.attention(q, k, v, AttentionScores(0.7, None, 1e4), out)
+    layers.attention(q, k, v, AttentionScores(0.7, None, None), expected)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from permille.engines.light import layers, reverse
 from permille.engines.light.engine import LightEngine
+from permille.engines.light.layers import AttentionScores
 from permille.engines.light.model import Norm
 from permille.engines.light.reverse_rules import Heads, attention_back, feed_forward_back, norm_back
-from permille.models.architecture import Activation, Architecture
-from permille.models.descriptions import BlockKind, BlockNames, Family, NormKind
+from permille.models.architecture import Activation
+from permille.models.descriptions import NormKind
 from permille.native.library import VARIABLE
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
@@ -74,14 +75,6 @@ def test_the_feed_forward_part_backwards_is_its_tangent_transposed(kind: Activat
     assert d_out.shape == u.shape
 
 
-def _architecture(cap: float | None) -> Architecture:
-    return Architecture(
-        family=Family.LLAMA, prefix="", layers=(), heads=4, kv_heads=2, head=8, positions=64,
-        block=BlockKind.PRE, norm=NormKind.RMS, norm_epsilon=1e-5, activation=Activation.SILU,
-        attention_scale=0.6, attention_softcap=cap, tied=False, names=BlockNames(),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 19])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (4, 0.7)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -98,10 +91,10 @@ def test_attention_backwards_is_its_tangent_transposed(
     monkeypatch.setattr("permille.engines.light.reverse_rules._SCORES", scores)
     q, k, v = _random(2, tokens, 4, 8), _random(2, tokens, kv_heads, 8), _random(2, tokens, kv_heads, 8)
     out, u = np.empty_like(q), _random(tokens, 4, 8)
-    architecture = _architecture(cap)
-    layers.attention_tangents(q, k, v, architecture.attention_scale, window, cap, out)
+    rule = AttentionScores(0.6, window, cap)
+    layers.attention_tangents(q, k, v, rule, out)
     d = Heads(q=np.empty_like(q[0]), k=np.empty_like(k[0]), v=np.empty_like(v[0]), out=u)
-    attention_back(architecture, window, Heads(q=q[0], k=k[0], v=v[0], out=out[0]), d)
+    attention_back(rule, Heads(q=q[0], k=k[0], v=v[0], out=out[0]), d)
     _assert_transposed([(d.q, q[1]), (d.k, k[1]), (d.v, v[1])], u, out[1])
 
 
