@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from permille.models.families import SCOPE_PATTERN
 from permille.schemas.fields import Closed, Count, Density, Id, Seed, WholeNumber
 from permille.schemas.jobs import Made
 
@@ -19,9 +20,10 @@ class MaskMethod(StrEnum):
 
 Scope = Annotated[
     str,
-    StringConstraints(pattern=r"^(all|layers:[0-9]{1,5}(-([0-9]{1,5})?)?)$"),
+    StringConstraints(pattern=f"^({SCOPE_PATTERN})$"),
     Field(
-        description='which decoder layers: "all", or counted from 0 "layers:4-7", "layers:4-", "layers:4"',
+        description='which linears: "all", "attention", "mlp", or those of decoder layers counted from 0: '
+        '"layers:4-7", "layers:4-", "layers:4"',
         examples=["all"],
     ),
 ]

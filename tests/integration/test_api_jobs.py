@@ -67,6 +67,14 @@ def test_job_is_accepted_with_its_place_and_payload(stocked: Api) -> None:
     }
 
 
+@pytest.mark.parametrize("scope", ["attention", "mlp", "layers:1-"])
+def test_a_mask_may_be_of_a_part_of_the_weights(stocked: Api, scope: str) -> None:
+    request = {"method": "random", "model_id": add_model(stocked), "scope": scope}
+    assert stocked.post("/v1/masks", request).status_code == 202
+    needs = stocked.post("/v1/preflights", {"kind": "mask", "request": request}).json()
+    assert needs["accepted"] is True
+
+
 def test_same_key_is_the_same_job_and_another_body_a_conflict(stocked: Api) -> None:
     model_id = add_model(stocked)
     first = stocked.post("/v1/masks", {"model_id": model_id, **MASK}, key="m-1")
@@ -127,6 +135,7 @@ def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
         ),
         "fisher without corpus": ("/v1/masks", {"model_id": model_id, "method": "fisher"}, 422),
         "scope outside": ("/v1/masks", {"model_id": model_id, **MASK, "scope": "layers:40-50"}, 409),
+        "scope unknown": ("/v1/masks", {"model_id": model_id, **MASK, "scope": "norms"}, 422),
         "nf4 in groups of 32": (
             "/v1/quantizations",
             {"model_id": model_id, "options": {"scheme": "nf4", "group_size": 32}},

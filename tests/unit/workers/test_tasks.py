@@ -150,6 +150,15 @@ def test_masks_without_a_corpus(bench: Bench, method: str) -> None:
     assert bench.report(digest_of_role(mask, "report"))["score"] == "magnitude"
 
 
+@pytest.mark.parametrize(("scope", "part"), [("attention", ".self_attn."), ("mlp", ".mlp.")])
+def test_a_mask_of_one_part_of_the_layers_is_a_packages(bench: Bench, scope: str, part: str) -> None:
+    row = made_by(bench, JobKind.BUILD, build_request(bench, mask={"method": "magnitude", "scope": scope}))
+    manifest = manifest_of(bench, row)
+    assert manifest.mask.scope == scope
+    chosen = [tensor.name for tensor in manifest.tensors if tensor.count]
+    assert chosen and all(part in name for name in chosen)
+
+
 def test_quantization_reports_errors_and_perplexity_on_held_out_text(bench: Bench) -> None:
     row = quantization_of(bench, evaluated=True, **NF4, evaluation_tokens=512)
     report = bench.report(digest_of_role(row, "report"))
