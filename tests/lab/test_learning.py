@@ -15,6 +15,7 @@ from permille_lab.learning.mezo import Mezo
 from permille_lab.learning.page import estimator_tables, learning_tables, loss_at
 from permille_lab.learning.runs import TextRun, options_for, text_run
 from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.model_packages import sources_from_environment
 from permille_lab.people.user_texts import Document
 from tests.packages import sentences, tiny_package
 from tests.tiny_model import write_corpus, write_model
@@ -69,11 +70,13 @@ def test_a_run_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     for name, folder in (("PERMILLE_MODELS", models), ("PERMILLE_DATA", data)):
         monkeypatch.setenv(name, str(folder))
     common = {"model": "tiny", "text": "a", "seed": 0}
-    for method, steps in ((compare.FORWARD_ONLY, 4), ("the same values, AdamW", 2)):
-        settings = common | {"method": method, "steps": steps}
-        found = compare.measure(tmp_path / "packages", settings, DOCUMENTS)
-        assert found["points"][0]["loss"] > 0
-        assert found["peak_bytes"] > 1 << 20
+    folder = tmp_path / "packages"
+    ours = compare.measure(folder, common | {"method": compare.FORWARD_ONLY, "steps": 4}, DOCUMENTS)
+    assert ours["peak_bytes"] > 1 << 20
+    settings = common | {"method": "the same values, AdamW", "steps": 2}
+    theirs = compare.measured(sources_from_environment(), folder, settings, DOCUMENTS, tmp_path / "run")
+    assert theirs["points"][0]["loss"] == pytest.approx(ours["points"][0]["loss"], abs=1e-4)
+    assert theirs["k"] == ours["k"] > 0
 
 
 def test_a_loss_that_is_not_finite_ends_a_run(run: TextRun) -> None:

@@ -164,7 +164,15 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], look
                 for density, first, second in _matched(claim, of_kind, stages)
             ]
     rows = [
-        replace(_row(claim, model, density, by_loss, mine, theirs, of_kind), counts=counts)
+        replace(
+            _tested(
+                _undecided(claim, model, density, by_loss=by_loss, found=None, reason=""),
+                mine,
+                theirs,
+                of_kind,
+            ),
+            counts=counts,
+        )
         for model, density, by_loss, first, second, of_kind in pairs
         for mine, theirs, counts in _by_seeds(claim, first, second)
     ]
@@ -225,18 +233,16 @@ def _once(records: Sequence[Record]) -> list[Record]:
     return chosen
 
 
-def _row(
-    claim: Claim,
-    model: str,
-    density: float,
-    by_loss: bool,
-    first: Sequence[Record],
-    second: Sequence[Record],
-    records: Sequence[Record],
-) -> Row:
+def _tested(blank: Row, first: Sequence[Record], second: Sequence[Record], records: Sequence[Record]) -> Row:
+    """The row with its contrast and p, or with what is missing.
+
+    Args:
+        records: of the model, the references among them.
+    """
+    claim, by_loss = blank.claim, blank.by_loss
     wanted = MIN_SEEDS if claim.relation is Relation.BETTER else EQUIVALENCE_SEEDS
     found = contrast(first, second, by_loss=by_loss)
-    blank = _undecided(claim, model, density, by_loss=by_loss, found=found, reason="")
+    blank = replace(blank, found=found)
     if found is None or found.seeds < wanted:
         common = set.intersection(*_common_seeds(first, second).values())
         return replace(blank, reason=f"needs {wanted} seeds that all its tasks have, has {len(common)}")

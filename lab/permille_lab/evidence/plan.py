@@ -197,33 +197,33 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
     """The sweeps of a stage for one model and task."""
     if task in LONG_TASKS:
         size = size.halved()
-    many = size.equivalence_seeds
+    many, of = size.equivalence_seeds, _Place(stage, model, task, size)
     match stage:
         case "table":
             pairs = (*STATIC, DYNAMIC[0])
             # The references first: without them nothing is decided.
             return [
-                _unit(stage, model, task, size, "references", REFERENCES),
-                _unit(stage, model, task, size, "pairs", pairs, seeds=many),
-                _unit(stage, model, task, size, "segments", (SEGMENTS,), seeds=many),
-                _unit(stage, model, task, size, "full", WITHOUT_MASK[:1], seeds=many),
-                _unit(stage, model, task, size, "others", (*WITHOUT_MASK[1:], DYNAMIC[1])),
-                _unit(stage, model, task, size, "nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
-                _unit(stage, model, task, size, "nf4-references", NF4_REFERENCES, "nf4"),
-                _unit(stage, model, task, size, "nf4-adapters", NF4_ADAPTERS, "nf4", seeds=many),
-                _unit(stage, model, task, size, "prefix", REAL_PREFIX),
-                _unit(stage, model, task, size, "rank-16", RANK_16),
+                of.unit("references", REFERENCES),
+                of.unit("pairs", pairs, seeds=many),
+                of.unit("segments", (SEGMENTS,), seeds=many),
+                of.unit("full", WITHOUT_MASK[:1], seeds=many),
+                of.unit("others", (*WITHOUT_MASK[1:], DYNAMIC[1])),
+                of.unit("nf4", ("zo:sensitive-c4",), "nf4", seeds=many),
+                of.unit("nf4-references", NF4_REFERENCES, "nf4"),
+                of.unit("nf4-adapters", NF4_ADAPTERS, "nf4", seeds=many),
+                of.unit("prefix", REAL_PREFIX),
+                of.unit("rank-16", RANK_16),
             ]
         case "flat":
             methods, density = (*STATIC, "fo:sensitive-c4"), FLAT
             return [
-                _unit(stage, model, task, size, f"{density:g}", methods, seeds=many, density=density),
-                _unit(
-                    stage, model, task, size, f"nf4-{density:g}", ("zo:sensitive-c4",), "nf4",
+                of.unit(f"{density:g}", methods, seeds=many, density=density),
+                of.unit(
+                    f"nf4-{density:g}", ("zo:sensitive-c4",), "nf4",
                     seeds=many, density=density,
                 ),
-                _unit(
-                    stage, model, task, size, f"segments-{density:g}", (SEGMENTS, DYNAMIC[0]),
+                of.unit(
+                    f"segments-{density:g}", (SEGMENTS, DYNAMIC[0]),
                     seeds=many, density=density,
                 ),
             ]  # fmt: skip
@@ -234,26 +234,26 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
             if task == Task.TEXT:
                 parts, fractions = {"static-": TEXT_BY_DENSITY}, TEXT_FRACTIONS
             return [
-                _unit(stage, model, task, size, f"{part}{at:g}", methods, density=at, tuning_seeds=1)
+                of.unit(f"{part}{at:g}", methods, density=at, tuning_seeds=1)
                 for part, methods in parts.items()
                 for at in _distinct(model, fractions)
             ]
         case "longer":
             named = LONGER_METHODS if task == Task.TEXT else LONGER_REFERENCES
             # Text has no first order here, whose steps would be those of the table.
-            size = size.longer(first_order=task != Task.TEXT)
-            return [_unit(stage, model, task, size, part, methods) for part, methods in named.items()]
+            of = replace(of, size=size.longer(first_order=task != Task.TEXT))
+            return [of.unit(part, methods) for part, methods in named.items()]
         case "queries":
             return [
-                _unit(
-                    stage, model, task, size, f"q{queries}", ("zo:sensitive-c4", "zo:lora-fa-8"),
+                of.unit(
+                    f"q{queries}", ("zo:sensitive-c4", "zo:lora-fa-8"),
                     queries=queries, batch_size=EFFECTIVE_BATCH // queries, zo_steps=2 * size.zo_steps,
                     seeds=many,
                 )
                 for queries in size.query_numbers
             ]  # fmt: skip
         case "schemes":
-            return [_unit(stage, model, task, size, base, SCHEME_METHODS, base) for base in size.schemes]
+            return [of.unit(base, SCHEME_METHODS, base) for base in size.schemes]
     raise ValueError(f"expected a stage of {', '.join(STAGES)}; got {stage!r}")
 
 
@@ -275,36 +275,42 @@ def _masked_share(model: Path, density: float) -> float:
     return sum(count(Decimal(str(density)), numel) for numel in sizes) / sum(sizes)
 
 
-def _unit(
-    stage: str,
-    model: Path,
-    task: str,
-    size: Size,
-    part: str,
-    methods: Sequence[str],
-    base: str = "bf16",
-    *,
-    density: float = DENSITY,
-    **changed: Any,
-) -> Unit:
-    names = (
-        *("zo_steps", "fo_steps", "queries", "batch_size", "trials", "tuning_seeds", "evaluations", "sizes"),
-        *("max_tokens", "corpus_sequences", "corpus_tokens", "seeds"),
-    )
-    choices = {name: getattr(size, name) for name in names} | changed
-    choices |= {
-        "methods": list(methods),
-        "bases": [base],
-        "density": density,
-        "estimator": "forward",
-        "refresh_steps": max(1, choices["zo_steps"] // 4),
-    }
-    if set(methods) & {SEGMENTS, *DYNAMIC}:
-        # A new mask at each evaluation: a state is chosen from as many as where the mask stays.
-        choices["refresh_steps"] = max(1, choices["zo_steps"] // choices["evaluations"])
-    return Unit(
-        stage=stage, model=model, task=task, name=f"{stage}-{model.name}-{task}-{part}", choices=choices
-    )
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What the sweeps of a stage for one model and task have in common."""
+
+    stage: str
+    model: Path
+    task: str
+    size: Size
+
+    def unit(
+        self,
+        part: str,
+        methods: Sequence[str],
+        base: str = "bf16",
+        *,
+        density: float = DENSITY,
+        **changed: Any,
+    ) -> Unit:
+        """One of them; `changed` are keys of the sweep that differ from the size's."""
+        names = (
+            *("zo_steps", "fo_steps", "queries", "batch_size", "trials", "tuning_seeds", "evaluations"),
+            *("sizes", "max_tokens", "corpus_sequences", "corpus_tokens", "seeds"),
+        )
+        choices = {name: getattr(self.size, name) for name in names} | changed
+        choices |= {
+            "methods": list(methods),
+            "bases": [base],
+            "density": density,
+            "estimator": "forward",
+            "refresh_steps": max(1, choices["zo_steps"] // 4),
+        }
+        if set(methods) & {SEGMENTS, *DYNAMIC}:
+            # A new mask at each evaluation: a state is chosen from as many as where the mask stays.
+            choices["refresh_steps"] = max(1, choices["zo_steps"] // choices["evaluations"])
+        name = f"{self.stage}-{self.model.name}-{self.task}-{part}"
+        return Unit(stage=self.stage, model=self.model, task=self.task, name=name, choices=choices)
 
 
 def _config(model: Path) -> dict[str, Any]:
