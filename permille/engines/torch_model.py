@@ -40,7 +40,7 @@ class MaskedLinear(nn.Module):
         y = functional.linear(x, self._with(self.weight, self.values), self.bias)
         if self.weight.dtype == self.values.dtype:
             return y
-        # A perturbation below half a unit in the last place of bfloat16 must still reach the output (ADR 41).
+        # A perturbation below half a unit in the last place of bfloat16 must still reach the output (ADR 18).
         rest_C = self.values - self.values.to(self.weight.dtype)
         return y + functional.linear(x, self._with(torch.zeros_like(self.weight), rest_C))
 
