@@ -1,7 +1,7 @@
 """The matrix products: numpy's own BLAS, called where the result lies in a column range of a wider matrix.
 
 numpy writes a product to a contiguous array only; the BLAS that it carries takes any distance between rows.
-scipy's wrappers copy what is not contiguous, and scipy weighs more than the rest of a device's installation.
+scipy's wrappers copy what is not contiguous, and scipy is nothing that a device needs else.
 Where that library is not found (another BLAS, another platform) the product goes through a copy.
 
 The library is told to use one thread: the engine's tasks are the threads. That setting is the process's.
