@@ -57,11 +57,11 @@ def test_every_link_within_the_documents_leads_to_a_file() -> None:
     assert not lost
 
 
-def test_what_the_page_of_the_architecture_names_exists() -> None:
-    named = re.findall(
-        r"`((?:permille|service|workers|edge_agent|lab|docs|tests|deploy|examples)/[^`*]*)`", _page()
-    )
-    assert len(named) > 30
+@pytest.mark.parametrize("path", [ARCHITECTURE, *_records()], ids=lambda path: str(path.name[:4]))
+def test_a_file_or_folder_that_a_document_names_exists(path: Path) -> None:
+    rooms = "permille|service|workers|edge_agent|lab|docs|tests|deploy|examples|requirements|scripts"
+    named = re.findall(rf"`((?:{rooms})/[^`*]*)`", path.read_text(encoding="utf-8"))
+    assert named or path != ARCHITECTURE
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
