@@ -28,20 +28,17 @@ SignVersion = Callable[[int], Signature]
 def publish(
     session: Session,
     *,
-    tenant_id: str,
     name: str,
     package: Artifact,
     expires_at: datetime,
     sign: SignVersion,
     version: int | None = None,
-    alias: str | None = None,
 ) -> Release:
     """Publish a package under the next version of `name` (or the one given, which must be higher than all).
 
     Args:
         expires_at: in whole seconds: it is signed so.
         sign: called with the version, inside the transaction.
-        alias: also point this alias at the version.
 
     Raises:
         ConflictError: the version does not grow.
@@ -49,6 +46,7 @@ def publish(
     """
     if expires_at.microsecond:
         raise ValueError(f"expected expires_at in whole seconds, got {expires_at.isoformat()}")
+    tenant_id = package.tenant_id
     newest = latest_version(session, tenant_id=tenant_id, name=name)
     if version is None:
         version = newest + 1
@@ -69,8 +67,6 @@ def publish(
     )
     session.add(release)
     session.flush()
-    if alias is not None:
-        set_alias(session, tenant_id=tenant_id, name=name, alias=alias, version=version)
     return release
 
 

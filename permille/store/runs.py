@@ -4,6 +4,8 @@ A log is personal data: it hangs on one run of one device, is replayed once, and
 request. A blob that another run still refers to (the same bytes) stays.
 """
 
+from dataclasses import dataclass
+
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -97,21 +99,24 @@ def log_is_kept(session: Session, *, log_digest: str) -> bool:
     return used or artifacts.is_referenced(session, blob_digest=log_digest)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogVerdict:
+    """What a replay found of a log: the reason where it is refused, the digest of the state it led to."""
+
+    state: LogState
+    reason: str | None = None
+    state_digest: str | None = None
+
+
 def finish_log(
-    session: Session,
-    *,
-    tenant_id: str,
-    run_id: str,
-    log_digest: str,
-    state: LogState,
-    reason: str | None = None,
-    state_digest: str | None = None,
+    session: Session, *, tenant_id: str, run_id: str, log_digest: str, verdict: LogVerdict
 ) -> None:
     """Store what the replay found; nothing when the log was deleted or replaced meanwhile."""
     run = session.get(Run, (tenant_id, run_id), with_for_update=True)
     if run is None or run.log_digest != log_digest:
         return
-    run.log_state, run.log_reason, run.state_digest = state.value, reason, state_digest
+    run.log_state, run.log_reason = verdict.state.value, verdict.reason
+    run.state_digest = verdict.state_digest
 
 
 def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:

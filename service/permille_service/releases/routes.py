@@ -148,14 +148,16 @@ def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCr
 
     row = releases.publish(
         session,
-        tenant_id=tenant_id,
         name=body.name,
         package=package,
         expires_at=datetime.fromtimestamp(expires_s, UTC),
         sign=sign,
         version=body.version,
-        alias=body.alias,
     )
+    if body.alias is not None:
+        releases.set_alias(
+            session, tenant_id=tenant_id, name=body.name, alias=body.alias, version=row.version
+        )
     return present_record(session, row)
 
 

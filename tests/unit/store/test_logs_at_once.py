@@ -168,8 +168,7 @@ def test_a_verdict_that_comes_while_its_log_is_deleted_goes_with_it(pending: Log
             tenant_id=pending.tenant_id,
             run_id="run",
             log_digest=LOG,
-            state=LogState.VERIFIED,
-            state_digest=LOG,
+            verdict=runs.LogVerdict(state=LogState.VERIFIED, state_digest=LOG),
         )
         claims.complete(session, held, result_id="run")
 

@@ -20,6 +20,7 @@ from permille.store.tables import Artifact, Job, Release
 from tests.artifacts import PARTS, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 
+VERIFIED = runs.LogVerdict(state=LogState.VERIFIED)
 LOG, LAYER = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 
 
@@ -44,16 +45,19 @@ def publish(
     db: Database, package: Artifact, *, version: int | None = None, alias: str | None = None
 ) -> Release:
     with db.write() as session:
-        return releases.publish(
+        row = releases.publish(
             session,
-            tenant_id=package.tenant_id,
             name="tiny",
             package=package,
             expires_at=now(session) + timedelta(days=1),
             sign=sign,
             version=version,
-            alias=alias,
         )
+        if alias is not None:
+            releases.set_alias(
+                session, tenant_id=row.tenant_id, name="tiny", alias=alias, version=row.version
+            )
+        return row
 
 
 def test_versions_grow_and_what_is_signed_is_the_version(db: Database, tenant_id: str) -> None:
@@ -240,7 +244,7 @@ def test_a_deleted_log_takes_its_job_and_verdict_along(db: Database, tenant_id: 
         assert runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id) == LOG
         assert runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id) is None
         assert rows.get(session, Job, tenant_id=tenant_id, row_id=job_id).state == "cancelled"
-        runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, state=LogState.VERIFIED)
+        runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, verdict=VERIFIED)
         row = runs.get(session, tenant_id=tenant_id, run_id="run")
         assert (row.log_state, row.log_digest) == (None, None)
 
@@ -344,7 +348,7 @@ def test_a_log_whose_replay_ends_without_a_verdict_is_undecided_until_it_is_trie
 
     held = claimed(db)
     with db.write() as session:
-        runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, state=LogState.VERIFIED)
+        runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, verdict=VERIFIED)
         claims.complete(session, held, result_id="run")
     assert log_of(db, tenant_id) == ("verified", None)
 
@@ -356,10 +360,8 @@ def test_a_verdict_stays_when_the_same_log_is_sent_again(
     job_id = attach(db, tenant_id, device_id)
     held = claimed(db)
     with db.write() as session:
-        refused = LogState.REFUSED
-        runs.finish_log(
-            session, tenant_id=tenant_id, run_id="run", log_digest=LOG, state=refused, reason="log-corrupt"
-        )
+        refused = runs.LogVerdict(state=LogState.REFUSED, reason="log-corrupt")
+        runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, verdict=refused)
         claims.complete(session, held, result_id="run")
     assert attach(db, tenant_id, device_id) == job_id
     assert log_of(db, tenant_id) == ("refused", "log-corrupt")

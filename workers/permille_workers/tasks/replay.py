@@ -4,8 +4,6 @@ A log that is malformed, of another package, or too large is refused with the re
 succeeds. The log is foreign bytes: read with a limit, decoded by the strict reader, never executed.
 """
 
-from dataclasses import dataclass
-
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError, OperatorError, PackageError
@@ -16,6 +14,7 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.runs import MAX_LOG_BYTES, LogState, ReplayRequest
 from permille.store import artifacts, runs
 from permille.store.errors import NotFoundError
+from permille.store.runs import LogVerdict
 from permille.store.tables import Run
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import MAX_STEPS
@@ -26,15 +25,6 @@ from permille_workers.runtime.context import Publish, TaskContext
 
 # Coefficients times weights: some hours of one core. A night's log of a 7B model has 1e5 times 7e6.
 MAX_WORK = 10**13
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the replay found."""
-
-    state: LogState
-    reason: str | None = None
-    state_digest: str | None = None
 
 
 def run(context: TaskContext, request: ReplayRequest) -> Publish:
@@ -58,16 +48,14 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
             tenant_id=context.claim.tenant_id,
             run_id=request.run_id,
             log_digest=log_digest,
-            state=verdict.state,
-            reason=verdict.reason,
-            state_digest=verdict.state_digest,
+            verdict=verdict,
         )
         return request.run_id
 
     return publish
 
 
-def verdict_of_replay(context: TaskContext, run_row: Run, log_digest: str) -> Verdict:
+def verdict_of_replay(context: TaskContext, run_row: Run, log_digest: str) -> LogVerdict:
     """Decode, compare with the package, replay, compare with the device's state.
 
     Raises:
@@ -80,21 +68,21 @@ def verdict_of_replay(context: TaskContext, run_row: Run, log_digest: str) -> Ve
         _check_bound_to(log, manifest)
         _check_work(log)
     except (PackageError, InputError) as exc:
-        return Verdict(state=LogState.REFUSED, reason=str(exc))
+        return LogVerdict(state=LogState.REFUSED, reason=str(exc))
     context.progress(0.1, "replaying")
     exponents = _exponents(context, manifest, log)
     try:
         s_K = replay(log.header, log.coefficients_TQ, exponents, threads=context.settings.threads or 1)
     except (PackageError, InputError) as exc:
-        return Verdict(state=LogState.REFUSED, reason=str(exc))
+        return LogVerdict(state=LogState.REFUSED, reason=str(exc))
     found = state_digest(
         s_K, mask_digest=log.header.mask_digest, step_unit_exponent=log.header.step_unit_exponent
     )
     claimed = run_row.metrics.get("state_digest")
     if claimed is not None and claimed != found:
         reason = f"state-differs: expected the device's {claimed}, got {found} by replay"
-        return Verdict(state=LogState.REFUSED, reason=reason, state_digest=found)
-    return Verdict(state=LogState.VERIFIED, state_digest=found)
+        return LogVerdict(state=LogState.REFUSED, reason=reason, state_digest=found)
+    return LogVerdict(state=LogState.VERIFIED, state_digest=found)
 
 
 def _manifest(context: TaskContext, run_row: Run) -> Manifest:
