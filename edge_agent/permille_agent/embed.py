@@ -7,7 +7,7 @@
 A program that keeps its own account of models trains without a home folder:
 
     documents, report = read_documents([Path("notes")])
-    prepared = prepare(documents, package_tokenizer(package), seed=0, row_tokens=128)
+    prepared = prepare(documents, package_tokenizer(package), row_tokens=128)
     result = personalise(package, engine, prepared, TrainOptions(steps=500), folder=Path("run"))
     losses = document_losses(engine, result.values_K, prepared.test, len(prepared.test_documents))
 """
@@ -30,12 +30,11 @@ from permille_agent.text.reading import DataReport, read_documents
 from permille_agent.text.rows import Row, TrainingBatches, batch_of, document_rows, packed_rows
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument, package_tokenizer
 from permille_agent.training.evaluation import (
-    Comparison,
     DocumentLosses,
     document_losses,
     mean_loss,
-    paired_bootstrap,
 )
+from permille_agent.training.evidence import Comparison, compare_losses
 from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.plan import make_plan
 from permille_agent.training.run import Evaluation, Run, RunClock, RunFolder, list_runs
@@ -61,6 +60,7 @@ __all__ = [
     "TrainOptions",
     "TrainingBatches",
     "batch_of",
+    "compare_losses",
     "document_losses",
     "document_rows",
     "install_package",
@@ -69,7 +69,6 @@ __all__ = [
     "open_home",
     "package_tokenizer",
     "packed_rows",
-    "paired_bootstrap",
     "personalise",
     "prepare",
     "read_documents",

@@ -44,7 +44,7 @@ def test_a_users_text_makes_the_model_better_on_text_it_never_saw(
     decision = trained["decision"]
     against = decision["against_base"]
     assert trained["outcome"] == "adopted"
-    assert against["improvement"] > 3 * against["standard_error"]
+    assert against["low"] > 0.01
 
     compared = _json(home, capsys, "compare", "--max-tokens", "8", "--threads", "1")
     assert compared["losses"]["personal"] == decision["loss_personal"]

@@ -13,10 +13,10 @@ from permille_agent.text.preparation import Split, assign, tokenize
 from permille_agent.text.reading import read_documents
 from permille_agent.text.rows import document_rows
 from permille_agent.training.decision import Decision
-from permille_agent.training.evaluation import Comparison, document_losses, paired_bootstrap
+from permille_agent.training.evaluation import document_losses
+from permille_agent.training.evidence import Comparison, compare_losses
 from permille_agent.training.outcome import TextSource
 from permille_agent.training.run import BegunRun, RunFolder, find_run
-from permille_agent.training.step_size import search_seed
 
 PROMPT_WORDS = 6
 DEFAULT_SAMPLES = 2
@@ -100,8 +100,7 @@ def _measured(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLosses:
         document_losses(model.engine, model.values(variant), rows, len(known))
         for variant in (Variant.BASE, Variant.PERSONAL)
     )
-    seed = search_seed(0, "compare")
-    improvement = paired_bootstrap(base.nats_D, personal.nats_D, base.tokens_D, seed=seed)
+    improvement = compare_losses((base.nats_D - personal.nats_D) / base.tokens_D, base.tokens_D)
     return ComparedLosses(
         text=f"{len(known)} documents, {int(base.tokens_D.sum())} tokens, maybe trained on",
         base=base.per_token,
@@ -127,7 +126,7 @@ def _test_prompts(folder: RunFolder, model: LocalModel) -> list[str]:
         return []
     documents, _ = read_documents(paths)
     known, tokenized = tokenize(documents, model.tokenizer, row_tokens=options.row_tokens)
-    splits = assign([d.group for d in known], [t.targets for t in tokenized], options.seed)
+    splits = assign([d.group for d in known], [t.targets for t in tokenized])
     test = [d.content for d, split in zip(known, splits, strict=True) if split is Split.TEST]
     texts = [content.text for content in test if isinstance(content, PlainText)]
     return [" ".join(text.split()[:PROMPT_WORDS]) for text in texts[:DEFAULT_SAMPLES]]

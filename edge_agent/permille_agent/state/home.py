@@ -48,6 +48,7 @@ class Home:
     runs = _Below("runs")  # one folder a training run
     current = _Below("current.json")  # the active model, and what was active before
     data = _Below("data.json")  # references to the user's files; the files stay where they are
+    decisions = _Below("decisions.json")  # how many decisions this device has made
     consent = _Below("consent.json")  # whether logs may be shared, set by the user on this device only
     policy = _Below("policy.toml")  # when the daemon may train, written by the user
     daemon = _Below("daemon.json")  # what the daemon did last; minutes used today

@@ -1,8 +1,9 @@
 """From documents to the three sets of rows of a run: to train, to select the state, to judge the result.
 
-The rows are a pure function of (documents, tokenizer, seed, row length); their digest names what a run reads.
+The rows are a pure function of (documents, tokenizer, row length); their digest names what a run reads.
 
-Groups of documents stand in an order that their hash and the seed decide. The test split is taken from the
+Groups of documents stand in an order that their hash decides, the same in every run: text that judged one run
+trains none. The test split is taken from the
 front of it, the select split from the back, each as large as it has to be; the rest trains. So nothing
 depends on the order of files, and added text moves few documents, those near a boundary. The test split must
 hold `MIN_TEST_TOKENS` target tokens of `MIN_TEST_GROUPS` groups, or a difference between two models is luck.
@@ -22,7 +23,7 @@ from permille_agent.text.tokens import TextTokenizer, TokenizedDocument
 
 TEST_SHARE = 0.2
 SELECT_SHARE = 0.1
-MIN_TEST_TOKENS = 2_000
+MIN_TEST_TOKENS = 2_600
 MIN_TEST_GROUPS = 8
 MIN_SELECT_TOKENS = 800
 MIN_TRAIN_TOKENS = 2_000
@@ -72,7 +73,6 @@ def prepare(
     documents: Sequence[Document],
     tokenizer: TextTokenizer,
     *,
-    seed: int,
     row_tokens: int,
     report: DataReport | None = None,
 ) -> Prepared:
@@ -81,7 +81,6 @@ def prepare(
     Args:
         documents: of one user.
         tokenizer: of the package that is trained.
-        seed: decides which documents train and which are held out.
         row_tokens: longest row.
         report: where to count; None does not count.
 
@@ -90,7 +89,7 @@ def prepare(
         PackageError: the chat template breaks a limit.
     """
     known, tokenized = tokenize(documents, tokenizer, report, row_tokens=row_tokens)
-    splits = assign([d.group for d in known], [t.targets for t in tokenized], seed)
+    splits = assign([d.group for d in known], [t.targets for t in tokenized])
     parts = {split: [i for i in range(len(known)) if splits[i] is split] for split in Split}
     train = packed_rows([tokenized[i] for i in parts[Split.TRAIN]], row_tokens)
     select = document_rows([tokenized[i] for i in parts[Split.SELECT]], row_tokens)
@@ -140,19 +139,18 @@ def tokenize(
     return known, tokenized
 
 
-def position(group: str, seed: int) -> float:
-    """Place `group` in [0, 1), uniformly, for this seed."""
-    digest = hashlib.sha256(f"permille-split-1\0{seed}\0{group}".encode()).digest()
+def position(group: str) -> float:
+    """Place `group` in [0, 1), uniformly."""
+    digest = hashlib.sha256(f"permille-split-1\0{group}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def assign(groups: Sequence[str], target_tokens: Sequence[int], seed: int) -> list[Split]:
+def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     """Decide the split of each document.
 
     Args:
         groups: the group of each document.
         target_tokens: how many of each document's tokens count in the loss.
-        seed: of the run.
 
     Raises:
         InputError: too little text; the message says how much is needed and how much came.
@@ -160,7 +158,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int], seed: int) -> li
     tokens: dict[str, int] = defaultdict(int)
     for group, number in zip(groups, target_tokens, strict=True):
         tokens[group] += number
-    order = sorted(tokens, key=lambda group: (position(group, seed), group))
+    order = sorted(tokens, key=lambda group: (position(group), group))
     total = sum(tokens.values())
     test = _taken(
         order, tokens, _wanted(TEST_SHARE, total, MIN_TEST_TOKENS, MAX_TEST_TOKENS), MIN_TEST_GROUPS

@@ -29,6 +29,7 @@ MAX_ROW_BYTES = 4 << 20
 MAX_EXAMPLES = 20
 FEW_DOCUMENTS = 40
 SECTION_CHARACTERS = 1000
+PASSAGE_CHARACTERS = 400
 # A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 SUFFIXES = (".txt", ".jsonl")
@@ -210,12 +211,24 @@ def normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def sections(text: str) -> list[str]:
-    """Cut `text` into contiguous sections of about 1,000 characters: paragraphs, else lines, else words."""
+def passages(documents: Sequence[Document]) -> list[Document]:
+    """Cut plain text into passages of some hundred characters; everything else stays whole."""
+    found = []
+    for document in documents:
+        if isinstance(document.content, PlainText):
+            texts = sections(document.content.text, PASSAGE_CHARACTERS)
+            found += [Document(document.group, PlainText(text)) for text in texts]
+        else:
+            found.append(document)
+    return found
+
+
+def sections(text: str, characters: int = SECTION_CHARACTERS) -> list[str]:
+    """Cut `text` into contiguous sections of about so many characters: paragraphs, else lines, else words."""
     result: list[str] = []
     current = ""
-    for piece in _pieces(text):
-        if current and len(current) + len(piece) > SECTION_CHARACTERS:
+    for piece in _pieces(text, characters):
+        if current and len(current) + len(piece) > characters:
             result.append(current)
             current = ""
         current += piece
@@ -225,17 +238,13 @@ def sections(text: str) -> list[str]:
     return [section for section in trimmed if section.strip()]
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: str, characters: int) -> Iterator[str]:
     for paragraph in _paragraphs(text):
-        for line in (
-            [paragraph] if len(paragraph) <= SECTION_CHARACTERS else paragraph.splitlines(keepends=True)
-        ):
-            if len(line) <= SECTION_CHARACTERS:
+        for line in [paragraph] if len(paragraph) <= characters else paragraph.splitlines(keepends=True):
+            if len(line) <= characters:
                 yield line
             else:
-                yield from re.findall(
-                    rf"(?s).{{1,{SECTION_CHARACTERS}}}(?:\s+|$)|.{{1,{SECTION_CHARACTERS}}}", line
-                )
+                yield from re.findall(rf"(?s).{{1,{characters}}}(?:\s+|$)|.{{1,{characters}}}", line)
 
 
 def _paragraphs(text: str) -> list[str]:

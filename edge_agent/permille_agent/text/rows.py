@@ -11,7 +11,7 @@ Shapes: R rows, T tokens, B rows of a batch, N targets.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -49,6 +49,11 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> li
             if row.target_T.any():
                 rows.append(row)
     return rows
+
+
+def rows_as_documents(rows: Sequence[Row]) -> list[Row]:
+    """The same rows, each a document of its own: losses by document are then losses by row."""
+    return [replace(row, document_T=np.full_like(row.document_T, index)) for index, row in enumerate(rows)]
 
 
 def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:

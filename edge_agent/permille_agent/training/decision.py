@@ -1,9 +1,9 @@
 """Whether the selected state is adopted: judged once, on text that nothing has looked at.
 
-Adopted means better than the base and, where another personalised model is active, better than that one, each
-by the lower end of a 95% interval (`evaluation.py`). An active model that cannot be opened any more protects
-nothing. The active model may belong to another package with another tokenizer: it is judged under its own, on
-the same documents, in nats per byte of its own targets.
+Adopted means surely better than the base and, where another personalised model is active, than that one
+(`evidence.py`). All decisions of a device together spend one probability of error, so they are counted. An
+active model that cannot be opened any more protects nothing. The active model may belong to another package
+with another tokenizer: it is judged under its own, on the same documents, by nats per byte of its targets.
 """
 
 import math
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError, PackageError
 from permille.zo.lattice import state_digest, values
+from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.models import Active
 from permille_agent.text.documents import Document
 from permille_agent.text.preparation import tokenize
-from permille_agent.text.rows import document_rows
-from permille_agent.text.tokens import TextTokenizer
+from permille_agent.text.reading import passages
+from permille_agent.text.rows import document_rows, rows_as_documents
+from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.evaluation import (
-    Comparison,
     DocumentLosses,
-    by_group,
     document_losses,
-    paired_bootstrap,
+    summed,
 )
+from permille_agent.training.evidence import Comparison, compare_losses, merged
 from permille_agent.training.run import Run, RunFolder, finite_or_none
-from permille_agent.training.step_size import search_seed
 from permille_agent.training.steps import SelectedState
 from permille_agent.training.stopping import Stop
 
@@ -58,8 +58,9 @@ class Decision:
         adopted: whether the state replaces it.
         reason: why, for the user.
         loss_base: of the base on the test split, nats a token.
-        against_base: how much lower the state's loss is, per token.
-        against_active: the same against a personalised model that is active, per byte.
+        number: of this decision among all on this device, from 1.
+        against_base: how much lower the state's loss is.
+        against_active: the same against a personalised model that is active.
     """
 
     descent: int
@@ -68,6 +69,7 @@ class Decision:
     stopped: Stop
     state_digest: str
     incumbent: Active
+    number: int
     adopted: bool = False
     reason: str
     loss_base: float | None
@@ -80,31 +82,60 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLosses:
-    """Losses by group of documents, as a run keeps them; None where they were not finite."""
+    """Losses by row of the test split, or by group of documents; None where they were not finite."""
 
     nats: tuple[float | None, ...]
     tokens: tuple[int, ...]
     bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionCount:
+    """How many decisions this device has begun; in a run's folder, the number of its own."""
+
+    decisions: int
+
+
+def next_decision(home: Home) -> DecisionCount:
+    """Count one more decision; durable on return, so that no number is used twice."""
+    known = read_record(home.decisions, DecisionCount) or DecisionCount(decisions=0)
+    count = DecisionCount(decisions=known.decisions + 1)
+    write_record(home.decisions, count)
+    return count
+
+
 def decide_adoption(
-    run: Run, selected: SelectedState, incumbent: Active, open_incumbent: Callable[[], OpenModel]
+    home: Home,
+    run: Run,
+    selected: SelectedState,
+    incumbent: Active,
+    open_incumbent: Callable[[], OpenModel],
 ) -> Decision:
     """Judge the selected state; the decision is durable before anything acts on it.
 
     Args:
+        home: counts the decisions.
         run: that ended.
         selected: the state that it ended with.
         incumbent: what is active now.
         open_incumbent: opens it; called only where it is personalised.
     """
-    return run.folder.once("decision", Decision, lambda: _decide(run, selected, incumbent, open_incumbent))
+
+    def decide() -> Decision:
+        number = run.folder.once("decision-number", DecisionCount, lambda: next_decision(home)).decisions
+        return _decide(run, selected, number, incumbent, open_incumbent)
+
+    return run.folder.once("decision", Decision, decide)
 
 
 def _decide(
-    run: Run, selected: SelectedState, incumbent: Active, open_incumbent: Callable[[], OpenModel]
+    run: Run,
+    selected: SelectedState,
+    number: int,
+    incumbent: Active,
+    open_incumbent: Callable[[], OpenModel],
 ) -> Decision:
-    base = _losses(run, "base", run.w_base_K)
+    base = _losses(run, "base", run.package.values)
     exponent = selected.header.step_unit_exponent
     mask_digest = run.package.mask_digest
     decision = Decision(
@@ -114,15 +145,16 @@ def _decide(
         stopped=selected.stopped,
         state_digest=state_digest(selected.s_K, mask_digest=mask_digest, step_unit_exponent=exponent),
         incumbent=incumbent,
+        number=number,
         reason=_no_step(selected.stopped),
         loss_base=finite_or_none(base.per_token),
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
     )
     if selected.step == 0:
         return decision
-    personal = _losses(run, "personal", values(run.w_base_K, selected.s_K, exponent))
-    seed = search_seed(run.options.seed, "bootstrap")
-    against_base = paired_bootstrap(base.nats_D, personal.nats_D, base.tokens_D, seed=seed)
+    values_K = values(run.w_base_K, selected.s_K, exponent)
+    personal = _losses(run, "personal", lambda: values_K)
+    against_base = _compared(base, personal, number)
     decision = replace(
         decision,
         loss_personal=finite_or_none(personal.per_token),
@@ -136,7 +168,9 @@ def _decide(
     if incumbent.run is None:
         return decision
     try:
-        against_active = _against_active(run, personal, open_incumbent, seed)
+        tokenizer, row_tokens = package_tokenizer(run.package), run.options.row_tokens
+        own = OpenModel(engine=run.engine, values_K=values_K, tokenizer=tokenizer, row_tokens=row_tokens)
+        against_active = _against_active(run, own, incumbent, open_incumbent, number)
     except (InputError, PackageError, OperatorError) as exc:
         # It cannot be used either: nothing is lost, and it stays in the history.
         return replace(decision, reason=f"the active model cannot be opened: {exc}")
@@ -149,48 +183,54 @@ def _decide(
 
 
 def _against_active(
-    run: Run, personal: DocumentLosses, open_incumbent: Callable[[], OpenModel], seed: int
+    run: Run,
+    own: OpenModel,
+    incumbent: Active,
+    open_incumbent: Callable[[], OpenModel],
+    number: int,
 ) -> Comparison:
-    documents = run.prepared.test_documents
-    active = _measured_once(run.folder, "active", lambda: _active_losses(documents, open_incumbent()))
-    both_G = active.tokens_D > 0
-    return paired_bootstrap(
-        active.nats_D[both_G],
-        personal.nats_D[both_G],
-        active.bytes_D[both_G],
-        second_weight_D=personal.bytes_D[both_G],
-        seed=seed,
-    )
+    """Compare with the active model by rows where both read the same ones, else by passages of the text."""
+    if incumbent.package == run.package.digest:
+        personal = _losses(run, "personal", lambda: own.values_K)
+        return _compared(_losses(run, "active", lambda: open_incumbent().values_K), personal, number)
+    documents = passages(run.prepared.test_documents)
+    active = _measured_once(run.folder, "active", lambda: _passage_losses(documents, open_incumbent()))
+    personal = _measured_once(run.folder, "personal-passages", lambda: _passage_losses(documents, own))
+    both_D = (active.tokens_D > 0) & (personal.tokens_D > 0)
+    return _compared(active.of(both_D), personal.of(both_D), number)
 
 
-def _active_losses(documents: Sequence[Document], model: OpenModel) -> DocumentLosses:
-    """Losses of the active model by group; 0 tokens where its tokenizer or template refused a document."""
+def _compared(first: DocumentLosses, second: DocumentLosses, number: int) -> Comparison:
+    """Compare losses of the same text by groups of enough tokens, in nats a token of the second tokenizer."""
+    group_D = merged(second.tokens_D)
+    first, second = summed(first, group_D), summed(second, group_D)
+    bytes_a_token = second.bytes_D.sum() / second.tokens_D.sum()
+    if np.array_equal(first.tokens_D, second.tokens_D) and np.array_equal(first.bytes_D, second.bytes_D):
+        gain_G = (first.nats_D - second.nats_D) / second.tokens_D
+    else:
+        gain_G = (first.nats_D / first.bytes_D - second.nats_D / second.bytes_D) * bytes_a_token
+    return compare_losses(gain_G, second.tokens_D, decision=number)
+
+
+def _passage_losses(documents: Sequence[Document], model: OpenModel) -> DocumentLosses:
+    """Losses of each passage; 0 tokens where the model's tokenizer or template refused it."""
     known, tokenized = tokenize(documents, model.tokenizer, row_tokens=model.row_tokens)
     rows = document_rows(tokenized, model.row_tokens)
     found = document_losses(model.engine, model.values_K, rows, len(known))
     place_of = {id(document): place for place, document in enumerate(documents)}
-    shown = {id(document) for document in known}
-    refused = {document.group for document in documents if id(document) not in shown}
     nats_D = np.zeros(len(documents))
     tokens_D, bytes_D = (np.zeros(len(documents), np.int64) for _ in range(2))
     for index, document in enumerate(known):
-        if document.group not in refused:
-            place = place_of[id(document)]
-            nats_D[place], tokens_D[place] = found.nats_D[index], found.tokens_D[index]
-            bytes_D[place] = found.bytes_D[index]
-    losses = DocumentLosses(nats_D, tokens_D, bytes_D)
-    return by_group(losses, [document.group for document in documents])
+        place = place_of[id(document)]
+        nats_D[place], tokens_D[place] = found.nats_D[index], found.tokens_D[index]
+        bytes_D[place] = found.bytes_D[index]
+    return DocumentLosses(nats_D, tokens_D, bytes_D)
 
 
-def _losses(run: Run, name: str, values_K: NDArray[np.float32]) -> DocumentLosses:
-    """Losses on the test split by group of documents."""
-    documents = run.prepared.test_documents
-
-    def measure() -> DocumentLosses:
-        losses = document_losses(run.engine, values_K, run.prepared.test, len(documents))
-        return by_group(losses, [document.group for document in documents])
-
-    return _measured_once(run.folder, name, measure)
+def _losses(run: Run, name: str, values_of: Callable[[], NDArray[np.float32]]) -> DocumentLosses:
+    """Losses on the test split by row: a passage of one document."""
+    rows = rows_as_documents(run.prepared.test)
+    return _measured_once(run.folder, name, lambda: document_losses(run.engine, values_of(), rows, len(rows)))
 
 
 def _measured_once(folder: RunFolder, name: str, measure: Callable[[], DocumentLosses]) -> DocumentLosses:

@@ -27,7 +27,7 @@ class TrainOptions:
     """What a run is told.
 
     Attributes:
-        seed: of splits, batches, directions and the bootstrap.
+        seed: of batches and directions.
         steps: how many steps; such a run is exactly reproducible on the same machine and threads.
         minutes: how long, search and judgement included; the number of steps is then what the time gives.
         estimator: how a step's projected gradients are estimated.

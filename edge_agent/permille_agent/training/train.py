@@ -83,7 +83,6 @@ def run_training(
         prepared = prepare(
             documents,
             package_tokenizer(package),
-            seed=options.seed,
             row_tokens=options.row_tokens,
             report=report,
         )
@@ -138,7 +137,9 @@ class _Task:
             selected = train(run, plan)
             run.progress.phase("judging on held-out text")
             incumbent = active_model(self.home) or Active(package=self.package.digest)
-            decision = decide_adoption(run, selected, incumbent, lambda: self._open(incumbent, run.engine))
+            decision = decide_adoption(
+                self.home, run, selected, incumbent, lambda: self._open(incumbent, run.engine)
+            )
         except RunInterrupted as exc:
             run.clock.store()
             return RunResult(

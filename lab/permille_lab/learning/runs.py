@@ -82,7 +82,7 @@ def text_run(
     return TextRun(
         package=package,
         engine=open_engine(package, engine, threads=threads),
-        prepared=prepare(read, package_tokenizer(package), seed=seed, row_tokens=row_tokens),
+        prepared=prepare(read, package_tokenizer(package), row_tokens=row_tokens),
         seed=seed,
     )
 

@@ -51,7 +51,7 @@ def run_of(
         package=package,
         engine=engine,
         w_base_K=package.values(),
-        prepared=prepare(documents, tokenizer, seed=options.seed, row_tokens=options.row_tokens),
+        prepared=prepare(documents, tokenizer, row_tokens=options.row_tokens),
         options=options,
     )
 

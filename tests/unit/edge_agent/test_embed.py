@@ -16,7 +16,7 @@ def test_a_program_trains_without_a_home_and_goes_on_after_a_kill(tmp_path: Path
     package = tiny_package(tmp_path / "blobs")
     documents, _ = embed.read_documents([user_text(tmp_path)])
     tokenizer = embed.package_tokenizer(package)
-    prepared = embed.prepare(documents, tokenizer, seed=0, row_tokens=QUICK.row_tokens)
+    prepared = embed.prepare(documents, tokenizer, row_tokens=QUICK.row_tokens)
 
     def train(folder: str, start_K: np.ndarray | None = None) -> embed.Personalised:
         engine = BigramEngine(package)

@@ -143,7 +143,7 @@ def test_too_little_text_is_refused_and_reported_once(tmp_path: Path) -> None:
     second = _train(home, text)
 
     assert first.outcome is second.outcome is Outcome.REFUSED_DATA
-    assert "expected at least 4800 tokens" in first.message
+    assert "expected at least 5400 tokens" in first.message
     assert (first.known, second.known) == (False, True)
     assert len(list_runs(home)) == 1
     assert first.metrics is not None and first.metrics.package_digest == package.digest
