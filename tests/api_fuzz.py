@@ -20,6 +20,7 @@ from tests.api_service import new_run_id, run_metrics, running_api
 from tests.running_service import Running, environment, running_service
 from tests.tiny_model import write_corpus, write_model
 
+ALL_PHASES = "examples,coverage,fuzzing,stateful"
 UNLIMITED = "1000000000"
 DEVICE_OPERATIONS = (
     "get_own_device",
@@ -44,7 +45,9 @@ class Pass:
     output: str
 
 
-def fuzz(folder: Path, *, examples: int, seed: int | None = None, workers: int = 1) -> list[Pass]:
+def fuzz(
+    folder: Path, *, examples: int, phases: str = ALL_PHASES, seed: int | None = None, workers: int = 1
+) -> list[Pass]:
     """Run both passes on a service whose data is below `folder`."""
     write_model(folder / "models" / "tiny-llama")
     write_corpus(folder / "corpora" / "texts.jsonl")
@@ -57,6 +60,7 @@ def fuzz(folder: Path, *, examples: int, seed: int | None = None, workers: int =
         "--checks=all",
         f"--max-examples={examples}",
         f"--workers={workers}",
+        f"--phases={phases}",
         "--continue-on-failure",
         "--no-color",
         *([] if seed is None else [f"--seed={seed}"]),
