@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from permille_service.cli.forms import Form
+from permille_service.cli.references import singular
 from permille_service.cli.session import Session, connect
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
@@ -50,11 +51,6 @@ def command(
         return run
 
     return register
-
-
-def singular(collection: str) -> str:
-    """What one record of a collection is called."""
-    return "corpus" if collection == "corpora" else collection.removesuffix("s")
 
 
 def add_list(group: typer.Typer, collection: str, columns: Sequence[str]) -> None:

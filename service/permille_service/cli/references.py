@@ -32,10 +32,15 @@ def resolve(client: Client, collection: str, text: str) -> str:
     ]
     if len(found) == 1:
         return str(found[0])
-    one = "corpus" if collection == "corpora" else collection.removesuffix("s")
+    one = singular(collection)
     if not found:
         raise CommandError(f"no {one} {text!r}: see `permille {collection} list`", Exit.NOT_FOUND)
     more = "" if len(found) <= _SHOWN else f" and {len(found) - _SHOWN} more"
     raise CommandError(
         f"expected one {one}, but {text!r} can mean {', '.join(found[:_SHOWN])}{more}", Exit.USAGE
     )
+
+
+def singular(collection: str) -> str:
+    """What one record of a collection is called."""
+    return "corpus" if collection == "corpora" else collection.removesuffix("s")

@@ -10,10 +10,11 @@ import typer
 from permille.files import write_atomic
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK, WorkKind
-from permille_service.cli.commands import Key, Wait, add_list, add_show, command, singular
+from permille_service.cli.commands import Key, Wait, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.forms import form_of
 from permille_service.cli.output import watch
+from permille_service.cli.references import singular
 from permille_service.cli.session import Session
 from permille_service.cli.tables import figures_of, seconds_between, short
 
