@@ -65,7 +65,7 @@ def _encode(name: str, arguments: tuple[Argument, ...]) -> bytes:
         if isinstance(argument, np.ndarray):
             parts += [struct.pack("<qq", 1, argument.nbytes), argument.tobytes()]
         else:
-            parts.append(struct.pack("<qq", 0, argument))
+            parts.append(struct.pack("<qQ", 0, argument % (1 << 64)))
     return b"".join(parts)
 
 

@@ -8,10 +8,10 @@ typedef int64_t (*Kernel)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, 
                           int64_t, int64_t);
 
 #define KERNELS(X)                                                                                             \
-    X(dequantize_f32) X(dequantize_bf16) X(set_values_f32_i64) X(set_values_f32_u32) X(set_values_bf16_i64)    \
-    X(set_values_bf16_u32) X(widen_bf16) X(widen_f16) X(sparse_product) X(packed_product) X(direction)         \
-    X(add_scaled_i8) X(add_scaled_i32) X(perturbed_i8) X(perturbed_i32) X(perturbed_pairs_i8)                  \
-    X(perturbed_pairs_i32) X(bit_sums) X(groups) X(group_sums) X(quantize_tokens) X(int8_panels) X(int8_product)
+    X(dequantize) X(set_values) X(widen_bf16) X(widen_f16) X(sparse_product) X(packed_product) X(direction)    \
+    X(add_scaled_int8) X(add_scaled_int32) X(perturbed_int8) X(perturbed_int32) X(perturbed_pairs_int8)        \
+    X(perturbed_pairs_int32) X(bit_sums) X(groups) X(group_sums) X(quantize_tokens) X(int8_panels)             \
+    X(int8_product)
 
 #define DECLARE(name) int64_t name##_neon(void);
 KERNELS(DECLARE)
