@@ -6,6 +6,7 @@ A call's arguments go into a file, `neon_driver.c` calls the kernel and writes a
 import shutil
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ class EmulatedNeon(Library):
         self.path = "neon"
         self._folder = folder
         self._program = folder / "driver"
+        self._one_at_a_time = threading.Lock()
         missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
         if missing:
             raise RuntimeError(f"expected {missing} on PATH: see `make test-neon`")
@@ -47,9 +49,10 @@ class EmulatedNeon(Library):
     def call(self, name: str, *arguments: Argument) -> int:
         """Run one kernel; arrays that it wrote are copied back."""
         request, answer = self._folder / "request", self._folder / "answer"
-        request.write_bytes(_encode(name, arguments))
-        subprocess.run([EMULATOR, self._program, request, answer], check=True)
-        data = answer.read_bytes()
+        with self._one_at_a_time:
+            request.write_bytes(_encode(name, arguments))
+            subprocess.run([EMULATOR, self._program, request, answer], check=True)
+            data = answer.read_bytes()
         offset = 8
         for argument in arguments:
             if isinstance(argument, np.ndarray):
