@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from permille.schemas.jobs import JobKind
+from permille.store.artifacts import Made
 from tests.api_service import Api, running_api
+from tests.artifacts import add_artifact, some_model
 from tests.packages import TINY_LLAMA
 from tests.tiny_model import write_corpus, write_model
 
@@ -114,3 +117,25 @@ def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> 
         assert add({"kind": "file", "path": "../secret.txt"}).status_code == 422
         assert add({"kind": "streamed", "dataset": "c4"}).status_code == 201
         assert add({"kind": "streamed", "dataset": "https://evil.example"}).status_code == 422
+
+
+@pytest.mark.parametrize("field", ["evaluation_corpus_id", "calibration_corpus_id"])
+def test_what_a_result_was_made_of_stays(api: Api, field: str) -> None:
+    """A corpus that only measured or calibrated a quantization, and its model, cannot be deleted."""
+    corpus = api.post("/v1/corpora", {"name": "c", "source": {"kind": "streamed", "dataset": "c4"}}).json()
+    options = {"scheme": "auto-round", "calibration_corpus_id": corpus["id"]}
+    with api.service.database.write() as session:
+        model_id = some_model(session, api.tenant_id)
+        request: dict[str, object] = {"model_id": model_id}
+        request |= {"options": options} if field in options else {field: corpus["id"]}
+        add_artifact(
+            session,
+            tenant_id=api.tenant_id,
+            kind=JobKind.QUANTIZATION,
+            request=request,
+            made=Made(model_id=model_id, digest="sha256:" + "0" * 64, provenance={}, blobs=()),
+        )
+    for path in (f"/v1/corpora/{corpus['id']}", f"/v1/models/{model_id}"):
+        refused = api.delete(path)
+        assert (refused.status_code, "quant_" in refused.json()["detail"]) == (409, True)
+        assert api.get(path).status_code == 200

@@ -36,13 +36,20 @@ def authenticated(db: Database, secret: str) -> str | None:
     return None if device is None else device.id
 
 
-def test_an_invitation_enrols_one_device(db: Database, tenant_id: str) -> None:
+def test_an_invitation_enrols_one_device_and_a_failed_enrolment_leaves_none(
+    db: Database, tenant_id: str
+) -> None:
     code = invite(db, tenant_id)
     enrolment = enrol(db, code)
-    assert enrolment.created
-    assert (enrolment.device.tenant_id, enrolment.device.release) == (tenant_id, "tiny")
+    assert (enrolment.created, enrolment.device.tenant_id, enrolment.device.release) == (
+        True,
+        tenant_id,
+        "tiny",
+    )
     with pytest.raises(InvitationError):
         enrol(db, code, OTHER_KEY)
+    with db.read() as session:
+        assert len(rows.list_all(session, Device, tenant_id=tenant_id).items) == 1
 
 
 def test_the_same_key_enrols_again_to_the_same_device(db: Database, tenant_id: str) -> None:
@@ -51,15 +58,6 @@ def test_the_same_key_enrols_again_to_the_same_device(db: Database, tenant_id: s
     assert (again.device.id, again.created) == (first.device.id, False)
     by_new_code = enrol(db, invite(db, tenant_id))
     assert (by_new_code.device.id, by_new_code.created) == (first.device.id, False)
-
-
-def test_a_failed_enrolment_leaves_no_device(db: Database, tenant_id: str) -> None:
-    code = invite(db, tenant_id)
-    enrol(db, code)
-    with pytest.raises(InvitationError):
-        enrol(db, code, OTHER_KEY)
-    with db.read() as session:
-        assert len(rows.list_all(session, Device, tenant_id=tenant_id).items) == 1
 
 
 def test_codes_that_are_no_good_are_refused_alike(db: Database, tenant_id: str, clock: Clock) -> None:

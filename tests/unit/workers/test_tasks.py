@@ -253,6 +253,17 @@ def test_masks_that_cannot_be_made_fail_with_the_reason(
     assert message in failed(bench, "mask", fisher_request(bench, **changes))
 
 
+@pytest.mark.parametrize(("kind", "field"), [("mask", "corpus_id"), ("quantization", "evaluation_corpus_id")])
+def test_a_corpus_of_which_much_is_broken_is_refused_with_the_numbers(
+    bench: Bench, kind: str, field: str
+) -> None:
+    path = bench.root / "corpora" / "rows.jsonl"
+    path.write_text("no json\n" * 300 + path.read_text())
+    request = fisher_request(bench) if kind == "mask" else {"model_id": bench.model.id}
+    message = failed(bench, kind, request | {field: bench.corpus.id})
+    assert "broken rows" in message and "not-json" in message
+
+
 def test_a_corpus_outside_the_root_is_refused(bench: Bench) -> None:
     (bench.root / "secret.txt").write_text("secret " * 1000)
     (bench.root / "corpora" / "rows.jsonl").unlink()
