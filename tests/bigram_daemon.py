@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from permille.zo.header import EstimatorKind
 from permille_agent.daemon.loop import Daemon, World
 from permille_agent.daemon.policy import Machine
 from permille_agent.daemon.training_child import TrainingRequest
@@ -22,7 +23,14 @@ IDLE = Machine(on_ac=True, battery=None, load=0.0)
 
 def main(arguments: list[str]) -> int:
     """One pass, training in this process."""
-    options = TrainOptions(seed=0, steps=int(arguments[1]), queries=2, batch_rows=2, row_tokens=32)
+    options = TrainOptions(
+        estimator=EstimatorKind.ONE_SIDED,
+        seed=0,
+        steps=int(arguments[1]),
+        queries=2,
+        batch_rows=2,
+        row_tokens=32,
+    )
 
     def train(home: Home, request: TrainingRequest, _keep_going: Callable[[], bool]) -> str:
         context = RunContext(share_log=request.share_log, engine_of=bigram_engine)

@@ -44,6 +44,12 @@ class BigramEngine:
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
     ) -> tuple[float, NDArray[np.float64]]:
         """Exact, by the gradient."""
+        loss, gradient_K = self.gradient(values_K, batch)
+        result: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
+        return loss, result
+
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        """The loss, and its gradient rounded once."""
         before_N, after_N = _pairs(batch)
         probability_NV = np.exp(_log_softmax(self._logits(values_K, before_N)))
         probability_NV[np.arange(len(after_N)), after_N] -= 1.0
@@ -51,8 +57,7 @@ class BigramEngine:
         np.add.at(table, before_N, probability_NV / len(after_N))
         bias = min(self._k, self._vocabulary)
         gradient_K = np.concatenate([table.sum(axis=0)[:bias], table.reshape(-1)[self._pairs_P]])
-        result: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
-        return float(self.losses(values_K[None], batch)[0]), result
+        return float(self.losses(values_K[None], batch)[0]), gradient_K.astype(np.float32)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Loss of each target."""

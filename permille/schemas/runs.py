@@ -38,6 +38,7 @@ class Estimator(StrEnum):
     FORWARD = "forward"
     ONE_SIDED = "one_sided"
     SPLIT = "split"
+    SKETCH = "sketch"
 
 
 class EngineName(StrEnum):

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from permille.errors import InputError
+from permille.zo.header import EstimatorKind
 from permille_agent.embed import TrainOptions, package_tokenizer
 from permille_lab.learning.runs import options_for
 from permille_lab.measuring.cells import Cells
@@ -29,7 +30,7 @@ def study(tmp_path: Path) -> Study:
         package=package,
         engine=bigram_engine(package),
         tokenizer=package_tokenizer(package),
-        options=TrainOptions(steps=8, queries=2, row_tokens=32),
+        options=TrainOptions(estimator=EstimatorKind.ONE_SIDED, steps=8, queries=2, row_tokens=32),
         folder=tmp_path / "study",
     )
 

@@ -41,8 +41,20 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of splits, batches and directions.")] = 0,
     estimator: Annotated[
-        str | None, typer.Option(help="one_sided, spsa, split or forward. Default: one_sided.")
+        str | None,
+        typer.Option(
+            help="gradient, or, of forward passes alone, one_sided, spsa, split or forward. "
+            "Default: gradient."
+        ),
     ] = None,
+    start: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="active: go on from the model in use where it is of the same package. base: begin again. "
+            "Runs whose log is shared begin at the base.",
+        ),
+    ] = "active",
     share_log: Annotated[
         bool | None,
         typer.Option(
@@ -56,7 +68,7 @@ def train(
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Personalise the installed model on your text, with forward passes only.
+    """Personalise the installed model on your text.
 
     The text is divided into three parts: one trains, one selects the state, one judges it at the end. The
     result is adopted only if it is better on the third part, beyond chance; otherwise what you have is kept
@@ -70,7 +82,7 @@ def train(
 
       permille-agent train mail.jsonl --steps 500 --seed 1 --share-log
 
-      permille-agent train ~/notes --estimator forward
+      permille-agent train ~/notes --estimator one-sided --from base
     """
     from permille.errors import InputError
     from permille_agent.link.report import collect_reports, log_delivery
@@ -81,10 +93,10 @@ def train(
     from permille_agent.training.options import (
         DEFAULT_ESTIMATOR,
         DEFAULT_MINUTES,
-        DEFAULT_QUERIES,
         RunContext,
         TrainOptions,
         estimator_named,
+        start_named,
     )
     from permille_agent.training.progress import BarProgress, SilentProgress
     from permille_agent.training.train import run_training
@@ -93,8 +105,9 @@ def train(
     if minutes is None and steps is None:
         minutes = DEFAULT_MINUTES
     kind = DEFAULT_ESTIMATOR if estimator is None else estimator_named(estimator)
-    options = TrainOptions(
-        seed=seed, steps=steps, minutes=minutes, estimator=kind, queries=DEFAULT_QUERIES[kind]
+    sharing = shares_log(home) if share_log is None else share_log
+    options = TrainOptions.of(
+        kind, share_log=sharing, seed=seed, steps=steps, minutes=minutes, start=start_named(start)
     )
     data_paths = [path.expanduser() for path in paths] if paths else list(read_references(home))
     if not data_paths:
@@ -102,7 +115,7 @@ def train(
     bar = contextlib.nullcontext(SilentProgress()) if as_json else BarProgress(Console(stderr=True))
     with hold_lock(home, "train"), _stopped_by_signals() as stop, bar as progress:
         context_of_run = RunContext(
-            share_log=shares_log(home) if share_log is None else share_log,
+            share_log=sharing,
             stop=stop,
             progress=progress,
             engine_of=EngineChoice(name=engine, threads=threads, device=device),

@@ -136,7 +136,7 @@ def share_log(home: Home, name: str) -> Delivery:
         return Delivery.NONE
     shareable = report.log_delivery in (Delivery.NONE, Delivery.DELETED)
     decision = run.load("decision", Decision)
-    has_log = decision is not None and decision.step > 0
+    has_log = decision is not None and decision.step > 0 and run.journal(decision.descent).exists()
     if shareable and has_log and report.metrics_delivery is not Delivery.REFUSED:
         report = queue_log(home, report, canonical_log(run))
     return report.log_delivery

@@ -2,24 +2,41 @@
 
 import threading
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any, Self
 
 from permille.digests import JSON
 from permille.errors import InputError
-from permille.zo.header import EstimatorKind
+from permille.zo.header import MAX_GROUPS, EstimatorKind
 from permille_agent.training.engines import ANY_ENGINE, OpenEngine
 from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
-DEFAULT_ESTIMATOR = EstimatorKind.ONE_SIDED
+DEFAULT_ESTIMATOR = EstimatorKind.SKETCH
+# Groups whose integers a log holds of each step along a gradient. Without a log there is no need for groups.
+LOGGED_GROUPS = 1024
 # Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0009).
 DEFAULT_QUERIES = {
+    EstimatorKind.SKETCH: 0,
     EstimatorKind.SPSA: 8,
     EstimatorKind.FORWARD: 8,
     EstimatorKind.ONE_SIDED: 16,
     EstimatorKind.SPLIT: 15,
 }
+# Rows a step: along a gradient, several; for losses alone, more directions are worth more than more rows.
+DEFAULT_ROWS = {kind: 4 if kind is EstimatorKind.SKETCH else 2 for kind in DEFAULT_QUERIES}
+_NAMES = {"gradient": EstimatorKind.SKETCH} | {
+    kind.value: kind for kind in DEFAULT_QUERIES if kind is not EstimatorKind.SKETCH
+}
 # FedSPZO's 2 lower and 8 upper directions: of five directions of a split, one is the lower block's.
 SPLIT_QUERIES = 5
+
+
+class Start(StrEnum):
+    """Where a run begins: at the base, or at the active model where that is of the same package."""
+
+    ACTIVE = "active"
+    BASE = "base"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +47,10 @@ class TrainOptions:
         seed: of batches and directions.
         steps: how many steps; such a run is exactly reproducible on the same machine and threads.
         minutes: how long, search and judgement included; the number of steps is then what the time gives.
-        estimator: how a step's projected gradients are estimated.
-        queries: directions a step, of both blocks together where there are two.
+        estimator: `SKETCH` follows the gradient of a reverse pass; the others need forward passes alone.
+        queries: directions a step, of both blocks together where there are two; of a sketch its groups, and 0
+            is none: then every weight moves by its own integer, and there is no log, but a state.
+        start: without a log, a run may go on from the active model; the others begin at the base.
         scaling: scale directions by the package's exponents, where it has some.
         batch_rows: rows a step.
         row_tokens: longest row.
@@ -43,8 +62,9 @@ class TrainOptions:
     estimator: EstimatorKind = DEFAULT_ESTIMATOR
     queries: int = DEFAULT_QUERIES[DEFAULT_ESTIMATOR]
     scaling: bool = False
-    batch_rows: int = 2
+    batch_rows: int = DEFAULT_ROWS[DEFAULT_ESTIMATOR]
     row_tokens: int = 128
+    start: Start = Start.ACTIVE
 
     def __post_init__(self) -> None:
         """Refuse what no run can have.
@@ -60,15 +80,31 @@ class TrainOptions:
             raise InputError(f"expected more than 0 and at most 10,080 minutes, got {self.minutes}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"expected a seed from 0 to 2**63 - 1, got {self.seed}")
-        for name, number in (("queries", self.queries), ("batch_rows", self.batch_rows)):
-            if not 1 <= number <= 256:
-                raise InputError(f"expected {name} from 1 to 256, got {number}")
+        sketch = self.estimator is EstimatorKind.SKETCH
+        least, most = (0, MAX_GROUPS) if sketch else (1, 256)
+        if not least <= self.queries <= most:
+            raise InputError(f"expected queries from {least} to {most}, got {self.queries}")
+        if not 1 <= self.batch_rows <= 256:
+            raise InputError(f"expected batch_rows from 1 to 256, got {self.batch_rows}")
         if self.estimator is EstimatorKind.ONE_SIDED and self.queries < 2:
             raise InputError(f"expected at least 2 queries of one-sided differences, got {self.queries}")
         if self.estimator is EstimatorKind.SPLIT and self.queries % SPLIT_QUERIES:
             raise InputError(f"expected a multiple of {SPLIT_QUERIES} queries of a split, got {self.queries}")
         if not 8 <= self.row_tokens <= 8192:
             raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
+
+    @classmethod
+    def of(cls, estimator: EstimatorKind, *, share_log: bool, **others: Any) -> Self:
+        """Return the defaults of an estimator; a log that is shared needs groups."""
+        queries = DEFAULT_QUERIES[estimator]
+        if share_log and estimator is EstimatorKind.SKETCH:
+            queries = LOGGED_GROUPS
+        return cls(estimator=estimator, queries=queries, batch_rows=DEFAULT_ROWS[estimator], **others)
+
+    @property
+    def has_log(self) -> bool:
+        """Whether the run's steps are a log."""
+        return self.queries > 0
 
     def within(self, positions: int) -> "TrainOptions":
         """Return the same choices, with rows no longer than the model's `positions`."""
@@ -80,7 +116,8 @@ class TrainOptions:
         Canonical JSON has no fractions, so minutes are text.
         """
         minutes = None if self.minutes is None else repr(self.minutes)
-        return {**asdict(self), "estimator": self.estimator.value, "minutes": minutes}
+        names = {"estimator": self.estimator.value, "start": self.start.value}
+        return {**asdict(self), **names, "minutes": minutes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +138,26 @@ class RunContext:
     engine_of: OpenEngine = ANY_ENGINE
 
 
+def start_named(name: str) -> Start:
+    """Find the start that a user names.
+
+    Raises:
+        InputError: there is no such start.
+    """
+    try:
+        return Start(name)
+    except ValueError:
+        raise InputError(f"expected a start of {', '.join(Start)}, got {name!r}") from None
+
+
 def estimator_named(name: str) -> EstimatorKind:
     """Find the estimator that a user names, with a hyphen or an underscore.
 
     Raises:
         InputError: there is no such estimator.
     """
-    kinds = {kind.value: kind for kind in DEFAULT_QUERIES}
     try:
-        return kinds[name.replace("-", "_")]
+        return _NAMES[name.replace("-", "_")]
     except KeyError:
-        known = ", ".join(kinds)
+        known = ", ".join(_NAMES)
         raise InputError(f"expected an estimator of {known}, got {name!r}") from None

@@ -19,8 +19,6 @@ from permille.schemas.runs import (
     Outcome,
     RunMetrics,
 )
-from permille.zo.journal import read_journal
-from permille.zo.records import StepFlag
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.preparation import Prepared, Split
 from permille_agent.text.reading import DataReport
@@ -146,13 +144,12 @@ def result_of(folder: RunFolder, end: RunOutcome, *, known: bool) -> RunResult:
 
 def lay_out_log(run: Run, selected: SelectedState, decision: Decision, *, share_log: bool) -> LogFacts:
     """Measure the log of the selected state. Where the user shares it, it is put beside the outcome."""
-    records = read_journal(run.folder.journal(selected.descent)).records
-    log = canonical_log(run.folder)
-    shared = share_log and selected.step > 0
+    log = canonical_log(run.folder) if run.options.has_log else b""
+    shared = share_log and bool(log) and selected.step > 0
     if shared:
         write_atomic(run.folder.path / "shared.log", log, mode=0o600)
     return LogFacts(
-        rejected_steps=sum(StepFlag.REJECTED in record.flags for record in records),
+        rejected_steps=selected.rejected,
         tokens_trained=run.batches.tokens(selected.steps),
         learning_rate=selected.header.learning_rate,
         step_unit_exponent=selected.header.step_unit_exponent,

@@ -15,12 +15,13 @@ from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import encode_canonical
+from permille.zo.packed_state import decode_state
 from permille.zo.records import StepRecord, coefficients_of
 from permille.zo.replay import replay
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active
 from permille_agent.training.decision import Decision
-from permille_agent.training.run import RunFolder, find_run
+from permille_agent.training.run import RunFolder, StartState, find_run
 
 
 def model_values(home: Home, active: Active, package: Package) -> NDArray[np.float32]:
@@ -33,8 +34,21 @@ def model_values(home: Home, active: Active, package: Package) -> NDArray[np.flo
     w_base_K = package.values()
     if active.run is None:
         return w_base_K
-    folder = find_run(home, active.run)
+    state = personal_state(home, active.run, package)
+    return values(w_base_K, state.s_K, state.step_unit_exponent)
+
+
+def personal_state(home: Home, run: str, package: Package) -> StartState:
+    """Read the state that a run's decision names.
+
+    Raises:
+        OperatorError: the run is gone.
+        PackageError: the state is not what was decided, or of another package.
+    """
+    folder = find_run(home, run)
     decision = folder.require("decision", Decision)
+    if folder.best_state(decision.descent).exists():
+        return _unlogged_state(folder, decision, package)
     header, records = _selected_log(folder, decision)
     header.check_binding(
         package_digest=package.digest, mask_digest=package.mask_digest, counts=package.counts
@@ -48,7 +62,19 @@ def model_values(home: Home, active: Active, package: Package) -> NDArray[np.flo
                 f"expected the state {decision.state_digest} from the log's replay, got {digest}",
             )
         store_state(folder, s_K)
-    return values(w_base_K, s_K, header.step_unit_exponent)
+    return StartState(s_K=s_K, step_unit_exponent=header.step_unit_exponent)
+
+
+def _unlogged_state(folder: RunFolder, decision: Decision, package: Package) -> StartState:
+    """Read the state of a run without a log."""
+    data = folder.best_state(decision.descent).read_bytes()
+    found = decode_state(data, max_bytes=len(data), max_k=package.k)
+    found.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
+    exponent = found.header.step_unit_exponent
+    digest = state_digest(found.s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
+    if digest != decision.state_digest:
+        raise PackageError("state-digest", f"expected the state {decision.state_digest}, got {digest}")
+    return StartState(s_K=found.s_K, step_unit_exponent=exponent)
 
 
 def canonical_log(folder: RunFolder) -> bytes:

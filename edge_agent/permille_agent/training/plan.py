@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from permille.zo.header import EstimatorKind
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
-from permille_agent.training.run import Run
-from permille_agent.training.step_size import find_scale, find_step_size
+from permille_agent.training.gradient_steps import gradient_engine, learning_rate
+from permille_agent.training.run import Run, finite_or_none
+from permille_agent.training.step_size import LossFound, SearchFailed, find_scale, find_step_size
 
 EVALUATIONS = 20
 FEWEST_EVALUATIONS = 4
@@ -27,6 +30,11 @@ JUDGEMENT_SHARE = (0.05, 0.4)
 TRIALS = 4
 JUDGED = 3
 TIMED_ROWS = 8
+# Along gradients: passes over the training text at most, but so many steps at least where time allows.
+PASSES = 8
+LEAST_STEPS = 40
+# Stands in the header of a sketch's log, where nothing reads it.
+NO_EPSILON = 1.0
 # A projected gradient so far beyond the usual is an outlier of the batch: its step is bounded, and flagged.
 CLIP_RMS = 8.0
 
@@ -86,12 +94,13 @@ class Pace:
 
 
 def make_plan(run: Run) -> Plan:
-    """Search, and fix what the steps depend on; durable before the first of them.
+    """Search where there is something to find, and fix what the steps depend on; durable before the first.
 
     Raises:
         SearchFailed: no usable epsilon or step size.
     """
-    return run.folder.once("plan", Plan, lambda: _plan(run))
+    sketch = run.options.estimator is EstimatorKind.SKETCH
+    return run.folder.once("plan", Plan, lambda: _gradient_plan(run) if sketch else _plan(run))
 
 
 def budget_of_steps(steps: int) -> Budget:
@@ -119,6 +128,72 @@ def budget_of_time(available_s: float, *, step_s: float, evaluation_s: float, ju
     evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, evaluations))
     steps = max(1, int((train_s - evaluations * evaluation_s) / step_s))
     return Budget(steps=steps, trial_steps=trial_steps, evaluations=evaluations, limit_s=available_s - kept_s)
+
+
+def budget_of_gradient(
+    available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float, most_steps: int
+) -> Budget:
+    """Divide a run along gradients that may take `available_s` in all: there is no search.
+
+    Args:
+        most_steps: more of them learn the text by heart.
+    """
+    least, most = JUDGEMENT_SHARE
+    kept_s = min(most * available_s, max(least * available_s, JUDGED * judgement_s))
+    train_s = available_s - kept_s
+    evaluations = int(EVALUATION_SHARE * train_s / evaluation_s)
+    evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, evaluations))
+    steps = max(1, int((train_s - evaluations * evaluation_s) / step_s))
+    return Budget(
+        steps=min(steps, most_steps), trial_steps=0, evaluations=evaluations, limit_s=available_s - kept_s
+    )
+
+
+def _gradient_plan(run: Run) -> Plan:
+    rate = learning_rate(run.w_base_K)
+    if not 0 < rate < math.inf:
+        raise SearchFailed(f"expected masked weights other than 0, got a rate of {rate}")
+    run.progress.phase("looking at the text")
+    start_K = run.first_values()
+    base = run.folder.once(
+        "search-base",
+        LossFound,
+        lambda: LossFound(loss=finite_or_none(mean_loss(run.engine, start_K, run.prepared.select))),
+    )
+    if base.loss is None:
+        raise SearchFailed("expected a finite loss of the base model on this text, got none")
+    if run.options.steps is not None:
+        budget = budget_of_steps(run.options.steps)
+    else:
+        pace = run.folder.once("search-pace", Pace, lambda: _gradient_pace(run, start_K))
+        budget = budget_of_gradient(
+            60.0 * float(run.options.minutes or 0.0),
+            step_s=pace.step_s,
+            evaluation_s=pace.token_s * _tokens(run.prepared.select),
+            judgement_s=pace.token_s * _tokens(run.prepared.test),
+            most_steps=max(LEAST_STEPS, math.ceil(PASSES * len(run.prepared.train) / run.options.batch_rows)),
+        )
+    return Plan(
+        epsilon=NO_EPSILON,
+        relative_error=0.0,
+        g_rms=0.0,
+        learning_rate=rate,
+        losses={},
+        clip=0.0,
+        base_loss=base.loss,
+        total_steps=budget.steps,
+        evaluate_every=max(1, math.ceil(budget.steps / budget.evaluations)),
+        limit_s=budget.limit_s,
+    )
+
+
+def _gradient_pace(run: Run, start_K: NDArray[np.float32]) -> Pace:
+    engine, durations = gradient_engine(run), []
+    for step in range(2):  # the first reads the model from the disk
+        start = run.clock.seconds()
+        engine.gradient(start_K, run.batches(step))
+        durations.append(run.clock.seconds() - start)
+    return Pace(step_s=max(1e-6, min(durations)), token_s=_token_s(run))
 
 
 def _plan(run: Run) -> Plan:
@@ -161,11 +236,14 @@ def _pace(run: Run, epsilon: float) -> Pace:
         start = run.clock.seconds()
         run.take_step(descent, s_K, step, clip=None)
         durations.append(run.clock.seconds() - start)
+    return Pace(step_s=max(1e-6, sorted(durations)[1]), token_s=_token_s(run))
+
+
+def _token_s(run: Run) -> float:
     rows = run.prepared.select[:TIMED_ROWS]
     start = run.clock.seconds()
     mean_loss(run.engine, run.w_base_K, rows)
-    token_s = (run.clock.seconds() - start) / _tokens(rows)
-    return Pace(step_s=max(1e-6, sorted(durations)[1]), token_s=max(1e-9, token_s))
+    return max(1e-9, (run.clock.seconds() - start) / _tokens(rows))
 
 
 def _tokens(rows: Sequence[Row]) -> int:

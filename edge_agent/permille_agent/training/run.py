@@ -6,6 +6,8 @@
     search-*.json        results of the search, thrown-away steps included
     plan.json            epsilon, step size, number of steps: written before the first step
     descent-<n>.journal  the step log of descent n (permille.zo.journal)
+    descent-<n>.moments  what Adam remembers of descent n, where its steps follow a gradient
+    descent-<n>.state    the best state of descent n, where its steps are no log (permille.zo.packed_state)
     descent-<n>.jsonl    losses on the select split, one line an evaluation
     time.json, stop.json how long the run has worked, and where its time limit ended it
     losses-*.json        losses by document of the test split
@@ -41,7 +43,8 @@ from permille.files import fsync_folder
 from permille.package.reader import Package
 from permille.zo.estimators import Descent
 from permille.zo.exponents import Exponents, exponents_of
-from permille.zo.header import BlockSplit, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.lattice import values
 from permille.zo.records import StepRecord
 from permille.zo.steps import take_step
 from permille_agent.state.home import Home, Record, read_record, write_record
@@ -65,16 +68,23 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDefinition:
-    """What decides the results of a run: the digests of its package and of its rows, and the options."""
+    """What decides the results of a run: the digests of its package and of its rows, the options, and the run
+    whose state it goes on from, if any."""
 
     package: str
     data: str
     options: TrainOptions
+    start: str | None = None
 
     def name(self) -> str:
         """Name the run's folder: the same command after a crash finds its run."""
         options = self.options.definition()
-        definition: JSON = {"package": self.package, "data": self.data, "options": options}
+        definition: JSON = {
+            "package": self.package,
+            "data": self.data,
+            "options": options,
+            "start": self.start,
+        }
         return hashlib.sha256(canonical_json(definition)).hexdigest()[:24]
 
 
@@ -142,6 +152,18 @@ class RunFolder:
             self.store(name, compute())
             known = self.require(name, kind)
         return known
+
+    def begun(self, descent: int) -> bool:
+        """Whether descent `descent` has begun: it has a log, or moments."""
+        return self.journal(descent).exists() or self.moments(descent).exists()
+
+    def moments(self, descent: int) -> Path:
+        """Where descent `descent` keeps what Adam remembers, and its state where there is no log."""
+        return self.path / f"descent-{descent}.moments"
+
+    def best_state(self, descent: int) -> Path:
+        """Where descent `descent` keeps its best state where there is no log (FORMAT 11)."""
+        return self.path / f"descent-{descent}.state"
 
     def journal(self, descent: int) -> Path:
         """Where descent `descent` keeps its step log."""
@@ -248,6 +270,14 @@ class RunClock:
         return self._stop is not None and (self._stop.descent, self._stop.step) <= (descent, step)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StartState:
+    """A state to go on from, on its own unit."""
+
+    s_K: NDArray[np.int64]
+    step_unit_exponent: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What every phase of a run works with; nothing in it changes but the folder's files and the clock.
@@ -255,6 +285,7 @@ class Run:
     Attributes:
         prepared: the rows of its text.
         w_base_K: the sparse values that the state is added to.
+        start: the state that the first step begins from; None is the base.
     """
 
     folder: RunFolder
@@ -265,6 +296,13 @@ class Run:
     prepared: Prepared
     options: TrainOptions
     progress: RunProgress = SILENT
+    start: StartState | None = None
+
+    def first_values(self) -> NDArray[np.float32]:
+        """Compute the sparse values that the first step begins from, float32 [k]."""
+        if self.start is None:
+            return self.w_base_K
+        return values(self.w_base_K, self.start.s_K, self.start.step_unit_exponent)
 
     @cached_property
     def batches(self) -> TrainingBatches:
@@ -287,7 +325,7 @@ class Run:
         schedule: Schedule = Schedule.CONSTANT,
     ) -> Descent:
         """Describe steps from the base; the step unit is not fitted yet."""
-        split = None
+        split, sketch = None, self.options.estimator is EstimatorKind.SKETCH
         if self.options.estimator is EstimatorKind.SPLIT:
             decoder_layers = int(self.package.config["num_hidden_layers"])
             split = block_split(self.package.counts, decoder_layers, self.options.queries)
@@ -296,7 +334,8 @@ class Run:
             mask_digest=self.package.mask_digest,
             seed=seed,
             estimator=self.options.estimator,
-            queries=self.options.queries,
+            directions=DirectionKind.GROUPS if sketch else DirectionKind.RADEMACHER,
+            queries=max(1, self.options.queries),
             epsilon=epsilon,
             learning_rate=learning_rate,
             schedule=schedule,

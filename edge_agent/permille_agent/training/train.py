@@ -37,7 +37,7 @@ from permille_agent.training.engines import (
     RunInterrupted,
     interruptible,
 )
-from permille_agent.training.options import RunContext, TrainOptions
+from permille_agent.training.options import RunContext, Start, TrainOptions
 from permille_agent.training.outcome import (
     LogFacts,
     RunFacts,
@@ -48,9 +48,18 @@ from permille_agent.training.outcome import (
     result_of,
     run_outcome,
 )
-from permille_agent.training.personal import model_values, store_state
+from permille_agent.training.personal import model_values, personal_state, store_state
 from permille_agent.training.plan import Plan, make_plan
-from permille_agent.training.run import Run, RunClock, RunDefinition, RunFolder, open_run, prune_runs
+from permille_agent.training.run import (
+    BegunRun,
+    Run,
+    RunClock,
+    RunDefinition,
+    RunFolder,
+    find_run,
+    open_run,
+    prune_runs,
+)
 from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import SelectedState, train
 from permille_agent.training.stopping import FAILED
@@ -113,7 +122,8 @@ class _Task:
 
     def train(self, prepared: Prepared, data_paths: Sequence[Path]) -> RunResult:
         """Find or begin the run, and go on with it to its end."""
-        folder = self._open_run(prepared.digest, data_paths)
+        start = self._start(prepared.digest)
+        folder = self._open_run(prepared.digest, data_paths, start)
         if (ended := folder.load("outcome", RunOutcome)) is not None:
             self._activate_again(folder)
             return result_of(folder, ended, known=True)
@@ -127,8 +137,24 @@ class _Task:
             prepared=prepared,
             options=self.options,
             progress=self.context.progress,
+            start=None if start is None else personal_state(self.home, start, self.package),
         )
         return self._run_to_end(run)
+
+    def _start(self, data_digest: str) -> str | None:
+        """Name the run whose state this run goes on from; None begins at the base.
+
+        The run that is active is not gone on from by its own command again: that has ended.
+        """
+        active = active_model(self.home)
+        asked = self.options.start is Start.ACTIVE and not self.options.has_log
+        if not asked or active is None or active.run is None or active.package != self.package.digest:
+            return None
+        known = find_run(self.home, active.run).require("run", BegunRun).definition
+        same = RunDefinition(
+            package=self.package.digest, data=data_digest, options=self.options, start=known.start
+        )
+        return known.start if known == same else active.run
 
     def _run_to_end(self, run: Run) -> RunResult:
         """All phases; those with a durable result are not computed again."""
@@ -154,7 +180,8 @@ class _Task:
     def _act(self, run: Run, decision: Decision, selected: SelectedState) -> Outcome:
         """Activate what was adopted."""
         if decision.adopted:
-            store_state(run.folder, selected.s_K)
+            if run.options.has_log:
+                store_state(run.folder, selected.s_K)
             new = Active(package=self.package.digest, run=run.folder.name)
             activate(self.home, new, expected=decision.incumbent)
             return Outcome.ADOPTED
@@ -189,8 +216,10 @@ class _Task:
             engine=EngineUsed(**run.engine.info()) if run else None,
         )
 
-    def _open_run(self, data_digest: str, data_paths: Sequence[Path]) -> RunFolder:
-        definition = RunDefinition(package=self.package.digest, data=data_digest, options=self.options)
+    def _open_run(self, data_digest: str, data_paths: Sequence[Path], start: str | None = None) -> RunFolder:
+        definition = RunDefinition(
+            package=self.package.digest, data=data_digest, options=self.options, start=start
+        )
         folder = open_run(self.home, definition)
         paths = tuple(path.absolute() for path in data_paths)
         source = TextSource(paths=paths, bad_rows=tuple(self.report.examples))

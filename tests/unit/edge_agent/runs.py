@@ -7,6 +7,7 @@ from typing import Any
 
 from permille.engines.interface import Engine
 from permille.package.reader import Package
+from permille.zo.header import EstimatorKind
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.text.preparation import prepare
@@ -19,7 +20,9 @@ from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
 from tests.packages import sentences, tiny_package
 
-QUICK = TrainOptions(seed=0, steps=12, queries=4, batch_rows=2, row_tokens=32)
+QUICK = TrainOptions(
+    estimator=EstimatorKind.ONE_SIDED, seed=0, steps=12, queries=4, batch_rows=2, row_tokens=32
+)
 
 
 def home_with_package(root: Path, *, seed: int = 0, version: int = 1) -> tuple[Home, Package]:

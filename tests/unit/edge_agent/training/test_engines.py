@@ -75,7 +75,7 @@ from pathlib import Path
 from permille_agent.state.home import open_home
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.train import run_training
-options = TrainOptions(seed=0, steps=2, queries=2, batch_rows=1, row_tokens=16)
+options = TrainOptions(seed=0, steps=2, batch_rows=1, row_tokens=16)
 result = run_training(open_home(Path({str(home.root)!r})), [Path({str(text)!r})], options)
 print(result.metrics.engine, sorted({{"torch", "transformers"}} & set(sys.modules)))
 """

@@ -1,0 +1,168 @@
+"""How the steps of a descent are made durable: in a journal, with moments beside it, or as a state alone.
+
+A step is durable before it counts, so a descent that is killed anywhere goes on with the same bits.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import OperatorError
+from permille.zo.estimators import Descent
+from permille.zo.journal import Journal
+from permille.zo.records import StepFlag, StepRecord, coefficients_of
+from permille.zo.replay import replay
+from permille.zo.steps import apply_record
+from permille_agent.training.gradient_steps import (
+    first_moments,
+    load_best_state,
+    load_moments,
+    store_best_state,
+    store_moments,
+    take_gradient_step,
+)
+from permille_agent.training.plan import Plan
+from permille_agent.training.run import Run
+
+
+class Steps(Protocol):
+    """Where a descent stands; every step is durable when `take` returns.
+
+    Attributes:
+        s_K: the state before the next step.
+    """
+
+    s_K: NDArray[np.int64]
+
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+        ...
+
+    @property
+    def rejected(self) -> int:
+        """How many steps were rejected."""
+        ...
+
+    def take(self) -> float:
+        """Make a step; returns its loss."""
+        ...
+
+    def keep(self) -> None:
+        """The state is the best one so far: durable on return."""
+        ...
+
+    def best(self, step: int) -> NDArray[np.int64]:
+        """Return the state before `step`: the last one that was kept, or the first."""
+        ...
+
+
+class LoggedSteps:
+    """Steps that a journal holds; its replay is the state."""
+
+    def __init__(self, run: Run, plan: Plan, descent: Descent, journal: Journal) -> None:
+        self._run = run
+        self._plan = plan
+        self._descent = descent
+        self._journal = journal
+        self.s_K = self.best(journal.next_step)
+        self._rejected = sum(StepFlag.REJECTED in record.flags for record in journal.records())
+
+    @property
+    def rejected(self) -> int:
+        """See `Steps`."""
+        return self._rejected
+
+    @property
+    def step(self) -> int:
+        """See `Steps`."""
+        return self._journal.next_step
+
+    def take(self) -> float:
+        """See `Steps`."""
+        record = self._run.take_step(self._descent, self.s_K, self.step, clip=self._plan.clip)
+        self._append(record)
+        return record.loss
+
+    def keep(self) -> None:
+        """Nothing: the journal holds every state."""
+
+    def best(self, step: int) -> NDArray[np.int64]:
+        """See `Steps`."""
+        header, records = self._descent.header, list(self._journal.records())[:step]
+        return replay(header, coefficients_of(records, header), self._run.exponents)
+
+    def _append(self, record: StepRecord) -> None:
+        self._journal.append(record)
+        apply_record(self.s_K, record, self._descent.header, self._run.exponents)
+        self._rejected += StepFlag.REJECTED in record.flags
+
+
+class SketchedSteps(LoggedSteps):
+    """Steps along a gradient, as far as the groups of a log hold them."""
+
+    def __init__(self, run: Run, plan: Plan, descent: Descent, journal: Journal, moments: Path) -> None:
+        super().__init__(run, plan, descent, journal)
+        self._path = moments
+        self._moments = load_moments(moments) or first_moments(run.package.k, np.zeros(0, np.int64))
+        if self._moments.step == self.step + 1:  # killed before the journal had it
+            self._append(self._moments.record())
+        if self._moments.step != self.step:
+            raise OperatorError(f"expected moments before step {self.step}, got {self._moments.step}")
+
+    def take(self) -> float:
+        """See `Steps`."""
+        self._moments = take_gradient_step(self._run, self._descent, self._moments, self.s_K)
+        store_moments(self._path, self._moments)
+        self._append(self._moments.record())
+        return self._moments.loss
+
+
+class UnloggedSteps:
+    """Steps along a gradient by an integer for each weight; there is a state and no log."""
+
+    def __init__(self, run: Run, descent: Descent, number: int) -> None:
+        self._run = run
+        self._descent = descent
+        self._number = number
+        self._first_K = first_state(run, descent.header.step_unit_exponent)
+        self._path = run.folder.moments(number)
+        if (known := load_moments(self._path)) is None:
+            known = first_moments(run.package.k, self._first_K)
+            store_moments(self._path, known)
+        self._moments = known
+        self.s_K = known.s_K
+
+    @property
+    def step(self) -> int:
+        """See `Steps`."""
+        return self._moments.step
+
+    @property
+    def rejected(self) -> int:
+        """See `Steps`."""
+        return self._moments.step - self._moments.taken
+
+    def take(self) -> float:
+        """See `Steps`."""
+        self._moments = take_gradient_step(self._run, self._descent, self._moments, self.s_K)
+        store_moments(self._path, self._moments)
+        self.s_K = self._moments.s_K
+        return self._moments.loss
+
+    def keep(self) -> None:
+        """See `Steps`."""
+        store_best_state(self._run, self._descent, self._number, self.s_K)
+
+    def best(self, step: int) -> NDArray[np.int64]:
+        """See `Steps`."""
+        return load_best_state(self._run, self._number) if step else self._first_K
+
+
+def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
+    """Return the state that a run begins from on a unit of `2**exponent`."""
+    if run.start is None:
+        return np.zeros(run.package.k, np.int64)
+    return run.start.s_K << (run.start.step_unit_exponent - exponent)
