@@ -178,5 +178,6 @@ def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
     table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")
-    table.add_row("personal log", f"{metrics.log_bytes} bytes")
+    if metrics.log_bytes:
+        table.add_row("personal log", f"{metrics.log_bytes} bytes")
     console.print(table)

@@ -96,7 +96,7 @@ def test_the_log_is_shared_only_where_the_user_says_so(home: Home, tmp_path: Pat
 def test_the_log_of_a_run_that_has_ended_can_be_shared_later(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ("train", str(user_text(tmp_path)), "--steps", "5", "--json")
+    command = ("train", str(user_text(tmp_path)), "--steps", "5", "--estimator", "one-sided", "--json")
     assert _run(home, *command) == 0
     (before,) = read_reports(home)
     assert _run(home, "share-log", "on") == 0
@@ -167,7 +167,7 @@ def test_a_run_that_is_not_better_keeps_what_is_there(
     assert _run(home, "train", text, "--steps", "20", "--json") == 0
     capsys.readouterr()
 
-    assert _run(home, "train", text, "--steps", "1", "--json") == 7
+    assert _run(home, "train", text, "--steps", "1", "--from", "base", "--json") == 7
 
     assert _json(capsys)["outcome"] == "kept_base"
 
@@ -254,7 +254,9 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "changes",
     [
-        {"queries": 0},
+        {"queries": -1},
+        {"queries": 8193},
+        {"queries": 0, "estimator": EstimatorKind.ONE_SIDED},
         {"batch_rows": 257},
         {"row_tokens": 4},
         {"seed": 2**63},
@@ -268,6 +270,6 @@ def test_options_refuse_numbers_that_no_run_can_have(changes: dict[str, Any]) ->
 
 
 def test_every_option_that_decides_results_is_in_the_definition() -> None:
-    forward = TrainOptions(steps=5, estimator=EstimatorKind.FORWARD)
+    forward = TrainOptions(steps=5, estimator=EstimatorKind.FORWARD, queries=8)
     assert forward.definition() != TrainOptions(steps=5).definition()
     assert TrainOptions(steps=5).within(16).row_tokens == 16
