@@ -139,7 +139,7 @@ def start(
       permille up --data-dir ./data --model-root ./models --corpus-root ./texts --port 0 --port-file port.txt
     """
     from permille.store.settings import explain
-    from permille_service.cli.up import running, wait
+    from permille_service.cli.up import run
     from permille_service.settings import load
 
     folder = data_dir or context.ensure_object(Place).folder
@@ -157,19 +157,19 @@ def start(
         raise CommandError(explain(exc), Exit.USAGE) from exc
     output = make_output(as_json=as_json)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    with running(settings, with_worker=worker, port_file=port_file) as up:
-        answer = {"url": up.url, "token_file": str(up.token_path), "console": f"{up.url}/docs"}
+
+    def announce(url: str) -> None:
         if as_json:
-            print_json(answer)
+            print_json({"url": url, "token_file": str(settings.token_path), "console": f"{url}/docs"})
             sys.stdout.flush()
-        else:
-            output.say(f"permille {__version__} at {up.url}")
-            output.say(f"console  {up.url}/docs")
-            output.say(f"token    {up.token_path}")
-            output.say(f"models   below {settings.model_root}: permille models add NAME --folder FOLDER")
-            output.say(f"texts    below {settings.corpus_root}: permille corpora add NAME --file FILE")
-            output.say("Ctrl-C stops it.")
-        wait(up)
+        output.say(f"permille {__version__} at {url}")
+        output.say(f"console  {url}/docs")
+        output.say(f"token    {settings.token_path}")
+        output.say(f"models   below {settings.model_root}: permille models add NAME --folder FOLDER")
+        output.say(f"texts    below {settings.corpus_root}: permille corpora add NAME --file FILE")
+        output.say("Ctrl-C stops it.")
+
+    run(settings, with_worker=worker, port_file=port_file, announce=announce)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -100,11 +100,6 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def seconds_between(start: str, end: str) -> float:
-    """From one timestamp to another."""
-    return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
-
-
 def short(value: str) -> str:
     """An id or a digest as tables show it."""
     return str(_shortened([value])[0])

@@ -82,22 +82,18 @@ class Supervised:
         self.process, self._started_at, self._start_at = self.start(), time.monotonic(), None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """What is up, and where."""
+def run(
+    settings: Settings, *, with_worker: bool, port_file: Path | None, announce: Callable[[str], None]
+) -> None:
+    """Start API and worker, keep them running until SIGINT or SIGTERM, stop them.
 
-    url: str
-    token_path: Path
-    processes: Sequence[Supervised]
-
-
-@contextmanager
-def running(settings: Settings, *, with_worker: bool, port_file: Path | None) -> Iterator[Running]:
-    """Start API and worker, yield once the API answers and its port is in `port_file`, stop both at the end.
+    Args:
+        port_file: gets the port once the API answers.
+        announce: is then called with the URL.
 
     Raises:
-        CommandError: the data folder's service runs already, a process ended early, or the API did not answer
-            in time.
+        CommandError: the data folder's service runs already, the API did not answer in time, or a process
+            could not be kept running.
     """
     settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _only_one(settings.data_dir):
@@ -109,18 +105,24 @@ def running(settings: Settings, *, with_worker: bool, port_file: Path | None) ->
         started: list[Supervised] = []
         try:
             started.append(Supervised(name="API", start=lambda: _start("permille_service", environment)))
-            url = _wait_for_url(url_path, started)
-            _wait_for_health(settings, local_url(settings, port_of(url)), started)
-            environment["PERMILLE_PORT"] = str(port_of(url))  # when it starts again, it is found where it was
+            url = _wait_for_url(url_path, started[0])
+            port = int(url.rpartition(":")[2])
+            _wait_for_health(settings, local_url(settings, port), started[0])
+            environment["PERMILLE_PORT"] = str(port)  # when it starts again, it is found where it was
             if port_file is not None:
-                write_atomic(port_file, f"{port_of(url)}\n".encode())
+                write_atomic(port_file, f"{port}\n".encode())
             if with_worker:
                 started.append(
                     Supervised(name="worker", start=lambda: _start("permille_workers", environment))
                 )
-            yield Running(url=url, token_path=settings.token_path, processes=started)
+            with _asked_to_end() as asked:
+                announce(url)
+                while not asked:
+                    for supervised in started:
+                        supervised.look_after()
+                    time.sleep(POLL_S)
         finally:
-            stop([one.process for one in started])
+            _stop([one.process for one in started])
             url_path.unlink(missing_ok=True)
 
 
@@ -137,13 +139,9 @@ def _only_one(data_dir: Path) -> Iterator[None]:
         raise CommandError(f"the service of {data_dir} is already running {where}", Exit.RETRY) from exc
 
 
-def port_of(url: str) -> int:
-    """The port that a service's URL ends with."""
-    return int(url.rpartition(":")[2])
-
-
-def wait(up: Running) -> None:
-    """Keep the processes running until SIGINT or SIGTERM. Raises CommandError when one of them cannot."""
+@contextmanager
+def _asked_to_end() -> Iterator[list[int]]:
+    """The signals that asked for the end, while they are caught."""
     asked: list[int] = []
 
     def ask(number: int, _: FrameType | None) -> None:
@@ -151,16 +149,13 @@ def wait(up: Running) -> None:
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while not asked:
-            for supervised in up.processes:
-                supervised.look_after()
-            time.sleep(POLL_S)
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ask all to end, the worker first; kill what does not within its time."""
     for process in reversed(processes):
         if process.poll() is None:
@@ -205,16 +200,16 @@ def _how(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _wait_for_url(path: Path, started: Sequence[Supervised]) -> str:
-    for _ in _until_deadline(started):
+def _wait_for_url(path: Path, api: Supervised) -> str:
+    for _ in _until_deadline(api):
         if path.exists() and (url := path.read_text(encoding="ascii").strip()):
             return url
     raise CommandError(f"expected the API to listen within {START_S:.0f} s, got nothing", Exit.RETRY)
 
 
-def _wait_for_health(settings: Settings, url: str, started: Sequence[Supervised]) -> None:
+def _wait_for_health(settings: Settings, url: str, api: Supervised) -> None:
     verify = str(settings.tls_certificate) if settings.tls_certificate else True
-    for _ in _until_deadline(started):
+    for _ in _until_deadline(api):
         try:
             httpx.get(f"{url}/v1/health", verify=verify, trust_env=False, timeout=5.0)
             return
@@ -226,13 +221,10 @@ def _wait_for_health(settings: Settings, url: str, started: Sequence[Supervised]
     raise CommandError(f"expected the API to answer within {START_S:.0f} s, got nothing", Exit.RETRY)
 
 
-def _until_deadline(started: Sequence[Supervised]) -> Iterator[None]:
+def _until_deadline(api: Supervised) -> Iterator[None]:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        for supervised in started:
-            if (code := supervised.process.poll()) is not None:
-                raise CommandError(
-                    f"expected the {supervised.name} to start, got {_how(code)} (see above)", Exit.FAILED
-                )
+        if (code := api.process.poll()) is not None:
+            raise CommandError(f"expected the API to start, got {_how(code)} (see above)", Exit.FAILED)
         yield
         time.sleep(POLL_S)

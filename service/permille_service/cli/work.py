@@ -16,7 +16,7 @@ from permille_service.cli.forms import form_of
 from permille_service.cli.output import watch
 from permille_service.cli.references import singular
 from permille_service.cli.session import Session
-from permille_service.cli.tables import figures_of, seconds_between, short
+from permille_service.cli.tables import figures_of, short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,5 @@ def _show_made(session: Session, job: Mapping[str, Any], view: View) -> None:
     if session.output.as_json:
         session.output.show(job)
         return
-    seconds = seconds_between(job["created_at"], job["finished_at"])
-    session.output.show({"job": job["id"], "made": job["result_id"], "seconds": seconds})
+    session.output.show({"job": job["id"], "made": job["result_id"]})
     session.output.say_next(view.then.format(short(job["result_id"])))
