@@ -1,12 +1,11 @@
 """`train` as a process of its own, on the engine of tests: it starts fast enough to be killed often.
 
-python -m tests.bigram_agent HOME TEXT STEPS
+python -m tests.bigram_agent HOME TEXT STEPS GROUPS
 """
 
 import sys
 from pathlib import Path
 
-from permille.zo.header import EstimatorKind
 from permille_agent.link.report import collect_reports
 from permille_agent.state.home import open_home
 from permille_agent.state.lock import hold_lock
@@ -19,14 +18,9 @@ def main(arguments: list[str]) -> int:
     """What `permille-agent train` does, with another engine and short rows."""
     home = open_home(Path(arguments[0]))
     options = TrainOptions(
-        estimator=EstimatorKind.ONE_SIDED,
-        seed=0,
-        steps=int(arguments[2]),
-        queries=2,
-        batch_rows=2,
-        row_tokens=32,
+        seed=0, steps=int(arguments[2]), queries=int(arguments[3]), batch_rows=2, row_tokens=32
     )
-    context = RunContext(share_log=True, engine_of=bigram_engine)
+    context = RunContext(share_log=options.has_log, engine_of=bigram_engine)
     with hold_lock(home, "train", wait_s=10.0):
         run_training(home, [Path(arguments[1])], options, context)
         collect_reports(home)

@@ -4,12 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.kill_agent import bigram_command, kill_runs
+from permille_agent.state.home import open_home
+from tests.acceptance.kill_agent import Command, bigram_command, end_of, kill_runs, private_command
 
 
+@pytest.mark.parametrize("command", [bigram_command, private_command])
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_change_no_bit(tmp_path: Path, kills: int) -> None:
-    report = kill_runs(tmp_path, bigram_command, kills=kills, seed=kills)
+def test_kills_change_no_bit(tmp_path: Path, command: Command, kills: int) -> None:
+    report = kill_runs(tmp_path, command, kills=kills, seed=kills)
 
     assert report.kills == kills
     assert report.differences == []
+    end = end_of(open_home(tmp_path / "whole"))
+    assert bool(end["state"])
+    assert bool(end["log"]) == (command is bigram_command)

@@ -39,7 +39,7 @@ def test_a_users_text_makes_the_model_better_on_text_it_never_saw(
     home, package = home_with_package(folder / "home")
     text = str(user_text(folder, 320))
 
-    trained = _json(home, capsys, "train", text, "--steps", STEPS, "--threads", "1")
+    trained = _json(home, capsys, "train", text, "--steps", STEPS, "--threads", "1", "--share-log")
 
     decision = trained["decision"]
     against = decision["against_base"]
