@@ -39,7 +39,9 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 @data.command("add")
 def data_add(
     context: typer.Context,
-    paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .jsonl) or folders of them.")],
+    paths: Annotated[
+        list[Path], typer.Argument(help="Files (.txt, .md, .jsonl, ChatGPT's conversations.json) or folders.")
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Let the daemon train on these files or folders.
@@ -50,11 +52,14 @@ def data_add(
     """
     from permille_agent.state.choices import add_references
     from permille_agent.state.lock import hold_lock
+    from permille_agent.text.reading import survey
 
     home = home_of(context)
+    paths = [path.expanduser() for path in paths]
     with hold_lock(home, "data", wait_s=10.0):
-        known = add_references(home, [path.expanduser() for path in paths])
-    show({"data": [str(path) for path in known]}, as_json=as_json)
+        known = add_references(home, paths)
+    _, report = survey(paths)
+    show({"data": [str(path) for path in known], "text": report.summary()}, as_json=as_json)
 
 
 @data.command("list")

@@ -31,7 +31,10 @@ def train(
     context: typer.Context,
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="Files (.txt, .jsonl) or folders; default: those of `data add`."),
+        typer.Argument(
+            help="Files (.txt, .md, .jsonl, ChatGPT's conversations.json) or folders; "
+            "default: those of `data add`."
+        ),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="How long, search and judgement included. Default: 30.")
@@ -165,8 +168,8 @@ def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
         console.print("This run had ended before; nothing was computed.")
     if log.value == "queued":
         console.print("Its log is shared with the next `permille-agent report`.")
-    for reason, count in (result.data.bad_rows if result.data else {}).items():
-        console.print(f"left out: {count} x {reason}")
+    if result.data is not None:
+        console.print(f"text: {result.data.summary()}", markup=False, highlight=False)
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
         console.print(f"  {example}", markup=False, highlight=False)
     decision, metrics = result.decision, result.metrics

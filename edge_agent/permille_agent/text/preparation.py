@@ -125,11 +125,13 @@ def tokenize(
                 tokens = tokenizer.tokenize(document.content, template, row_tokens=row_tokens)
             except InputError as exc:
                 report.bad("conversation", str(exc))
+                report.read -= 1
                 continue
             except PackageError as exc:
                 if exc.code == "chat-template-limit":
                     raise
                 report.bad("conversation", "refused by the chat template")
+                report.read -= 1
                 continue
             if tokens.targets:
                 known.append(document)

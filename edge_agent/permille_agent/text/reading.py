@@ -1,9 +1,10 @@
 """The user's text: read from files and folders, checked row by row, and freed of duplicates.
 
-Accepted are `.txt` (UTF-8) and `.jsonl`, whose rows are objects with `text`, with `prompt` and `completion`,
-or with chat `messages`; a row may name a `group`, and rows of one group never come apart. A row that is
-neither is counted and left out, never guessed at. Folders are read recursively in the order of their names;
-hidden files and links are passed over.
+Accepted are `.txt` and `.md` (UTF-8; of Markdown only front matter is left out), ChatGPT's exported
+`conversations.json` (`exports.py`), and `.jsonl`, whose rows are objects with `text`, with `prompt` and
+`completion`, or with chat `messages`; a row may name a `group`, and rows of one group never come apart.
+Folders are read recursively in the order of their names; hidden files and links are passed over. Whatever
+cannot be read, a row or a whole source, is counted and left out, never guessed at: the others are read.
 
 What a document is decides what a fair test is: documents, not pieces of them, are divided between the splits
 (`preparation.py`). A user with one long file would have one document, so where there are fewer than
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from permille.errors import InputError
 from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
+from permille_agent.text.exports import exported_conversations, parse_conversation
 
 MAX_TOTAL_BYTES = 256 << 20
 MAX_ROW_BYTES = 4 << 20
@@ -32,16 +34,26 @@ SECTION_CHARACTERS = 1000
 PASSAGE_CHARACTERS = 400
 # A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
-SUFFIXES = (".txt", ".jsonl")
+SUFFIXES = (".txt", ".md", ".jsonl", ".json")
+# In a folder a `.json` may be anything; one that is named by the user is tried under any name.
+_EXPORT = re.compile(r"conversations[\w-]*\.json", re.IGNORECASE)
+_FRONT_MATTER = re.compile(r"---[ \t]*\n.*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
+_MAX_FRONT_MATTER = 1 << 14
+
+Row = tuple[str | None, Content]
 
 
 @dataclass(slots=True)
 class DataReport:
-    """What was read and what was left out, with the first reasons by file and line."""
+    """What was read and what was left out, with the first reasons by file and line.
+
+    A text is one row, and so are a line of `.jsonl` and a conversation of an export.
+    """
 
     files: int = 0
     ignored_files: int = 0
     rows: int = 0
+    read: int = 0
     bad_rows: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     duplicates: int = 0
@@ -54,31 +66,39 @@ class DataReport:
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"{place}: {reason}")
 
+    def summary(self) -> str:
+        """Say in one line what was read, and why the rest was not."""
+        line = f"{self.read} read, {sum(self.bad_rows.values())} skipped"
+        if self.bad_rows:
+            line += ": " + ", ".join(f"{count} x {why}" for why, count in self.bad_rows.most_common())
+        repeated = self.duplicates + self.repeated_paragraphs
+        return f"{line} ({repeated} x the same again)" if repeated else line
+
 
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """Read all documents of the files and folders in `paths`, without duplicates, in the order of reading.
 
     Raises:
-        InputError: a path does not exist or is of an unknown kind; more than 256 MiB; no document at all.
+        InputError: no document at all; the message says why.
     """
+    documents, report = survey(paths)
+    if not documents:
+        raise InputError(f"expected text in {', '.join(map(str, paths))}, got none: {report.summary()}")
+    return documents, report
+
+
+def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
+    """Read as `read_documents` does, also where there is nothing to read yet."""
     report = DataReport()
-    files = list(_files(paths, report))
-    _check_size(files)
-    rows: list[tuple[str | None, Content]] = []
-    for path in files:
+    rows: list[Row] = []
+    for path in _files(paths, report):
         report.files += 1
-        read = _read_text if path.suffix.lower() == ".txt" else _read_jsonl
         try:
-            rows.extend(read(path, report))
+            rows.extend(_READERS[path.suffix.lower()](path, report))
         except OSError as exc:
             report.bad(str(path), f"cannot be read: {exc.strerror}")
+    report.read = len(rows)
     documents = _documents(_without_duplicates(rows, report))
-    if not documents:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in report.bad_rows.items())
-        raise InputError(
-            f"expected text in {', '.join(map(str, paths))}, got none in {report.files} files"
-            f"{f' ({reasons})' if reasons else ''}"
-        )
     report.documents = len(documents)
     return documents, report
 
@@ -87,21 +107,41 @@ def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
     if not paths:
         raise InputError("expected at least one file or folder with text, got none")
     seen: set[Path] = set()
+    size_bytes = 0
     for path in paths:
-        if path.is_dir():
-            found = [p for p in sorted(path.rglob("*")) if _visible(p, path)]
-        elif path.is_file():
-            if path.suffix.lower() not in SUFFIXES:
-                raise InputError(f"expected a file that ends in {' or '.join(SUFFIXES)}, got {path}")
-            found = [path]
-        else:
-            raise InputError(f"expected a file or folder at {path}, found none")
-        for file in found:
-            if file.suffix.lower() not in SUFFIXES:
-                report.ignored_files += 1
-            elif (resolved := file.resolve()) not in seen:
-                seen.add(resolved)
+        try:
+            files = [file for file in _source(path, report) if file.resolve() not in seen]
+            for file in files:
+                more_bytes = file.stat().st_size
+                seen.add(file.resolve())
+                if size_bytes + more_bytes > MAX_TOTAL_BYTES:
+                    report.bad(str(file), f"beyond {MAX_TOTAL_BYTES} bytes in all")
+                    continue
+                size_bytes += more_bytes
                 yield file
+        except InputError as exc:
+            report.bad(str(path), str(exc))
+        except OSError as exc:
+            report.bad(str(path), f"cannot be read: {exc.strerror}")
+
+
+def _source(path: Path, report: DataReport) -> list[Path]:
+    """The files with text that one path stands for."""
+    if path.is_dir():
+        found = [file for file in sorted(path.rglob("*")) if _visible(file, path)]
+        texts = [file for file in found if _is_text(file)]
+        report.ignored_files += len(found) - len(texts)
+        return texts
+    if not path.is_file():
+        raise InputError("not found")
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"not {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    return [path]
+
+
+def _is_text(path: Path) -> bool:
+    suffix = path.suffix.lower()
+    return suffix in SUFFIXES and (suffix != ".json" or _EXPORT.fullmatch(path.name) is not None)
 
 
 def _visible(path: Path, root: Path) -> bool:
@@ -110,27 +150,42 @@ def _visible(path: Path, root: Path) -> bool:
     return not any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
-def _check_size(files: Iterable[Path]) -> None:
-    total = sum(path.stat().st_size for path in files)
-    if total > MAX_TOTAL_BYTES:
-        raise InputError(f"expected at most {MAX_TOTAL_BYTES} bytes of text, got {total}: name fewer files")
-
-
-def _read_text(path: Path, report: DataReport) -> Iterator[tuple[str | None, Content]]:
+def _read_text(path: Path, report: DataReport) -> Iterator[Row]:
     report.rows += 1
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        report.bad(str(path), "not UTF-8")
+    if (text := _decoded(path, report)) is None:
         return
-    text = text.replace("\r\n", "\n").replace("\x00", "")
+    if path.suffix.lower() == ".md" and (front := _FRONT_MATTER.match(text, 0, _MAX_FRONT_MATTER)):
+        text = text[front.end() :]
     if text.strip():
         yield None, PlainText(text.strip("\n"))
     else:
         report.bad(str(path), "empty")
 
 
-def _read_jsonl(path: Path, report: DataReport) -> Iterator[tuple[str | None, Content]]:
+def _decoded(path: Path, report: DataReport) -> str | None:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        report.bad(str(path), "not UTF-8")
+        return None
+    return text.replace("\r\n", "\n").replace("\x00", "")
+
+
+def _read_export(path: Path, report: DataReport) -> Iterator[Row]:
+    if (text := _decoded(path, report)) is None:
+        return
+    try:
+        for number, conversation in enumerate(exported_conversations(text), start=1):
+            report.rows += 1
+            try:
+                yield parse_conversation(conversation)
+            except InputError as exc:
+                report.bad(f"{path}, conversation {number}", str(exc))
+    except InputError as exc:
+        report.bad(str(path), str(exc))
+
+
+def _read_jsonl(path: Path, report: DataReport) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -149,12 +204,13 @@ def _read_jsonl(path: Path, report: DataReport) -> Iterator[tuple[str | None, Co
                 report.bad(f"{path}:{number}", str(exc))
 
 
-def _without_duplicates(
-    rows: Iterable[tuple[str | None, Content]], report: DataReport
-) -> list[tuple[str | None, Content]]:
+_READERS = {".txt": _read_text, ".md": _read_text, ".jsonl": _read_jsonl, ".json": _read_export}
+
+
+def _without_duplicates(rows: Iterable[Row], report: DataReport) -> list[Row]:
     seen: set[bytes] = set()
     paragraphs: set[bytes] = set()
-    kept: list[tuple[str | None, Content]] = []
+    kept: list[Row] = []
     for group, content in rows:
         key = _key(characters(content))
         if key in seen:
@@ -185,7 +241,7 @@ def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
     return "".join(kept).strip("\n")
 
 
-def _documents(rows: list[tuple[str | None, Content]]) -> list[Document]:
+def _documents(rows: list[Row]) -> list[Document]:
     groups = {group if group is not None else number for number, (group, _) in enumerate(rows)}
     cut = len(groups) < FEW_DOCUMENTS
     documents = []

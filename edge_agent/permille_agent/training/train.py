@@ -87,6 +87,7 @@ def run_training(
     options = options.within(_positions(package))
     context.progress.phase("reading the text")
     documents, report = read_documents(data_paths)
+    context.progress.phase(f"text: {report.summary()}")
     task = _Task(home, release, package, options, report, context)
     try:
         prepared = prepare(

@@ -188,8 +188,14 @@ def test_a_log_that_waits_in_a_run_folder_is_withdrawn_too(enrolled: Agent, home
 def test_data_is_added_listed_and_removed_by_reference(agent: Agent, tmp_path: Path, home: Home) -> None:
     notes = tmp_path / "notes [1].txt"
     notes.write_text("text of the user")
-    assert agent("data", "add", str(notes), "--json").document == {"data": [str(notes)]}
-    assert agent("data", "add", str(notes), "--json").document == {"data": [str(notes)]}
+    assert agent("data", "add", str(notes), "--json").document == {
+        "data": [str(notes)],
+        "text": "1 read, 0 skipped",
+    }
+    assert agent("data", "add", str(notes), "--json").document == {
+        "data": [str(notes)],
+        "text": "1 read, 0 skipped",
+    }
     assert str(notes) in agent("data", "list").output
     assert agent("data", "add", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
     assert agent("data", "remove", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED

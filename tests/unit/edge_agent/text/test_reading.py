@@ -35,6 +35,7 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
         "files": 1,
         "ignored_files": 0,
         "rows": 3,
+        "read": 3,
         "bad_rows": {},
         "duplicates": 0,
         "repeated_paragraphs": 0,
@@ -127,21 +128,40 @@ def test_reads_folders_in_order_without_hidden_files_links_and_other_kinds(tmp_p
     assert (report.files, report.ignored_files) == (3, 1)
 
 
-def test_refuses_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_cannot_be_used_is_counted_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.pdf").write_text("x")
+    (tmp_path / "good.md").write_text("a good text")
     (tmp_path / "big.txt").write_text("x" * 100)
+    monkeypatch.setattr(data, "MAX_TOTAL_BYTES", 99)
+
+    documents, report = read_documents(
+        [tmp_path / name for name in ("missing.txt", "a.pdf", "big.txt", "good.md")]
+    )
+
+    assert [characters(document.content) for document in documents] == ["a good text"]
+    assert report.summary() == (
+        "1 read, 3 skipped: 1 x not found, 1 x not .txt, .md, .jsonl or .json, 1 x beyond 99 bytes in all"
+    )
+
+
+def test_refuses_where_there_is_no_text_at_all(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(InputError, match="found none"):
-        read_documents([tmp_path / "missing.txt"])
-    with pytest.raises(InputError, match=r"ends in \.txt or \.jsonl"):
-        read_documents([tmp_path / "a.pdf"])
     with pytest.raises(InputError, match="at least one file"):
         read_documents([])
-    with pytest.raises(InputError, match="got none in 1 files"):
-        read_documents([tmp_path / "empty.jsonl"])
-    monkeypatch.setattr(data, "MAX_TOTAL_BYTES", 99)
-    with pytest.raises(InputError, match="at most 99 bytes of text, got 100"):
-        read_documents([tmp_path / "big.txt"])
+    with pytest.raises(InputError, match="got none: 0 read, 1 skipped: 1 x not found"):
+        read_documents([tmp_path / "empty.jsonl", tmp_path / "missing.txt"])
+
+
+def test_markdown_is_plain_text_without_its_front_matter(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("---\ntitle: Peas\n---\n# Peas\n\nSow *early*.\n")
+    (tmp_path / "b.MD").write_text("--- no front matter\n\nText\n---\nmore")
+
+    documents, _ = read_documents([tmp_path])
+
+    texts = [characters(document.content) for document in documents]
+    assert texts == ["# Peas\n\nSow *early*.", "--- no front matter\n\nText\n---\nmore"]
 
 
 def test_leaves_out_duplicates_by_what_they_say(tmp_path: Path) -> None:

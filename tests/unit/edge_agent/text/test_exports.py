@@ -1,0 +1,118 @@
+"""Reading ChatGPT's exported conversations: the branch that was seen last, and hostile files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from permille.errors import InputError
+from permille_agent.text import exports
+from permille_agent.text.documents import Conversation
+from permille_agent.text.exports import exported_conversations, parse_conversation
+from permille_agent.text.reading import read_documents
+
+
+def _message(role: str, *parts: object, kind: str = "text", **more: object) -> dict[str, Any]:
+    return {"author": {"role": role}, "content": {"content_type": kind, "parts": list(parts)}, **more}
+
+
+def _tree(messages: list[dict[str, Any] | None], name: str = "c1") -> dict[str, Any]:
+    """A conversation whose messages follow each other; the last one is current."""
+    mapping = {
+        str(place): {"id": str(place), "message": message, "parent": str(place - 1) if place else None}
+        for place, message in enumerate(messages)
+    }
+    return {"id": name, "title": "t", "mapping": mapping, "current_node": str(len(messages) - 1)}
+
+
+def test_the_branch_that_was_seen_last_is_read_without_what_nobody_said() -> None:
+    tree = _tree(
+        [
+            None,
+            _message("system", ""),
+            _message("user", "about me", kind="user_editable_context"),
+            _message("user", "How do I sow peas?"),
+            _message("assistant", "search", recipient="web"),
+            _message("tool", "results"),
+            _message("assistant", "hidden", metadata={"is_visually_hidden_from_conversation": True}),
+            _message("assistant", "Early\ue200cite\ue202turn0\ue201, in rows.", {"asset": "an image"}),
+            _message("assistant", "Keep them moist."),
+            _message("user", {"asset": "photo"}, "And beans?", kind="multimodal_text"),
+            _message("assistant", "Later."),
+        ]
+    )
+    tree["mapping"]["other"] = {"message": _message("assistant", "Another answer"), "parent": "3"}
+
+    group, content = parse_conversation(json.dumps(tree))
+
+    assert group == "chatgpt c1"
+    assert content == Conversation(
+        (
+            ("user", "How do I sow peas?"),
+            ("assistant", "Early, in rows.\n\nKeep them moist."),
+            ("user", "And beans?"),
+            ("assistant", "Later."),
+        )
+    )
+
+
+def test_an_export_is_read_beside_other_files_and_bad_conversations_are_counted(tmp_path: Path) -> None:
+    good = _tree([_message("user", 'A "bracket" ]} and \\'), _message("assistant", "Yes [")])
+    unanswered = _tree([_message("user", "Hello?")], "c2")
+    (tmp_path / "conversations.json").write_text(json.dumps([good, unanswered, {"x": 1}, good]))
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "note.md").write_text("A note.")
+
+    documents, report = read_documents([tmp_path])
+
+    assert [type(document.content).__name__ for document in documents] == ["Conversation", "PlainText"]
+    assert report.summary() == (
+        "3 read, 2 skipped: 1 x no assistant message, 1 x not a ChatGPT conversation (1 x the same again)"
+    )
+    assert report.ignored_files == 1
+    assert report.examples[0].endswith("conversations.json, conversation 2: no assistant message")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not a ChatGPT export"),
+        ('{"mapping": {}}', "not a ChatGPT export"),
+        ("[", "not JSON"),
+        ("[[1, 2]", "not JSON"),
+        ('["' + '\\"' * 200_000, "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('[{"a":' * 100_000, "nested too deeply"),
+    ],
+)
+def test_hostile_files_are_refused_in_little_time(text: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        list(exported_conversations(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mapping": []}, "not a ChatGPT conversation"),
+        ({"current_node": "9"}, "without a beginning"),
+        ({"current_node": 4}, "no assistant message"),
+        ({"mapping": {"1": {"message": None, "parent": "1"}}}, "without a beginning"),
+        ({"mapping": {"1": []}}, "without a beginning"),
+        ({"mapping": {"1": {"message": {"author": [], "content": 3}, "parent": None}}}, "no assistant"),
+        ({"mapping": {"1": {"message": _message("assistant", "x\ud800")}}}, "no assistant"),
+        ({"id": "\ud800"}, "a lone surrogate"),
+    ],
+)
+def test_hostile_conversations_are_refused(change: dict[str, Any], reason: str) -> None:
+    tree = _tree([_message("user", "a"), _message("assistant", "b")])
+    with pytest.raises(InputError, match=reason):
+        parse_conversation(json.dumps(tree | change))
+
+
+def test_a_conversation_has_a_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exports, "MAX_CONVERSATION_CHARACTERS", 10)
+    with pytest.raises(InputError, match="longer than 10"):
+        parse_conversation(json.dumps(_tree([_message("user", "a")])))
+    with pytest.raises(InputError, match="not JSON"):
+        parse_conversation("{")
