@@ -116,7 +116,7 @@ def personalise(url: str) -> dict[str, Any]:
     agent("enroll", url, invitation["invitation"], "--name", "demo")
     agent("pull")
     before = agent("generate", PROMPT, "--base", *SAMPLE)
-    title("4. The user: forward passes on the gardener's notes, on the device")
+    title("4. The user: training on the gardener's notes, on the device")
     notes = str(EXAMPLES / "gardener" / "notes.txt")
     trained = agent("train", notes, "--steps", str(STEPS), "--share-log", progress=True)
     after = agent("generate", PROMPT, *SAMPLE)
