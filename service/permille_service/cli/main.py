@@ -24,7 +24,7 @@ from permille_service.settings import DEFAULT_PORT
 
 EXIT_HELP = (
     "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "
-    "5 try again later; 6 no access."
+    "5 try again later; 6 no access; 130 interrupted."
 )
 
 app = typer.Typer(
@@ -54,23 +54,6 @@ def plugin(entry: EntryPoint) -> Callable[..., Any]:
             raise CommandError(missing, Exit.USAGE) from exc
 
     return checked
-
-
-for _name, _commands in (
-    ("models", inputs.models),
-    ("corpora", inputs.corpora),
-    ("jobs", jobs),
-    ("releases", fleet.releases),
-    ("invitations", fleet.invitations),
-    ("devices", fleet.devices),
-    ("runs", fleet.runs),
-    ("tokens", fleet.tokens),
-    ("tenants", fleet.tenants),
-):
-    app.add_typer(_commands, name=_name)
-add_work(app)
-for _entry in entry_points(group="permille.commands"):
-    app.command(_entry.name)(plugin(_entry))
 
 
 def _show_version(wanted: bool) -> None:
@@ -170,6 +153,20 @@ def start(
         output.say("Ctrl-C stops it.")
 
     run(settings, with_worker=worker, port_file=port_file, announce=announce)
+
+
+app.add_typer(inputs.models, name="models")
+app.add_typer(inputs.corpora, name="corpora")
+add_work(app)
+app.add_typer(jobs, name="jobs")
+app.add_typer(fleet.releases, name="releases")
+app.add_typer(fleet.invitations, name="invitations")
+app.add_typer(fleet.devices, name="devices")
+app.add_typer(fleet.runs, name="runs")
+app.add_typer(fleet.tokens, name="tokens")
+app.add_typer(fleet.tenants, name="tenants")
+for _entry in entry_points(group="permille.commands"):
+    app.command(_entry.name)(plugin(_entry))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -117,7 +117,7 @@ def _add_report(group: typer.Typer, collection: str, shows: str) -> None:
             session.output.say(f"picture: {picture}")
         if not session.output.as_json:  # the curve is for the picture
             rows = [{name: row[name] for name in row if name != "shape"} for row in found["tensors"]]
-            found = {**found, "tensors": rows, "curve": None}
+            found = {name: found[name] for name in found if name != "curve"} | {"tensors": rows}
         session.output.show(found)
 
 
