@@ -13,7 +13,9 @@ from permille_agent.link.report import Delivery, Report, read_reports
 from permille_agent.state.choices import read_references, shares_log
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import Active, InstalledRelease, active_model, installed_release
-from permille_agent.training.outcome import RunOutcome
+from permille_agent.training.decision import Decision
+from permille_agent.training.outcome import RunOutcome, outcome_words
+from permille_agent.training.progress import Standing, read_progress
 from permille_agent.training.run import RunFolder, list_runs
 
 
@@ -27,6 +29,7 @@ class Status:
     active: Active | None
     data: tuple[Path, ...]
     share_log: bool
+    progress: Standing | None
     run: RunFolder | None
     outcome: RunOutcome | None
     reports: tuple[Report, ...]
@@ -44,6 +47,7 @@ class Status:
             and {"package": active.package, "run": active.run, "personal": active.run is not None},
             "data": [str(path) for path in self.data],
             "share_log": self.share_log,
+            "training": self.progress and as_json(self.progress),
             "last_run": self.run
             and {
                 "run": self.run.name,
@@ -88,6 +92,7 @@ class Status:
             ),
             ("active", self._active_words()),
             ("data", "\n".join(map(str, self.data)) or "no files added"),
+            ("training", self.progress.line() if self.progress else ""),
             ("last run", self._run_words()),
             ("reports", f"{self._pending()} waiting, {refused} refused"),
             ("shares logs", "yes" if self.share_log else "no"),
@@ -113,9 +118,12 @@ class Status:
         if self.run is None:
             return "none yet"
         metrics = self.outcome.metrics if self.outcome else None
-        if metrics is None or metrics.loss_base is None or metrics.loss_personal is None:
+        if metrics is None:
             return self._outcome()
-        return f"{self._outcome()}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
+        words = outcome_words(metrics.outcome, self.run.load("decision", Decision))
+        if metrics.loss_base is None or metrics.loss_personal is None:
+            return words
+        return f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
 
 
 def read_status(home: Home) -> Status:
@@ -129,6 +137,7 @@ def read_status(home: Home) -> Status:
         active=active_model(home),
         data=read_references(home),
         share_log=shares_log(home),
+        progress=read_progress(home),
         run=run,
         outcome=run.load("outcome", RunOutcome) if run else None,
         reports=tuple(read_reports(home)),

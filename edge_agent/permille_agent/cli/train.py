@@ -101,7 +101,7 @@ def train(
         estimator_named,
         start_named,
     )
-    from permille_agent.training.progress import BarProgress, SilentProgress
+    from permille_agent.training.progress import LiveProgress
     from permille_agent.training.train import run_training
 
     home = home_of(context)
@@ -115,8 +115,8 @@ def train(
     data_paths = [path.expanduser() for path in paths] if paths else list(read_references(home))
     if not data_paths:
         raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")
-    bar = contextlib.nullcontext(SilentProgress()) if as_json else BarProgress(Console(stderr=True))
-    with hold_lock(home, "train"), _stopped_by_signals() as stop, bar as progress:
+    told = LiveProgress(home, None if as_json else Console(stderr=True))
+    with hold_lock(home, "train"), _stopped_by_signals() as stop, told as progress:
         context_of_run = RunContext(
             share_log=sharing,
             stop=stop,
@@ -162,8 +162,11 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 
 
 def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
+    from permille_agent.training.outcome import outcome_words
+
     colour = "green" if result.outcome.value == "adopted" else "yellow"
-    console.print(f"[{colour}]{result.outcome.value.replace('_', ' ')}[/{colour}]: {result.message}")
+    words = outcome_words(result.outcome, result.decision)
+    console.print(f"[{colour}]{words}[/{colour}]: {result.message}", highlight=False)
     if result.known:
         console.print("This run had ended before; nothing was computed.")
     if log.value == "queued":

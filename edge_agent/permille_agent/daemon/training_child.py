@@ -101,11 +101,17 @@ def run_child(stdin: TextIO, stdout: TextIO) -> int:
 
 def _train(order: _Order, stop: threading.Event) -> str:
     from permille_agent.training.options import DEFAULT_ESTIMATOR, RunContext, TrainOptions
+    from permille_agent.training.progress import LiveProgress
     from permille_agent.training.train import run_training
 
     home, request = open_home(order.home), order.request
-    context = RunContext(share_log=request.share_log, stop=stop, engine_of=EngineChoice(name=request.engine))
-    with hold_lock(home, "run"):
+    with hold_lock(home, "run"), LiveProgress(home) as progress:
+        context = RunContext(
+            share_log=request.share_log,
+            stop=stop,
+            progress=progress,
+            engine_of=EngineChoice(name=request.engine),
+        )
         options = TrainOptions.of(DEFAULT_ESTIMATOR, share_log=request.share_log, minutes=request.minutes)
         result = run_training(home, request.data_paths, options, context)
     return str(result.outcome)

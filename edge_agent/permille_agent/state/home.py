@@ -52,6 +52,7 @@ class Home:
     consent = _Below("consent.json")  # whether logs may be shared, set by the user on this device only
     policy = _Below("policy.toml")  # when the daemon may train, written by the user
     daemon = _Below("daemon.json")  # what the daemon did last; minutes used today
+    progress = _Below("progress.json")  # where the run stands that works now
     reports = _Below("reports")  # reports that wait for the server, and receipts of those that were sent
     lock = _Below("agent.lock")  # the one lock of all writers
     daemon_lock = _Below("daemon.lock")  # held by the one daemon of this folder

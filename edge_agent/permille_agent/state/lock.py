@@ -74,15 +74,27 @@ def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
         lock.release()
 
 
+def lock_holder(home: Home) -> Holder | None:
+    """Say which other process holds the writers' lock; None where it is free or the holder left no note."""
+    try:
+        with hold_lock(home, "status"):
+            return None
+    except LockedError:
+        return _read_note(home.lock)
+
+
 def _note(path: Path) -> Path:
     return path.with_name(path.name + ".holder")
 
 
 def _holder(path: Path) -> str:
-    try:
-        note = read_record(_note(path), Holder)
-    except OperatorError:
-        note = None
-    if note is None:
+    if (note := _read_note(path)) is None:
         return "another process"
     return f"`permille-agent {note.purpose}` (process {note.pid}, since {note.since})"
+
+
+def _read_note(path: Path) -> Holder | None:
+    try:
+        return read_record(_note(path), Holder)
+    except OperatorError:
+        return None

@@ -142,6 +142,21 @@ def result_of(folder: RunFolder, end: RunOutcome, *, known: bool) -> RunResult:
     )
 
 
+def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
+    """Say what became of the model that was in use."""
+    current = "your current model" if decision and decision.incumbent.run else "the base model"
+    match outcome:
+        case Outcome.ADOPTED:
+            return "adopted your new model"
+        case Outcome.KEPT_BASE:
+            return f"kept {current}"
+        case Outcome.REFUSED_DATA:
+            return "refused the text"
+        case Outcome.FAILED:
+            return f"training failed, kept {current}"
+    return str(outcome)
+
+
 def lay_out_log(run: Run, selected: SelectedState, decision: Decision, *, share_log: bool) -> LogFacts:
     """Measure the log of the selected state. Where the user shares it, it is put beside the outcome."""
     log = canonical_log(run.folder) if run.options.has_log else b""

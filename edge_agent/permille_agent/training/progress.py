@@ -1,11 +1,25 @@
-"""What a run tells while it works: an interface, one that is silent, and a bar for a terminal."""
+"""What a run tells while it works: to nobody, to who waits for it, and to `status` in another terminal.
 
+Where a run stands is one record, `progress.json` in the home folder, replaced about once a second. A run that
+is killed leaves it behind, so it counts only while the process that wrote it holds the writers' lock.
+"""
+
+import math
+import os
 import time
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from permille.errors import OperatorError
+from permille_agent.state.home import Home, read_record, write_record
+from permille_agent.state.lock import lock_holder
+
+LINE_COLUMNS = 79
+WRITE_EVERY_S = 1.0
+PRINT_EVERY_S = 30.0  # where the output is no terminal
 
 
 class RunProgress(Protocol):
@@ -40,51 +54,119 @@ class SilentProgress:
 SILENT = SilentProgress()
 
 
-class BarProgress:
-    """A bar with the batch's smoothed loss, the last held-out loss, steps a second and the time left."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a run stands. `loss` is the smoothed one of its batches; `held_out` and `base` of other text."""
 
-    def __init__(self, console: Console) -> None:
+    pid: int
+    phase: str = ""
+    step: int = 0
+    total: int = 0
+    loss: float | None = None
+    held_out: float | None = None
+    base: float | None = None
+    seconds_left: float | None = None
+
+    def line(self) -> str:
+        """Say it in one line of at most 79 columns."""
+        if not self.total:
+            return self.phase[:LINE_COLUMNS]
+        parts = [f"step {self.step} of {self.total}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.3f}")
+        if self.held_out is not None and self.base is not None:
+            parts.append(f"held out {self.held_out:.3f} (base {self.base:.3f})")
+        if self.seconds_left is not None:
+            parts.append(f"{_duration(self.seconds_left)} left")
+        return ", ".join(parts)[:LINE_COLUMNS]
+
+
+def read_progress(home: Home) -> Standing | None:
+    """Read where the run stands that works now; None where none does."""
+    try:
+        standing = read_record(home.progress, Standing)
+    except OperatorError:
+        return None
+    if standing is None:
+        return None
+    holder = lock_holder(home)
+    return standing if holder is not None and holder.pid == standing.pid else None
+
+
+class LiveProgress:
+    """Keeps `progress.json` and, with a console, one line: replaced in a terminal, else printed now and then.
+
+    The caller holds the writers' lock.
+    """
+
+    def __init__(self, home: Home, console: Console | None = None) -> None:
+        self._home = home
         self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("held out {task.fields[held_out]}"),
-            TextColumn("{task.fields[rate]} steps/s"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task: TaskID | None = None
-        self._loss: float | None = None
+        self._standing = Standing(pid=os.getpid())
         self._began: tuple[float, int] | None = None
+        self._written_s = self._printed_s = -float("inf")
 
     def __enter__(self) -> Self:
-        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._clear()
+        self._home.progress.unlink(missing_ok=True)
 
     def phase(self, name: str) -> None:
-        """Show what happens now, above the bar."""
-        self._bar.console.print(f"[bold]{name}[/bold]")
+        """Say what happens now, on a line that stays."""
+        self._standing, self._began = Standing(pid=os.getpid(), phase=name), None
+        if self._console is not None:
+            self._clear()
+            self._console.print(name, markup=False, highlight=False)
+        self._write()
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Move the bar."""
-        now = time.monotonic()
-        if self._task is None or self._began is None:
-            self._task = self._bar.add_task("training", total=total, loss="-", held_out="-", rate="-")
+        """Count a step; the time left is that of the steps so far, evaluations included."""
+        now, before = time.monotonic(), self._standing
+        if self._began is None or done <= before.step:
             self._began = (now, done)
-        self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
         since, first = self._began
-        rate = f"{(done - first) / (now - since):.2f}" if now > since and done > first else "-"
-        self._bar.update(self._task, completed=done, total=total, loss=f"{self._loss:.3f}", rate=rate)
+        smoothed = loss if before.loss is None else 0.9 * before.loss + 0.1 * loss
+        left = (now - since) / (done - first) * (total - done) if done > first else None
+        self._standing = replace(before, step=done, total=total, seconds_left=left)
+        self._standing = replace(self._standing, loss=smoothed if math.isfinite(smoothed) else None)
+        if now - self._written_s >= WRITE_EVERY_S or done == total:
+            self._write()
+        self._print(now)
 
-    def evaluated(self, step: int, loss: float, base_loss: float) -> None:
-        """Show the held-out loss beside the base's."""
-        if self._task is not None:
-            self._bar.update(self._task, held_out=f"{loss:.3f} at {step} (base {base_loss:.3f})")
+    def evaluated(self, step: int, loss: float, base_loss: float) -> None:  # noqa: ARG002 - as the interface
+        """Keep the held-out loss beside the base's."""
+        self._standing = replace(self._standing, held_out=loss, base=base_loss)
+
+    def _write(self) -> None:
+        self._written_s = time.monotonic()
+        try:
+            write_record(self._home.progress, self._standing)
+        except OperatorError:
+            return  # a full disk: what is told never influences a run
+
+    def _print(self, now: float) -> None:
+        if self._console is None:
+            return
+        line = self._standing.line()
+        if self._console.is_terminal:
+            self._console.file.write("\r\x1b[K" + line[: max(1, self._console.width - 1)])
+            self._console.file.flush()
+        elif now - self._printed_s >= PRINT_EVERY_S:
+            self._printed_s = now
+            self._console.print(line, markup=False, highlight=False)
+
+    def _clear(self) -> None:
+        if self._console is not None and self._console.is_terminal:
+            self._console.file.write("\r\x1b[K")
+            self._console.file.flush()
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    return f"{round(whole / 60)} min" if whole < 5400 else f"{whole / 3600:.1f} h"
