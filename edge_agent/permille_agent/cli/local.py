@@ -24,6 +24,7 @@ SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the sa
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
+    app.command("show")(show_page)
     app.command()(compare)
     app.command()(generate)
     app.command()(chat)
@@ -62,6 +63,32 @@ def compare(
     with _open_model(context, threads, engine) as model:
         result = compare_models(home, model, data_paths=data or [], prompts=prompt or [], sampling=sampling)
     show(json_of(result), as_json=as_json, render=lambda console: _render_comparison(console, result))
+
+
+def show_page(
+    context: typer.Context,
+    run: Annotated[
+        str | None, typer.Argument(help="A run, or how its name begins. Default: the last that has ended.")
+    ] = None,
+    threads: ThreadsOption = None,
+    engine: EngineOption = AUTO,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a page about a run that any browser opens: what changed, and what became of it.
+
+    The page is in the run's folder, for you alone, and needs no network.
+
+    [bold]Examples[/bold]
+
+      permille-agent show
+    """
+    from permille_agent.local.show import show_run
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    with hold_lock(home, "show", wait_s=10.0):
+        page = show_run(home, run, EngineChoice(name=engine, threads=threads))
+    show({"page": str(page)}, as_json=as_json)
 
 
 def generate(

@@ -10,7 +10,7 @@ from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.state.home import Home
 from permille_agent.text.documents import PlainText
 from permille_agent.text.preparation import Split, assign, tokenize
-from permille_agent.text.reading import read_documents
+from permille_agent.text.reading import read_documents, survey
 from permille_agent.text.rows import document_rows
 from permille_agent.training.decision import Decision
 from permille_agent.training.evaluation import document_losses
@@ -72,7 +72,7 @@ def compare(
     model.values(Variant.PERSONAL)  # refuses where there is none
     folder = find_run(home, model.active.run or "")
     losses = _measured(model, data_paths) if data_paths else _judged(folder)
-    prompts = list(prompts) or _test_prompts(folder, model) or ["The"]
+    prompts = list(prompts) or test_prompts(folder, model) or ["The"]
     samples = tuple(_sample(model, prompt, sampling) for prompt in prompts)
     return SideBySide(run=folder.name, package=model.active.package, losses=losses, samples=samples)
 
@@ -118,15 +118,18 @@ def _sample(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
     return Sample(prompt=prompt, base=base, personal=personal)
 
 
-def _test_prompts(folder: RunFolder, model: LocalModel) -> list[str]:
-    """Take first words of texts of the run's test split, where the user's files are still as they were."""
+def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMPLES) -> list[str]:
+    """Take first words of texts of the run's test split, where the user's files are still there."""
     options = folder.require("run", BegunRun).definition.options
-    paths = folder.require("data", TextSource).paths
-    if not paths or not all(path.exists() for path in paths):
+    paths = (folder.load("data", TextSource) or TextSource()).paths
+    if not paths:
         return []
-    documents, _ = read_documents(paths)
+    documents, _ = survey(paths)
     known, tokenized = tokenize(documents, model.tokenizer, row_tokens=options.row_tokens)
-    splits = assign([d.group for d in known], [t.targets for t in tokenized])
+    try:
+        splits = assign([d.group for d in known], [t.targets for t in tokenized])
+    except InputError:
+        return []  # what is left of the text is too little
     test = [d.content for d, split in zip(known, splits, strict=True) if split is Split.TEST]
     texts = [content.text for content in test if isinstance(content, PlainText)]
-    return [" ".join(text.split()[:PROMPT_WORDS]) for text in texts[:DEFAULT_SAMPLES]]
+    return [" ".join(text.split()[:PROMPT_WORDS]) for text in texts[:count]]

@@ -16,7 +16,7 @@ from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille_agent.state.home import Home
-from permille_agent.state.models import require_active
+from permille_agent.state.models import Active, require_active
 from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.personal import model_values
@@ -52,14 +52,16 @@ class Generated:
 class LocalModel:
     """The active package, opened. Close it, or use it as a context: a chat template has a child process."""
 
-    def __init__(self, home: Home, engine_of: Callable[[Package], Engine]) -> None:
-        """Open what is active.
+    def __init__(
+        self, home: Home, engine_of: Callable[[Package], Engine], active: Active | None = None
+    ) -> None:
+        """Open what is active, or the model of another run.
 
         Raises:
             OperatorError: nothing is installed.
             PackageError: the package or the run's state is not what it claims to be.
         """
-        self.active = active = require_active(home)
+        self.active = active = active or require_active(home)
         self.package = Package.open(BlobFolder(home.blobs), active.package)
         self.tokenizer: TextTokenizer = package_tokenizer(self.package)
         self.engine = engine_of(self.package)

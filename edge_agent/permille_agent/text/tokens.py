@@ -112,6 +112,11 @@ class TextTokenizer:
         """The text of `ids`, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def whole_words(self) -> set[str]:
+        """The tokens that begin a word, without regard to case; most are whole words, some are beginnings."""
+        tokens = self._tokenizer.get_vocab(with_added_tokens=False)
+        return {token[1:].casefold() for token in tokens if token[:1] in ("▁", "Ġ") and len(token) > 1}
+
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Decode `ids` as they come, piece by piece; a piece never ends inside a character."""
         stream = DecodeStream(skip_special_tokens=True)

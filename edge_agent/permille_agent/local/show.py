@@ -1,0 +1,272 @@
+"""One page about a run, for the user: what changed, how it was learned, and what became of it.
+
+The page is one file without a script and without an address of anything; it is personal data, like the run's
+folder in which it lies. Samples are written by both models once, and kept there too.
+
+Beside the loss it shows a check of free running: of the words that a model writes by itself, how many are in
+nobody's vocabulary. Known are the words of the user's text, the whole words of the tokenizer, and the words
+of other samples of the base model. The check decides nothing: no rule that would was tested on enough people.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from permille.errors import InputError, OperatorError, PackageError
+from permille.files import write_atomic
+from permille_agent.link.report import Delivery, read_report
+from permille_agent.local.compare import Sample, test_prompts
+from permille_agent.local.model import LocalModel, Sampling, Variant
+from permille_agent.state.home import Home
+from permille_agent.state.models import Active, active_model
+from permille_agent.text.documents import characters
+from permille_agent.text.reading import survey
+from permille_agent.training.decision import Decision
+from permille_agent.training.engines import OpenEngine
+from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
+from permille_agent.training.run import BegunRun, Evaluation, RunFolder, list_runs
+
+PAGE = "show.html"
+PROMPTS = 2
+SEEDS = range(4)
+OTHER_SEEDS = range(100, 104)
+TOKENS = 48
+TEMPERATURE = 0.7
+MANY_MORE_PERCENT = 10.0
+FEWEST_WORDS = 200
+SHOWN_EXAMPLES = 5
+_WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownWords:
+    """How many words were written, and how many of them nobody knows."""
+
+    words: int
+    unknown: int
+
+    @property
+    def percent(self) -> float:
+        """The share of unknown words."""
+        return 100.0 * self.unknown / max(1, self.words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What `samples.json` of a run holds. Words are None where the user's text is gone."""
+
+    samples: tuple[Sample, ...]
+    base: UnknownWords | None = None
+    personal: UnknownWords | None = None
+
+    @property
+    def worse(self) -> bool:
+        """Whether the model makes up many more words than the base does."""
+        if self.base is None or self.personal is None:
+            return False
+        enough = min(self.base.words, self.personal.words) >= FEWEST_WORDS
+        return enough and self.personal.percent - self.base.percent > MANY_MORE_PERCENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """The judgement in numbers that say something. `percent`: how much likelier the next piece became."""
+
+    loss_base: float
+    loss: float
+    percent: float
+    perplexity_base: float
+    perplexity: float
+    sure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Losses on the select split as a line in a picture of 640 x 220."""
+
+    points: str
+    base_y: float
+    kept_x: float
+    kept_y: float
+    low: float
+    high: float
+    steps: int
+
+
+def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
+    """Write the page of a run, the newest that has ended where none is named; the caller holds the lock.
+
+    Raises:
+        InputError: no run, or more than one, begins with that name.
+        OperatorError: no run has ended.
+    """
+    folder = _run(home, name)
+    end = folder.require("outcome", RunOutcome)
+    decision = folder.load("decision", Decision)
+    gain = _gain(decision)
+    written, no_samples = None, ""
+    if gain is not None:
+        try:
+            written = folder.once("samples", Written, lambda: _write_samples(home, folder, engine_of))
+        except (OperatorError, PackageError) as exc:
+            no_samples = str(exc)
+    metrics, active = end.metrics, active_model(home)
+    source = folder.load("data", TextSource) or TextSource()
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
+        Path(__file__).with_name("show.html.jinja").read_text(encoding="utf-8")
+    )
+    page = template.render(
+        headline=outcome_words(metrics.outcome, decision),
+        message=end.message,
+        in_use=active is not None and active.run == folder.name,
+        gain=gain,
+        curve=decision and _curve(folder.evaluations(decision.descent), decision.step),
+        written=written,
+        no_samples=no_samples,
+        text=end.data.summary(),
+        tokens=_parts(metrics.train_tokens, metrics.select_tokens, metrics.test_tokens),
+        work=f"{metrics.steps} steps, {metrics.seconds:.0f} s, {metrics.peak_rss_bytes >> 20} MiB at most",
+        left=_left_the_device(home, folder),
+        run=folder.name,
+        skipped=source.bad_rows[:SHOWN_EXAMPLES],
+    )
+    path = folder.path / PAGE
+    write_atomic(path, page.encode(), mode=0o600)
+    return path
+
+
+def unknown_words(texts: Sequence[str], known: set[str]) -> UnknownWords:
+    """Count the words of `texts` that are not in `known`."""
+    found = [word for text in texts for word in words(text)]
+    return UnknownWords(words=len(found), unknown=sum(word not in known for word in found))
+
+
+def words(text: str) -> Iterator[str]:
+    """Find the words of a text, without regard to case."""
+    return (match.group() for match in _WORD.finditer(text.casefold()))
+
+
+def _run(home: Home, name: str | None) -> RunFolder:
+    runs = list_runs(home)
+    if name is not None:
+        found = [run for run in runs if run.name.startswith(name)]
+        if len(found) != 1:
+            raise InputError(f"expected a run, got {len(found)} whose names begin with {name!r}")
+        return found[0]
+    ended = [run for run in runs if run.load("outcome", RunOutcome) is not None]
+    if not ended:
+        raise OperatorError("expected a run that has ended, there is none: `permille-agent train`")
+    return ended[-1]
+
+
+def _gain(decision: Decision | None) -> Gain | None:
+    if decision is None or decision.loss_base is None or decision.loss_personal is None:
+        return None
+    base, personal = decision.loss_base, decision.loss_personal
+    return Gain(
+        loss_base=base,
+        loss=personal,
+        percent=100.0 * math.expm1(min(50.0, base - personal)),
+        perplexity_base=math.exp(min(50.0, base)),
+        perplexity=math.exp(min(50.0, personal)),
+        sure=str(decision.against_base) if decision.against_base else "",
+    )
+
+
+def _curve(evaluations: Sequence[Evaluation], kept: int) -> Curve | None:
+    found = [(evaluation.step, evaluation.loss) for evaluation in evaluations if evaluation.loss is not None]
+    if len(found) < 2:
+        return None
+    losses = [loss for _, loss in found]
+    low, high, steps = min(losses), max(losses), found[-1][0]
+
+    def place(step: int, loss: float) -> tuple[float, float]:
+        share = (high - loss) / (high - low) if high > low else 0.5
+        return round(_LEFT + (_RIGHT - _LEFT) * step / max(1, steps), 1), round(
+            _TOP + (_BOTTOM - _TOP) * share, 1
+        )
+
+    chosen = next(((step, loss) for step, loss in found if step == kept), found[0])
+    kept_x, kept_y = place(*chosen)
+    return Curve(
+        points=" ".join(f"{x},{y}" for x, y in (place(step, loss) for step, loss in found)),
+        base_y=place(*found[0])[1],
+        kept_x=kept_x,
+        kept_y=kept_y,
+        low=low,
+        high=high,
+        steps=steps,
+    )
+
+
+def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Written:
+    package = folder.require("run", BegunRun).definition.package
+    with LocalModel(home, engine_of, Active(package=package, run=folder.name)) as model:
+        prompts = test_prompts(folder, model, PROMPTS) or ["The"]
+        base = _texts(model, prompts, Variant.BASE, SEEDS)
+        personal = _texts(model, prompts, Variant.PERSONAL, SEEDS)
+        samples = tuple(
+            Sample(prompt=prompt, base=base[place], personal=personal[place])
+            for place, prompt in enumerate(prompts)
+        )
+        source = folder.load("data", TextSource) or TextSource()
+        documents = survey(source.paths)[0] if source.paths else []
+        if not documents:
+            return Written(samples=samples)
+        known = {word for document in documents for word in words(characters(document.content))}
+        known |= model.tokenizer.whole_words()
+        others = _texts(model, prompts, Variant.BASE, OTHER_SEEDS)
+        known |= {word for text in others for word in words(_whole_words(text))}
+    whole_base, whole_personal = ([_whole_words(text) for text in texts] for texts in (base, personal))
+    return Written(
+        samples=samples,
+        base=unknown_words(whole_base, known),
+        personal=unknown_words(whole_personal, known),
+    )
+
+
+def _texts(model: LocalModel, prompts: Sequence[str], variant: Variant, seeds: range) -> list[str]:
+    """What a model writes after each prompt: those of the first seed first."""
+    return [
+        "".join(
+            model.complete(
+                prompt, variant, Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=seed)
+            )[1]
+        )
+        for seed in seeds
+        for prompt in prompts
+    ]
+
+
+def _whole_words(text: str) -> str:
+    """`text` without its first and last piece, which may be parts of words."""
+    return re.sub(r"^\S+|\S+$", "", text)
+
+
+def _parts(train: int, select: int, test: int) -> str:
+    if not train:
+        return ""
+    return f"{train} tokens trained, {select} selected the state, {test} judged it"
+
+
+def _left_the_device(home: Home, folder: RunFolder) -> str:
+    report = read_report(home, folder.run_id)
+    if report is None or report.metrics_delivery is Delivery.NONE:
+        return "nothing"
+    if report.metrics_delivery is Delivery.QUEUED:
+        numbers = "nothing yet; a report of numbers waits, without a word of your text"
+    else:
+        numbers = "a report of numbers, without a word of your text"
+    match report.log_delivery:
+        case Delivery.NONE:
+            return numbers
+        case Delivery.QUEUED:
+            return f"{numbers}; the training log, which you share, waits"
+        case Delivery.SENT:
+            return f"{numbers}; the training log, which you share: with the package it is your model"
+    return f"{numbers}; of the training log the service was told: {report.log_delivery.value}"

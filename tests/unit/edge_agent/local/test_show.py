@@ -1,0 +1,123 @@
+"""The page of a run: whole in itself, safe against the user's own text, and right for every end."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from permille.errors import InputError, OperatorError
+from permille_agent.cli import main as cli
+from permille_agent.local.show import UnknownWords, Written, show_run, unknown_words
+from permille_agent.state.home import Home, write_record
+from permille_agent.training.decision import DecisionCount
+from tests.bigram_engine import bigram_engine
+from tests.packages import sentences
+from tests.unit.edge_agent.runs import home_with_package, train_quickly
+
+SCRIPT = "<script>alert(1)"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return home_with_package(tmp_path / "home")[0]
+
+
+def _text(folder: Path, count: int = 320) -> Path:
+    """A folder of a user whose text, and whose names of files, look like a page's code."""
+    folder.mkdir()
+    (folder / "user.txt").write_text("\n\n".join(f"{SCRIPT} {text}" for text in sentences(count, seed=3)))
+    (folder / f"{SCRIPT}.txt").write_bytes(b"\xff")
+    return folder
+
+
+def _page(home: Home, run: str | None = None) -> str:
+    path = show_run(home, run, bigram_engine)
+    assert path.stat().st_mode & 0o777 == 0o600
+    page = path.read_text()
+    assert "<script" not in page
+    assert not re.search(r"https?:|src=|href=|url\(|@import|<link|<iframe", page)
+    return page
+
+
+def test_an_adopted_run_shows_gain_curve_and_samples(home: Home, tmp_path: Path) -> None:
+    result = train_quickly(home, [_text(tmp_path / "notes")])
+
+    page = _page(home)
+
+    assert "Adopted your new model" in page
+    assert "It is in use now." in page
+    assert re.search(r"<strong>\d+ % more chance</strong>", page)
+    assert '<polyline class="curve" points="60.0,' in page
+    assert "<strong>&lt;script&gt;alert(1) On day" in page
+    assert re.search(r"base model \d+ % of \d+ words", page)
+    assert "1 read, 1 skipped: 1 x not UTF-8" in page
+    assert "&lt;script&gt;alert(1).txt: not UTF-8" in page
+    assert "<td>nothing</td>" in page
+    samples = home.runs / result.run / "samples.json"
+    before = samples.read_bytes()
+    assert _page(home, result.run[:6]) == page
+    assert samples.read_bytes() == before
+
+
+def test_a_run_that_kept_the_base_says_so(home: Home, tmp_path: Path) -> None:
+    write_record(home.decisions, DecisionCount(decisions=10**9))  # so that nothing is surely better
+    train_quickly(home, [_text(tmp_path / "notes")])
+
+    page = _page(home)
+
+    assert "Kept the base model" in page
+    assert "not surely better than the base" in page
+    assert "It is in use now." not in page
+
+
+def test_refused_text_has_a_page_too(home: Home, tmp_path: Path) -> None:
+    train_quickly(home, [_text(tmp_path / "notes", 10)])
+
+    page = _page(home)
+
+    assert "Refused the text" in page
+    assert "no state of this run was judged" in page
+    assert "<svg" not in page
+
+
+def test_without_the_text_there_are_samples_and_no_words_to_compare_with(home: Home, tmp_path: Path) -> None:
+    folder = _text(tmp_path / "notes")
+    train_quickly(home, [folder])
+    for file in folder.iterdir():
+        file.unlink()
+
+    page = _page(home)
+
+    assert "<strong>The</strong>" in page
+    assert "Unknown words" not in page
+
+
+def test_a_run_is_named_by_how_its_name_begins(home: Home, tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="expected a run that has ended"):
+        show_run(home, None, bigram_engine)
+    with pytest.raises(InputError, match="got 0 whose names"):
+        show_run(home, "x", bigram_engine)
+
+
+def test_the_command_prints_where_the_page_is(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train_quickly(home, [_text(tmp_path / "notes", 10)])
+    assert cli.main(["--home", str(home.root), "show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"page": str(home.runs / result.run / "show.html")}
+
+
+def test_unknown_words_are_those_that_nobody_knows() -> None:
+    assert unknown_words(["The red-ish bllorp, don't 42!", "RED"], {"the", "red", "don't"}) == UnknownWords(
+        words=5, unknown=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "unknown", "worse"), [(200, 43, True), (200, 42, False), (199, 199, False)]
+)
+def test_many_more_unknown_words_are_worth_a_warning(words: int, unknown: int, worse: bool) -> None:
+    base = UnknownWords(words=1000, unknown=110)
+    personal = UnknownWords(words=words, unknown=unknown)
+    assert Written(samples=(), base=base, personal=personal).worse is worse
