@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow test-neon test-sanitized fuzz kill-agent schemathesis results bench-replay bench-engine bench-learning bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow test-neon test-sanitized fuzz kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -87,6 +87,9 @@ bench-engine: $(VENV)/.native  ## How fast and large is a step, beside dense pas
 
 bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first order and MeZO? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.compare
+
+bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a simulation, two minutes)
+	$(BIN)/python -m permille_lab.decision
 
 bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.estimators

@@ -12,6 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from permille.files import write_atomic
+from permille_lab.decision import page as decision
 from permille_lab.engine import page as engine
 from permille_lab.evidence import page as evidence
 from permille_lab.learning import page as learning
@@ -21,6 +22,7 @@ from permille_lab.quantization import page as quantization
 
 _OUTPUT = Path("docs/results")
 _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
+    "decision": decision.tables,
     "engine": engine.tables,
     "estimators": learning.estimator_tables,
     "evidence": evidence.tables,

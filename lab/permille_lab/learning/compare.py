@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from permille.errors import InputError
 from permille.zo.header import EstimatorKind
@@ -36,13 +35,15 @@ from permille_lab.people.user_texts import Collection, Document, cohort, read_us
 
 SPEAKER = "GLOUCESTER"
 FORWARD_ONLY = "forward-only"
-OURS: Mapping[str, Mapping[str, Any]] = {
-    FORWARD_ONLY: {"estimator": EstimatorKind.ONE_SIDED, "queries": 16},
+OURS: Mapping[str, tuple[EstimatorKind, int, int, int]] = {
+    "gradient, a state": (EstimatorKind.SKETCH, 0, 4, 200),
+    "gradient, a log of 1,024 groups": (EstimatorKind.SKETCH, 1024, 4, 200),
+    "gradient, a log of 256 groups": (EstimatorKind.SKETCH, 256, 4, 200),
+    FORWARD_ONLY: (EstimatorKind.ONE_SIDED, 16, 2, 200),
 }
-"""Choices of `TrainOptions`, beside its defaults, by contender."""
+"""Estimator, queries (of a sketch its groups, 0: no log), rows a step, and steps, by contender."""
 THEIRS = {"the same values, AdamW": (80, 20), "LoRA, AdamW": (80, 20), "MeZO": (2000, 200)}
 """Steps of the run and of a trial."""
-_OUR_STEPS = 400
 _LEAST_CHARACTERS = 20_000
 _TUNING_SEED = 1000
 """Beside the seed of a run: another division of the text."""
@@ -82,8 +83,10 @@ def measured(
     method, seed, steps = settings["method"], settings["seed"], settings["steps"]
     run = text_run(package, documents, name / "text", seed=seed, threads=1)
     if method in OURS:
-        options = replace(options_for(package, seed=seed, steps=steps), **OURS[method])
-        found = run.train(options, name / "run")
+        estimator, queries, rows, _ = OURS[method]
+        options = options_for(package, seed=seed, steps=steps)
+        options = replace(options, estimator=estimator, queries=queries, batch_rows=rows)
+        found = run.train(options, name / "run") | {"bytes": _kept_bytes(name / "run")}
     else:
         import torch
 
@@ -100,6 +103,12 @@ def measured(
         points = descend(make(run, model, rate), run, steps=steps, every=max(1, steps // 80))
         found = {"points": points, "search_s": round(search_s, 1), "rate": rate}
     return found | {"k": package.k, "peak_bytes": resident()["VmHWM"], "machine": machine()}
+
+
+def _kept_bytes(run: Path) -> int:
+    """Of what a run's result is made of: the journal of its steps, or its state."""
+    kept = [path for kind in ("journal", "state") for path in run.glob(f"descent-*.{kind}")]
+    return max((path.stat().st_size for path in kept), default=0)
 
 
 def main() -> None:
@@ -124,7 +133,7 @@ def main() -> None:
     for method in options.method or [*OURS, *THEIRS]:
         for seed in options.seeds:
             for text, documents in of_text.items():
-                steps = _OUR_STEPS if method in OURS else THEIRS[method][0]
+                steps = OURS[method][-1] if method in OURS else THEIRS[method][0]
                 settings = {
                     "model": options.model,
                     "text": text,

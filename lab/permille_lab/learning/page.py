@@ -90,14 +90,18 @@ def learning_tables(results: Path) -> dict[str, str]:
                     "lowest loss": f"{best['loss']:.3f}",
                     "search, s": f"{result['search_s']:.0f}",
                     "peak, MB": peak,
+                    "bytes": result.get("bytes", ""),
                 }
             )
-    return {"times": _markdown(pd.DataFrame(rows))}
+    return {"times": _markdown(pd.DataFrame(rows).fillna(""))}
 
 
 def _goals(found: list[tuple[Settings, Result]]) -> dict[float, float]:
-    """Losses at shares of the fall of forward-only training on the same text."""
-    (points,) = [result["points"] for settings, result in found if settings["method"] == FORWARD_ONLY]
+    """Losses at shares of the fall of forward-only training on the same text; none where that was not run."""
+    own = [result["points"] for settings, result in found if settings["method"] == FORWARD_ONLY]
+    if not own:
+        return {}
+    (points,) = own
     base, lowest = points[0]["loss"], min(point["loss"] for point in points)
     return {share: base - share * (base - lowest) for share in SHARES}
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from permille.engines.factory import AUTO, open_engine
 from permille.engines.interface import Engine
 from permille.package.reader import Package
@@ -49,13 +51,10 @@ class TextRun:
         # Processor seconds a second of the clock: others may use the machine meanwhile.
         begun = found.curve[0].seconds
         pace = (time.process_time() - cpu) / (time.perf_counter() - wall)
+        spent = [pace * (at.seconds - begun - number * evaluation_s) for number, at in enumerate(found.curve)]
         points = [
-            {
-                "step": at.step,
-                "loss": at.loss,
-                "seconds": round(pace * max(0.0, at.seconds - begun - number * evaluation_s), 3),
-            }
-            for number, at in enumerate(found.curve)
+            {"step": at.step, "loss": at.loss, "seconds": round(float(seconds), 3)}
+            for at, seconds in zip(found.curve, np.maximum.accumulate([0.0, *spent[1:]]), strict=True)
         ]
         return {"points": points, "search_s": round(pace * found.search_seconds, 1), "steps": found.steps}
 

@@ -1,0 +1,93 @@
+"""How often is a useless model adopted, and a useful one not? `make bench-decision`.
+
+A simulation of the agent's rule beside the interval of a bootstrap (percentiles, 95 %, above 0): so many
+groups of a person's held-out documents, each with a gain a token that is drawn with the true mean. Most of
+the distributions are skewed: what hurts few groups much is what an interval of groups that were seen does not
+know.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille_agent.embed import compare_losses
+from permille_lab.measuring.cells import Cells, Result, settings_parser
+
+SPREAD = 0.3
+"""Standard deviation of the gains of groups, nats a token: as of people's tweets."""
+HURT = 0.05
+GROUPS = (20, 40, 100)
+GAINS = (0.0, 0.01, 0.1, 0.2, 0.4)
+"""True means; a gain of the margin or less is to be refused."""
+_RESAMPLES = 2000
+_LEAST_TOKENS, _MOST_TOKENS = 64, 300
+
+Draw = Callable[[np.random.Generator, tuple[int, int]], NDArray[np.float64]]
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
+    return rng.standard_normal(shape)
+
+
+def _exponential(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
+    """Few groups lose much."""
+    return 1.0 - rng.standard_exponential(shape)
+
+
+def _lognormal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
+    """Fewer lose more."""
+    drawn = np.exp(rng.standard_normal(shape))
+    found: NDArray[np.float64] = (np.exp(0.5) - drawn) / np.sqrt((np.e - 1) * np.e)
+    return found
+
+
+def _hurt(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
+    """One group in twenty is badly hurt, the others gain a little, all alike."""
+    hurt = rng.random(shape) < HURT
+    found: NDArray[np.float64] = np.where(hurt, HURT - 1.0, HURT) / np.sqrt(HURT * (1 - HURT))
+    return found
+
+
+DRAWS: Mapping[str, Draw] = {
+    "normal": _normal,
+    "exponential": _exponential,
+    "lognormal": _lognormal,
+    "one in twenty hurt": _hurt,
+}
+"""Of mean 0 and standard deviation 1."""
+
+
+def measure(draw: str, groups: int, *, gain: float, trials: int) -> Result:
+    """Shares of trials in which each rule adopts."""
+    rng = np.random.default_rng([groups, round(1000 * gain), list(DRAWS).index(draw)])
+    gain_TG = gain + SPREAD * DRAWS[draw](rng, (trials, groups))
+    tokens_TG = rng.integers(_LEAST_TOKENS, _MOST_TOKENS, (trials, groups))
+    nats_TG = gain_TG * tokens_TG
+    adopted = [
+        compare_losses(gain_G, tokens_G).better for gain_G, tokens_G in zip(gain_TG, tokens_TG, strict=True)
+    ]
+    # The same resamples for all trials: how often each group was drawn.
+    drawn_RG = rng.multinomial(groups, np.full(groups, 1 / groups), _RESAMPLES).astype(np.float64)
+    rate_TR = (nats_TG @ drawn_RG.T) / (tokens_TG @ drawn_RG.T)
+    bootstrap = np.quantile(rate_TR, 0.025, axis=1) > 0
+    return {"evidence": float(np.mean(adopted)), "bootstrap": float(bootstrap.mean())}
+
+
+def main() -> None:
+    """Simulate what is missing: about a minute."""
+    parser = settings_parser(__doc__, "decision")
+    parser.add_argument("--trials", type=int, default=4000)
+    options = parser.parse_args()
+    cells = Cells(options.cells)
+    for draw in DRAWS:
+        for groups in GROUPS:
+            for gain in GAINS:
+                settings = {"draw": draw, "groups": groups, "gain": gain, "trials": options.trials}
+                run = partial(measure, draw, groups, gain=gain, trials=options.trials)
+                cells.once("decision", settings, run)
+
+
+if __name__ == "__main__":
+    main()
