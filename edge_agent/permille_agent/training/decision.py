@@ -30,8 +30,7 @@ from permille_agent.training.evaluation import (
 )
 from permille_agent.training.evidence import Comparison, compare_losses, merged
 from permille_agent.training.run import Run, RunFolder, finite_or_none
-from permille_agent.training.steps import SelectedState
-from permille_agent.training.stopping import Stop
+from permille_agent.training.steps import SelectedState, Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,8 +61,7 @@ from permille_agent.training.run import (
     prune_runs,
 )
 from permille_agent.training.step_size import SearchFailed
-from permille_agent.training.steps import SelectedState, train
-from permille_agent.training.stopping import FAILED
+from permille_agent.training.steps import FAILED, SelectedState, train
 
 
 def run_training(

@@ -28,8 +28,7 @@ from permille_agent.training.personal import model_values
 from permille_agent.training.plan import Plan, budget_of_gradient, make_plan
 from permille_agent.training.run import BegunRun, Run, StartState, find_run
 from permille_agent.training.step_size import SearchFailed
-from permille_agent.training.steps import SelectedState, planned_descent, train
-from permille_agent.training.stopping import Stop
+from permille_agent.training.steps import SelectedState, Stop, planned_descent, train
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import home_with_package, run_of, train_quickly, user_text

@@ -18,8 +18,7 @@ from permille.zo.replay import replay
 from permille_agent.training import steps
 from permille_agent.training.plan import Plan, make_plan
 from permille_agent.training.run import Evaluation, Run, RunClock, RunFolder, StopPoint
-from permille_agent.training.steps import MAX_DESCENTS, SelectedState, planned_descent, train
-from permille_agent.training.stopping import Stop, stop_of
+from permille_agent.training.steps import MAX_DESCENTS, SelectedState, Stop, planned_descent, stop_of, train
 from tests.bigram_engine import BigramEngine
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import run_of, user_text

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from permille_agent.training.run import Evaluation
-from permille_agent.training.stopping import Stop, best_of, stop_of
+from permille_agent.training.steps import Stop, best_of, stop_of
 
 
 def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[Stop | None]:
