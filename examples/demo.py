@@ -2,7 +2,7 @@
 
 Everything is a command of the two command lines, run as processes against a real service on loopback; this
 script only passes one command's answer to the next and checks the end. It works in `.demo`, stops what it
-started and removes what it wrote, also when it fails or is interrupted.
+started and removes what it wrote, also when it fails or is interrupted; only the page about the run stays.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ BIN = Path(sys.executable).parent
 STEPS = 80
 # Five in a thousand: one in a thousand of so small a model is some 700 weights, too few to show much.
 DENSITY = 0.005
+PAGE = "show.html"
 PROMPT = "The boy from next door"
 SAMPLE = ("--max-tokens", "48", "--temperature", "0.7", "--seed", "1")
 START_S = 90.0
@@ -62,11 +63,15 @@ def main() -> int:
             package = build()
             result = personalise(url)
             line = summary(package, result)
+            page = Path(agent("show")["page"]).read_bytes()
     except DemoError as exc:
         print(f"demo: failed: {exc}", file=sys.stderr)
         return 1
     finally:
         shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir()
+    (WORK / PAGE).write_bytes(page)
+    print(f"   what changed, as a page for any browser: {WORK / PAGE}")
     print(line)
     return 0
 
