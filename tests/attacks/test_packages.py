@@ -18,7 +18,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES
 from permille.package.plan import check_plan
 from permille.package.reader import verify_package
-from tests.attacks.forge import Forge, container_bytes
+from tests.attacks.forge import Container, Forge, container_bytes
 from tests.unit.package.tiny import LLAMA, Tiny, write_tiny
 
 Attack = Callable[[Forge], str]
@@ -313,6 +313,13 @@ def file_shorter_than_a_header_length(forge: Forge) -> str:
     return forge.seal()
 
 
+def container_with(role: str, change: Callable[[Container], object], forge: Forge) -> str:
+    container = forge.container(role)
+    change(container)
+    forge.replace(role, container.data())
+    return forge.seal()
+
+
 def header_of(change: Callable[[dict[str, Any]], bytes], forge: Forge) -> str:
     container = forge.container("mask")
     forge.replace("mask", container_bytes(change(container.entries), bytes(container.body)))
@@ -324,16 +331,14 @@ def with_a_tensor_twice(entries: dict[str, Any]) -> bytes:
     return data[:-1] + b"," + data[data.index(b'"model.layers.1.self_attn.v_proj') : -1] + b"}"
 
 
+def in_another_order(entries: dict[str, Any]) -> bytes:
+    return json.dumps(dict(sorted(entries.items(), reverse=True)), separators=(",", ":")).encode()
+
+
 HEADERS: list[tuple[str, str, Callable[[dict[str, Any]], bytes]]] = [
     ("header-size", "a_cavity_of_spaces", lambda entries: canonical_json(entries) + b" " * 64),
     ("json-malformed", "a_tensor_twice", with_a_tensor_twice),
-    (
-        "json-not-canonical",
-        "another_order",
-        lambda entries: json.dumps(
-            dict(sorted(entries.items(), reverse=True)), separators=(",", ":")
-        ).encode(),
-    ),
+    ("json-not-canonical", "another_order", in_another_order),
     ("json-malformed", "a_pickle", lambda entries: b"\x80\x04\x95cposix\nsystem\n"),
     ("header-schema", "a_list", lambda entries: b"[]"),
     (
@@ -346,13 +351,9 @@ for code, name, header in HEADERS:
     register(code, f"header_of_{name}", partial(header_of, header))
 
 
-def entry_with(role: str, fields: dict[str, Any], forge: Forge) -> str:
+def entry_with(fields: dict[str, Any], container: Container) -> None:
     """Another entry for the layer's first tensor by name."""
-    container = forge.container(role)
-    name = next(name for name in sorted(container.entries) if name != "__metadata__")
-    container.entries[name] = {**container.entries[name], **fields}
-    forge.replace(role, container.data())
-    return forge.seal()
+    container.entries[names_of(container)[0]].update(fields)
 
 
 ENTRIES: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -372,7 +373,7 @@ ENTRIES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("tensor-shape", "two_dimensions", "exponents", {"shape": [5, 1]}),
 ]
 for code, name, role, fields in ENTRIES:
-    register(code, f"{role}_entry_with_{name}", partial(entry_with, role, fields))
+    register(code, f"{role}_entry_with_{name}", partial(container_with, role, partial(entry_with, fields)))
 
 
 @attack("header-dtype")
@@ -390,50 +391,12 @@ def codes_as_floats(forge: Forge) -> str:
     return forge.seal()
 
 
-@attack("header-offsets")
-def tensors_that_overlap(forge: Forge) -> str:
-    container = forge.container("mask")
-    one, two = sorted(name for name in container.entries if name != "__metadata__")[:2]
-    container.entries[two]["data_offsets"] = container.entries[one]["data_offsets"]
-    forge.replace("mask", container.data())
-    return forge.seal()
-
-
-@attack("header-offsets")
-def hole_before_the_first_tensor(forge: Forge) -> str:
-    container = forge.container("mask")
-    for name, entry in container.entries.items():
-        if name != "__metadata__":
-            entry["data_offsets"] = [offset + 8 for offset in entry["data_offsets"]]
-    container.body = bytearray(8) + container.body
-    forge.replace("mask", container.data())
-    return forge.seal()
-
-
-@attack("header-offsets")
-def floats_behind_bytes(forge: Forge) -> str:
-    container = forge.container("dense")
-    codes, scales = container.entries[Q0], container.entries[f"{Q0}.absmax"]
-    size = scales["data_offsets"][1] - scales["data_offsets"][0]
-    end = codes["data_offsets"][1] - codes["data_offsets"][0]
-    container.entries = {
-        "__metadata__": container.entries["__metadata__"],
-        "a": {**codes, "data_offsets": [0, end]},
-        "b": {**scales, "data_offsets": [end, end + size]},
-    }
-    forge.replace("dense", container.data())
-    return forge.seal()
-
-
 # --- FORMAT 4.2 to 4.7: what layers hold ----------------------------------------------------------------
 
 
-def number_in(role: str, tensor: str, place: tuple[str, int, float], forge: Forge) -> str:
+def number_in(tensor: str, place: tuple[str, int, float], container: Container) -> None:
     dtype, at, value = place
-    container = forge.container(role)
     container.view(tensor, dtype)[at] = value
-    forge.replace(role, container.data())
-    return forge.seal()
 
 
 NUMBERS: list[tuple[str, str, str, tuple[str, int, float]]] = [
@@ -450,16 +413,86 @@ NUMBERS: list[tuple[str, str, str, tuple[str, int, float]]] = [
     ("exponents-range", "exponents", Q0, ("i1", 2, -1)),
 ]
 for code, role, tensor, place in NUMBERS:
-    register(code, f"{place[2]}_in_{tensor}_of_{role}", partial(number_in, role, tensor, place))
+    change_number = partial(number_in, tensor, place)
+    register(code, f"{place[2]}_in_{tensor}_of_{role}", partial(container_with, role, change_number))
 
 
-@attack("dense-code-book")
-def state_with_another_shape(forge: Forge) -> str:
-    container = forge.container("dense")
+def names_of(container: Container) -> list[str]:
+    return sorted(name for name in container.entries if name != "__metadata__")
+
+
+def overlap(container: Container) -> None:
+    one, two = names_of(container)[:2]
+    container.entries[two]["data_offsets"] = container.entries[one]["data_offsets"]
+
+
+def leave_a_hole(container: Container) -> None:
+    for name in names_of(container):
+        entry = container.entries[name]
+        entry["data_offsets"] = [offset + 8 for offset in entry["data_offsets"]]
+    container.body = bytearray(8) + container.body
+
+
+def put_floats_behind_bytes(container: Container) -> None:
+    codes, scales = container.entries[Q0], container.entries[f"{Q0}.absmax"]
+    size = scales["data_offsets"][1] - scales["data_offsets"][0]
+    end = codes["data_offsets"][1] - codes["data_offsets"][0]
+    container.entries = {
+        "__metadata__": container.entries["__metadata__"],
+        "a": {**codes, "data_offsets": [0, end]},
+        "b": {**scales, "data_offsets": [end, end + size]},
+    }
+
+
+def state_another_shape(container: Container) -> None:
     state = container.view(f"{Q0}.quant_state.bitsandbytes__nf4", "u1")
     state[:] = np.frombuffer(state.tobytes().replace(b"[32, 32]", b"[16, 64]"), np.uint8)
-    forge.replace("dense", container.data())
-    return forge.seal()
+
+
+def repeat_an_index(container: Container) -> None:
+    indices = container.view(Q0, "<u4")
+    indices[2] = indices[1]
+
+
+def let_indices_fall(container: Container) -> None:
+    indices = container.view(Q0, "<u4")
+    indices[:] = indices[::-1].copy()
+
+
+def begin_at_one(container: Container) -> None:
+    np.frombuffer(container.body, np.int8)[:] = 1
+
+
+def rename(old: str, new: str, container: Container) -> None:
+    container.entries[new] = container.entries.pop(old)
+
+
+def leave_the_last_out(container: Container) -> None:
+    last = max(names_of(container), key=lambda name: container.entries[name]["data_offsets"][0])
+    begin, _ = container.entries.pop(last)["data_offsets"]
+    del container.body[begin:]
+
+
+def transpose_the_embedding(container: Container) -> None:
+    container.entries["model.embed_tokens.weight"]["shape"].reverse()
+
+
+CONTAINERS: list[tuple[str, str, Callable[[Container], None]]] = [
+    ("header-offsets", "mask", overlap),
+    ("header-offsets", "mask", leave_a_hole),
+    ("header-offsets", "dense", put_floats_behind_bytes),
+    ("dense-code-book", "dense", state_another_shape),
+    ("mask-order", "mask", repeat_an_index),
+    ("mask-order", "mask", let_indices_fall),
+    ("exponents-range", "exponents", begin_at_one),
+    ("tensor-names", "values", leave_the_last_out),
+    ("tensor-shape", "plain", transpose_the_embedding),
+    ("tensor-names", "plain", partial(rename, "lm_head.weight", "lm_head.bias")),
+    ("tensor-names", "exponents", partial(rename, Q0, "lm_head.weight")),
+]
+for code, role, edit_container in CONTAINERS:
+    name = getattr(edit_container, "__name__", "rename")
+    register(code, f"{role}_{name}", partial(container_with, role, edit_container))
 
 
 @attack("dense-padding")
@@ -469,64 +502,6 @@ def hidden_bits_in_the_last_nibble(forge: Forge) -> str:
     container.view(Q0, "u1")[-1] |= 1
     other.replace("dense", container.data())
     return other.seal()
-
-
-@attack("mask-order")
-def index_twice(forge: Forge) -> str:
-    container = forge.container("mask")
-    indices = container.view(Q0, "<u4")
-    indices[2] = indices[1]
-    forge.replace("mask", container.data())
-    return forge.seal()
-
-
-@attack("mask-order")
-def indices_that_fall(forge: Forge) -> str:
-    container = forge.container("mask")
-    indices = container.view(Q0, "<u4")
-    indices[:] = indices[::-1].copy()
-    forge.replace("mask", container.data())
-    return forge.seal()
-
-
-@attack("exponents-range")
-def exponents_that_do_not_begin_at_zero(forge: Forge) -> str:
-    container = forge.container("exponents")
-    np.frombuffer(container.body, np.int8)[:] = 1
-    forge.replace("exponents", container.data())
-    return forge.seal()
-
-
-def renamed(role: str, old: str, new: str, forge: Forge) -> str:
-    container = forge.container(role)
-    container.entries[new] = container.entries.pop(old)
-    forge.replace(role, container.data())
-    return forge.seal()
-
-
-register("tensor-names", "a_bias", partial(renamed, "plain", "lm_head.weight", "lm_head.bias"))
-register("tensor-names", "exponents_of_another_tensor", partial(renamed, "exponents", Q0, "lm_head.weight"))
-
-
-@attack("tensor-names")
-def masked_tensor_is_missing(forge: Forge) -> str:
-    container = forge.container("values")
-    last = max(
-        (name for name in container.entries if name != "__metadata__"),
-        key=lambda name: container.entries[name]["data_offsets"][0],
-    )
-    begin, _ = container.entries.pop(last)["data_offsets"]
-    del container.body[begin:]
-    forge.replace("values", container.data())
-    return forge.seal()
-
-
-@attack("tensor-shape")
-def transposed_embedding(forge: Forge) -> str:
-    container = forge.container("plain")
-    container.entries["model.embed_tokens.weight"]["shape"].reverse()
-    forge.replace("plain", container.data())
-    return forge.seal()
 
 
 @attack("tensor-shape")

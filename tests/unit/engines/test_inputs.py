@@ -6,13 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from permille.engines.inputs import (
-    ModelLimits,
-    check_batch,
-    check_directions,
-    check_prompt,
-    check_values,
-)
+from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
 from permille.errors import InputError
 from permille.zo.estimators import Batch
 

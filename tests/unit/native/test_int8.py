@@ -5,14 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.int8 import (
-    RUN,
-    int8_product,
-    int8_rows,
-    padded,
-    quantize_tokens,
-    scratch_floats,
-)
+from permille.native.int8 import RUN, int8_product, int8_rows, padded, quantize_tokens, scratch_floats
 from permille.native.library import VARIABLE, Library, load
 from permille.native.weights import PackedRows, decode_rows
 from permille.quantization.types import Scheme

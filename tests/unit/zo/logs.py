@@ -100,6 +100,11 @@ def records_strategy(*, queries: int, max_steps: int) -> st.SearchStrategy[list[
     )
 
 
+def flipped(data: bytes, position: int) -> bytes:
+    """The same bytes with one other bit."""
+    return data[:position] + bytes([data[position] ^ 1 << position % 8]) + data[position + 1 :]
+
+
 def same_records(left: Sequence[StepRecord], right: Sequence[StepRecord]) -> bool:
     """Equality that holds for NaN losses too."""
     return [repr(record) for record in left] == [repr(record) for record in right]

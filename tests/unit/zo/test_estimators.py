@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.zo.estimators import Batch, Descent, directions_of, estimate
-from permille.zo.header import EstimatorKind, LogHeader
+from permille.zo.header import EstimatorKind
 from permille.zo.lattice import perturbed
 from tests.unit.zo.logs import (
     BATCH,
@@ -87,19 +87,13 @@ def test_spsa_and_forward_mode_give_the_gradient_along_z_over_sigma(use: Any) ->
     assert loss == pytest.approx(float(quadratic().losses(W_BASE[None], BATCH)[0]))
 
 
-def test_spsa_asks_for_both_signs_of_all_queries_in_one_call() -> None:
-    engine, descent = quadratic(), kind_descent(EstimatorKind.SPSA, queries=5)
+@pytest.mark.parametrize(("kind", "signs"), [(EstimatorKind.SPSA, (1, -1)), (EstimatorKind.ONE_SIDED, (1,))])
+def test_all_queries_are_asked_for_in_one_call(kind: EstimatorKind, signs: tuple[int, ...]) -> None:
+    engine, descent = quadratic(), kind_descent(kind, queries=5)
     estimate(engine, BATCH, descent, ZERO, 3)
     z_QK = directions_of(descent.header, 3)
-    expected = [perturbed(W_BASE, ZERO, -20, z_K, sign * 1e-2) for z_K in z_QK for sign in (1, -1)]
+    expected = [perturbed(W_BASE, ZERO, -20, z_K, sign * 1e-2) for z_K in z_QK for sign in signs]
     assert np.array_equal(engine.asked_VK, expected)
-
-
-def test_one_sided_asks_for_one_variant_of_each_query() -> None:
-    engine, descent = quadratic(), kind_descent(EstimatorKind.ONE_SIDED, queries=5)
-    estimate(engine, BATCH, descent, ZERO, 3)
-    z_QK = directions_of(descent.header, 3)
-    assert np.array_equal(engine.asked_VK, [perturbed(W_BASE, ZERO, -20, z_K, 1e-2) for z_K in z_QK])
 
 
 def test_a_loss_that_all_directions_share_does_not_move_a_one_sided_step() -> None:
@@ -139,20 +133,8 @@ def test_split_asks_for_groups_that_agree_in_the_lower_block() -> None:
 def test_split_takes_equations_6_and_8_with_a_scalar_for_each_direction() -> None:
     fields = kind_fields(EstimatorKind.SPLIT, lower=1, upper=4)
     loss, g_Q = estimate(
-        FixedEngine(POWERS, k=K),
-        BATCH,
-        kind_descent(EstimatorKind.SPLIT, **fields, epsilon=0.5),
-        ZERO,
-        0,
+        FixedEngine(POWERS, k=K), BATCH, kind_descent(EstimatorKind.SPLIT, **fields, epsilon=0.5), ZERO, 0
     )
     # Lower: (mean of the first four - mean of the last four) / (2 * 0.5); upper: differences of pairs
     assert g_Q.tolist() == [3.75 - 60.0, 1 - 2, 4 - 8, 16 - 32, 64 - 128]
     assert loss == 255 / 8
-
-
-def test_split_gives_each_direction_of_a_block_zeros_outside_of_it() -> None:
-    header: LogHeader = kind_descent(EstimatorKind.SPLIT).header
-    z_QK = directions_of(header, 0)
-    assert [queries for queries, _ in header.blocks()] == [slice(0, 2), slice(2, 10)]
-    assert not z_QK[:2, 12:].any() and z_QK[:2, :12].all()
-    assert not z_QK[2:, :12].any() and z_QK[2:, 12:].all()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,36 +74,24 @@ def split(**changes: Any) -> dict[str, Any]:
     [
         {"package_digest": "sha256:abc"},
         {"mask_digest": "md5:" + "0" * 64},
-        {"seed": 2**64},
-        {"seed": -1},
-        {"queries": 0},
-        {"queries": 1025},
+        *({"seed": bad} for bad in (2**64, -1)),
+        *({"queries": bad} for bad in (0, 1025)),
         {"estimator": EstimatorKind.SKETCH},
         {"directions": DirectionKind.GROUPS},
         {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS, "queries": 8193},
         {"queries": 1, "estimator": EstimatorKind.ONE_SIDED},
-        {"epsilon": 0.0},
-        {"epsilon": float("nan")},
-        {"learning_rate": float("inf")},
-        {"total_steps": 0},
-        {"total_steps": 2**24 + 1},
-        {"step_unit_exponent": -150},
-        {"step_unit_exponent": 65},
-        {"counts": ()},
-        {"counts": (0, 0)},
-        {"counts": (-1, 5)},
-        {"counts": (2**32 - 1, 2**32 - 1)},
+        *({"epsilon": bad} for bad in (0.0, math.nan)),
+        {"learning_rate": math.inf},
+        *({"total_steps": bad} for bad in (0, 2**24 + 1)),
+        *({"step_unit_exponent": bad} for bad in (-150, 65)),
+        *({"counts": bad} for bad in ((), (0, 0), (-1, 5), (2**32 - 1, 2**32 - 1))),
         {"split": BlockSplit(first_upper_tensor=2, lower_queries=1)},
         {"estimator": EstimatorKind.SPLIT, "queries": 3},
-        split() | {"queries": 2},
-        split() | {"queries": 4},
-        split(first_upper_tensor=0),
-        split(first_upper_tensor=3),
+        *(split() | {"queries": bad} for bad in (2, 4)),
+        *(split(first_upper_tensor=bad) for bad in (0, 3)),
         split(lower_queries=0),
-        split() | {"counts": (0, 0, 147)},
-        split() | {"counts": (130, 17, 0)},
-        {"exponents": ExponentsUse(digest=DIGEST, largest=1, sum_of_squares=K - 1)},
-        {"exponents": ExponentsUse(digest=DIGEST, largest=1, sum_of_squares=K * 4**15 + 1)},
+        *(split() | {"counts": bad} for bad in ((0, 0, 147), (130, 17, 0))),
+        *({"exponents": replace(EXPONENTS, sum_of_squares=bad)} for bad in (K - 1, K * 4**15 + 1)),
     ],
 )
 def test_a_header_outside_the_limits_cannot_be_made(changes: dict[str, Any]) -> None:
@@ -121,18 +110,11 @@ def test_names_become_members_and_unknown_ones_are_refused() -> None:
 @pytest.mark.parametrize(
     ("part", "field", "bad"),
     [
-        ("exponents", "digest", None),
-        ("exponents", "digest", "sha256:abc"),
-        ("exponents", "largest", 0),
-        ("exponents", "largest", 16),
-        ("exponents", "largest", True),
-        ("exponents", "sum_of_squares", "588"),
-        ("exponents", "sum_of_squares", 588.0),
-        ("exponents", "unknown", 1),
-        ("split", "first_upper_tensor", "2"),
-        ("split", "lower_queries", -1),
-        ("split", "lower_queries", 10**30),
-        ("split", "unknown", 1),
+        *(("exponents", "digest", bad) for bad in (None, "sha256:abc")),
+        *(("exponents", "largest", bad) for bad in (0, 16, True)),
+        *(("exponents", "sum_of_squares", bad) for bad in ("588", 588.0)),
+        *(("exponents", "unknown", 1), ("split", "unknown", 1), ("split", "first_upper_tensor", "2")),
+        *(("split", "lower_queries", bad) for bad in (-1, 10**30)),
     ],
 )
 def test_bytes_with_a_part_outside_the_limits_are_refused(part: str, field: str, bad: object) -> None:
@@ -163,19 +145,12 @@ def test_sigma_and_bound_are_those_of_the_directions() -> None:
     assert (scaled.sigma, scaled.bound) == (math.sqrt(588 / K), 4)
 
 
-def test_a_log_of_another_package_mask_or_shape_is_refused() -> None:
+@pytest.mark.parametrize("wrong", ["package_digest", "mask_digest", "counts"])
+def test_a_log_of_another_package_mask_or_shape_is_refused(wrong: str) -> None:
     header = make_header()
-    right = {
-        "package_digest": header.package_digest,
-        "mask_digest": header.mask_digest,
-        "counts": header.counts,
+    right: dict[str, Any] = {
+        name: getattr(header, name) for name in ("package_digest", "mask_digest", "counts")
     }
-    header.check_binding(**right)  # type: ignore[arg-type]
-    for wrong in (
-        {"package_digest": header.mask_digest},
-        {"mask_digest": header.package_digest},
-        {"counts": (147,)},
-    ):
-        with pytest.raises(PackageError) as caught:
-            header.check_binding(**(right | wrong))  # type: ignore[arg-type]
-        assert caught.value.code == "log-binding"
+    header.check_binding(**right)
+    with pytest.raises(PackageError, match="log-binding"):
+        header.check_binding(**right | {wrong: (147,) if wrong == "counts" else DIGEST})
