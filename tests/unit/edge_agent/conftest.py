@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from permille.package.reader import Package
+from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import Connection
-from permille_agent.link.enrolment import Enrolment, enroll
+from permille_agent.link.enrolment import Enrolment, enroll, open_api
 from permille_agent.state.home import Home, open_home
 from tests.device_service import INVITATION, DeviceService, serving
 from tests.packages import tiny_package
@@ -43,3 +44,11 @@ def fast_connection(server: str, ca_file: Path | None) -> Connection:
 def enrolment(home: Home, service: DeviceService) -> Enrolment:
     """This device, enrolled with `service`."""
     return enroll(home, service.url, INVITATION, connection=fast_connection)
+
+
+@pytest.fixture
+def api(home: Home, enrolment: Enrolment) -> Iterator[DeviceApi]:
+    """The service, as the enrolled device."""
+    opened = open_api(home, connection=fast_connection)
+    with opened.connection:
+        yield opened

@@ -45,6 +45,11 @@ def connection(service: DeviceService, waits: Waits) -> Iterator[Connection]:
         yield opened
 
 
+def ask_nonce(connection: Connection, **options: int) -> None:
+    """A request that any device may make."""
+    connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"}, **options)
+
+
 @pytest.mark.parametrize(
     "server",
     [
@@ -86,7 +91,7 @@ def test_what_may_succeed_later_is_tried_again(
     service: DeviceService, connection: Connection, waits: Waits, status: int
 ) -> None:
     service.faults = [Fault(path="nonces", status=status, times=2)]
-    connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    ask_nonce(connection)
     assert [answered for *_, answered in service.requests] == [status, status, 201]
     assert len(waits.seconds) == 2
 
@@ -97,7 +102,7 @@ def test_waits_grow_and_are_spread(service: DeviceService, waits: Waits) -> None
         Connection(service.url, sleep=waits, rng=random.Random(1), attempts=6) as connection,
         pytest.raises(ServiceUnavailableError),
     ):
-        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+        ask_nonce(connection)
     assert len(waits.seconds) == 5
     assert all(wait <= 0.5 * 2**number for number, wait in enumerate(waits.seconds))
     assert len(set(waits.seconds)) == 5
@@ -107,7 +112,7 @@ def test_retry_after_in_seconds_is_honoured(
     service: DeviceService, connection: Connection, waits: Waits
 ) -> None:
     service.faults = [Fault(path="nonces", status=429, headers={"retry-after": "7"})]
-    connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    ask_nonce(connection)
     assert len(waits.seconds) == 1
     assert 7.0 <= waits.seconds[0] <= 8.0
 
@@ -117,7 +122,7 @@ def test_a_long_retry_after_is_handed_to_the_caller(
 ) -> None:
     service.faults = [Fault(path="nonces", status=503, headers={"retry-after": "3600"})]
     with pytest.raises(ServiceUnavailableError) as busy:
-        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+        ask_nonce(connection)
     assert busy.value.retry_after_s == 3600.0
     assert waits.seconds == []
 
@@ -126,7 +131,7 @@ def test_retry_after_as_a_date_is_understood(service: DeviceService, connection:
     when = format_datetime(datetime.now(UTC) + timedelta(hours=2), usegmt=True)
     service.faults = [Fault(path="nonces", status=503, headers={"retry-after": when})]
     with pytest.raises(ServiceUnavailableError) as busy:
-        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+        ask_nonce(connection)
     assert busy.value.retry_after_s is not None
     assert 7000 < busy.value.retry_after_s <= 7200
 
@@ -149,13 +154,13 @@ def test_a_redirect_is_not_followed(service: DeviceService, connection: Connecti
         Fault(path="nonces", status=307, headers={"location": "https://elsewhere.example.org/"})
     ]
     with pytest.raises(OperatorError, match="307"):
-        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+        ask_nonce(connection)
 
 
 def test_an_endless_answer_is_cut(service: DeviceService, connection: Connection) -> None:
     service.faults = [Fault(path="nonces", status=200, body=b"x" * 5000)]
     with pytest.raises(OperatorError, match="at most 1000 bytes"):
-        connection.call("POST", "/v1/device-tokens/nonces", body={}, limit_bytes=1000)
+        ask_nonce(connection, limit_bytes=1000)
 
 
 def test_an_error_page_that_is_no_problem_document_is_still_an_error(
@@ -163,7 +168,7 @@ def test_an_error_page_that_is_no_problem_document_is_still_an_error(
 ) -> None:
     service.faults = [Fault(path="nonces", status=400, body=b"<html>\xff" * 10)]
     with pytest.raises(RequestRefusedError) as refused:
-        connection.call("POST", "/v1/device-tokens/nonces", body={})
+        ask_nonce(connection)
     assert refused.value.problem == ""
 
 
@@ -188,7 +193,7 @@ def test_no_server_is_try_later(waits: Waits) -> None:
 def test_a_request_says_no_more_than_the_contract(
     service: DeviceService, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+    ask_nonce(connection)
     head, _, body = service.traffic[0].partition(b"\n\n")
     headers = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
     assert {name.lower() for name in headers} == {
@@ -209,7 +214,7 @@ def test_proxies_and_netrc_of_the_environment_are_not_used(
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with Connection(service.url, sleep=Waits()) as connection:
-        connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"})
+        ask_nonce(connection)
     assert b"uthorization" not in service.traffic[0]
 
 

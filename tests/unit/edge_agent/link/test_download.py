@@ -1,10 +1,10 @@
 """Downloads: whatever happens on the way, the blob is either absent or right, and nothing comes twice."""
 
 import errno
-import hashlib
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from permille.package.blobs import BlobFolder
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.download import Download
-from permille_agent.link.enrolment import Enrolment, open_api
 from permille_agent.state.home import Home
 from tests.device_service import DeviceService, Fault, serving
-from tests.unit.edge_agent.conftest import fast_connection
 
 PACKAGE = "sha256:" + "0" * 64
 DATA = random.Random(7).randbytes(100_000)
@@ -34,204 +32,168 @@ def service(tmp_path: Path) -> Iterator[DeviceService]:
         yield running
 
 
+@dataclass(frozen=True)
+class Device:
+    """An enrolled device that downloads the blob."""
+
+    home: Home
+    api: DeviceApi
+
+    def download(self, **changes: Any) -> None:
+        """The blob into the home folder."""
+        asked: dict[str, Any] = {
+            "package_digest": PACKAGE,
+            "digest": DIGEST,
+            "size_bytes": len(DATA),
+            **changes,
+        }
+        Download(self.api, self.blobs, self.home.partial, **asked).run()
+
+    @property
+    def blobs(self) -> BlobFolder:
+        return BlobFolder(self.home.blobs)
+
+    @property
+    def part(self) -> Path:
+        """Where the unfinished blob lies."""
+        return self.home.partial / f"{DIGEST.removeprefix('sha256:')}.part"
+
+    @property
+    def etag(self) -> Path:
+        return self.part.with_suffix(".etag")
+
+
 @pytest.fixture
-def api(home: Home, enrolment: Enrolment) -> Iterator[DeviceApi]:
-    """The service, as the enrolled device."""
-    opened = open_api(home, connection=fast_connection)
-    with opened.connection:
-        yield opened
+def device(home: Home, api: DeviceApi) -> Device:
+    return Device(home, api)
 
 
-def download(home: Home, api: DeviceApi, **changes: Any) -> Download:
-    """A download of the blob into the home folder."""
-    arguments: dict[str, Any] = {
-        "package_digest": PACKAGE,
-        "digest": DIGEST,
-        "size_bytes": len(DATA),
-        **changes,
-    }
-    return Download(api, BlobFolder(home.blobs), home.partial, **arguments)
-
-
-def part(home: Home) -> Path:
-    """Where the unfinished blob lies."""
-    return home.partial / f"{DIGEST.removeprefix('sha256:')}.part"
-
-
-def installed(home: Home) -> bytes:
-    """The blob's bytes."""
-    return BlobFolder(home.blobs).path(DIGEST).read_bytes()
-
-
-def test_a_blob_arrives_and_leaves_nothing_behind(home: Home, api: DeviceApi) -> None:
-    download(home, api).run()
-    assert installed(home) == DATA
-    assert list(home.partial.iterdir()) == []
-
-
-def test_a_blob_that_is_here_is_not_asked_for(home: Home, api: DeviceApi, service: DeviceService) -> None:
-    BlobFolder(home.blobs).put_bytes(DATA)
+def test_a_blob_arrives_once_and_leaves_nothing_behind(device: Device, service: DeviceService) -> None:
+    device.download()
+    assert device.blobs.path(DIGEST).read_bytes() == DATA
+    assert list(device.home.partial.iterdir()) == []
     asked = len(service.requests)
-    download(home, api).run()
+    device.download()
     assert len(service.requests) == asked
 
 
-def test_a_cut_connection_is_continued_where_it_broke(
-    home: Home, api: DeviceApi, service: DeviceService
+CUT = Fault(path="blobs", cut_after=40_000)
+BUSY = {"retry-after": "1"}
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault(path="blobs", cut_after=4_000, times=20)],
+        [Fault(path="blobs", cut_after=50_000), Fault(path="blobs", ignore_range=True)],
+        [Fault(path="blobs", flip_byte=77_777)],
+        [Fault(path="blobs", status=503, headers=BUSY), CUT, Fault(path="blobs", status=429)],
+        [CUT, Fault(path="blobs", status=401)],
+    ],
+    ids=["many cuts", "a server that ignores ranges", "wrong bytes once", "a busy server", "an ended token"],
+)
+def test_what_goes_wrong_on_the_way_costs_bytes_only(
+    device: Device, service: DeviceService, faults: list[Fault]
 ) -> None:
+    service.faults = [replace(fault) for fault in faults]
+    added: list[int] = []
+    device.download(progress=added.append)
+    assert device.blobs.path(DIGEST).read_bytes() == DATA
+    assert sum(added) == len(DATA)
+    assert not any(fault.times for fault in service.faults)
+    if service.faults[-1].ignore_range:
+        assert min(added) == -50_000
+
+
+def test_a_cut_connection_is_continued_where_it_broke(device: Device, service: DeviceService) -> None:
     service.faults = [Fault(path="blobs", cut_after=n) for n in (10_000, 20_000, 1, 30_000)]
-    download(home, api).run()
-    assert installed(home) == DATA
+    device.download()
+    assert device.blobs.path(DIGEST).read_bytes() == DATA
     starts = [int(text.removeprefix("bytes=").rstrip("-") or 0) for text in service.ranges]
     assert starts == [0, 10_000, 30_000, 30_001, 60_001]
     assert service.blob_bytes_sent == len(DATA)
 
 
-def test_many_cuts_are_no_failure_as_long_as_bytes_come(
-    home: Home, api: DeviceApi, service: DeviceService
-) -> None:
-    service.faults = [Fault(path="blobs", cut_after=4_000, times=20)]
-    download(home, api).run()
-    assert installed(home) == DATA
-
-
 def test_a_connection_that_brings_nothing_is_given_up_and_keeps_the_part(
-    home: Home, api: DeviceApi, service: DeviceService
+    device: Device, service: DeviceService
 ) -> None:
     service.faults = [Fault(path="blobs", cut_after=10_000), Fault(path="blobs", cut_after=0, times=99)]
     with pytest.raises(ServiceUnavailableError):
-        download(home, api).run()
-    assert part(home).read_bytes() == DATA[:10_000]
+        device.download()
+    assert device.part.read_bytes() == DATA[:10_000]
     service.faults = []
-    download(home, api).run()
-    assert installed(home) == DATA
+    device.download()
+    assert device.blobs.path(DIGEST).read_bytes() == DATA
     assert service.blob_bytes_sent == len(DATA)
 
 
-def test_a_server_that_ignores_ranges_costs_bytes_only(
-    home: Home, api: DeviceApi, service: DeviceService
+@pytest.mark.parametrize(
+    ("size", "etag"),
+    [(5_000, '"another"'), (5_000, None), *((n, f'"{DIGEST}"') for n in (4_096, 100_000, 100_001, 250_000))],
+)
+def test_a_part_that_is_not_of_this_blob_is_found_out(
+    device: Device, service: DeviceService, size: int, etag: str | None
 ) -> None:
-    service.faults = [Fault(path="blobs", cut_after=50_000), Fault(path="blobs", ignore_range=True)]
-    download(home, api).run()
-    assert installed(home) == DATA
+    device.part.write_bytes(b"?" * size)
+    if etag:
+        device.etag.write_text(etag)
+    device.download()
+    assert device.blobs.path(DIGEST).read_bytes() == DATA
+    if etag == '"another"':
+        assert service.blob_bytes_sent == len(DATA)
 
 
-def test_a_part_of_another_representation_is_not_continued(
-    home: Home, api: DeviceApi, service: DeviceService
+@pytest.mark.parametrize(
+    ("code", "fault"), [("blob-digest", {"flip_byte": 77_777}), ("blob-size", {"extra": b"x" * 1_000_000})]
+)
+def test_wrong_bytes_twice_are_refused(
+    device: Device, service: DeviceService, code: str, fault: dict[str, Any]
 ) -> None:
-    part(home).write_bytes(b"?" * 5_000)
-    part(home).with_suffix(".etag").write_text('"another"')
-    download(home, api).run()
-    assert installed(home) == DATA
-    assert service.blob_bytes_sent == len(DATA)
-
-
-def test_a_part_without_its_tag_is_fetched_again(home: Home, api: DeviceApi) -> None:
-    part(home).write_bytes(b"?" * 5_000)
-    download(home, api).run()
-    assert installed(home) == DATA
-
-
-@pytest.mark.parametrize("size", [4_096, 100_000, 100_001, 250_000])
-def test_a_damaged_part_is_found_out_by_the_digest(home: Home, api: DeviceApi, size: int) -> None:
-    part(home).write_bytes(b"?" * size)
-    part(home).with_suffix(".etag").write_text(f'"{DIGEST}"')
-    download(home, api).run()
-    assert installed(home) == DATA
-
-
-def test_wrong_bytes_once_are_fetched_again(home: Home, api: DeviceApi, service: DeviceService) -> None:
-    service.faults = [Fault(path="blobs", flip_byte=77_777)]
-    download(home, api).run()
-    assert installed(home) == DATA
-
-
-def test_wrong_bytes_twice_are_refused(home: Home, api: DeviceApi, service: DeviceService) -> None:
-    service.faults = [Fault(path="blobs", flip_byte=77_777, times=2)]
+    service.faults = [Fault(path="blobs", times=2, **fault)]
     with pytest.raises(PackageError) as refused:
-        download(home, api).run()
-    assert refused.value.code == "blob-digest"
-    assert not BlobFolder(home.blobs).has(DIGEST)
-    assert not part(home).exists()
+        device.download()
+    assert refused.value.code == code
+    assert not device.blobs.has(DIGEST)
+    assert not device.part.exists()
 
 
-def test_more_bytes_than_the_manifest_names_are_refused(
-    home: Home, api: DeviceApi, service: DeviceService
-) -> None:
-    service.faults = [Fault(path="blobs", extra=b"x" * 1_000_000, times=2)]
-    with pytest.raises(PackageError) as refused:
-        download(home, api).run()
-    assert refused.value.code == "blob-size"
-    assert not part(home).exists()
-
-
-def test_fewer_bytes_than_the_manifest_names_are_never_installed(home: Home, api: DeviceApi) -> None:
+def test_fewer_bytes_than_the_manifest_names_are_never_installed(device: Device) -> None:
     with pytest.raises(PackageError, match="blob-size: expected 100001 bytes"):
-        download(home, api, size_bytes=len(DATA) + 1).run()
-    assert not BlobFolder(home.blobs).has(DIGEST)
+        device.download(size_bytes=len(DATA) + 1)
+    assert not device.blobs.has(DIGEST)
 
 
-def test_a_busy_server_is_waited_for(home: Home, api: DeviceApi, service: DeviceService) -> None:
-    service.faults = [
-        Fault(path="blobs", status=503, headers={"retry-after": "1"}),
-        Fault(path="blobs", cut_after=40_000),
-        Fault(path="blobs", status=429),
-    ]
-    download(home, api).run()
-    assert installed(home) == DATA
-
-
-def test_a_long_pause_is_handed_to_the_caller(home: Home, api: DeviceApi, service: DeviceService) -> None:
-    service.faults = [
-        Fault(path="blobs", cut_after=40_000),
-        Fault(path="blobs", status=503, headers={"retry-after": "7200"}),
-    ]
-    with pytest.raises(ServiceUnavailableError) as busy:
-        download(home, api).run()
-    assert busy.value.retry_after_s == 7200.0
-    assert part(home).stat().st_size == 40_000
-
-
-def test_a_token_that_ends_in_the_middle_is_renewed(
-    home: Home, api: DeviceApi, service: DeviceService
-) -> None:
-    service.faults = [Fault(path="blobs", cut_after=40_000), Fault(path="blobs", status=401)]
-    download(home, api).run()
-    assert installed(home) == DATA
+def test_a_long_pause_is_handed_to_the_caller(device: Device, service: DeviceService) -> None:
+    busy = Fault(path="blobs", status=503, headers={"retry-after": "7200"})
+    service.faults = [Fault(path="blobs", cut_after=40_000), busy]
+    with pytest.raises(ServiceUnavailableError) as refused:
+        device.download()
+    assert refused.value.retry_after_s == 7200.0
+    assert device.part.stat().st_size == 40_000
 
 
 def test_a_full_disk_keeps_what_was_downloaded(
-    home: Home, api: DeviceApi, service: DeviceService, monkeypatch: pytest.MonkeyPatch
+    device: Device, service: DeviceService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.faults = [Fault(path="blobs", cut_after=40_000)]
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     real_open = Path.open
 
     def open_full(self: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
         if mode == "ab" and self.exists() and self.stat().st_size:
-            raise full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real_open(self, mode, *rest, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", open_full)
         with pytest.raises(OperatorError, match="full; the download is kept"):
-            download(home, api).run()
-    assert part(home).read_bytes() == DATA[:40_000]
-    download(home, api).run()
-    assert installed(home) == DATA
+            device.download()
+    assert device.part.read_bytes() == DATA[:40_000]
+    device.download()
+    assert device.blobs.path(DIGEST).read_bytes() == DATA
     assert service.blob_bytes_sent < 2 * len(DATA)
 
 
-def test_an_empty_blob_is_a_blob(home: Home, api: DeviceApi, service: DeviceService) -> None:
-    empty = "sha256:" + hashlib.sha256(b"").hexdigest()
-    service.blobs.put_bytes(b"")
-    download(home, api, digest=empty, size_bytes=0).run()
-    assert BlobFolder(home.blobs).size(empty) == 0
-
-
-def test_progress_adds_up_to_the_size(home: Home, api: DeviceApi, service: DeviceService) -> None:
-    service.faults = [Fault(path="blobs", cut_after=50_000), Fault(path="blobs", ignore_range=True)]
-    added: list[int] = []
-    download(home, api, progress=added.append).run()
-    assert sum(added) == len(DATA)
-    assert min(added) == -50_000
+def test_an_empty_blob_is_a_blob(device: Device, service: DeviceService) -> None:
+    empty = service.blobs.put_bytes(b"")
+    device.download(digest=empty, size_bytes=0)
+    assert device.blobs.size(empty) == 0

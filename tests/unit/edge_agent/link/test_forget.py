@@ -1,7 +1,6 @@
 """Erasing: everything but a short list, overwritten first, and told to the service when it can be."""
 
 import os
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille_agent.link.api import DeviceApi, load_identity
 from permille_agent.link.client import ServiceUnavailableError
-from permille_agent.link.enrolment import Enrolment, load_enrolment, open_api
+from permille_agent.link.enrolment import Enrolment, load_enrolment
 from permille_agent.link.forget import PROMISE, forget, unenroll
 from permille_agent.link.pull import pull
 from permille_agent.link.report import deliver, enqueue, read_reports
@@ -20,19 +19,10 @@ from permille_agent.state.choices import add_references, read_references, set_sh
 from permille_agent.state.home import Home
 from permille_agent.state.models import active_model, installed_release, read_releases
 from tests.device_service import DeviceService, Fault
-from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
 
 SECRET = b"a secret of the user"
 NOW_S = 1_800_000_000
-
-
-@pytest.fixture
-def api(home: Home, enrolment: Enrolment) -> Iterator[DeviceApi]:
-    """The service, as the enrolled device."""
-    opened = open_api(home, connection=fast_connection)
-    with opened.connection:
-        yield opened
 
 
 def use(home: Home, user_file: Path) -> list[Path]:
