@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -45,7 +46,7 @@ def connection(service: DeviceService, waits: Waits) -> Iterator[Connection]:
         yield opened
 
 
-def ask_nonce(connection: Connection, **options: int) -> None:
+def ask_nonce(connection: Connection, **options: Any) -> None:
     """A request that any device may make."""
     connection.call("POST", "/v1/device-tokens/nonces", body={"device_id": "d"}, **options)
 
