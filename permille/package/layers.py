@@ -5,6 +5,7 @@ The same tensors in the same order give the same bytes. Reading is in `reader`; 
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,15 +150,18 @@ def quant_state(shape: tuple[int, int], group_size: int) -> bytes:
 
 def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTensor) -> None:
     scales = np.asarray(quantized.scales, "<f4")
-    if quantized.scheme is Scheme.INT4:
-        writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
-        writer.add(name + SCALES, "F32", scales.shape, scales)
-        return
-    state = np.frombuffer(quant_state(quantized.shape, quantized.group_size), np.uint8)
-    writer.add(name, "U8", (quantized.packed.size, 1), quantized.packed)
-    writer.add(name + ABSMAX, "F32", scales.shape, scales)
-    writer.add(name + QUANT_MAP, "F32", NF4_CODES.shape, NF4_CODES)
-    writer.add(name + QUANT_STATE, "U8", state.shape, state)
+    match quantized.scheme:
+        case Scheme.INT4:
+            writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
+            writer.add(name + SCALES, "F32", scales.shape, scales)
+        case Scheme.NF4:
+            state = np.frombuffer(quant_state(quantized.shape, quantized.group_size), np.uint8)
+            writer.add(name, "U8", (quantized.packed.size, 1), quantized.packed)
+            writer.add(name + ABSMAX, "F32", scales.shape, scales)
+            writer.add(name + QUANT_MAP, "F32", NF4_CODES.shape, NF4_CODES)
+            writer.add(name + QUANT_STATE, "U8", state.shape, state)
+        case other:
+            assert_never(other)
 
 
 def _layer(role: Role, blob: tuple[str, int], path: str | None = None) -> Layer:

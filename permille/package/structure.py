@@ -1,7 +1,7 @@
 """What the layers of a package must hold, by its manifest and its config."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +51,15 @@ def _dense_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in manifest.tensors:
         packed, scales = packed_size(tensor.shape), scales_shape(scheme, tensor.shape, group_size)
-        if scheme is Scheme.INT4:
-            shapes |= {tensor.name: (packed,), tensor.name + SCALES: scales}
-            continue
-        state = (len(quant_state(tensor.shape, group_size)),)
-        shapes |= {tensor.name: (packed, 1), tensor.name + ABSMAX: scales}
-        shapes |= {tensor.name + QUANT_MAP: (16,), tensor.name + QUANT_STATE: state}
+        match scheme:
+            case Scheme.INT4:
+                shapes |= {tensor.name: (packed,), tensor.name + SCALES: scales}
+            case Scheme.NF4:
+                state = (len(quant_state(tensor.shape, group_size)),)
+                shapes |= {tensor.name: (packed, 1), tensor.name + ABSMAX: scales}
+                shapes |= {tensor.name + QUANT_MAP: (16,), tensor.name + QUANT_STATE: state}
+            case other:
+                assert_never(other)
     return shapes
 
 

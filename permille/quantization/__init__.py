@@ -30,11 +30,13 @@ def quantize(
         InputError: NaN or infinity, shapes that disagree, a scheme that does not exist, or a group size that
             it lacks.
     """
-    if choice_of(Scheme, scheme, "a scheme") is Scheme.NF4:
-        if group_size != nf4.BLOCK_SIZE:
-            raise InputError(f"expected group size {nf4.BLOCK_SIZE} for nf4, got {group_size}")
-        return nf4.quantize(w_NK, name=name)
-    return int4.quantize(w_NK, group_size, name=name)
+    match choice_of(Scheme, scheme, "a scheme"):
+        case Scheme.NF4:
+            if group_size != nf4.BLOCK_SIZE:
+                raise InputError(f"expected group size {nf4.BLOCK_SIZE} for nf4, got {group_size}")
+            return nf4.quantize(w_NK, name=name)
+        case Scheme.INT4:
+            return int4.quantize(w_NK, group_size, name=name)
 
 
 def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
@@ -43,11 +45,17 @@ def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
     Raises:
         InputError: as many codes or scales as the shape does not ask for.
     """
-    if quantized.scheme is Scheme.NF4:
-        return nf4.dequantize(quantized)
-    return int4.dequantize(quantized)
+    match quantized.scheme:
+        case Scheme.NF4:
+            return nf4.dequantize(quantized)
+        case Scheme.INT4:
+            return int4.dequantize(quantized)
 
 
 def default_group_size(scheme: Scheme | str) -> int:
     """64 for NF4, 32 for INT4 (ADR 12)."""
-    return nf4.BLOCK_SIZE if choice_of(Scheme, scheme, "a scheme") is Scheme.NF4 else 32
+    match choice_of(Scheme, scheme, "a scheme"):
+        case Scheme.NF4:
+            return nf4.BLOCK_SIZE
+        case Scheme.INT4:
+            return 32

@@ -53,6 +53,8 @@ def packed_size(shape: tuple[int, int]) -> int:
 def scales_shape(scheme: Scheme, shape: tuple[int, int], group_size: int) -> tuple[int, ...]:
     """Shape of the scales: NF4 [B] flat blocks, INT4 [N, G] groups of a row."""
     rows, columns = shape
-    if choice_of(Scheme, scheme, "a scheme") is Scheme.NF4:
-        return (-(-rows * columns // group_size),)
-    return (rows, -(-columns // group_size))
+    match choice_of(Scheme, scheme, "a scheme"):
+        case Scheme.NF4:
+            return (-(-rows * columns // group_size),)
+        case Scheme.INT4:
+            return (rows, -(-columns // group_size))

@@ -258,4 +258,4 @@ def _no_step(stopped: Stop) -> str:
             return "too many steps had a loss that is not finite, with every step size that was tried"
         case Stop.DIVERGED:
             return "the loss grew with every step size that was tried"
-    return "no state was better than the base on the select split"
+    return "no state was better than where training began, on the select split"

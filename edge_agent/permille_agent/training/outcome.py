@@ -19,6 +19,7 @@ from permille.schemas.runs import (
     Outcome,
     RunMetrics,
 )
+from permille.zo.header import EstimatorKind
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.preparation import Prepared, Split
 from permille_agent.text.reading import DataReport
@@ -180,6 +181,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         counts = {split: number.tokens for split, number in facts.prepared.counts.items()}
     decision, log = facts.decision, facts.log
     against_base = decision.against_base if decision else None
+    perturbs = facts.options.estimator is not EstimatorKind.SKETCH
     device = facts.engine.device.partition(":")[0] if facts.engine else "cpu"
     return RunMetrics(
         package_digest=facts.release.manifest_digest,
@@ -200,14 +202,14 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         improvement_low=against_base.low if against_base else None,
         improvement_high=against_base.high if against_base else None,
         learning_rate=log.learning_rate,
-        epsilon=facts.plan.epsilon if facts.plan else 0.0,
+        epsilon=facts.plan.epsilon if facts.plan and perturbs else 0.0,
         step_unit_exponent=log.step_unit_exponent,
         k=facts.k,
         peak_rss_bytes=peak_rss_bytes(),
         log_bytes=log.log_bytes,
         state_digest=log.state_digest,
         agent_version=__version__,
-        engine=EngineName(facts.engine.name) if facts.engine else EngineName.TORCH,
+        engine=EngineName(facts.engine.name) if facts.engine else EngineName.LIGHT,
         operating_system=_SYSTEMS.get(platform.system(), OperatingSystem.OTHER),
         machine=_MACHINES.get(platform.machine(), Machine.OTHER),
         accelerator=Accelerator(device) if device in set(Accelerator) else Accelerator.OTHER,

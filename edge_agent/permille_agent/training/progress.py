@@ -75,7 +75,7 @@ class Standing:
         if self.loss is not None:
             parts.append(f"loss {self.loss:.3f}")
         if self.held_out is not None and self.base is not None:
-            parts.append(f"held out {self.held_out:.3f} (base {self.base:.3f})")
+            parts.append(f"held out {self.held_out:.3f} (first {self.base:.3f})")
         if self.seconds_left is not None:
             parts.append(f"{_duration(self.seconds_left)} left")
         return ", ".join(parts)[:LINE_COLUMNS]

@@ -152,7 +152,7 @@ def train(run: Run, plan: Plan) -> SelectedState:
         begun = run.folder.begun(number)
         if steps < 1 or (not begun and run.clock.passed(number, 0, plan.limit_s)):
             break
-        run.progress.phase(f"steps too long ({descents[-1].stopped}): starting again with half of them")
+        run.progress.phase(f"steps too long ({descents[-1].stopped}): starting again with steps half as long")
         descents.append(_DescentLoop(run, plan, number, steps).train())
     best = min(descents, key=lambda selected: (selected.loss, -selected.descent))
     return replace(best, stopped=descents[-1].stopped)

@@ -48,7 +48,7 @@ class SweepReport:
 def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None = None) -> Claim | None:
     """Take the oldest queued job, or the one named. None when there is none to take (or another worker won).
 
-    Builds are never claimed: see `permille.store.builds`.
+    Builds are never claimed: see `permille.store.jobs.builds`.
     """
     at = now(session)
     query = (

@@ -29,7 +29,7 @@ def _told(console: Console, home: Home) -> None:
 
 def test_a_line_fits_80_columns_and_says_step_total_losses_and_time() -> None:
     line = replace(STANDING, seconds_left=134.0).line()
-    assert line == "step 132 of 400, loss 4.612, held out 4.700 (base 4.912), 2 min left"
+    assert line == "step 132 of 400, loss 4.612, held out 4.700 (first 4.912), 2 min left"
     longest = Standing(
         pid=1, step=999_999, total=999_999, loss=19.0, held_out=19.0, base=19.0, seconds_left=9e9
     )
@@ -42,11 +42,11 @@ def test_a_terminal_shows_one_line_and_other_outputs_now_and_then_a_plain_one(ho
     _told(Console(file=terminal, force_terminal=True, width=80), home)
     _told(Console(file=file, width=80), home)
 
-    assert "\r\x1b[Kstep 8 of 8, loss 4.250, held out 4.500 (base 5.000), 0 s left" in terminal.getvalue()
+    assert "\r\x1b[Kstep 8 of 8, loss 4.250, held out 4.500 (first 5.000), 0 s left" in terminal.getvalue()
     assert terminal.getvalue().count("\n") == 1
     assert file.getvalue().splitlines() == [
         "looking at the text",
-        "step 3 of 8, loss 4.250, held out 5.000 (base 5.000)",
+        "step 3 of 8, loss 4.250, held out 5.000 (first 5.000)",
     ]
 
 
