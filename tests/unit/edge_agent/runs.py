@@ -1,21 +1,27 @@
 """What the tests of runs share: a home with an installed tiny package, a user's text, quick options."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
 from permille.package.reader import Package
 from permille.zo.header import EstimatorKind
 from permille_agent.state.home import Home, open_home
-from permille_agent.state.models import InstalledRelease, record_installed
+from permille_agent.state.models import Active, InstalledRelease, active_model, record_installed
 from permille_agent.text.preparation import prepare
 from permille_agent.text.reading import read_documents
 from permille_agent.text.tokens import package_tokenizer
 from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.outcome import RunResult
+from permille_agent.training.personal import model_values
+from permille_agent.training.plan import Plan, make_plan
 from permille_agent.training.run import Run, RunClock, RunFolder
+from permille_agent.training.steps import SelectedState, train
 from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
 from tests.packages import sentences, tiny_package
@@ -23,6 +29,12 @@ from tests.packages import sentences, tiny_package
 QUICK = TrainOptions(
     estimator=EstimatorKind.ONE_SIDED, seed=0, steps=12, queries=4, batch_rows=2, row_tokens=32
 )
+
+Begin = Callable[..., Run]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
 
 
 def home_with_package(root: Path, *, seed: int = 0, version: int = 1) -> tuple[Home, Package]:
@@ -64,3 +76,44 @@ def train_quickly(home: Home, data_paths: Sequence[Path], **changes: Any) -> Run
     options = {name: changes.pop(name) for name in list(changes) if name in TrainOptions.__dataclass_fields__}
     context = RunContext(**{"engine_of": bigram_engine, **changes})
     return run_training(home, data_paths, replace(QUICK, **options), context)
+
+
+def plan_and_train(run: Run) -> tuple[Plan, SelectedState]:
+    """What `run` plans and selects."""
+    plan = make_plan(run)
+    return plan, train(run, plan)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A home with a tiny package installed, and what its user wrote."""
+
+    home: Home
+    package: Package
+    text: Path
+
+    def train(self, *more: Path, **changes: Any) -> RunResult:
+        """See `train_quickly`."""
+        return train_quickly(self.home, [self.text, *more], **changes)
+
+    def install(self, version: int, **changes: Any) -> Package:
+        """Another tiny package, as a later version of the release."""
+        package = tiny_package(self.home.blobs, **changes)
+        release = InstalledRelease(name="tiny", version=version, manifest_digest=package.digest)
+        record_installed(self.home, release)
+        return package
+
+    def active(self) -> Active:
+        """The active model."""
+        active = active_model(self.home)
+        assert active is not None
+        return active
+
+    def used_values(self) -> NDArray[np.float32]:
+        """The values of the active model, which is one of `package`."""
+        return model_values(self.home, self.active(), self.package)
+
+
+def device_at(root: Path, text: Path) -> Device:
+    """A device whose home is `root`."""
+    return Device(*home_with_package(root), text)

@@ -34,6 +34,8 @@ OWN_COMMANDS = (
     "enroll", "pull", "status", "report", "share-log", "unenroll", "run", "install-service", "policy", "data",
     "rollback", "reset", "forget",
 )  # fmt: skip
+MODEL_COMMANDS = ("train", "compare", "generate", "chat", "serve", "export")
+AWAY = Fault(path="/v1/", status=503, headers={"retry-after": "600"}, times=99)
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,23 @@ def enrolled(agent: Agent, service: DeviceService) -> Iterator[Agent]:
 def test_enroll_pull_status_tell_what_they_did(
     agent: Agent, service: DeviceService, package: Package
 ) -> None:
+    # Status needs no network and no enrolment.
+    status = agent("status", "--json")
+    assert (status.code, status.document["enrolment"]) == (0, None)
     enrolled = agent("enroll", service.url, INVITATION, "--name", "kitchen", "--json")
-    assert (enrolled.code, enrolled.document["name"], enrolled.document["release"]) == (
-        0,
-        "kitchen",
-        "tiny-llama",
-    )
+    told = enrolled.document
+    assert (enrolled.code, told["name"], told["release"]) == (0, "kitchen", "tiny-llama")
     pulled = agent("pull", "--json")
     assert (pulled.code, pulled.document["package"], pulled.document["changed"]) == (0, package.digest, True)
-    status = agent("status", "--json").document
-    assert status["enrolment"] == enrolled.document
-    assert set(status["enrolment"]) == {"server", "device_id", "name", "release", "alias", "signing_keys"}
-    assert status["release"] == {"name": "tiny-llama", "version": 1, "package": package.digest}
-    assert status["active"] == {"package": package.digest, "run": None, "personal": False}
-    assert status["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
+    document = agent("status", "--json").document
+    assert document["enrolment"] == told
+    assert set(told) == {"server", "device_id", "name", "release", "alias", "signing_keys"}
+    assert document["release"] == {"name": "tiny-llama", "version": 1, "package": package.digest}
+    assert document["active"] == {"package": package.digest, "run": None, "personal": False}
+    assert document["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
+    shown = agent("status").output
+    for text in (service.url, "tiny-llama (stable)", "version 1", "the base model", "none yet", "0 waiting"):
+        assert text in shown
 
 
 @pytest.mark.parametrize("invitation", ["-" + INVITATION[1:], "--" + INVITATION[2:], "-h" + INVITATION[2:]])
@@ -101,27 +106,9 @@ def test_an_invitation_may_begin_with_a_dash(agent: Agent, service: DeviceServic
     assert agent("enroll", service.url, invitation, "--nmae", "kitchen").code == ExitCode.USAGE
 
 
-def test_status_is_readable_without_json(enrolled: Agent, service: DeviceService) -> None:
-    enrolled("pull")
-    shown = enrolled("status").output
-    for text in (service.url, "tiny-llama (stable)", "version 1", "the base model", "none yet", "0 waiting"):
-        assert text in shown
-
-
-def test_status_needs_no_network_and_no_enrolment(agent: Agent) -> None:
-    status = agent("status", "--json")
-    assert status.code == 0
-    assert status.document["enrolment"] is None
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        (InputError("x"), 3),
-        (PackageError("code", "x"), 4),
-        (RetryableError("x"), 5),
-        (OperatorError("x"), 6),
-    ],
+    [(InputError("x"), 3), (PackageError("code", "x"), 4), (RetryableError("x"), 5), (OperatorError("x"), 6)],
 )
 def test_each_kind_of_error_has_its_exit_code(error: Any, code: int) -> None:
     assert exit_code_of(error) == code
@@ -135,31 +122,22 @@ def test_errors_come_with_their_code_and_as_json(agent: Agent, service: DeviceSe
     assert (error["kind"], error["exit_code"]) == ("operator", 6)
     assert "permille-agent enroll" in error["message"]
     assert agent("enroll", service.url, "A" * 22).code == ExitCode.INPUT_REFUSED
-    assert agent("enroll", "http://models.example.org", INVITATION).code == ExitCode.INPUT_REFUSED
-    assert "input refused" in agent("enroll", "http://models.example.org", INVITATION).errors
+    insecure = agent("enroll", "http://models.example.org", INVITATION)
+    assert insecure.code == ExitCode.INPUT_REFUSED
+    assert "input refused" in insecure.errors
     assert agent("nonsense").code == ExitCode.USAGE
     assert agent("--log-level", "loud", "status").code == ExitCode.USAGE
 
 
-def test_a_refused_package_has_its_own_code(
+def test_a_refused_package_and_a_service_that_is_away_have_codes_of_their_own(
     enrolled: Agent, service: DeviceService, package: Package
 ) -> None:
     service.publish(package.digest, 1, expires_at=1)
     refused = enrolled("pull")
     assert refused.code == ExitCode.PACKAGE_REFUSED
     assert "release-expired" in refused.errors
-
-
-def test_a_service_that_is_away_is_try_later(enrolled: Agent, service: DeviceService) -> None:
-    service.faults = [Fault(path="/v1/", status=503, headers={"retry-after": "600"}, times=99)]
+    service.faults = [AWAY]
     assert enrolled("pull").code == ExitCode.TRY_LATER
-
-
-def test_reports_are_delivered_by_hand(enrolled: Agent, home: Home, service: DeviceService) -> None:
-    enqueue(home, RUN_ID, metrics(), shared_log=None)
-    assert enrolled("status", "--json").document["reports"]["pending"] == 1
-    assert enrolled("report", "--json").document == {"delivered": 1, "refused": 0}
-    assert set(service.runs) == {RUN_ID}
 
 
 def test_share_log_is_switched_shown_withdrawn_and_deleted(
@@ -168,34 +146,28 @@ def test_share_log_is_switched_shown_withdrawn_and_deleted(
     assert enrolled("share-log", "show", "--json").document["share_log"] is False
     assert enrolled("share-log", "on", "--json").document["share_log"] is True
     enqueue(home, RUN_ID, metrics(), shared_log=b"log")
-    enrolled("report")
+    assert enrolled("status", "--json").document["reports"]["pending"] == 1
+    assert enrolled("report", "--json").document == {"delivered": 1, "refused": 0}
+    assert set(service.runs) == {RUN_ID}
     assert enrolled("share-log", "show", "--json").document["uploaded_logs"] == [RUN_ID]
     assert enrolled("share-log", "delete", RUN_ID, "--json").document == {"deleted": 1}
     assert service.deleted_logs == [RUN_ID]
     enqueue(home, RUN_ID[:-1] + "2", metrics(), shared_log=b"log")
-    assert enrolled("share-log", "off", "--json").document == {"share_log": False, "withdrawn_logs": 1}
-    assert enrolled("share-log", "delete", "no-such-run").code == ExitCode.INPUT_REFUSED
-
-
-def test_a_log_that_waits_in_a_run_folder_is_withdrawn_too(enrolled: Agent, home: Home) -> None:
+    # One more waits in the folder of its run.
     waiting = home.runs / "r" / "shared.log"
     waiting.parent.mkdir()
     waiting.write_bytes(b"log")
-    assert enrolled("share-log", "off", "--json").document["withdrawn_logs"] == 1
+    assert enrolled("share-log", "off", "--json").document == {"share_log": False, "withdrawn_logs": 2}
     assert not waiting.exists()
+    assert enrolled("share-log", "delete", "no-such-run").code == ExitCode.INPUT_REFUSED
 
 
 def test_data_is_added_listed_and_removed_by_reference(agent: Agent, tmp_path: Path, home: Home) -> None:
     notes = tmp_path / "notes [1].txt"
     notes.write_text("text of the user")
-    assert agent("data", "add", str(notes), "--json").document == {
-        "data": [str(notes)],
-        "text": "1 read, 0 skipped",
-    }
-    assert agent("data", "add", str(notes), "--json").document == {
-        "data": [str(notes)],
-        "text": "1 read, 0 skipped",
-    }
+    for _ in range(2):
+        added = agent("data", "add", str(notes), "--json").document
+        assert added == {"data": [str(notes)], "text": "1 read, 0 skipped"}
     assert str(notes) in agent("data", "list").output
     assert agent("data", "add", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
     assert agent("data", "remove", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
@@ -208,12 +180,9 @@ def test_rollback_and_reset_move_the_active_model(enrolled: Agent, home: Home, p
     enrolled("pull")
     assert enrolled("rollback").code == ExitCode.INPUT_REFUSED
     activate(home, Active(package=package.digest, run="r"), expected=active_model(home))
-    assert enrolled("reset", "--json").document == {"package": package.digest, "run": None, "personal": False}
-    assert enrolled("rollback", "--json").document == {
-        "package": package.digest,
-        "run": "r",
-        "personal": True,
-    }
+    personal = {"package": package.digest, "run": "r", "personal": True}
+    assert enrolled("reset", "--json").document == personal | {"run": None, "personal": False}
+    assert enrolled("rollback", "--json").document == personal
 
 
 def test_forget_asks_and_tells_its_limits(
@@ -227,24 +196,17 @@ def test_forget_asks_and_tells_its_limits(
         declined = enrolled("forget", "--json")
         assert (declined.code, declined.output.strip()) == (ExitCode.INTERRUPTED, "")
         assert (home.runs / "trace").exists()
+    service.faults = [AWAY]
+    away = enrolled("forget", "--yes", "--json")
+    assert (away.code, away.document["uploaded_logs_to_delete"]) == (0, 1)
+    report = read_report(home, RUN_ID)
+    assert report is not None and report.metrics is None
+    service.faults = []
     document = enrolled("forget", "--yes", "--json").document
     assert (document["uploaded_logs_deleted"], document["uploaded_logs_to_delete"]) == (1, 0)
     assert "backups" in document["limits"]
     assert not (home.runs / "trace").exists()
     assert service.deleted_logs == [RUN_ID]
-
-
-def test_forget_without_a_network_leaves_the_deletion_waiting(
-    enrolled: Agent, home: Home, service: DeviceService
-) -> None:
-    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
-    enrolled("report")
-    service.faults = [Fault(path="/v1/", status=503, headers={"retry-after": "600"}, times=99)]
-    forgotten = enrolled("forget", "--yes", "--json")
-    assert (forgotten.code, forgotten.document["uploaded_logs_to_delete"]) == (0, 1)
-    report = read_report(home, RUN_ID)
-    assert report is not None
-    assert report.metrics is None
 
 
 def test_unenroll_tells_the_service_or_not(enrolled: Agent, service: DeviceService) -> None:
@@ -298,9 +260,7 @@ def test_one_pass_of_the_daemon_ends_by_itself(enrolled: Agent, package: Package
     assert enrolled("status", "--json").document["release"]["package"] == package.digest
 
 
-def test_a_daemon_ends_cleanly_on_sigterm_and_is_the_only_one(
-    enrolled: Agent, home: Home, package: Package
-) -> None:
+def test_a_daemon_ends_cleanly_on_sigterm_and_is_the_only_one(enrolled: Agent, home: Home) -> None:
     command = [sys.executable, "-m", "permille_agent", "--home", str(home.root), "run"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as daemon:
         while not home.releases.exists() or "installed" not in home.releases.read_text():
@@ -323,21 +283,19 @@ def commands(group: Any = None, prefix: tuple[str, ...] = ()) -> Iterator[tuple[
             yield (*prefix, name)
 
 
-def test_every_command_has_help_and_json(agent: Agent) -> None:
-    known = list(commands())
-    assert {command[0] for command in known} >= set(OWN_COMMANDS)
-    for command in known:
-        shown = agent(*command, "--help")
+def test_every_command_has_help_with_examples_and_json(agent: Agent) -> None:
+    known = {command: agent(*command, "--help") for command in commands()}
+    assert {command[0] for command in known} >= {*OWN_COMMANDS, *MODEL_COMMANDS}
+    for command, shown in known.items():
         assert shown.code == 0, command
         assert len(re.sub(r"\s+", " ", shown.output)) > 100, command
         if command[0] in OWN_COMMANDS:
             assert "--json" in shown.output, command
-
-
-def test_help_shows_exit_codes_and_examples(agent: Agent) -> None:
+        if command[0] in MODEL_COMMANDS:
+            assert "Examples" in shown.output, command
+        if command[0] in ("enroll", "pull", "status", "run", "install-service", "forget", "unenroll"):
+            assert f"permille-agent {command[0]}" in shown.output
     assert "5 try later" in re.sub(r"\s+", " ", agent("--help").output)
-    for command in ("enroll", "pull", "status", "run", "install-service", "forget", "unenroll"):
-        assert f"permille-agent {command}" in agent(command, "--help").output
 
 
 def test_what_goes_into_a_pipe_is_not_wrapped(

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 
 import permille.engines.factory
-from permille.errors import InputError
 from permille.package.reader import Package
-from permille.zo.header import EstimatorKind
 from permille.zo.log import decode_canonical
 from permille_agent.cli import main as cli
 from permille_agent.link.report import Delivery, read_reports
 from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock
-from permille_agent.training.options import TrainOptions
 from tests.bigram_engine import BigramEngine
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
@@ -51,9 +48,7 @@ def test_train_adopts_reports_and_says_what_it_did(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = str(user_text(tmp_path))
-
     assert _run(home, "train", text, "--steps", "6", "--json") == 0
-
     document = _json(capsys)
     assert document["outcome"] == "adopted"
     assert document["plan"]["total_steps"] == 6
@@ -74,9 +69,7 @@ def test_an_estimator_is_chosen_by_name(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = str(user_text(tmp_path))
-
     assert _run(home, "train", text, "--steps", "6", "--estimator", "one-sided", "--json") in (0, 7)
-
     (report,) = read_reports(home)
     assert report.metrics is not None
     assert (report.metrics.estimator.value, report.metrics.queries) == ("one_sided", 16)
@@ -85,10 +78,8 @@ def test_an_estimator_is_chosen_by_name(
 
 def test_the_log_is_shared_only_where_the_user_says_so(home: Home, tmp_path: Path) -> None:
     text = str(user_text(tmp_path))
-
     assert _run(home, "train", text, "--steps", "5", "--share-log", "--json") == 0
     assert _run(home, "train", text, "--steps", "6", "--json") in (0, 7)
-
     digests = [report.metrics and report.metrics.state_digest for report in read_reports(home)]
     assert sorted(digest is None for digest in digests) == [False, True]
 
@@ -166,9 +157,7 @@ def test_a_run_that_is_not_better_keeps_what_is_there(
     text = str(user_text(tmp_path))
     assert _run(home, "train", text, "--steps", "20", "--json") == 0
     capsys.readouterr()
-
     assert _run(home, "train", text, "--steps", "1", "--from", "base", "--json") == 7
-
     assert _json(capsys)["outcome"] == "kept_base"
 
 
@@ -180,9 +169,7 @@ def test_after_a_rollback_the_same_command_brings_the_run_back(home: Home, tmp_p
     assert home.current.read_text() != adopted
     assert _run(home, "rollback", "--json") == 0
     assert _run(home, "rollback", "--json") == 0
-
     assert _run(home, "train", text, "--steps", "6", "--json") == 0
-
     assert home.current.read_text() == adopted
 
 
@@ -221,9 +208,7 @@ def test_chat_keeps_the_conversation_until_it_is_reset(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nbad </s>\nagain\n/reset\nnew\n/exit\nnever\n"))
-
     assert _run(home, "chat", "--max-tokens", "3", "--system", "Be brief.") == 0
-
     captured = capsys.readouterr()
     assert "not sent: a message contains a special token" in captured.err
     assert "never" not in captured.out
@@ -249,27 +234,3 @@ def test_compare_shows_both_models(home: Home, tmp_path: Path, capsys: pytest.Ca
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     assert "Examples" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"queries": -1},
-        {"queries": 8193},
-        {"queries": 0, "estimator": EstimatorKind.ONE_SIDED},
-        {"batch_rows": 257},
-        {"row_tokens": 4},
-        {"seed": 2**63},
-        {"steps": None},
-        {"steps": 1_000_001},
-    ],
-)
-def test_options_refuse_numbers_that_no_run_can_have(changes: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="expected"):
-        TrainOptions(**{"steps": 5, **changes})
-
-
-def test_every_option_that_decides_results_is_in_the_definition() -> None:
-    forward = TrainOptions(steps=5, estimator=EstimatorKind.FORWARD, queries=8)
-    assert forward.definition() != TrainOptions(steps=5).definition()
-    assert TrainOptions(steps=5).within(16).row_tokens == 16

@@ -28,7 +28,6 @@ def _targets(template: str | None, messages: tuple[tuple[str, str], ...]) -> tup
 
 def test_the_default_template_counts_turns_and_their_ends() -> None:
     text, targets = _targets(None, TALK)
-
     assert text == (
         "<s>System: Be brief.\nUser: Hi\nAssistant: Hello you</s>\nUser: Bye\nAssistant: See you</s>\n"
     )
@@ -37,7 +36,6 @@ def test_the_default_template_counts_turns_and_their_ends() -> None:
 
 def test_chatml_counts_turns_and_their_ends() -> None:
     _, targets = _targets(CHATML, TALK)
-
     assert targets == ["Hello you<|im_end|>\n", "See you<|im_end|>\n"]
 
 
@@ -47,7 +45,6 @@ def test_a_template_that_rewrites_earlier_turns_still_finds_them() -> None:
         "{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     text, targets = _targets(strips, TALK)
-
     assert targets[0].strip() == "Hello you"
     assert targets[1].endswith("See you")
     assert "Bye" not in "".join(targets)

@@ -63,9 +63,7 @@ def test_an_export_is_read_beside_other_files_and_bad_conversations_are_counted(
     (tmp_path / "conversations.json").write_text(json.dumps([good, unanswered, {"x": 1}, good]))
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "note.md").write_text("A note.")
-
     documents, report = read_documents([tmp_path])
-
     assert [type(document.content).__name__ for document in documents] == ["Conversation", "PlainText"]
     assert report.summary() == (
         "3 read, 2 skipped: 1 x no assistant message, 1 x not a ChatGPT conversation (1 x the same again)"

@@ -41,9 +41,7 @@ def _texts(count: int) -> list[Document]:
 
 def test_every_target_is_in_one_split_and_the_digest_names_them() -> None:
     documents = _texts(500)
-
     prepared = prepare(documents, _tokenizer(), row_tokens=64)
-
     for split, rows in (
         (Split.TRAIN, prepared.train),
         (Split.SELECT, prepared.select),
@@ -67,9 +65,7 @@ def test_conversations_that_cannot_be_shown_are_counted_without_their_text() -> 
     refusing += "{% for m in messages %}{{ m.content }}|{% endfor %}"
     report = DataReport()
     documents = [_talk("fine"), _talk("my secret"), _talk("a </s> b"), Document("x", PlainText("y"))]
-
     known, tokens = tokenize(documents, _tokenizer(refusing), report, row_tokens=32)
-
     assert [document.group for document in known] == ["fine"]
     assert len(tokens) == 1
     assert dict(report.bad_rows) == {
@@ -92,9 +88,7 @@ def _groups(number: int) -> list[str]:
 
 def test_the_parts_have_their_shares_of_the_tokens() -> None:
     tokens = [20 + index % 60 for index in range(700)]
-
     counts = count(assign(_groups(700), tokens), tokens)
-
     total = sum(tokens)
     assert 0.2 * total <= counts[Split.TEST].tokens < 0.2 * total + 80
     assert 0.1 * total <= counts[Split.SELECT].tokens < 0.1 * total + 80
@@ -102,7 +96,6 @@ def test_the_parts_have_their_shares_of_the_tokens() -> None:
 
 def test_large_texts_do_not_make_large_evaluations() -> None:
     counts = count(assign(_groups(3000), [1000] * 3000), [1000] * 3000)
-
     assert counts[Split.TEST].tokens == MAX_TEST_TOKENS
     assert counts[Split.SELECT].tokens == MAX_SELECT_TOKENS
 
@@ -110,34 +103,26 @@ def test_large_texts_do_not_make_large_evaluations() -> None:
 def test_the_order_of_documents_does_not_matter() -> None:
     groups = _groups(200)
     forward = dict(zip(groups, assign(groups, [60] * 200), strict=True))
-
     backward = dict(zip(groups[::-1], assign(groups[::-1], [60] * 200), strict=True))
-
     assert forward == backward
 
 
 def test_added_text_moves_few_documents_and_none_from_training_far_into_the_test_part() -> None:
     groups = _groups(440)
     before = assign(groups[:400], [100] * 400)
-
     after = assign(groups, [100] * 440)[:400]
-
     assert sum(a is not b for a, b in zip(before, after, strict=True)) < 20
 
 
 def test_documents_of_one_group_stay_together() -> None:
     groups = [group for group in _groups(200) for _ in range(3)]
-
     assigned = assign(groups, [50] * 600)
-
     assert all(len(set(assigned[start : start + 3])) == 1 for start in range(0, 600, 3))
 
 
 def test_little_text_is_enough() -> None:
     tokens = [270] * 22
-
     counts = count(assign(_groups(22), tokens), tokens)
-
     assert counts[Split.TEST].tokens >= MIN_TEST_TOKENS
     assert counts[Split.TEST].documents >= MIN_TEST_GROUPS
     assert counts[Split.SELECT].tokens >= MIN_SELECT_TOKENS
@@ -147,7 +132,6 @@ def test_little_text_is_enough() -> None:
 def test_refuses_too_little_with_what_is_needed_and_what_came() -> None:
     with pytest.raises(InputError) as refusal:
         assign(_groups(30), [40] * 30)
-
     message = str(refusal.value)
     assert "expected at least 5400 tokens" in message
     assert "2600 held-out ones" in message

@@ -22,9 +22,7 @@ def _jsonl(path: Path, rows: list[object]) -> Path:
 def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     rows = [{"text": "one text"}, {"prompt": "Q: ", "completion": "A"}, {"messages": chat}]
-
     documents, report = read_documents([_jsonl(tmp_path / "a.jsonl", rows)])
-
     assert [document.content for document in documents] == [
         PlainText("one text"),
         Completion("Q: ", "A"),
@@ -74,9 +72,7 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
 )
 def test_counts_bad_rows_with_file_and_line(tmp_path: Path, row: object, reason: str) -> None:
     path = _jsonl(tmp_path / "a.jsonl", [{"text": "a good row"}, row])
-
     documents, report = read_documents([path])
-
     assert [document.content for document in documents] == [PlainText("a good row")]
     assert dict(report.bad_rows) == {reason: 1}
     assert report.examples == [f"{path}:2: {reason}"]
@@ -88,9 +84,7 @@ def test_counts_rows_that_are_too_long_or_not_utf8(tmp_path: Path, monkeypatch: 
     path.write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n{"text": "' + b"x" * 50 + b'"}\n\n')
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "c.txt").write_bytes(b" \n")
-
     _, report = read_documents([tmp_path])
-
     assert dict(report.bad_rows) == {"not UTF-8": 2, "longer than 40 bytes": 1, "empty": 1}
 
 
@@ -121,9 +115,7 @@ def test_reads_folders_in_order_without_hidden_files_links_and_other_kinds(tmp_p
     (folder / "photo.jpg").write_text("no text")
     (tmp_path / "outside.txt").write_text("outside")
     (folder / "link.txt").symlink_to(tmp_path / "outside.txt")
-
     documents, report = read_documents([folder, folder / "a.txt"])
-
     assert [characters(document.content) for document in documents] == ["first", "second", "third"]
     assert (report.files, report.ignored_files) == (3, 1)
 
@@ -135,11 +127,9 @@ def test_a_source_that_cannot_be_used_is_counted_and_the_others_are_read(
     (tmp_path / "good.md").write_text("a good text")
     (tmp_path / "big.txt").write_text("x" * 100)
     monkeypatch.setattr(data, "MAX_TOTAL_BYTES", 99)
-
     documents, report = read_documents(
         [tmp_path / name for name in ("missing.txt", "a.pdf", "big.txt", "good.md")]
     )
-
     assert [characters(document.content) for document in documents] == ["a good text"]
     assert report.summary() == (
         "1 read, 3 skipped: 1 x not found, 1 x not .txt, .md, .jsonl or .json, 1 x beyond 99 bytes in all"
@@ -157,9 +147,7 @@ def test_refuses_where_there_is_no_text_at_all(tmp_path: Path) -> None:
 def test_markdown_is_plain_text_without_its_front_matter(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("---\ntitle: Peas\n---\n# Peas\n\nSow *early*.\n")
     (tmp_path / "b.MD").write_text("--- no front matter\n\nText\n---\nmore")
-
     documents, _ = read_documents([tmp_path])
-
     texts = [characters(document.content) for document in documents]
     assert texts == ["# Peas\n\nSow *early*.", "--- no front matter\n\nText\n---\nmore"]
 
@@ -174,7 +162,6 @@ def test_leaves_out_duplicates_by_what_they_say(tmp_path: Path) -> None:
         {"prompt": "P", "completion": "c "},
     ]
     documents, report = read_documents([_jsonl(tmp_path / "a.jsonl", rows)])
-
     assert len(documents) == 3
     assert report.duplicates == 3
     assert normalised("ＡB\n c") == "ab c"
@@ -189,7 +176,6 @@ def test_leaves_out_long_paragraphs_that_came_before(tmp_path: Path) -> None:
         {"text": signature + "\n"},
     ]
     documents, report = read_documents([_jsonl(tmp_path / "a.jsonl", rows)])
-
     texts = [characters(document.content) for document in documents]
     assert texts == [f"First letter.\n\n{signature}", "Second letter.\n\nYes.", "Third.\n\nYes."]
     assert report.repeated_paragraphs == 2
@@ -199,10 +185,8 @@ def test_cuts_few_long_texts_into_sections_and_leaves_many_documents_whole(tmp_p
     story = "\n\n".join(sentences(200))
     (tmp_path / "one.txt").write_text(story)
     many: list[object] = [{"text": f"{number}: {story[:3000]}{number}"} for number in range(45)]
-
     few, _ = read_documents([tmp_path / "one.txt"])
     whole, _ = read_documents([_jsonl(tmp_path / "many.jsonl", many)])
-
     assert "\n\n".join(characters(document.content) for document in few) == story
     assert all(300 < len(characters(document.content)) <= SECTION_CHARACTERS for document in few)
     assert len({document.group for document in few}) == len(few)
@@ -215,9 +199,7 @@ def test_rows_of_one_group_have_one_group_and_are_not_cut(tmp_path: Path) -> Non
         {"text": "y", "group": "diary"},
         {"text": "z"},
     ]
-
     documents, _ = read_documents([_jsonl(tmp_path / "a.jsonl", rows)])
-
     assert len(documents) == 3
     assert documents[0].group == documents[1].group != documents[2].group
 
@@ -225,6 +207,5 @@ def test_rows_of_one_group_have_one_group_and_are_not_cut(tmp_path: Path) -> Non
 @pytest.mark.parametrize("text", ["word " * 900, "x" * 2500, "line\n" * 700, "a\n\n" * 900])
 def test_sections_hold_the_whole_text_in_order(text: str) -> None:
     pieces = sections(text)
-
     assert "".join("".join(pieces).split()) == "".join(text.split())
     assert all(len(piece) <= SECTION_CHARACTERS + 1 for piece in pieces)

@@ -35,9 +35,7 @@ def test_packing_keeps_every_target_and_predicts_nothing_across_documents(
     lengths: list[int], width: int
 ) -> None:
     documents = _documents(lengths)
-
     packed = packed_rows(documents, width)
-
     single = document_rows(documents, width)
     assert sum(row.target_T.sum() for row in packed) == sum(row.target_T.sum() for row in single)
     assert sorted(i for row in packed for i in row.ids_T.tolist()) == sorted(
@@ -61,7 +59,6 @@ def test_a_document_without_a_target_makes_no_row() -> None:
 
 def test_a_batch_is_right_padded() -> None:
     batch = batch_of(document_rows(_documents([2, 4]), 8))
-
     assert batch.input_ids_BT.tolist() == [[10, 11, 0, 0], [12, 13, 14, 15]]
     assert batch.attention_BT.tolist() == [[True, True, False, False], [True] * 4]
     assert batch.target_BT.tolist() == [[False, True, False, False], [False, True, True, True]]
@@ -71,7 +68,6 @@ def test_batches_are_a_function_of_seed_and_step_and_read_each_row_once_an_epoch
     rows = document_rows(_documents([4] * 10), 4)
     batches = TrainingBatches(rows, batch_rows=3, seed=1)
     seen = [tuple(row) for step in range(10) for row in batches(step).input_ids_BT.tolist()]
-
     assert all(len(set(seen[start : start + 10])) == 10 for start in (0, 10, 20))
     assert seen[:10] != seen[10:20]
     again = TrainingBatches(rows, batch_rows=3, seed=1)
@@ -95,7 +91,6 @@ def test_the_order_of_rows_is_pinned() -> None:
 def test_tokens_read_are_counted() -> None:
     rows = document_rows(_documents([4, 2, 3]), 4)
     batches = TrainingBatches(rows, batch_rows=2, seed=0)
-
     for steps in range(5):
         read = sum(int(batches(step).attention_BT.sum()) for step in range(steps))
         assert batches.tokens(steps) == read
@@ -109,9 +104,7 @@ def test_a_batch_is_never_larger_than_all_rows() -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_an_evaluation_reads_every_row_once_within_its_bound(tokens: int) -> None:
     rows = document_rows(_documents([5, 1, 9, 3, 20, 2]), 8)
-
     parts = list(evaluation_batches(rows, tokens=tokens))
-
     documents = np.concatenate([part.document_N for part in parts])
     assert sorted(documents.tolist()) == sorted(
         np.concatenate([r.document_T[r.target_T] for r in rows]).tolist()

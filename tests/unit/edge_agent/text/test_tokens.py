@@ -33,9 +33,7 @@ def tokenizer() -> TextTokenizer:
 
 def test_every_token_but_the_first_of_plain_text_counts(tokenizer: TextTokenizer) -> None:
     text = sentences(1)[0]
-
     document = tokenizer.tokenize(PlainText(text), NO_TEMPLATE, row_tokens=64)
-
     assert tokenizer.decode(document.ids_T.tolist()) == text
     assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
     assert document.bytes_T.sum() == len(text.encode())
@@ -43,9 +41,7 @@ def test_every_token_but_the_first_of_plain_text_counts(tokenizer: TextTokenizer
 
 def test_bytes_of_a_character_in_several_tokens_are_counted_once(tokenizer: TextTokenizer) -> None:
     text = "a 🌊 wave, été"
-
     document = tokenizer.tokenize(PlainText(text), NO_TEMPLATE, row_tokens=64)
-
     assert len(document.ids_T) > len(text.split())
     assert document.bytes_T.sum() == len(text.encode())
     assert (document.bytes_T >= 0).all()
@@ -53,7 +49,6 @@ def test_bytes_of_a_character_in_several_tokens_are_counted_once(tokenizer: Text
 
 def test_special_tokens_in_text_are_text(tokenizer: TextTokenizer) -> None:
     document = tokenizer.tokenize(PlainText("before </s> after <s>"), NO_TEMPLATE, row_tokens=64)
-
     assert not set(document.ids_T.tolist()) & {0, 1, 2}
     assert tokenizer.decode(document.ids_T.tolist()) == "before </s> after <s>"
     assert not set(tokenizer.prompt("</s>").tolist()) & {0, 1, 2}
@@ -61,7 +56,6 @@ def test_special_tokens_in_text_are_text(tokenizer: TextTokenizer) -> None:
 
 def test_only_a_completion_and_its_end_count(tokenizer: TextTokenizer) -> None:
     document = tokenizer.tokenize(Completion("the river ", "found the bread"), NO_TEMPLATE, row_tokens=64)
-
     counted = document.ids_T[document.target_T].tolist()
     assert tokenizer.decode(counted).strip() == "found the bread"
     assert counted[-1] == 1
@@ -70,7 +64,6 @@ def test_only_a_completion_and_its_end_count(tokenizer: TextTokenizer) -> None:
 def test_a_long_prompt_loses_its_start_not_its_end(tokenizer: TextTokenizer) -> None:
     prompt = " ".join(sentences(20)) + " Answer: "
     document = tokenizer.tokenize(Completion(prompt, "the bread"), NO_TEMPLATE, row_tokens=32)
-
     assert len(document.ids_T) <= 32
     text = tokenizer.decode(document.ids_T.tolist())
     assert text.endswith("Answer: the bread")
@@ -79,7 +72,6 @@ def test_a_long_prompt_loses_its_start_not_its_end(tokenizer: TextTokenizer) -> 
 
 def test_a_long_completion_keeps_a_quarter_of_a_row_of_its_prompt(tokenizer: TextTokenizer) -> None:
     document = tokenizer.tokenize(Completion("word " * 100, "bread " * 100), NO_TEMPLATE, row_tokens=32)
-
     assert int(np.argmax(document.target_T)) == 8
 
 
@@ -93,7 +85,6 @@ def test_only_the_assistants_turns_count() -> None:
     )
     with tokenizer.chat_template() as template:
         document = tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
-
     counted = document.ids_T[document.target_T].tolist()
     assert tokenizer.decode(counted).split() == ["the", "engine", "rain"]
     assert counted.count(1) == 2
@@ -115,7 +106,6 @@ def test_a_beginning_token_is_added_where_the_configuration_wants_it() -> None:
     document = TextTokenizer(_files(add_bos_token=True)).tokenize(
         PlainText("a b"), NO_TEMPLATE, row_tokens=64
     )
-
     assert document.ids_T[0] == 0
     assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
     assert document.bytes_T.sum() == 3
@@ -147,9 +137,7 @@ def test_stop_ids_are_all_ends_that_the_files_name(tokenizer: TextTokenizer) -> 
 def test_streamed_text_is_the_text_and_never_half_a_character(tokenizer: TextTokenizer) -> None:
     text = "On day 3 the 🌊 crossed été at last."
     ids = tokenizer.prompt(text).tolist()
-
     pieces = list(tokenizer.stream(ids))
-
     assert "".join(pieces) == text
     assert len(pieces) > 3
     assert not any("�" in piece for piece in pieces)

@@ -39,7 +39,6 @@ class Light(BigramEngine):
 
 def test_a_choice_opens_its_engine_and_auto_stays_with_that_of_the_run(tmp_path: Path) -> None:
     _, package = home_with_package(tmp_path / "home")
-
     assert EngineChoice(name="light", threads=1)(package).info()["name"] == "light"
     assert EngineChoice().begun_with("torch").name == "torch"
     assert EngineChoice(name="light").begun_with("torch").name == "light"
@@ -133,7 +132,6 @@ def test_a_run_with_int8_activations_says_so_and_goes_on_with_them_alone(
     with pytest.raises(InputError, match="expected engine 'light-int8', with which this run began"):
         train("light")
     first = train("auto")
-
     assert first.metrics is not None and first.metrics.engine.value == "light-int8"
     assert first.engine is not None and first.engine.compute_dtype == "int8-activations"
 

@@ -1,6 +1,6 @@
 """Estimators and scale exponents of a run: its headers, and that its log replays to its state."""
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,14 @@ from permille.zo.header import BlockSplit, EstimatorKind
 from permille.zo.journal import read_journal
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
-from permille_agent.state.home import open_home
-from permille_agent.state.models import Active, InstalledRelease, record_installed
+from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_named
-from permille_agent.training.personal import canonical_log, model_values
-from permille_agent.training.plan import Plan, make_plan
-from permille_agent.training.run import Run, RunFolder, block_split, widest_block
+from permille_agent.training.personal import canonical_log
+from permille_agent.training.run import block_split, find_run, widest_block
 from permille_agent.training.step_size import STEP_NORM, find_scale, find_step_size, step_spread
-from permille_agent.training.steps import SelectedState, train
 from tests.bigram_engine import BigramEngine
 from tests.packages import layered_package, tiny_package
-from tests.unit.edge_agent.runs import run_of, train_quickly, user_text
+from tests.unit.edge_agent.runs import Begin, Device, plan_and_train
 from tests.unit.zo.logs import make_header
 
 
@@ -35,27 +32,8 @@ def add_exponents(package: Package) -> Package:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return tiny_package(tmp_path_factory.mktemp("package"))
-
-
-@pytest.fixture(scope="module")
-def layered(plain: Package) -> Package:
-    return add_exponents(plain)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return user_text(tmp_path_factory.mktemp("text"))
-
-
-def _begin(package: Package, text: Path, folder: Path, **changes: Any) -> Run:
-    return run_of(package, BigramEngine(package), text, folder, **changes)
-
-
-def _train(run: Run) -> tuple[Plan, SelectedState]:
-    plan = make_plan(run)
-    return plan, train(run, plan)
+def layered(package: Package) -> Package:
+    return add_exponents(package)
 
 
 @pytest.mark.parametrize(
@@ -64,79 +42,65 @@ def _train(run: Run) -> tuple[Plan, SelectedState]:
 )
 @pytest.mark.parametrize("with_layers", [False, True], ids=["plain", "layered"])
 def test_every_estimator_trains_and_its_log_replays(
-    plain: Package,
-    layered: Package,
-    text: Path,
-    tmp_path: Path,
-    kind: EstimatorKind,
-    queries: int,
-    with_layers: bool,
+    begin: Begin, package: Package, layered: Package, kind: EstimatorKind, queries: int, with_layers: bool
 ) -> None:
-    package = layered if with_layers else plain
-    run = _begin(package, text, tmp_path, estimator=kind, queries=queries, scaling=with_layers)
-
-    plan, selected = _train(run)
-
+    used = layered if with_layers else package
+    run = begin(of=used, estimator=kind, queries=queries, scaling=with_layers)
+    plan, selected = plan_and_train(run)
     contents = read_journal(run.folder.journal(selected.descent))
     assert contents.header.estimator is kind
     assert (selected.header.exponents is not None) == with_layers
     losses = [evaluation.loss for evaluation in run.folder.evaluations(selected.descent)]
     assert min(loss for loss in losses if loss is not None) < plan.base_loss
     rows = np.array([record.coefficients for record in contents.records[: selected.step]])
-    s_K = replay(contents.header, rows, exponents_of(package))
+    s_K = replay(contents.header, rows, exponents_of(used))
     assert np.array_equal(s_K, selected.s_K)
 
 
-def test_a_package_without_exponents_gives_plain_logs(plain: Package, text: Path, tmp_path: Path) -> None:
-    _, selected = _train(_begin(plain, text, tmp_path, scaling=True, estimator=EstimatorKind.SPSA))
-
+def test_a_package_without_exponents_gives_plain_logs(begin: Begin) -> None:
+    _, selected = plan_and_train(begin(scaling=True, estimator=EstimatorKind.SPSA))
     assert selected.header.exponents is None
 
 
 def test_the_same_run_twice_has_the_same_bits_and_goes_on_after_a_kill(
-    layered: Package, text: Path, tmp_path: Path
+    begin: Begin, layered: Package
 ) -> None:
-    _, first = _train(_begin(layered, text, tmp_path / "a", scaling=True))
-    killed = _begin(layered, text, tmp_path / "b", scaling=True)
-    _train(killed)
+    _, first = plan_and_train(begin(folder="a", of=layered, scaling=True))
+    killed = begin(folder="b", of=layered, scaling=True)
+    plan_and_train(killed)
     journal = killed.folder.journal(0)
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-60])
-
-    _, again = _train(killed)
-
+    _, again = plan_and_train(killed)
     assert journal.read_bytes() == whole
     assert np.array_equal(first.s_K, again.s_K)
 
 
-def test_an_adopted_model_is_rebuilt_from_its_log_and_the_packages_layers(text: Path, tmp_path: Path) -> None:
-    home = open_home(tmp_path / "home")
-    package = add_exponents(tiny_package(home.blobs))
-    record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
-    result = train_quickly(home, [text], steps=30, queries=8, scaling=True)
+def test_an_adopted_model_is_rebuilt_from_its_log_and_the_packages_layers(device: Device) -> None:
+    package = add_exponents(device.package)
+    release = InstalledRelease(name="tiny", version=1, manifest_digest=package.digest)
+    record_installed(device.home, release)
+    device = replace(device, package=package)
+    result = device.train(steps=30, queries=8, scaling=True)
     assert result.outcome.value == "adopted"
-    run = RunFolder(home.runs / str(result.run))
-    active = Active(package=package.digest, run=run.name)
-    cached_K = model_values(home, active, package)
+    run = find_run(device.home, result.run)
+    cached_K = device.used_values()
     (run.path / "state.i64").unlink()
-
-    assert np.array_equal(model_values(home, active, package), cached_K)
+    assert np.array_equal(device.used_values(), cached_K)
     log = decode_canonical(canonical_log(run), max_bytes=1 << 20, max_steps=100)
     assert log.header.exponents is not None
     with pytest.raises(PackageError) as refused:
-        replay(log.header, log.coefficients_TQ, exponents_of(tiny_package(home.blobs)))
+        replay(log.header, log.coefficients_TQ, exponents_of(tiny_package(device.home.blobs)))
     assert refused.value.code == "log-binding"
 
 
 @pytest.mark.parametrize("scaling", [False, True])
 def test_the_first_step_size_has_the_same_length_with_and_without_exponents(
-    layered: Package, text: Path, tmp_path: Path, scaling: bool
+    begin: Begin, layered: Package, scaling: bool
 ) -> None:
-    run = _begin(layered, text, tmp_path, estimator=EstimatorKind.SPLIT, queries=10, scaling=scaling)
-
+    run = begin(of=layered, estimator=EstimatorKind.SPLIT, queries=10, scaling=scaling)
     scale = find_scale(run)
     found = find_step_size(run, scale, 2)
-
     descent = run.descent(seed=0, epsilon=1e-3)
     header, spread = descent.header, step_spread(descent)
     if not scaling:
@@ -193,14 +157,14 @@ def test_a_split_is_in_the_middle_of_what_is_masked(
     assert (split.first_upper_tensor, split.lower_queries) == (expected, 2)
 
 
-def test_an_engine_can_share_the_lower_block_of_a_split(layered: Package, text: Path, tmp_path: Path) -> None:
+def test_an_engine_can_share_the_lower_block_of_a_split(begin: Begin, layered: Package) -> None:
     class Recorder(BigramEngine):
         def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
             self.asked_VK = values_VK
             return super().losses(values_VK, batch)
 
     engine = Recorder(layered)
-    run = run_of(layered, engine, text, tmp_path, estimator=EstimatorKind.SPLIT, queries=10)
+    run = begin(of=layered, engine=engine, estimator=EstimatorKind.SPLIT, queries=10)
     s_K = np.zeros(layered.k, dtype=np.int64)
     estimate(engine, run.batches(0), run.descent(seed=1, epsilon=1e-3), s_K, 0)
     lower = sum(layered.counts[: len(layered.counts) // 2])
@@ -214,9 +178,9 @@ def test_one_masked_layer_cannot_be_split() -> None:
         block_split((0, 0, 3, 1), 2, 5)
 
 
-@pytest.mark.parametrize("name", ["one_sided", "one-sided"])
-def test_estimators_have_names(name: str) -> None:
-    assert estimator_named(name) is EstimatorKind.ONE_SIDED
+def test_estimators_have_names() -> None:
+    for name in ("one_sided", "one-sided"):
+        assert estimator_named(name) is EstimatorKind.ONE_SIDED
     with pytest.raises(InputError, match="spsa, forward, one_sided, split"):
         estimator_named("adam")
 
@@ -226,7 +190,27 @@ def test_every_estimator_has_a_number_of_queries_that_it_takes(kind: EstimatorKi
     assert TrainOptions(steps=5, estimator=kind, queries=DEFAULT_QUERIES[kind]).estimator is kind
 
 
-@pytest.mark.parametrize(("kind", "queries"), [(EstimatorKind.ONE_SIDED, 1), (EstimatorKind.SPLIT, 8)])
-def test_queries_that_an_estimator_cannot_take_are_refused(kind: EstimatorKind, queries: int) -> None:
-    with pytest.raises(InputError, match="queries"):
-        TrainOptions(steps=5, estimator=kind, queries=queries)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"queries": -1}, "expected"),
+        ({"queries": 8193}, "expected"),
+        ({"queries": 0, "estimator": EstimatorKind.ONE_SIDED}, "expected"),
+        ({"queries": 1, "estimator": EstimatorKind.ONE_SIDED}, "queries"),
+        ({"queries": 8, "estimator": EstimatorKind.SPLIT}, "queries"),
+        ({"batch_rows": 257}, "expected"),
+        ({"row_tokens": 4}, "expected"),
+        ({"seed": 2**63}, "expected"),
+        ({"steps": None}, "expected"),
+        ({"steps": 1_000_001}, "expected"),
+    ],
+)
+def test_options_refuse_numbers_that_no_run_can_have(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        TrainOptions(**{"steps": 5, **changes})
+
+
+def test_every_option_that_decides_results_is_in_the_definition() -> None:
+    forward = TrainOptions(steps=5, estimator=EstimatorKind.FORWARD, queries=8)
+    assert forward.definition() != TrainOptions(steps=5).definition()
+    assert TrainOptions(steps=5).within(16).row_tokens == 16

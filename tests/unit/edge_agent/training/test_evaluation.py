@@ -24,9 +24,7 @@ def test_losses_by_document_are_those_of_each_document_alone(tmp_path: Path) -> 
     ]
     rows = document_rows(documents, 8)
     values_K = package.values()
-
     losses = document_losses(engine, values_K, rows, 4)
-
     for index, document in enumerate(documents):
         alone = document_losses(engine, values_K, document_rows([document], 8), 1)
         assert losses.nats_D[index] == pytest.approx(alone.nats_D[0], rel=1e-6)
@@ -37,6 +35,5 @@ def test_losses_by_document_are_those_of_each_document_alone(tmp_path: Path) -> 
 
 def test_bits_per_byte_and_per_token() -> None:
     losses = DocumentLosses(np.array([np.log(2) * 8, np.log(2) * 4]), np.array([2, 2]), np.array([4, 2]))
-
     assert losses.per_token == pytest.approx(np.log(2) * 3)
     assert losses.bits_per_byte == pytest.approx(2.0)

@@ -19,27 +19,20 @@ from permille.zo.lattice import values
 from permille.zo.packed_state import decode_state
 from permille.zo.records import coefficients_of
 from permille.zo.replay import replay
-from permille_agent.state.models import active_model
 from permille_agent.training import durable_steps, gradient_steps
 from permille_agent.training.decision import Decision
 from permille_agent.training.gradient_steps import load_moments, unit_exponent
 from permille_agent.training.options import Start, TrainOptions, start_named
-from permille_agent.training.personal import model_values
-from permille_agent.training.plan import Plan, budget_of_gradient, make_plan
+from permille_agent.training.plan import budget_of_gradient, make_plan
 from permille_agent.training.run import BegunRun, Run, StartState, find_run
 from permille_agent.training.step_size import SearchFailed
-from permille_agent.training.steps import SelectedState, Stop, planned_descent, train
+from permille_agent.training.steps import Stop, planned_descent
 from tests.bigram_engine import BigramEngine
-from tests.packages import tiny_package
-from tests.unit.edge_agent.runs import home_with_package, run_of, train_quickly, user_text
+from tests.unit.edge_agent.runs import Begin, Device, Killed, plan_and_train, user_text
 
 PRIVATE = TrainOptions(seed=0, steps=12, batch_rows=2, row_tokens=32)
 LOGGED = replace(PRIVATE, queries=16)
 KINDS = pytest.mark.parametrize("options", [PRIVATE, LOGGED], ids=["private", "logged"])
-
-
-class Killed(Exception):  # noqa: N818 - stands for a signal
-    """The process ended here."""
 
 
 class LossesOnly:
@@ -50,35 +43,14 @@ class LossesOnly:
         self.token_losses, self.losses, self.info = engine.token_losses, engine.losses, engine.info
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return tiny_package(tmp_path_factory.mktemp("package"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return user_text(tmp_path_factory.mktemp("text"))
-
-
-def _begin(package: Package, text: Path, folder: Path, options: TrainOptions, **changes: Any) -> Run:
-    return run_of(package, BigramEngine(package), text, folder, options, **changes)
-
-
-def _train(run: Run) -> tuple[Plan, SelectedState]:
-    plan = make_plan(run)
-    return plan, train(run, plan)
-
-
 def _files(run: Run) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(run.folder.path.glob("descent-*"))}
 
 
 @KINDS
-def test_the_text_is_learnt_without_a_search(
-    package: Package, text: Path, tmp_path: Path, options: TrainOptions
-) -> None:
-    run = _begin(package, text, tmp_path, options)
-    plan, selected = _train(run)
+def test_the_text_is_learnt_without_a_search(begin: Begin, package: Package, options: TrainOptions) -> None:
+    run = begin(options)
+    plan, selected = plan_and_train(run)
     rms = math.sqrt(float(np.square(package.values(), dtype=np.float64).mean()))
     assert plan.learning_rate == pytest.approx(0.3 * rms)
     assert not list(run.folder.path.glob("search-[!b]*"))
@@ -88,9 +60,9 @@ def test_the_text_is_learnt_without_a_search(
     assert losses[selected.step] == selected.loss == min(loss for loss in losses.values() if loss)
 
 
-def test_private_steps_are_adams_to_half_a_unit(package: Package, text: Path, tmp_path: Path) -> None:
-    run = _begin(package, text, tmp_path, PRIVATE)
-    plan, selected = _train(run)
+def test_private_steps_are_adams_to_half_a_unit(begin: Begin, package: Package) -> None:
+    run = begin(PRIVATE)
+    plan, selected = plan_and_train(run)
     header = planned_descent(run, plan, 0, 12).header
     assert selected.header.step_unit_exponent == unit_exponent(plan.learning_rate)
     unit = 2.0**header.step_unit_exponent
@@ -109,9 +81,9 @@ def test_private_steps_are_adams_to_half_a_unit(package: Package, text: Path, tm
     assert np.abs(found_K - w_K).max() < 12 * unit
 
 
-def test_logged_steps_replay_to_the_selected_state(package: Package, text: Path, tmp_path: Path) -> None:
-    run = _begin(package, text, tmp_path, LOGGED)
-    _, selected = _train(run)
+def test_logged_steps_replay_to_the_selected_state(begin: Begin) -> None:
+    run = begin(LOGGED)
+    _, selected = plan_and_train(run)
     contents = read_journal(run.folder.journal(0))
     assert (contents.header.estimator, contents.header.queries) == (EstimatorKind.SKETCH, 16)
     rows_TQ = coefficients_of(contents.records[: selected.step], contents.header)
@@ -119,11 +91,9 @@ def test_logged_steps_replay_to_the_selected_state(package: Package, text: Path,
     assert selected.s_K.any()
 
 
-def test_private_runs_keep_their_best_state_in_the_format(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path, PRIVATE)
-    _, selected = _train(run)
+def test_private_runs_keep_their_best_state_in_the_format(begin: Begin, package: Package) -> None:
+    run = begin(PRIVATE)
+    _, selected = plan_and_train(run)
     found = decode_state(run.folder.best_state(0).read_bytes(), max_bytes=1 << 20, max_k=package.k)
     np.testing.assert_array_equal(found.s_K, selected.s_K)
     assert found.header.step_unit_exponent == selected.header.step_unit_exponent
@@ -155,15 +125,15 @@ def _kill_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @KINDS
 @pytest.mark.parametrize("calls", range(1, 44, 5))
 def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(
-    package: Package, text: Path, tmp_path: Path, options: TrainOptions, calls: int
+    begin: Begin, options: TrainOptions, calls: int
 ) -> None:
-    expected_run = _begin(package, text, tmp_path / "whole", options)
-    expected = _train(expected_run)[1]
+    expected_run = begin(options, "whole")
+    expected = plan_and_train(expected_run)[1]
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
         _kill_after(calls, monkeypatch)
-        _train(_begin(package, text, tmp_path / "killed", options))
-    run = _begin(package, text, tmp_path / "killed", options)
-    selected = _train(run)[1]
+        plan_and_train(begin(options, "killed"))
+    run = begin(options, "killed")
+    selected = plan_and_train(run)[1]
     np.testing.assert_array_equal(selected.s_K, expected.s_K)
     assert (selected.step, selected.loss) == (expected.step, expected.loss)
     found, whole = _files(run), _files(expected_run)
@@ -177,68 +147,62 @@ def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(
         np.testing.assert_array_equal(getattr(last, name), getattr(same, name))
 
 
-def test_moments_of_another_step_than_the_journals_are_refused(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path, LOGGED)
-    _train(run)
+def test_moments_of_another_step_than_the_journals_are_refused(begin: Begin) -> None:
+    run = begin(LOGGED)
+    plan_and_train(run)
     run.folder.moments(0).unlink()
     with pytest.raises(OperatorError, match="expected moments before step 12, got 0"):
-        _train(run)
+        plan_and_train(run)
     run.folder.moments(0).write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(OperatorError, match="expected the moments of a run"):
-        _train(run)
+        plan_and_train(run)
 
 
 class Spoilt(BigramEngine):
-    """Some gradients are not finite."""
+    """Gradients are not finite at some steps, by the tokens of the batch."""
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """Every third step, by the tokens of the batch."""
         loss, gradient_K = super().gradient(values_K, batch)
-        if int(batch.input_ids_BT.sum()) % 3 == 0:
+        if int(batch.input_ids_BT.sum()) % 5 == 4:
             gradient_K[5] = np.nan
         return loss, gradient_K
 
 
 @KINDS
 def test_a_gradient_that_is_not_finite_moves_nothing(
-    package: Package, text: Path, tmp_path: Path, options: TrainOptions
+    begin: Begin, package: Package, options: TrainOptions
 ) -> None:
-    run = run_of(package, Spoilt(package), text, tmp_path, options)
-    spoilt = [int(run.batches(step).input_ids_BT.sum()) % 3 == 0 for step in range(12)]
-    _, selected = _train(run)
+    run = begin(options, engine=Spoilt(package))
+    spoilt = [int(run.batches(step).input_ids_BT.sum()) % 5 == 4 for step in range(12)]
+    _, selected = plan_and_train(run)
     assert sum(spoilt) > 0
     assert selected.rejected == sum(spoilt[: selected.steps])
     if selected.stopped is Stop.STEPS:
         assert selected.loss < run.folder.evaluations(0)[0].loss  # type: ignore[operator]
 
 
-def test_an_engine_that_can_only_infer_is_refused_by_name(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = run_of(package, LossesOnly(package), text, tmp_path, PRIVATE)  # type: ignore[arg-type]
+def test_an_engine_that_can_only_infer_is_refused_by_name(begin: Begin, package: Package) -> None:
     with pytest.raises(InputError, match="train with --estimator one-sided"):
-        _train(run)
+        plan_and_train(begin(PRIVATE, engine=LossesOnly(package)))
 
 
-def test_masked_weights_that_are_all_zero_give_no_rate(package: Package, text: Path, tmp_path: Path) -> None:
-    run = replace(_begin(package, text, tmp_path, PRIVATE), w_base_K=np.zeros(package.k, np.float32))
+def test_masked_weights_that_are_all_zero_give_no_rate(begin: Begin, package: Package) -> None:
+    run = replace(begin(PRIVATE), w_base_K=np.zeros(package.k, np.float32))
     with pytest.raises(SearchFailed, match="expected masked weights other than 0"):
-        _train(run)
+        plan_and_train(run)
 
 
-def test_a_run_goes_on_from_a_state_exactly(package: Package, text: Path, tmp_path: Path) -> None:
-    _, first = _train(_begin(package, text, tmp_path / "first", PRIVATE))
+def test_a_run_goes_on_from_a_state_exactly(begin: Begin, package: Package) -> None:
+    _, first = plan_and_train(begin(PRIVATE, "first"))
     start = StartState(s_K=first.s_K, step_unit_exponent=first.header.step_unit_exponent)
-    run = replace(_begin(package, text, tmp_path / "second", PRIVATE, seed=0), start=start)
-    plan, second = _train(run)
+    run = replace(begin(PRIVATE, "second", seed=0), start=start)
+    plan, second = plan_and_train(run)
     assert plan.base_loss == pytest.approx(first.loss)
     assert second.loss <= first.loss
     begun_K = values(package.values(), first.s_K, first.header.step_unit_exponent)
     np.testing.assert_array_equal(run.first_values(), begun_K)
     coarse = StartState(s_K=np.ones(package.k, np.int64), step_unit_exponent=-3)
-    run = replace(_begin(package, text, tmp_path / "third", PRIVATE), start=coarse)
+    run = replace(begin(PRIVATE, "third"), start=coarse)
     exponent = planned_descent(run, make_plan(run), 0, 12).header.step_unit_exponent
     first_K = durable_steps.first_state(run, exponent)
     np.testing.assert_array_equal(first_K * 2.0**exponent, np.full(package.k, 0.125))
@@ -268,44 +232,38 @@ def test_options_of_a_gradient_know_whether_there_is_a_log() -> None:
 GRADIENT = {"estimator": EstimatorKind.SKETCH, "queries": 0, "steps": 30}
 
 
-def test_a_private_run_is_adopted_reopened_and_gone_on_from(tmp_path: Path) -> None:
-    home, package = home_with_package(tmp_path / "home")
-    text = user_text(tmp_path, 900)
-    first = train_quickly(home, [text], **GRADIENT)
+@pytest.fixture
+def writer(device: Device, tmp_path: Path) -> Device:
+    """A device whose user wrote more."""
+    return replace(device, text=user_text(tmp_path, 900))
+
+
+def test_a_private_run_is_adopted_reopened_and_gone_on_from(writer: Device) -> None:
+    first = writer.train(**GRADIENT)
     assert first.outcome.value == "adopted"
-    active = active_model(home)
-    assert active is not None
-    assert (model_values(home, active, package) != package.values()).any()
+    assert (writer.used_values() != writer.package.values()).any()
     assert first.metrics is not None
     assert (first.metrics.estimator.value, first.metrics.queries, first.metrics.log_bytes) == ("sketch", 0, 0)
-
-    again = train_quickly(home, [text], **GRADIENT)
+    again = writer.train(**GRADIENT)
     assert (again.run, again.known) == (first.run, True)
-
-    text.write_text(text.read_text() + "\n\nA line more, of rivers and days.")
-    second = train_quickly(home, [text], **GRADIENT)
-    assert find_run(home, second.run).require("run", BegunRun).definition.start == first.run
-    base = train_quickly(home, [text], **GRADIENT, start=Start.BASE)
-    assert find_run(home, base.run).require("run", BegunRun).definition.start is None
+    writer.text.write_text(writer.text.read_text() + "\n\nA line more, of rivers and days.")
+    for start, begun_at in ((Start.ACTIVE, first.run), (Start.BASE, None)):
+        run = find_run(writer.home, writer.train(**GRADIENT, start=start).run)
+        assert run.require("run", BegunRun).definition.start == begun_at
 
 
-def test_a_damaged_private_state_is_not_used(tmp_path: Path) -> None:
-    home, package = home_with_package(tmp_path / "home")
-    run = train_quickly(home, [user_text(tmp_path, 900)], **GRADIENT).run
-    folder, active = find_run(home, run), active_model(home)
-    assert active is not None
+def test_a_damaged_private_state_is_not_used(writer: Device) -> None:
+    folder = find_run(writer.home, writer.train(**GRADIENT).run)
     path = folder.best_state(folder.require("decision", Decision).descent)
     data = bytearray(path.read_bytes())
     data[-40] ^= 1
     path.write_bytes(data)
     with pytest.raises(PackageError, match="state-corrupt"):
-        model_values(home, active, package)
+        writer.used_values()
 
 
-def test_a_shared_run_lays_out_its_log(tmp_path: Path) -> None:
-    home, _ = home_with_package(tmp_path / "home")
-    options = GRADIENT | {"queries": 16}
-    result = train_quickly(home, [user_text(tmp_path, 900)], **options, share_log=True)
+def test_a_shared_run_lays_out_its_log(writer: Device) -> None:
+    result = writer.train(**GRADIENT | {"queries": 16}, share_log=True)
     assert result.metrics is not None
     assert result.metrics.log_bytes > 0
-    assert (find_run(home, result.run).path / "shared.log").stat().st_size == result.metrics.log_bytes
+    assert (find_run(writer.home, result.run).path / "shared.log").stat().st_size == result.metrics.log_bytes

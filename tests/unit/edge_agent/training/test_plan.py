@@ -12,7 +12,6 @@ seconds = st.floats(1e-4, 100.0)
 @pytest.mark.parametrize(("steps", "trial_steps"), [(1, 5), (50, 5), (200, 20), (400, 40), (100_000, 40)])
 def test_a_trial_makes_a_tenth_of_the_steps_within_bounds(steps: int, trial_steps: int) -> None:
     budget = budget_of_steps(steps)
-
     assert (budget.steps, budget.trial_steps, budget.limit_s) == (steps, trial_steps, None)
 
 
@@ -21,7 +20,6 @@ def test_a_run_that_has_time_for_its_parts_stays_within_its_time(
     available_s: float, step_s: float, evaluation_s: float, judgement_s: float
 ) -> None:
     budget = budget_of_time(available_s, step_s=step_s, evaluation_s=evaluation_s, judgement_s=judgement_s)
-
     assert budget.limit_s is not None
     assert 0.599 * available_s <= budget.limit_s <= 0.951 * available_s
     search_s = TRIALS * (budget.trial_steps * step_s + evaluation_s)
@@ -35,7 +33,6 @@ def test_a_run_that_has_time_for_its_parts_stays_within_its_time(
 def test_slow_evaluations_are_fewer() -> None:
     quick = budget_of_time(1800.0, step_s=1.0, evaluation_s=1.0, judgement_s=5.0)
     slow = budget_of_time(1800.0, step_s=1.0, evaluation_s=30.0, judgement_s=150.0)
-
     assert quick.evaluations == EVALUATIONS
     assert slow.evaluations < EVALUATIONS
     assert slow.evaluations * 30.0 < 0.3 * 1800.0

@@ -33,9 +33,7 @@ def _begin(home: Home, seed: int = 0) -> RunFolder:
 
 def test_the_same_definition_finds_the_same_run(home: Home) -> None:
     run = _begin(home)
-
     again = _begin(home)
-
     assert (again, again.run_id) == (run, run.run_id)
     assert run.require("run", BegunRun).definition.options == TrainOptions(seed=0, minutes=0.1)
     assert _begin(home, seed=1) != run
@@ -45,7 +43,6 @@ def test_the_same_definition_finds_the_same_run(home: Home) -> None:
 def test_a_result_is_computed_once_and_read_back_exactly(home: Home) -> None:
     run = _begin(home)
     found = Probe(epsilon=1e-300, relative_error=0.1 + 0.2, g_rms=None)
-
     assert run.once("probe", Probe, lambda: found) == found
     assert run.once("probe", Probe, lambda: Probe(epsilon=1.0, relative_error=None, g_rms=None)) == found
     assert RunFolder(run.path).require("probe", Probe) == found
@@ -103,9 +100,7 @@ def test_old_runs_are_pruned_but_those_in_use(home: Home) -> None:
         os.utime(run.path / "run.json", ns=(0, age * 10**9))
     leftover = home.runs / ".deleted-before"
     leftover.mkdir()
-
     deleted = prune_runs(home, keep={runs[1].name}, newest=5)
-
     assert set(deleted) == {runs[0].name, runs[2].name, runs[3].name}
     assert [run.name for run in list_runs(home)] == [runs[1].name, *(run.name for run in runs[4:])]
     assert not leftover.exists()

@@ -78,9 +78,7 @@ def _step_size(run: Run, *, epsilon: float, g_rms: float, steps: int) -> StepSiz
 
 def test_epsilon_starts_at_a_norm_of_a_half(package: Package, tmp_path: Path) -> None:
     run = _begin(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=SPSA)
-
     found = find_scale(run)
-
     assert found.epsilon * math.sqrt(package.k) == pytest.approx(EPSILON_NORM)
     assert found.g_rms == pytest.approx(0.5, rel=1e-3)
     assert found.relative_error < 1e-3
@@ -90,9 +88,7 @@ def test_epsilon_shrinks_where_the_loss_is_too_curved(package: Package, tmp_path
     start = EPSILON_NORM / math.sqrt(package.k)
     # A sine of this frequency turns between start and 2 start, and hardly at a quarter of that.
     run = _begin(package, tmp_path, lambda d: 3.0 + math.sin(1.4 * float(d[0]) / start))
-
     found = find_scale(run)
-
     assert found.epsilon in (pytest.approx(start / 2), pytest.approx(start / 4))
     assert found.relative_error <= 0.3
 
@@ -101,14 +97,12 @@ def test_epsilon_grows_where_the_arithmetic_is_coarse(package: Package, tmp_path
     start = EPSILON_NORM / math.sqrt(package.k)
     grid = 1.7 * start
     run = _begin(package, tmp_path, lambda d: 3.0 + round(float(d[0]) / grid) * grid)
-
     assert find_scale(run).epsilon > start
 
 
 def test_no_usable_epsilon_is_refused(package: Package, tmp_path: Path) -> None:
     noise = np.random.Generator(np.random.PCG64(0))
     run = _begin(package, tmp_path, lambda _d: float(noise.normal()))
-
     with pytest.raises(SearchFailed, match=r"relative error of the gradient of at most 0\.3"):
         find_scale(run)
 
@@ -121,7 +115,6 @@ def test_a_loss_without_gradient_is_refused(package: Package, tmp_path: Path, fl
 
 def test_forward_mode_needs_no_epsilon(package: Package, tmp_path: Path) -> None:
     found = find_scale(_begin(package, tmp_path, lambda _d: 1.0, estimator=EstimatorKind.FORWARD))
-
     assert found.relative_error == 0.0
     assert found.g_rms == pytest.approx(2.0)
 
@@ -134,9 +127,7 @@ def _bowl(package: Package, best_norm: float) -> Function:
 
 def test_trials_start_at_the_norm_rule_and_the_best_is_taken(package: Package, tmp_path: Path) -> None:
     run = _begin(package, tmp_path, _bowl(package, 2.0))
-
     found = _step_size(run, epsilon=0.01, g_rms=0.3, steps=3)
-
     norm = found.start * 0.3 * math.sqrt(package.k / run.options.queries)
     assert norm == pytest.approx(STEP_NORM)
     best = min(found.losses, key=lambda power: found.losses[power] or math.inf)
@@ -146,15 +137,12 @@ def test_trials_start_at_the_norm_rule_and_the_best_is_taken(package: Package, t
 
 def test_the_range_grows_where_the_best_is_at_the_end(package: Package, tmp_path: Path) -> None:
     falling = _begin(package, tmp_path, lambda d: 3.0 + float(d @ d))
-
     assert min(_step_size(falling, epsilon=0.01, g_rms=0.001, steps=2).losses) < -1
 
 
 def test_losses_that_are_not_finite_are_never_the_best(package: Package, tmp_path: Path) -> None:
     run = _begin(package, tmp_path, lambda d: 3.0 if np.linalg.norm(d) < 0.4 else math.nan)
-
     found = _step_size(run, epsilon=0.001, g_rms=0.3, steps=3)
-
     assert found.learning_rate > 0
     assert all(loss is None or loss == 3.0 for loss in found.losses.values())
 
@@ -168,7 +156,6 @@ def test_what_was_found_is_not_computed_again(package: Package, tmp_path: Path) 
     run = _begin(package, tmp_path, _bowl(package, 2.0))
     first = find_scale(run), _step_size(run, epsilon=0.01, g_rms=0.3, steps=2)
     calls = run.engine.calls  # type: ignore[attr-defined]
-
     assert (find_scale(run), _step_size(run, epsilon=0.01, g_rms=0.3, steps=2)) == first
     assert run.engine.calls == calls  # type: ignore[attr-defined]
 

@@ -17,11 +17,10 @@ from permille.zo.records import StepFlag, coefficients_of
 from permille.zo.replay import replay
 from permille_agent.training import steps
 from permille_agent.training.plan import Plan, make_plan
-from permille_agent.training.run import Evaluation, Run, RunClock, RunFolder, StopPoint
-from permille_agent.training.steps import MAX_DESCENTS, SelectedState, Stop, planned_descent, stop_of, train
+from permille_agent.training.run import Evaluation, RunClock, RunFolder, StopPoint
+from permille_agent.training.steps import MAX_DESCENTS, Stop, planned_descent, stop_of, train
 from tests.bigram_engine import BigramEngine
-from tests.packages import tiny_package
-from tests.unit.edge_agent.runs import run_of, user_text
+from tests.unit.edge_agent.runs import Begin, plan_and_train
 
 
 class SpoiltEngine(BigramEngine):
@@ -40,32 +39,9 @@ class SpoiltEngine(BigramEngine):
         return self._spoil(super().losses(values_VK, batch), self.calls)
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return tiny_package(tmp_path_factory.mktemp("package"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return user_text(tmp_path_factory.mktemp("text"))
-
-
-def _begin(package: Package, text: Path, folder: Path, **changes: Any) -> Run:
-    return run_of(package, BigramEngine(package), text, folder, **changes)
-
-
-def _train(run: Run) -> tuple[Plan, SelectedState]:
-    plan = make_plan(run)
-    return plan, train(run, plan)
-
-
-def test_steps_are_journalled_and_the_best_evaluation_is_selected(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path, steps=20)
-
-    plan, selected = _train(run)
-
+def test_steps_are_journalled_and_the_best_evaluation_is_selected(begin: Begin) -> None:
+    run = begin(steps=20)
+    plan, selected = plan_and_train(run)
     contents = read_journal(run.folder.journal(0))
     assert len(contents.records) == selected.steps == 20
     losses = {evaluation.step: evaluation.loss for evaluation in run.folder.evaluations(0)}
@@ -78,13 +54,9 @@ def test_steps_are_journalled_and_the_best_evaluation_is_selected(
     assert selected.stopped is Stop.STEPS
 
 
-def test_the_plan_is_written_before_the_first_step_and_holds_what_the_header_needs(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path)
-
+def test_the_plan_is_written_before_the_first_step_and_holds_what_the_header_needs(begin: Begin) -> None:
+    run = begin()
     plan = make_plan(run)
-
     assert run.folder.load("plan", Plan) == plan
     assert not run.folder.journal(0).exists()
     header = planned_descent(run, plan, 0, plan.total_steps).header
@@ -93,44 +65,36 @@ def test_the_plan_is_written_before_the_first_step_and_holds_what_the_header_nee
     assert header.seed == run.options.seed
 
 
-def test_the_same_run_twice_has_the_same_bits_and_another_seed_others(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
+def test_the_same_run_twice_has_the_same_bits_and_another_seed_others(begin: Begin) -> None:
     first, second, other = (
-        _train(_begin(package, text, tmp_path / name, seed=seed))
-        for name, seed in (("a", 0), ("b", 0), ("c", 5))
+        plan_and_train(begin(folder=name, seed=seed)) for name, seed in (("a", 0), ("b", 0), ("c", 5))
     )
-
     assert first[0] == second[0]
     assert (first[1].s_K == second[1].s_K).all()
     assert (first[1].step, first[1].header) == (second[1].step, second[1].header)
     assert (first[1].s_K != other[1].s_K).any()
 
 
-def test_a_growing_loss_halves_the_steps_and_starts_again(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path, steps=30)
+def test_a_growing_loss_halves_the_steps_and_starts_again(begin: Begin) -> None:
+    run = begin(steps=30)
     plan = make_plan(run)
     plan = replace(plan, learning_rate=plan.learning_rate * 40)
-
     selected = train(run, plan)
-
     assert selected.descent > 0
     rates = [read_journal(run.folder.journal(n)).header.learning_rate for n in range(selected.descent + 1)]
     assert rates == [plan.learning_rate * 0.5**n for n in range(len(rates))]
 
 
 def test_a_level_descent_is_followed_by_one_with_half_and_the_best_of_all_is_selected(
-    package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _begin(package, text, tmp_path / "run", steps=20)
+    run = begin(folder="run", steps=20)
     plan = make_plan(run)
     _stop_at(18, monkeypatch)
 
     selected = train(run, plan)
     # With a time limit, two steps are left.
-    hurried_run = _begin(package, text, tmp_path / "hurried", steps=20)
+    hurried_run = begin(folder="hurried", steps=20)
     hurried = train(hurried_run, replace(plan, limit_s=1e9))
 
     every = range(MAX_DESCENTS)
@@ -153,28 +117,22 @@ def test_a_level_descent_is_followed_by_one_with_half_and_the_best_of_all_is_sel
 
 
 def test_no_descent_begins_where_a_time_limit_leaves_no_step(
-    package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _begin(package, text, tmp_path, steps=20)
+    run = begin(steps=20)
     plan = replace(make_plan(run), limit_s=1e9)
     _stop_at(20, monkeypatch, Stop.DIVERGED)
-
     selected = train(run, plan)
-
     assert (selected.descent, selected.step, selected.stopped) == (0, 0, Stop.DIVERGED)
     assert not run.folder.journal(1).exists()
 
 
-def test_no_descent_begins_after_the_time_limit(
-    package: Package, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = _begin(package, text, tmp_path, steps=20)
+def test_no_descent_begins_after_the_time_limit(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begin(steps=20)
     plan = make_plan(run)
     _stop_at(10, monkeypatch)
     monkeypatch.setattr(run.clock, "passed", lambda descent, *_: descent > 0)
-
     selected = train(run, replace(plan, limit_s=1e9))
-
     assert (selected.descent, selected.steps, selected.stopped) == (0, 10, Stop.LEVEL)
     assert not run.folder.journal(1).exists()
 
@@ -192,42 +150,30 @@ def _stop_at(wanted_step: int, monkeypatch: pytest.MonkeyPatch, found: Stop = St
     monkeypatch.setattr(steps, "stop_of", stop)
 
 
-def test_when_every_step_size_diverges_the_base_is_selected(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path, steps=30)
+def test_when_every_step_size_diverges_the_base_is_selected(begin: Begin) -> None:
+    run = begin(steps=30)
     plan = make_plan(run)
-
     selected = train(run, replace(plan, learning_rate=plan.learning_rate * 1e5))
-
     assert (selected.stopped, selected.step, selected.descent) == (Stop.DIVERGED, 0, MAX_DESCENTS - 1)
     assert not selected.s_K.any()
 
 
-def test_some_losses_that_are_not_finite_are_rejected_steps(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path, steps=60)
+def test_some_losses_that_are_not_finite_are_rejected_steps(begin: Begin, package: Package) -> None:
+    run = begin(steps=60)
     plan = make_plan(run)
     spoilt = SpoiltEngine(package, lambda losses, call: losses * (np.nan if call % 20 == 0 else 1))
-
-    _, selected = _train(replace(run, engine=spoilt))
-
+    _, selected = plan_and_train(replace(run, engine=spoilt))
     flags = [record.flags for record in read_journal(run.folder.journal(0)).records]
     assert [step for step, flag in enumerate(flags) if StepFlag.REJECTED in flag] == [19, 39, 59]
     assert selected.stopped is Stop.STEPS
     assert math.isfinite(plan.base_loss)
 
 
-def test_many_losses_that_are_not_finite_end_the_run_with_the_base(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path)
+def test_many_losses_that_are_not_finite_end_the_run_with_the_base(begin: Begin, package: Package) -> None:
+    run = begin()
     make_plan(run)
     spoilt = SpoiltEngine(package, lambda losses, call: losses * np.nan)
-
-    _, selected = _train(replace(run, engine=spoilt))
-
+    _, selected = plan_and_train(replace(run, engine=spoilt))
     assert (selected.stopped, selected.step) == (Stop.REJECTED, 0)
 
 
@@ -242,16 +188,12 @@ class FakeClock:
         return self.now
 
 
-def test_a_time_limit_decides_how_many_steps_and_a_restart_ends_at_the_same(
-    package: Package, text: Path, tmp_path: Path
-) -> None:
-    run = _begin(package, text, tmp_path, steps=None, minutes=2.0)
+def test_a_time_limit_decides_how_many_steps_and_a_restart_ends_at_the_same(begin: Begin) -> None:
+    run = begin(steps=None, minutes=2.0)
     run = replace(run, clock=RunClock(run.folder, monotonic=FakeClock()))
-    plan, selected = _train(run)
-
+    plan, selected = plan_and_train(run)
     late = replace(run, clock=RunClock(run.folder, monotonic=FakeClock()))
     again = train(late, plan)
-
     assert 1 <= selected.steps <= plan.total_steps < 120
     assert (again.step, again.steps) == (selected.step, selected.steps)
     assert (again.s_K == selected.s_K).all()
@@ -263,9 +205,7 @@ def test_time_spent_counts_across_restarts(tmp_path: Path) -> None:
     for _ in range(30):
         clock.seconds()
     clock.store()
-
     later = RunClock(folder, monotonic=FakeClock())
-
     assert not later.passed(0, 3, 54.0)
     for _ in range(30):
         later.seconds()

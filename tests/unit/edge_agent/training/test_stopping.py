@@ -71,7 +71,6 @@ def test_what_was_below_the_base_and_stays_above_it_keeps_its_best(falling: list
 
 def test_rejected_steps_time_and_the_number_of_steps_end_a_descent() -> None:
     falling: list[float | None] = [3.0, 2.9, 2.8]
-
     assert _ends(falling, rejected=4) == [None] * 3
     assert _ends(falling, rejected=5) == [Stop.REJECTED] * 3
     assert _ends(falling, out_of_time=True)[-1] is Stop.TIME
