@@ -79,12 +79,8 @@ def test_digest_is_of_names_and_contents_alone(folder: Path, tmp_path: Path) -> 
     for path in folder.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     (copy / "README.md").write_text("not part of the model")
-    assert Checkpoint(folder).files() == (
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    )
+    names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    assert Checkpoint(folder).files() == names
     digest = Checkpoint(folder).digest()
     assert digest.startswith("sha256:")
     assert Checkpoint(copy).digest() == digest
@@ -98,10 +94,8 @@ def test_reading_a_checkpoint_imports_no_torch(folder: Path) -> None:
         "import permille.models.sources, permille.sensitivity.masks, permille.quantization;"
         "print(Checkpoint(Path(sys.argv[1])).parameters, 'torch' in sys.modules)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split()[1] == "False"
+    command = [sys.executable, "-c", code, str(folder)]
+    assert subprocess.run(command, capture_output=True, check=True).stdout.split()[1] == b"False"
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc/passwd", "..\\x", "a\0b"])
@@ -131,12 +125,7 @@ def test_a_folder_with_pickles_only_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("[]", "expected an object"),
-        ("{", "expected JSON"),
-        ("[" * 100_000, "expected JSON"),
-        ("\xff", "expected JSON"),
-    ],
+    [("[]", "expected an object"), *((text, "expected JSON") for text in ("{", "[" * 100_000, "\xff"))],
 )
 def test_a_config_that_is_no_json_object_is_refused(folder: Path, text: str, message: str) -> None:
     (folder / "config.json").write_bytes(text.encode("latin-1"))
@@ -156,19 +145,16 @@ def test_a_checkpoint_that_disagrees_with_its_config_is_refused(folder: Path, mo
         Checkpoint(folder)
 
 
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+
+
 @pytest.mark.parametrize(
     "entry",
     [
-        {},
-        {"dtype": "F32", "shape": [2], "data_offsets": [0, 7]},
-        {"dtype": "F32", "shape": [2], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]},
-        {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]},
-        {"dtype": "F32", "shape": [True], "data_offsets": [0, 8]},
-        {"dtype": "F32", "shape": [1 << 62, 4, 1 << 62], "data_offsets": [0, 8]},
-        {"dtype": 3, "shape": [2], "data_offsets": [0, 8]},
-        {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 9]},
-        7,
+        *({}, 7, entry(dtype=3)),
+        *(entry(data_offsets=bad) for bad in ([0, 7], [0, 16], [8, 0], [0, 8, 9])),
+        *(entry(shape=bad) for bad in ([-2], [True], [1 << 62, 4, 1 << 62])),
     ],
 )
 def test_a_malformed_header_is_refused(folder: Path, entry: Any) -> None:

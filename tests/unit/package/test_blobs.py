@@ -25,18 +25,15 @@ def everything(blobs: BlobFolder) -> list[Path]:
     return [path for path in blobs.root.rglob("*") if path.is_file()]
 
 
-def test_a_blob_lies_where_format_says_and_cannot_be_written(blobs: BlobFolder) -> None:
+def test_a_blob_lies_where_format_says_and_cannot_be_written(blobs: BlobFolder, tmp_path: Path) -> None:
     assert blobs.put_bytes(b"hello") == HELLO
     path = blobs.root / "sha256" / HELLO[7:9] / HELLO[7:]
     assert path.read_bytes() == b"hello" and path.stat().st_mode & 0o777 == 0o444
     assert (blobs.has(HELLO), blobs.size(HELLO), list(blobs.iterate())) == (True, 5, [HELLO])
     assert everything(blobs) == [path]
-
-
-def test_putting_the_same_bytes_twice_is_fine(blobs: BlobFolder, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"hello")
     assert blobs.put_bytes(b"hello") == blobs.put_file(tmp_path / "file", expected=HELLO) == HELLO
-    assert len(everything(blobs)) == 1
+    assert everything(blobs) == [path]
 
 
 def test_a_writer_hashes_what_it_is_given_in_pieces(blobs: BlobFolder) -> None:
@@ -49,34 +46,23 @@ def test_a_writer_hashes_what_it_is_given_in_pieces(blobs: BlobFolder) -> None:
         assert file.read() == b"hello"
 
 
-def test_bytes_of_another_digest_do_not_get_the_name(blobs: BlobFolder) -> None:
+def test_bytes_of_another_digest_and_a_writer_that_is_left_leave_nothing(blobs: BlobFolder) -> None:
     with pytest.raises(PackageError, match="blob-digest"):
         blobs.put_bytes(b"other", expected=HELLO)
-    assert everything(blobs) == []
-
-
-def test_a_writer_that_is_left_without_commit_leaves_nothing(blobs: BlobFolder) -> None:
     with pytest.raises(RuntimeError), blobs.writer() as writer:
         writer.write(b"half")
         raise RuntimeError
     assert everything(blobs) == []
 
 
-def test_a_full_disk_leaves_nothing(blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: BlobWriter, data: bytes) -> int:
+@pytest.mark.parametrize(("owner", "name"), [(BlobWriter, "write"), (os, "fsync")])
+def test_a_full_disk_leaves_nothing(
+    blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
+    def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(BlobWriter, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        blobs.put_bytes(b"hello")
-    assert everything(blobs) == []
-
-
-def test_a_full_disk_at_fsync_leaves_nothing(blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(owner, name, full)
     with pytest.raises(OSError, match="No space left"):
         blobs.put_bytes(b"hello")
     assert everything(blobs) == []
@@ -104,20 +90,18 @@ with BlobFolder(Path(sys.argv[1])).writer() as writer:
     assert everything(blobs) == []
 
 
-def test_a_finished_download_is_adopted_without_a_copy(blobs: BlobFolder, tmp_path: Path) -> None:
-    part = tmp_path / "download.part"
-    part.write_bytes(b"hello")
-    inode = part.stat().st_ino
-    assert blobs.adopt_file(part, HELLO) == HELLO
-    assert blobs.path(HELLO).stat().st_ino == inode and not part.exists()
-
-
-def test_a_wrong_download_is_not_adopted_and_stays(blobs: BlobFolder, tmp_path: Path) -> None:
+def test_a_download_is_adopted_without_a_copy_and_a_wrong_one_stays(
+    blobs: BlobFolder, tmp_path: Path
+) -> None:
     part = tmp_path / "download.part"
     part.write_bytes(b"hellp")
     with pytest.raises(PackageError, match="blob-digest"):
         blobs.adopt_file(part, HELLO)
     assert part.read_bytes() == b"hellp" and not blobs.has(HELLO)
+    part.write_bytes(b"hello")
+    inode = part.stat().st_ino
+    assert blobs.adopt_file(part, HELLO) == HELLO
+    assert blobs.path(HELLO).stat().st_ino == inode and not part.exists()
 
 
 @pytest.mark.parametrize(

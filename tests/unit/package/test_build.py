@@ -68,27 +68,9 @@ def test_a_package_holds_the_model_and_its_masked_weights(
     assert package.file("tokenizer.json") == (checkpoint.folder / "tokenizer.json").read_bytes()
 
 
-def test_the_same_inputs_have_the_same_digest(
-    checkpoint: Checkpoint, mask: Mapping[str, NDArray[np.uint32]], tmp_path: Path
-) -> None:
-    digests = {pack_model(BlobFolder(tmp_path / name), checkpoint, chosen(mask)) for name in ("one", "two")}
-    assert len(digests) == 1
-
-
 def test_a_file_that_is_too_large_is_refused(mask: Mapping[str, NDArray[np.uint32]], tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     with (tmp_path / "model" / "LICENSE").open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(InputError, match="LICENSE"):
         pack_model(BlobFolder(tmp_path / "blobs"), Checkpoint(tmp_path / "model"), chosen(mask))
-
-
-def test_exponents_are_packed_beside_the_mask(
-    checkpoint: Checkpoint, mask: Mapping[str, NDArray[np.uint32]], tmp_path: Path
-) -> None:
-    exponents_K = (np.arange(sum(indices.size for indices in mask.values())) % 3).astype(np.int8)
-    blobs = BlobFolder(tmp_path)
-    digest = pack_model(blobs, checkpoint, chosen(mask, exponents_K=exponents_K))
-    assert Package.open(blobs, digest).exponents().tolist() == exponents_K.tolist()  # type: ignore[union-attr]
-    with pytest.raises(InputError):
-        pack_model(blobs, checkpoint, chosen(mask, exponents_K=exponents_K[1:]))
