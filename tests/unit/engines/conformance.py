@@ -5,7 +5,7 @@ dtype states its tolerance when it is handed in.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from tests.unit.engines.tiny import (
     Tiny,
     reference_gradient,
     reference_token_losses,
+    rows_of,
     set_values,
     tiny_batch,
     variants,
@@ -86,7 +87,7 @@ class Conformance:
 
     def sequences_together_are_sequences_alone(self) -> None:
         batch, values_K = tiny_batch(), self.tiny.package.values()
-        alone = [self.engine.token_losses(values_K, _row(batch, row)) for row in range(3)]
+        alone = [self.engine.token_losses(values_K, rows_of(batch, [row])) for row in range(3)]
         together = self.engine.token_losses(values_K, batch)
         np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=self.loss_tolerance)
 
@@ -142,11 +143,8 @@ class Conformance:
         values_K, prompt = self.tiny.package.values(), np.array([3, 1, 4])
 
         def text(seed: int) -> list[int]:
-            return list(
-                self.engine.generate(
-                    values_K, prompt, TokenSampling(max_new_tokens=12, temperature=1.5, top_p=0.95, seed=seed)
-                )
-            )
+            sampling = TokenSampling(max_new_tokens=12, temperature=1.5, top_p=0.95, seed=seed)
+            return list(self.engine.generate(values_K, prompt, sampling))
 
         assert text(1) == text(1)
         assert text(1) != text(2)
@@ -214,16 +212,7 @@ def _padded(batch: Batch, *, columns: int, fill: int) -> Batch:
     )
 
 
-def _row(batch: Batch, row: int) -> Batch:
-    rows = slice(row, row + 1)
-    return Batch(
-        input_ids_BT=batch.input_ids_BT[rows],
-        attention_BT=batch.attention_BT[rows],
-        target_BT=batch.target_BT[rows],
-    )
-
-
 def _with_token(batch: Batch, token: int) -> Batch:
     ids_BT = batch.input_ids_BT.copy()
     ids_BT[0, 1] = token
-    return Batch(input_ids_BT=ids_BT, attention_BT=batch.attention_BT, target_BT=batch.target_BT)
+    return replace(batch, input_ids_BT=ids_BT)

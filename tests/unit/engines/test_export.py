@@ -52,12 +52,13 @@ def test_the_models_dtype_is_torchs_rounding(tiny: Tiny, tmp_path: Path) -> None
         assert torch.equal(small[name], tensor.bfloat16())
 
 
-def test_nothing_of_the_quantization_is_left(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_export_has_nothing_of_the_quantization_and_is_its_users_alone(tiny: Tiny, tmp_path: Path) -> None:
     export_transformers(tiny.package, None, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "float32"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
 
 
 def test_an_empty_folder_is_used_and_a_full_one_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -87,8 +88,3 @@ def test_values_that_are_wrong_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     for wrong in wrongs:
         with pytest.raises(InputError, match="expected"):
             export_transformers(tiny.package, wrong, tmp_path / "out")
-
-
-def test_only_its_user_may_read_an_export(tiny: Tiny, tmp_path: Path) -> None:
-    export_transformers(tiny.package, None, tmp_path / "out")
-    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700

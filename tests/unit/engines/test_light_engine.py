@@ -1,6 +1,6 @@
 """What the light engine promises beyond the suite: what it refuses, what it shares, what it never copies."""
 
-import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.engines.interface import GradientEngine
 from permille.engines.light import blas
 from permille.engines.light.engine import LightEngine
 from permille.engines.light.linear import Tools
 from permille.engines.light.sequences import JoinedSequences, join_sequences
 from permille.engines.sampling import TokenSampling
+from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.models.rope import rope_of
-from permille.native.library import VARIABLE, paths
+from permille.native.library import VARIABLE
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config
 from permille.package.reader import Package
@@ -25,9 +27,10 @@ from permille.zo.estimators import Batch
 from permille_lab.measuring.random_packages import Shape, random_package
 from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.tiny import (
-    CONFIGS,
     Tiny,
+    peak_bytes,
     reference_model,
+    rows_of,
     tiny_batch,
     tiny_model,
     tiny_package,
@@ -48,59 +51,41 @@ def _config(family: str) -> dict[str, Any]:
     return clean_config(tiny_model(family).config.to_dict())
 
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+YARN_UNTRUNCATED = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 20, "beta_slow": 2}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.5},
     "dynamic": {"factor": 2.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "yarn untruncated": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "truncate": False,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.3,
-        "beta_fast": 20,
-        "beta_slow": 2,
-    },
-    "yarn with its own factor": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "attention_factor": 1.2,
-    },
+    "llama3": {"factor": 8.0} | LLAMA3,
+    "yarn": YARN,
+    "yarn untruncated": YARN | YARN_UNTRUNCATED,
+    "yarn with its own factor": YARN | {"attention_factor": 1.2},
 }
 
 
+@pytest.mark.parametrize("make", [LightEngine, TorchEngine])
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_types_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
+def test_rope_types_are_those_of_the_reference(
+    name: str, make: Callable[[Package], GradientEngine], tmp_path: Path
+) -> None:
     parameters = {"rope_type": name.split()[0], "rope_theta": 1000.0} | ROPES[name]
     tiny = _tiny(tmp_path, "llama", rope_parameters=parameters)
-    Conformance(engine=LightEngine(tiny.package), tiny=tiny).token_losses_are_those_of_the_reference()
+    Conformance(engine=make(tiny.package), tiny=tiny).token_losses_are_those_of_the_reference()
 
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
+BOTH_KINDS = ["full_attention", "sliding_attention"]
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("llama", {"mlp_bias": True, "tie_word_embeddings": False}),
     "one key-value head": ("llama", {"num_key_value_heads": 1}),
     "no window": ("mistral", {"sliding_window": None}),
     "own head size": ("mistral", {"head_dim": 16}),
-    "windows from a layer": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    ),
-    "windows from the first layer": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-    ),
+    "windows from a layer": ("qwen2", WINDOWS | {"max_window_layers": 1}),
+    "windows from the first layer": ("qwen2", WINDOWS | {"max_window_layers": 0}),
     "biases of attention": ("qwen3", {"attention_bias": True}),
     "exact gelu": ("llama", {"hidden_act": "gelu"}),
-    "layers by name": (
-        "gemma2",
-        {"layer_types": ["full_attention", "sliding_attention"], "attn_logit_softcapping": 0.5},
-    ),
+    "layers by name": ("gemma2", {"layer_types": BOTH_KINDS, "attn_logit_softcapping": 0.5}),
     "a pattern": ("gemma3_text", {"num_hidden_layers": 3, "layer_types": None, "query_pre_attn_scalar": 9}),
     "norms behind": ("opt", {"do_layer_norm_before": False}),
     "norms without weights": ("opt", {"layer_norm_elementwise_affine": False, "enable_bias": False}),
@@ -141,9 +126,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16},
         "max_position_embeddings": 10**400,
     },
-    "a stretched rope without a base": {
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}
-    },
+    "a stretched rope without a base": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0} | YARN},
     "an epsilon that is no number": {"rms_norm_eps": "1e-5"},
 }
 
@@ -175,17 +158,6 @@ def test_numpy_alone_conforms(family: str, tmp_path: Path, monkeypatch: pytest.M
     engine = LightEngine(tiny.package)
     assert engine.info()["version"].endswith("kernels numpy")
     Conformance(engine=engine, tiny=tiny).check()
-
-
-def test_kernels_and_numpy_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = tiny_package(tmp_path, "qwen3")
-    engine = LightEngine(tiny.package)
-    losses = {}
-    for path in ("off", *paths()):
-        monkeypatch.setenv(VARIABLE, path)
-        losses[path] = engine.losses(variants(tiny.package, 3), tiny_batch())
-    for path, found in losses.items():
-        np.testing.assert_allclose(found, losses["off"], rtol=0, atol=1e-5, err_msg=path)
 
 
 def test_another_blas_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +196,6 @@ def _upper_half(folder: Path) -> Package:
     return random_package(folder, shape, density=0.01, first_layer=2)
 
 
-def _shifted(package: Package, count: int) -> Array:
-    return variants(package, count, scale=0.1)
-
-
 def _below_mask_counted(engine: LightEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every sequence whose lower layers are computed from now on."""
     tokens: list[int] = []
@@ -246,7 +214,7 @@ def test_layers_below_the_mask_are_computed_once(
     int8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tiny_package(tmp_path, "llama", Scheme.INT4, scope="layers:1").package
-    values_VK, batch = _shifted(package, 3), tiny_batch()
+    values_VK, batch = variants(package, 3, scale=0.1), tiny_batch()
     z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (2, package.k))
     none, kept = (LightEngine(package, kept_bytes=size, int8=int8) for size in (0, 1 << 20))
     expected_V = none.losses(values_VK, batch)
@@ -266,22 +234,17 @@ def test_layers_below_the_mask_are_computed_once(
 def test_kept_states_have_the_same_bits_whatever_batch_they_were_met_in(tmp_path: Path) -> None:
     """So a run that is resumed computes what one without a pause does."""
     package = _upper_half(tmp_path)
-    batch, values_VK = tiny_batch(lengths=(12, 7, 9, 12, 5)), _shifted(package, 2)
+    batch, values_VK = tiny_batch(lengths=(12, 7, 9, 12, 5)), variants(package, 2, scale=0.1)
     expected = LightEngine(package).losses(values_VK, batch)
     engine = LightEngine(package)
     for rows in ([4], [0, 3, 1], [2]):
-        part = Batch(
-            input_ids_BT=batch.input_ids_BT[rows],
-            attention_BT=batch.attention_BT[rows],
-            target_BT=batch.target_BT[rows],
-        )
-        engine.losses(values_VK, part)
+        engine.losses(values_VK, rows_of(batch, rows))
     np.testing.assert_array_equal(engine.losses(values_VK, batch), expected)
 
 
 def test_states_beyond_the_bound_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = _upper_half(tmp_path)
-    values_VK, batch = _shifted(package, 2), tiny_batch(lengths=(12, 7, 9))
+    values_VK, batch = variants(package, 2, scale=0.1), tiny_batch(lengths=(12, 7, 9))
     longest_bytes = 12 * 64 * 4
     engine = LightEngine(package, kept_bytes=longest_bytes)
     computed = _below_mask_counted(engine, monkeypatch)
@@ -305,8 +268,8 @@ def test_embedding_and_head_are_never_copied(call: str, tmp_path: Path) -> None:
     package = random_package(tmp_path, shape, density=0.01)
     table_bytes = package.plain("lm_head.weight").data.nbytes
     values_K, batch = package.values(), tiny_batch()
-    tracemalloc.start()
-    try:
+
+    def work() -> None:
         engine = LightEngine(package, threads=1)
         if call == "losses":
             engine.losses(values_K[None], batch)
@@ -314,10 +277,8 @@ def test_embedding_and_head_are_never_copied(call: str, tmp_path: Path) -> None:
             engine.directional_derivatives(values_K, np.ones((1, package.k), np.float32), batch)
         elif call == "generate":
             list(engine.generate(values_K, np.array([1, 2]), TokenSampling(max_new_tokens=2)))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 0.75 * table_bytes
+
+    assert peak_bytes(work) < 0.75 * table_bytes
 
 
 def test_no_weight_is_unpacked_as_a_whole(tmp_path: Path) -> None:
@@ -326,17 +287,7 @@ def test_no_weight_is_unpacked_as_a_whole(tmp_path: Path) -> None:
     package = random_package(tmp_path, shape, density=1e-4)
     engine = LightEngine(package, threads=1)
     values_K, batch = package.values(), tiny_batch()
-    tracemalloc.start()
-    try:
-        engine.losses(values_K[None], batch)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 12e6
-
-
-def test_a_package_can_be_loaded_for_every_family(tmp_path: Path) -> None:
-    assert set(CONFIGS) == {architecture_of(_config(family)).family for family in CONFIGS}
+    assert peak_bytes(lambda: engine.losses(values_K[None], batch)) < 12e6
 
 
 def test_wrong_settings_are_refused(tmp_path: Path) -> None:

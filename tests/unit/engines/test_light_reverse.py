@@ -4,7 +4,6 @@ Each rule is the transpose of its tangent, `u . J v = v . J^T u`; parts, threads
 change nothing.
 """
 
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
 from permille_lab.measuring.random_packages import Shape, random_package
-from tests.unit.engines.tiny import CONFIGS, tiny_batch, tiny_package, variants
+from tests.unit.engines.tiny import CONFIGS, peak_bytes, tiny_batch, tiny_package, variants
 
 Array = NDArray[np.float32]
 RNG = np.random.default_rng(0)
@@ -167,12 +166,7 @@ def test_int8_activations_leave_gradients_in_float32(tmp_path: Path) -> None:
 
 def _peak_bytes(package: Package, batch: Batch) -> int:
     engine, values_K = LightEngine(package, threads=1), package.values()
-    tracemalloc.start()
-    try:
-        engine.gradient(values_K, batch)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    return peak_bytes(lambda: engine.gradient(values_K, batch))
 
 
 def test_nothing_of_a_matrix_is_kept(tmp_path: Path) -> None:

@@ -12,13 +12,7 @@ LOGITS = np.log(np.array([0.1, 0.5, 0.15, 0.25], np.float32))
 
 
 def sampling(**changes: Any) -> TokenSampling:
-    settings: dict[str, Any] = {
-        "max_new_tokens": 1,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "seed": 0,
-        "stop_ids": (),
-    }
+    settings: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "seed": 0}
     return TokenSampling(**(settings | changes))
 
 
@@ -52,14 +46,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     "changes",
     [
         {"max_new_tokens": 0},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_p": float("nan")},
-        {"seed": -1},
-        {"seed": 1 << 64},
+        *({"temperature": bad} for bad in (-0.1, np.nan, np.inf)),
+        *({"top_p": bad} for bad in (0.0, 1.1, np.nan)),
+        *({"seed": bad} for bad in (-1, 1 << 64)),
     ],
     ids=str,
 )

@@ -5,6 +5,9 @@ The reference is unmodified transformers in float32 with `permille.quantization.
 written into the weights: another path than the engine's in everything but the formulas.
 """
 
+import dataclasses
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +162,22 @@ def tiny_batch(*, seed: int = 0, lengths: tuple[int, ...] = (12, 7, 9)) -> Batch
     return Batch(
         input_ids_BT=rng.integers(0, VOCABULARY, shape), attention_BT=attention_BT, target_BT=target_BT
     )
+
+
+def rows_of(batch: Batch, rows: list[int]) -> Batch:
+    """Some sequences of a batch."""
+    arrays = {field.name: getattr(batch, field.name)[rows] for field in dataclasses.fields(batch)}
+    return Batch(**arrays)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that Python and numpy held at once, beyond what they held before."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def variants(package: Package, count: int, *, scale: float = 0.02, seed: int = 1) -> NDArray[np.float32]:

@@ -12,15 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=256, tie_word_embeddings=True, **sizes, **heads)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 

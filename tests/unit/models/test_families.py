@@ -19,12 +19,8 @@ from permille.models.families import (
     scoped_tensors,
 )
 
-_SHARED: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+_SIZES: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32}
+_SHARED = _SIZES | {"num_hidden_layers": 3, "num_attention_heads": 4}
 _SMALL = _SHARED | {"intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
 _OPT = _SHARED | {"word_embed_proj_dim": 32, "ffn_dim": 48, "max_position_embeddings": 64}
 CASES: list[tuple[str, dict[str, Any]]] = [
