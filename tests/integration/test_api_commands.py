@@ -95,6 +95,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
     )
     deadline = time.monotonic() + 60
     while not (started := queued() - before):

@@ -58,7 +58,8 @@ def test_nonce_is_good_once_and_only_for_its_device_and_key(api: Api) -> None:
     device, other = api.device(), api.device()
     nonce = device.nonce()
     answer = device.ask_token(nonce)
-    assert (answer.status_code, answer.json()["expires_in"]) == (201, 3600)
+    assert answer.status_code == 201
+    assert 3590 <= answer.json()["expires_in"] <= 3600
     assert device.ask_token(nonce).status_code == 401
     stolen = device.nonce()
     assert other.ask_token(stolen).status_code == 401
