@@ -42,20 +42,15 @@ def test_gzip_reads_as_the_plain_file(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_counted_by_reason_with_their_numbers(tmp_path: Path) -> None:
-    content = b"\n".join(
-        [
-            b'{"text": "good"}',
-            b"not json",
-            b'{"text": 3}',
-            b'{"other": "x"}',
-            b"[1]",
-            b'{"text": "  \\n"}',
-            b'{"text": "\xff"}',
-            b'{"text": "\\ud800"}',
-            b"",
-            b'{"text": "also good"}',
-        ]
-    )
+    lines = [b'{"text": "good"}', b"not json", b'{"text": 3}', b'{"other": "x"}', b"[1]"]
+    lines += [
+        b'{"text": "  \\n"}',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud800"}',
+        b"",
+        b'{"text": "also good"}',
+    ]
+    content = b"\n".join(lines)
     texts, report = read(tmp_path, "a.jsonl", content + b"\n" + rows(*["good"] * 60))
     assert texts == ["good", "also good", *["good"] * 60]
     assert report.as_json() == {
@@ -181,12 +176,8 @@ def test_c4_is_streamed_at_its_pinned_commit(tmp_path: Path, monkeypatch: pytest
     texts = read_texts(StreamedCorpus(dataset=StreamedDataset.C4), tmp_path, report)
     assert list(texts) == ["from the stream", "and more"]
     assert report.bad == {BadRow.EMPTY: 1}
-    assert calls == [
-        (
-            ("allenai/c4", "en"),
-            {"split": "train", "streaming": True, "revision": "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"},
-        )
-    ]
+    revision = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
+    assert calls == [(("allenai/c4", "en"), {"split": "train", "streaming": True, "revision": revision})]
 
 
 def test_a_dataset_that_is_not_listed_is_never_asked_for(

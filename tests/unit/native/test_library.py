@@ -22,15 +22,19 @@ from permille.native.build import LIBRARY_NAME, BuildError, build, source_number
 ROOT = Path(library.__file__).resolve().parents[2]
 
 
+def forget() -> None:
+    library._open.cache_clear()
+    library._load.cache_clear()
+
+
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing was loaded yet, and nothing of the test stays."""
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a library is looked for; nothing was loaded yet, and nothing of the test stays."""
     monkeypatch.delenv(library.VARIABLE, raising=False)
-    library._open.cache_clear()
-    library._load.cache_clear()
-    yield
-    library._open.cache_clear()
-    library._load.cache_clear()
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    forget()
+    yield tmp_path / LIBRARY_NAME
+    forget()
 
 
 def test_the_sources_compile_for_every_target_of_this_machine(tmp_path: Path) -> None:
@@ -82,16 +86,13 @@ def test_a_path_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         library.load()
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(tmp_path / LIBRARY_NAME, flags="-O0")
-    sources = tmp_path / "src"
+def test_a_library_of_other_sources_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(fresh, flags="-O0")
+    sources = fresh.parent / "src"
     shutil.copytree(native_build.SOURCES, sources)
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     monkeypatch.setattr(native_build, "SOURCES", sources)
     assert library.load() is not None
-    library._open.cache_clear()
-    library._load.cache_clear()
+    forget()
     made_of = source_number()
 
     with (sources / "layers.inc").open("a") as changed:
@@ -110,16 +111,13 @@ def test_a_kernel_that_is_not_there_is_an_error_that_says_what_to_do() -> None:
         loaded.call("fly", 1)
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_cut_library_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_library_is_not_mapped(fresh: Path) -> None:
     """A process that touched the missing pages would end by a signal."""
-    build(tmp_path / LIBRARY_NAME, flags="-O0")
-    content = (tmp_path / LIBRARY_NAME).read_bytes()
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    build(fresh, flags="-O0")
+    content = fresh.read_bytes()
     for size in (len(content) - 1, len(content) // 2):
-        (tmp_path / LIBRARY_NAME).write_bytes(content[:size])
-        library._open.cache_clear()
-        library._load.cache_clear()
+        fresh.write_bytes(content[:size])
+        forget()
         with pytest.warns(RuntimeWarning, match=f"expected [0-9]+ bytes, got {size}"):
             assert library.load() is None
 
@@ -140,21 +138,13 @@ def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("content", [b"", b"not a library"])
-def test_a_file_that_is_no_library_is_not_used(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / LIBRARY_NAME).write_bytes(content)
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+def test_a_file_that_is_no_library_is_not_used(content: bytes, fresh: Path) -> None:
+    assert library.load() is None  # one that was never built is no news
+    fresh.write_bytes(content)
+    forget()
     with pytest.warns(RuntimeWarning, match="cannot be loaded, numpy does its work"):
         assert library.cpu_path() == "numpy"
-
-
-@pytest.mark.usefixtures("fresh")
-def test_a_library_that_was_never_built_is_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    assert library.load() is None
 
 
 def test_importing_the_library_loads_and_compiles_nothing() -> None:

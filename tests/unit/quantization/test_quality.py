@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
@@ -15,23 +14,12 @@ from permille.quantization import dequantize, quantize
 from permille.quantization.perplexity import apply_quantized, perplexity
 from permille.quantization.report import ErrorReport
 from permille.quantization.types import Scheme
+from tests.unit.engines.tiny import tiny_model
 
 
 def tiny() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5)  # far enough from uniform that quantization shows
-    return model
+    """Far enough from uniform that quantization shows."""
+    return tiny_model("llama")
 
 
 SEQUENCES = np.random.default_rng(0).integers(0, 40, (4, 17))

@@ -1,7 +1,7 @@
 """NF4 against bitsandbytes bit for bit, int4 against its formula, and the promises that both make."""
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import bitsandbytes.functional
 import numpy as np
@@ -26,13 +26,18 @@ def codes_of(quantized: QuantizedTensor) -> NDArray[np.uint8]:
     return codes[: quantized.shape[0] * quantized.shape[1]]
 
 
+def by_bitsandbytes(w_NK: NDArray[np.float32]) -> Any:
+    """The codes and the state of its quantization."""
+    return bitsandbytes.functional.quantize_4bit(
+        torch.from_numpy(w_NK), blocksize=64, quant_type="nf4", compress_statistics=False
+    )
+
+
 @pytest.mark.parametrize("shape", [(64, 128), (48, 64), (7, 33), (1, 1), (3, 65), (129, 31), (1, 64)])
 def test_nf4_equals_bitsandbytes_bit_for_bit(shape: tuple[int, int]) -> None:
     w_NK = weight(*shape)
     ours = quantize(w_NK, Scheme.NF4, 64)
-    packed, state = bitsandbytes.functional.quantize_4bit(
-        torch.from_numpy(w_NK), blocksize=64, quant_type="nf4", compress_statistics=False
-    )
+    packed, state = by_bitsandbytes(w_NK)
     padded = packed.numpy().reshape(-1).copy()
     if w_NK.size % 2:  # The unused nibble is 0 here, the code of a zero there.
         padded[-1] &= 0xF0
@@ -51,9 +56,7 @@ def test_nf4_equals_bitsandbytes_on_zeros_denormals_and_ties() -> None:
     ties[:15], ties[15] = between, 1
     w_NK = np.stack([np.zeros(64, np.float32), np.full(64, 1e-41, np.float32), ties, -ties * 3])
     ours = quantize(w_NK, Scheme.NF4, 64)
-    packed, state = bitsandbytes.functional.quantize_4bit(
-        torch.from_numpy(w_NK), blocksize=64, quant_type="nf4", compress_statistics=False
-    )
+    packed, state = by_bitsandbytes(w_NK)
     assert ours.packed.tobytes() == packed.numpy().tobytes()
     assert ours.scales.tobytes() == state.absmax.numpy().tobytes()
 
@@ -159,10 +162,8 @@ def test_source_chunk_is_whole_blocks_of_every_scheme() -> None:
 def test_a_scheme_may_be_named_by_its_text(scheme: Scheme, group_size: int) -> None:
     named, meant = (quantize(weight(2, 128), name, group_size) for name in (scheme.value, scheme))
     assert named.scheme is scheme
-    assert (named.packed.tobytes(), named.scales.tobytes()) == (
-        meant.packed.tobytes(),
-        meant.scales.tobytes(),
-    )
+    assert named.packed.tobytes() == meant.packed.tobytes()
+    assert named.scales.tobytes() == meant.scales.tobytes()
     assert default_group_size(scheme.value) == default_group_size(scheme)
 
 
