@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from examples.demo import BIN, EXAMPLES, WORK, build, permille, service
+from examples.demo import BIN, EXAMPLES, STEPS, WORK, build, permille, service
 
 PICTURE = EXAMPLES.parent / "docs" / "images" / "demo.svg"
 COLUMNS = 88
@@ -36,7 +36,7 @@ def main() -> int:
             screen = [
                 user("enroll", url, invitation),
                 user("pull"),
-                user("train", "notes.txt", "--steps", "400"),
+                user("train", "notes.txt", "--steps", str(STEPS)),
                 user("compare", "--prompt", PROMPT, "--max-tokens", "24"),
             ]
     finally:
