@@ -75,11 +75,7 @@ class ReaderFuzzer:
         ]
 
     def attempt(self, number: int) -> str:
-        """Forge one package and open it; returns "accepted" or the code of the refusal.
-
-        Raises:
-            Exception: whatever the reader raised that is no PackageError: a crash.
-        """
+        """Forge one package and open it; returns "accepted" or the code, raises what is a crash."""
         return self.open(self.forge(Random(f"{self.seed}:{number}")))
 
     def forge(self, random: Random) -> Parts:
@@ -150,9 +146,8 @@ def change_numbers(parts: Parts, random: Random) -> None:
     if container is not None and container.body:
         for _ in range(random.choice((1, 4, 16))):
             at = random.randrange(len(container.body))
-            container.body[at : at + 4] = random.choice((b"\xff" * 4, b"\0\0\x80\x7f", random.randbytes(4)))[
-                : len(container.body) - at
-            ]
+            bits = random.choice((b"\xff" * 4, b"\0\0\x80\x7f", random.randbytes(4)))
+            container.body[at : at + 4] = bits[: len(container.body) - at]
         _replace(parts, role, container.data())
 
 

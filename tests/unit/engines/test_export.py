@@ -34,13 +34,6 @@ def test_transformers_computes_the_same_logits(family: str, tmp_path: Path) -> N
         torch.testing.assert_close(loaded(ids).logits, tiny.reference(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_without_values_the_packages_own_are_set(tiny: Tiny, tmp_path: Path) -> None:
-    export_transformers(tiny.package, None, tmp_path / "out")
-    export_transformers(tiny.package, tiny.package.values(), tmp_path / "same")
-    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert weights == (tmp_path / "same" / "model.safetensors").read_bytes()
-
-
 def test_the_models_dtype_is_torchs_rounding(tiny: Tiny, tmp_path: Path) -> None:
     values_K = variants(tiny.package, 2)[1]
     export_transformers(tiny.package, values_K, tmp_path / "exact")
@@ -54,6 +47,9 @@ def test_the_models_dtype_is_torchs_rounding(tiny: Tiny, tmp_path: Path) -> None
 
 def test_an_export_has_nothing_of_the_quantization_and_is_its_users_alone(tiny: Tiny, tmp_path: Path) -> None:
     export_transformers(tiny.package, None, tmp_path / "out")
+    export_transformers(tiny.package, tiny.package.values(), tmp_path / "same")
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert weights == (tmp_path / "same" / "model.safetensors").read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "float32"

@@ -69,22 +69,24 @@ def test_sequences_beyond_the_models_positions_are_refused() -> None:
     check_batch(batch(), ModelLimits(k=3, vocabulary=10, positions=None))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [np.zeros(3, np.float32), np.zeros((1, 2), np.float32), np.zeros((1, 3)), np.zeros((0, 3), np.float32)],
-)
-def test_values_that_are_wrong_are_refused(values: np.ndarray[Any, Any]) -> None:
-    with pytest.raises(InputError, match="expected"):
-        check_values(values, LIMITS)
+F32, I64 = np.float32, np.int64
+VALUES = [np.zeros(3, F32), np.zeros((1, 2), F32), np.zeros((1, 3)), np.zeros((0, 3), F32)]
+DIRECTIONS = [np.zeros(3), *(np.zeros(shape) for shape in ((1, 2), (0, 3)))]
+DIRECTIONS += [np.zeros((1, 3), bool), np.zeros((1, 3), complex)]
+PROMPTS = [np.zeros(0, I64), np.zeros((1, 2), I64), np.zeros(2), np.array([10]), np.zeros(6, I64)]
 
 
 @pytest.mark.parametrize(
-    "directions",
-    [np.zeros(3), np.zeros((1, 2)), np.zeros((0, 3)), np.zeros((1, 3), bool), np.zeros((1, 3), complex)],
+    ("check", "message", "wrong"),
+    [
+        *((check_values, "expected", values) for values in VALUES),
+        *((check_directions, "expected directions", directions) for directions in DIRECTIONS),
+        *((check_prompt, "expected", prompt) for prompt in PROMPTS),
+    ],
 )
-def test_directions_that_are_wrong_are_refused(directions: np.ndarray[Any, Any]) -> None:
-    with pytest.raises(InputError, match="expected directions"):
-        check_directions(directions, LIMITS)
+def test_arrays_that_are_wrong_are_refused(check: Any, message: str, wrong: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(InputError, match=message):
+        check(wrong, LIMITS)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int64, np.float32, np.float64])
@@ -92,12 +94,3 @@ def test_directions_become_float32(dtype: type[np.generic]) -> None:
     got = check_directions(np.array([[1, -1, 1]], dtype), LIMITS)
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, [[1, -1, 1]])
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [np.zeros(0, np.int64), np.zeros((1, 2), np.int64), np.zeros(2), np.array([10]), np.zeros(6, np.int64)],
-)
-def test_prompts_that_are_wrong_are_refused(prompt: np.ndarray[Any, Any]) -> None:
-    with pytest.raises(InputError, match="expected"):
-        check_prompt(prompt, LIMITS)

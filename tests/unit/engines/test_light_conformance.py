@@ -94,6 +94,9 @@ def test_int8_activations_leave_text_and_derivatives_in_float32(scope: str, tmp_
     same_loss, same_Q = rounded.directional_derivatives(values_K, z_QK, batch)
     assert loss == same_loss
     np.testing.assert_array_equal(slope_Q, same_Q)
+    (loss, gradient_K), (same_loss, same_K) = (each.gradient(values_K, batch) for each in (exact, rounded))
+    assert loss == same_loss
+    np.testing.assert_array_equal(gradient_K, same_K)
     logits = [
         TextPass(engine._exact, engine._model, values_K, 8).next_logits(prompt) for engine in (exact, rounded)
     ]

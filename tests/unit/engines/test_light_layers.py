@@ -216,11 +216,3 @@ def test_a_soft_cap_is_precise_for_scores_far_below_it(path: str, x: float, quer
         layers.attention(q * np.float32(sign), k, v, AttentionScores(1.0, None, float(cap)), out)
         score = sign * float(cap) * math.tanh(5 / float(cap))
         assert out[-1, 0, 0] == pytest.approx(1 / (1 + math.exp(score)), rel=5e-6)
-
-
-def test_a_soft_cap_far_above_the_scores_is_none(path: str) -> None:
-    q, k, v = _random(9, 2, 8), _random(9, 1, 8), _random(9, 1, 8)
-    out, expected = np.empty_like(q), np.empty_like(q)
-    layers.attention(q, k, v, AttentionScores(0.7, None, 1e4), out)
-    layers.attention(q, k, v, AttentionScores(0.7, None, None), expected)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)

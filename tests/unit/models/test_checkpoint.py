@@ -33,6 +33,8 @@ def test_tensors_are_those_of_the_model_bit_for_bit(model: Any, folder: Path) ->
     assert set(checkpoint.names) == set(model.state_dict()) - {"lm_head.weight"}
     for name in checkpoint.names:
         assert checkpoint.float32(name).tobytes() == model.state_dict()[name].numpy().tobytes()
+        assert isinstance(checkpoint.raw(name).data, np.memmap)
+        assert not checkpoint.raw(name).data.flags.writeable
     assert checkpoint.parameters == model.num_parameters()
     assert checkpoint.size_bytes == 4 * model.num_parameters()
 
@@ -208,10 +210,3 @@ def test_tokenizer_encodes_text_and_refuses_what_it_cannot_read(folder: Path) ->
     (folder / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"a file tokenizer\.json"):
         FileTokenizer(folder)
-
-
-def test_a_tensor_is_a_view_of_the_mapped_file(folder: Path) -> None:
-    checkpoint = Checkpoint(folder)
-    data = checkpoint.raw("model.norm.weight").data
-    assert not data.flags.writeable
-    assert isinstance(data, np.memmap)

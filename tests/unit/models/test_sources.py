@@ -14,15 +14,12 @@ from permille.models.sources import FolderRef, HubRef, resolve_inside, resolve_m
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_a_folder_below_the_root_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    assert resolve_model(FolderRef(path="a/b"), tmp_path) == (tmp_path / "a" / "b").resolve()
-
-
-def test_a_root_that_is_itself_a_link_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "real" / "m").mkdir(parents=True)
-    (tmp_path / "root").symlink_to(tmp_path / "real")
-    assert resolve_model(FolderRef(path="m"), tmp_path / "root") == (tmp_path / "real" / "m").resolve()
+def test_a_folder_below_the_root_is_found_and_a_root_that_is_a_link_followed(tmp_path: Path) -> None:
+    (tmp_path / "real" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for root in ("real", "link"):
+        found = resolve_model(FolderRef(path="a/b"), tmp_path / root)
+        assert found == (tmp_path / "real" / "a" / "b").resolve()
 
 
 @pytest.mark.parametrize(

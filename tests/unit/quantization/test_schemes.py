@@ -83,14 +83,6 @@ def test_int4_follows_its_formula_in_every_group(columns: int, group_size: int) 
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), BOTH)
-def test_unmasked_error_stays_within_half_a_step(scheme: Scheme, group_size: int) -> None:
-    w_NK = weight(16, 256)
-    error = np.abs(dequantize(quantize(w_NK, scheme, group_size)) - w_NK).max()
-    # The widest gap of NF4 is 0.3038 of absmax, of int4 1/7.
-    assert error <= np.abs(w_NK).max() * (0.1520 if scheme is Scheme.NF4 else 0.0715)
-
-
-@pytest.mark.parametrize(("scheme", "group_size"), BOTH)
 @pytest.mark.parametrize("columns", [128, 129])
 def test_a_zero_group_has_scale_zero_and_decodes_to_zeros(
     scheme: Scheme, group_size: int, columns: int

@@ -119,15 +119,6 @@ def test_table_and_whole_are_shares_of_the_score() -> None:
     ]
 
 
-def test_another_texts_gradients_are_covered_less_than_the_masks_own() -> None:
-    rng = np.random.default_rng(0)
-    own = {"a": rng.lognormal(0, 2, (50, 50)).astype(np.float32)}
-    task = {"a": (own["a"] * rng.lognormal(0, 1, (50, 50))).astype(np.float32)}
-    mask = select_mask(own, MaskMethod.FISHER, 0.01)
-    chance = select_mask(own, MaskMethod.RANDOM, 0.01)
-    assert coverage(own, mask) > coverage(task, mask) > 5 * coverage(task, chance)
-
-
 def test_report_is_json_without_nan() -> None:
     scores = filled()
     report = mask_report(scores, select_mask(scores, MaskMethod.FISHER, 0.2))

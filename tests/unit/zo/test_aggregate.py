@@ -54,16 +54,13 @@ def test_shares_are_rounded_half_to_even(c: int, weight: int, total: int) -> Non
     assert got == [round(Fraction(c * weight, total)), 0]
 
 
-def test_a_coarser_unit_is_refused() -> None:
-    with pytest.raises(InputError, match="expected a unit"):
-        scaled_coefficients(make_contribution(), total_weight=1, step_unit_exponent=-19)
-
-
-def test_nothing_or_weightless_logs_are_refused() -> None:
+def test_nothing_weightless_logs_and_a_coarser_unit_are_refused() -> None:
     with pytest.raises(InputError, match="at least one log"):
         aggregate([])
     with pytest.raises(InputError, match="weight"):
         aggregate([make_contribution(weight=0)])
+    with pytest.raises(InputError, match="expected a unit"):
+        scaled_coefficients(make_contribution(), total_weight=1, step_unit_exponent=-19)
 
 
 @pytest.mark.parametrize(

@@ -127,12 +127,7 @@ def test_no_element_is_beyond_the_bound_and_sigma_is_the_root_mean_square(header
 @pytest.mark.parametrize(
     "e_K",
     [
-        np.array([0, 16], dtype=np.int8),
-        np.array([-1, 3], dtype=np.int8),
-        np.array([1, 3], dtype=np.int8),
-        np.array([0, 0], dtype=np.int8),
-        np.array([], dtype=np.int8),
-        np.array([[0, 1]], dtype=np.int8),
+        *(np.array(bad, np.int8) for bad in ([0, 16], [-1, 3], [1, 3], [0, 0], [], [[0, 1]])),
         np.array([0, 1], dtype=np.int64),
     ],
 )

@@ -1,6 +1,7 @@
 """The canonical log: one byte string for one sequence of steps, small, and the same after a round trip."""
 
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,29 +72,28 @@ def test_varint_bytes(number: int, expected: str) -> None:
     assert encode_varints(zigzag(np.array([number], dtype=np.int64))).hex() == expected
 
 
+def one(*coefficients: int, step: int = 0, flags: StepFlag = StepFlag.NONE) -> list[StepRecord]:
+    return [StepRecord(step=step, coefficients=coefficients, loss=0.0, flags=flags)]
+
+
+WIDE = {"queries": 1024, "exponents": make_exponents(147, largest=5).use}
+
+
 @pytest.mark.parametrize(
-    "record",
+    ("changes", "records", "message"),
     [
-        StepRecord(step=1, coefficients=(1, 2), loss=0.0),
-        StepRecord(step=0, coefficients=(1,), loss=0.0),
-        StepRecord(step=0, coefficients=(1, 2**31), loss=0.0),
-        StepRecord(step=0, coefficients=(-(2**31), 1), loss=0.0),
-        StepRecord(step=0, coefficients=(1, 2), loss=0.0, flags=StepFlag.REJECTED),
-        StepRecord(step=0, coefficients=(1, 2), loss=0.0, flags=StepFlag(4)),
+        ({}, one(1, 2, step=1), "expected"),
+        ({}, one(1), "expected"),
+        ({}, one(1, 2**31), "expected"),
+        ({}, one(-(2**31), 1), "expected"),
+        ({}, one(1, 2, flags=StepFlag.REJECTED), "expected"),
+        ({}, one(1, 2, flags=StepFlag(4)), "expected"),
+        ({"total_steps": 3}, make_records(random_rows(4)), "at most 3 steps"),
+        (WIDE, make_records([[2**31 - 1] * 1024] * 129), r"2\*\*53"),
     ],
 )
-def test_records_that_do_not_fit_are_refused(record: StepRecord) -> None:
-    with pytest.raises(InputError, match="expected"):
-        encode_canonical(make_header(), [record])
-
-
-def test_more_steps_than_the_header_allows_are_refused() -> None:
-    with pytest.raises(InputError, match="at most 3 steps"):
-        encode_canonical(make_header(total_steps=3), make_records(random_rows(4)))
-
-
-def test_a_log_that_could_leave_the_exact_range_is_refused() -> None:
-    header = make_header(queries=1024, exponents=make_exponents(147, largest=5).use)
-    rows = [[2**31 - 1] * 1024] * 129
-    with pytest.raises(InputError, match="2\\*\\*53"):
-        encode_canonical(header, make_records(rows))
+def test_records_that_do_not_fit_are_refused(
+    changes: dict[str, Any], records: list[StepRecord], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        encode_canonical(make_header(**changes), records)

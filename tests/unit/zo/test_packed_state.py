@@ -92,13 +92,9 @@ def test_log_and_packed_state_of_a_run_have_one_digest() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"package_digest": "sha256:abc"},
-        {"mask_digest": ""},
-        {"k": 0},
-        {"k": 2**32 + 1},
-        {"k": True},
-        {"step_unit_exponent": -150},
-        {"step_unit_exponent": 1.0},
+        *({"package_digest": "sha256:abc"}, {"mask_digest": ""}),
+        *({"k": bad} for bad in (0, 2**32 + 1, True)),
+        *({"step_unit_exponent": bad} for bad in (-150, 1.0)),
     ],
 )
 def test_headers_beyond_the_format_are_refused(changes: dict[str, Any]) -> None:

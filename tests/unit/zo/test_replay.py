@@ -93,14 +93,6 @@ def test_replay_is_the_same_in_every_order_and_for_every_split(
     assert np.array_equal(s_K, replay(header, coefficients_TQ, EXPONENTS))
 
 
-@pytest.mark.parametrize("header", KINDS)
-def test_a_log_and_its_negative_give_the_base_again(header: LogHeader) -> None:
-    rows = np.array(random_rows(10, 3))
-    s_K = replay(header, rows, EXPONENTS)
-    assert s_K.any()
-    assert not (s_K + replay(header, -rows, EXPONENTS)).any()
-
-
 def test_an_empty_log_is_the_base() -> None:
     assert not replay(make_header(), np.zeros((0, 2), dtype=np.int64)).any()
     assert not replay(make_header(), np.zeros((5, 2), dtype=np.int64)).any()

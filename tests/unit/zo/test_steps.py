@@ -134,14 +134,8 @@ def test_clipping_is_flagged_and_logged_as_applied() -> None:
 
 
 def test_the_linear_schedule_falls_to_zero_at_the_last_step() -> None:
-    header = make_header(
-        queries=1,
-        epsilon=0.5,
-        learning_rate=1.0,
-        step_unit_exponent=-10,
-        schedule=Schedule.LINEAR,
-        total_steps=4,
-    )
+    fields = {"queries": 1, "epsilon": 0.5, "learning_rate": 1.0, "step_unit_exponent": -10}
+    header = make_header(**fields, schedule=Schedule.LINEAR, total_steps=4)
     descent, engine = Descent(header=header, w_base_K=W_BASE), FixedEngine([2.0, 1.0])
     taken = [take_step(engine, BATCH, descent, ZERO, step, clip=None) for step in range(4)]
     assert [record.coefficients for record in taken] == [(-1024,), (-768,), (-512,), (-256,)]
