@@ -22,24 +22,19 @@ from tests.tiny_model import write_corpus, write_model
 
 ALL_PHASES = "examples,coverage,fuzzing,stateful"
 UNLIMITED = "1000000000"
-DEVICE_OPERATIONS = (
+DEVICE_OPERATIONS: tuple[str, ...] = (
     "get_own_device",
+    "create_nonce",
     "create_run",
     "get_run",
     "put_run_log",
     "delete_run_log",
-    "resolve_alias",
-    "get_package_manifest",
-    "get_package_blob",
-    "head_package_blob",
-    "create_nonce",
 )
+DEVICE_OPERATIONS += ("resolve_alias", "get_package_manifest", "get_package_blob", "head_package_blob")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """What schemathesis said of one pass."""
-
     name: str
     returncode: int
     output: str
@@ -56,15 +51,9 @@ def fuzz(
         known = _stock(running)
     device_token, enrolled = _enrol(folder)
     config = _configure(folder, known | enrolled)
-    options = [
-        "--checks=all",
-        f"--max-examples={examples}",
-        f"--workers={workers}",
-        f"--phases={phases}",
-        "--continue-on-failure",
-        "--no-color",
-        *([] if seed is None else [f"--seed={seed}"]),
-    ]
+    options = ["--checks=all", "--continue-on-failure", "--no-color"]
+    options += [f"--max-examples={examples}", f"--workers={workers}", f"--phases={phases}"]
+    options += [] if seed is None else [f"--seed={seed}"]
     device_options = [*options, *(f"--include-operation-id={name}" for name in DEVICE_OPERATIONS)]
     settings = {"PERMILLE_STREAM_S": "0.5", "PERMILLE_ENROLMENTS_PER_MINUTE": UNLIMITED}
     with running_service(folder, *roots, "--no-worker", **settings) as running:
@@ -77,13 +66,9 @@ def fuzz(
 
 def _run(name: str, config: Path, url: str, token: str, options: Sequence[str]) -> Pass:
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
+    command += [f"{url}/openapi.json", f"--header=Authorization: Bearer {token}", *options]
     done = subprocess.run(
-        [*command, f"{url}/openapi.json", f"--header=Authorization: Bearer {token}", *options],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=config.parent,
-        check=False,
+        command, capture_output=True, text=True, env=environment(), cwd=config.parent, check=False
     )
     return Pass(name=name, returncode=done.returncode, output=done.stdout + done.stderr)
 
@@ -100,9 +85,8 @@ def _stock(running: Running) -> dict[str, str]:
     """Ids of what a build makes, by parameter."""
     model = running.answer("models", "add", "tiny", "--folder", "tiny-llama")
     corpus = running.answer("corpora", "add", "texts", "--file", "texts.jsonl")
-    job = running.answer(
-        "builds", "create", "--model", model["id"], "--method", "magnitude", "--density", "0.01"
-    )
+    asked = ("--model", model["id"], "--method", "magnitude", "--density", "0.01")
+    job = running.answer("builds", "create", *asked)
     build = running.answer("builds", "show", job["id"])
     digest = build["package_digest"]
     running.answer("releases", "publish", "tiny-llama", "--package", digest, "--alias", "stable")

@@ -24,6 +24,7 @@ from permille_service.context import Service
 from permille_service.settings import Settings
 from tests.artifacts import add_package
 from tests.packages import tiny_package
+from tests.unit.edge_agent.samples import metrics
 
 URL = "http://127.0.0.1"
 
@@ -41,25 +42,20 @@ class Api:
         return {"Authorization": f"Bearer {self.token if token is None else token}"}
 
     def get(self, path: str, token: str | None = None, **options: Any) -> Any:
-        """GET as somebody."""
         return self.client.get(path, headers={**self.auth(token), **options.pop("headers", {})}, **options)
 
     def post(self, path: str, body: Any = None, token: str | None = None, key: str | None = None) -> Any:
-        """POST as somebody."""
         headers = self.auth(token) | ({"Idempotency-Key": key} if key else {})
         return self.client.post(path, json=body, headers=headers)
 
     def put(self, path: str, body: Any, token: str | None = None) -> Any:
-        """PUT as somebody."""
         return self.client.put(path, json=body, headers=self.auth(token))
 
     def delete(self, path: str, token: str | None = None) -> Any:
-        """DELETE as somebody."""
         return self.client.delete(path, headers=self.auth(token))
 
     @property
     def tenant_id(self) -> str:
-        """The first tenant."""
         with self.service.database.read() as session:
             tenant = access.first_tenant(session)
         if tenant is None:
@@ -83,7 +79,6 @@ class Api:
         return package
 
     def publish(self, package: Package, name: str = "tiny", alias: str = "stable") -> dict[str, Any]:
-        """Publish a package as the administrator."""
         answer = self.post("/v1/releases", {"name": name, "package_digest": package.digest, "alias": alias})
         assert answer.status_code == 201, answer.text
         record: dict[str, Any] = answer.json()
@@ -92,7 +87,6 @@ class Api:
     def device(
         self, *, release: str = "tiny", alias: str = "stable", token: str | None = None
     ) -> "TestDevice":
-        """A newly enrolled device."""
         invited = self.post("/v1/invitations", {"release": release, "alias": alias}, token).json()
         device = TestDevice(api=self, key=Ed25519PrivateKey.generate())
         answer = device.enrol(invited["invitation"])
@@ -113,36 +107,24 @@ class TestDevice:
 
     @property
     def public_key(self) -> str:
-        """As it is sent."""
         return encode(self.key.public_key().public_bytes_raw())
 
     def enrol(self, invitation: str) -> Any:
-        """Send the enrolment."""
-        return self.api.client.post(
-            "/v1/enrolments",
-            json={
-                "invitation": invitation,
-                "public_key": self.public_key,
-                "name": "test laptop",
-                "agent_version": "0.1.0",
-            },
-        )
+        body = {"invitation": invitation, "public_key": self.public_key, "name": "test laptop"}
+        return self.api.client.post("/v1/enrolments", json={**body, "agent_version": "0.1.0"})
 
     def nonce(self) -> str:
-        """A fresh nonce."""
         answer = self.api.client.post("/v1/device-tokens/nonces", json={"device_id": self.id})
         assert answer.status_code == 201, answer.text
         nonce: str = answer.json()["nonce"]
         return nonce
 
     def ask_token(self, nonce: str, *, key: Ed25519PrivateKey | None = None) -> Any:
-        """Send a signed nonce."""
         signature = (key or self.key).sign(token_message(self.id, nonce))
         body = {"device_id": self.id, "nonce": nonce, "signature": encode(signature)}
         return self.api.client.post("/v1/device-tokens", json=body)
 
     def token(self) -> str:
-        """A fresh access token."""
         answer = self.ask_token(self.nonce())
         assert answer.status_code == 201, answer.text
         token: str = answer.json()["access_token"]
@@ -169,41 +151,9 @@ def encode(data: bytes) -> str:
 
 
 def run_metrics(**changes: Any) -> dict[str, Any]:
-    """Metrics of a run that a device may report."""
-    return {
-        "package_digest": "sha256:" + "a" * 64,
-        "release": "tiny",
-        "version": 1,
-        "outcome": "adopted",
-        "steps": 10,
-        "rejected_steps": 0,
-        "queries": 4,
-        "estimator": "spsa",
-        "seconds": 1.5,
-        "tokens_trained": 1000,
-        "train_tokens": 5000,
-        "select_tokens": 2000,
-        "test_tokens": 2000,
-        "loss_base": 3.0,
-        "loss_personal": 2.5,
-        "improvement_low": 0.3,
-        "improvement_high": 0.7,
-        "learning_rate": 0.01,
-        "epsilon": 0.01,
-        "step_unit_exponent": -20,
-        "k": 100,
-        "peak_rss_bytes": 10_000_000,
-        "log_bytes": 300,
-        "state_digest": None,
-        "agent_version": "0.1.0",
-        "engine": "torch",
-        "operating_system": "linux",
-        "machine": "x86_64",
-        "accelerator": "cpu",
-        **changes,
-    }
+    """Metrics of a run that a device may report, as JSON; `changes` need not be valid."""
+    return {**metrics(state_digest=None).model_dump(mode="json"), **changes}
 
 
 def new_run_id() -> str:
-    """An id as devices make them."""
     return str(uuid.uuid4())

@@ -38,16 +38,8 @@ def add_artifact(
 
 def add_package(session: Session, *, tenant_id: str, manifest: Manifest) -> Artifact:
     """A package whose blobs are in the blob store."""
-    blobs = [
-        Blob(
-            role=layer.role,
-            media_type=layer.media_type,
-            digest=layer.digest,
-            size_bytes=layer.size_bytes,
-            path=layer.path,
-        )
-        for layer in manifest.layers
-    ]
+    same = ("role", "media_type", "digest", "size_bytes", "path")
+    blobs = [Blob(**{name: getattr(layer, name) for name in same}) for layer in manifest.layers]
     size_bytes = len(manifest.to_bytes())
     whole = Blob(role=MANIFEST, media_type=MANIFEST_MEDIA_TYPE, digest=manifest.digest, size_bytes=size_bytes)
     made = Made(

@@ -22,7 +22,6 @@ IDLE = Machine(on_ac=True, battery=None, load=0.0)
 
 
 def main(arguments: list[str]) -> int:
-    """One pass, training in this process."""
     options = TrainOptions(
         estimator=EstimatorKind.ONE_SIDED,
         seed=0,

@@ -32,18 +32,15 @@ class BigramEngine:
 
     @property
     def k(self) -> int:
-        """Number of masked weights."""
         return self._k
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Mean loss of each variant."""
         means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
         return np.array(means, dtype=np.float32)
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
     ) -> tuple[float, NDArray[np.float64]]:
-        """Exact, by the gradient."""
         loss, gradient_K = self.gradient(values_K, batch)
         result: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
         return loss, result
@@ -60,7 +57,6 @@ class BigramEngine:
         return float(self.losses(values_K[None], batch)[0]), gradient_K.astype(np.float32)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Loss of each target."""
         if values_K.shape != (self._k,):
             raise InputError(f"expected {self._k} values, got shape {values_K.shape}")
         before_N, after_N = _pairs(batch)
@@ -75,7 +71,6 @@ class BigramEngine:
     def generate(
         self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
-        """The most likely next tokens, or samples."""
         rng = np.random.Generator(np.random.PCG64(sampling.seed))
         last = int(prompt_ids[-1])
         for _ in range(sampling.max_new_tokens):
@@ -103,7 +98,6 @@ class BigramEngine:
 
 
 def bigram_engine(package: Package) -> Engine:
-    """An engine factory, as `run_training` takes one."""
     return BigramEngine(package)
 
 

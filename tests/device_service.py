@@ -42,7 +42,6 @@ FAR_FUTURE_S = 4_000_000_000
 
 
 def new_id(prefix: str, text: str | None = None) -> str:
-    """An id of the service."""
     return f"{prefix}_{text or uuid.uuid4().hex[:26]}"
 
 
@@ -177,11 +176,13 @@ class _Handler(BaseHTTPRequestHandler):
         for pattern, method, respond in _ROUTES:
             match = re.fullmatch(pattern, self.path)
             if match and method == self.command:
+                self.device_id = self._principal()
+                if self.device_id is None and not re.match("/v1/(enrolments|device-tokens)", self.path):
+                    self._problem(401, "unauthenticated")
+                    return
                 respond(self, fault, *match.groups())
                 return
         self._problem(404, "not-found")
-
-    # The routes, in the order of the contract.
 
     def _enrol(self, _fault: Fault | None) -> None:
         service, asked = self.service, json.loads(self.body)
@@ -232,32 +233,23 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(201, {"access_token": token, "token_type": "Bearer", "expires_in": 3600})
 
     def _unenrol(self, _fault: Fault | None) -> None:
-        if device_id := self._principal():
-            keys = [key for key, known in self.service.devices.items() if known == device_id]
-            for key in keys:
-                del self.service.devices[key]
-            self._send(204, b"")
+        devices = self.service.devices
+        self.service.devices = {key: known for key, known in devices.items() if known != self.device_id}
+        self._send(204, b"")
 
     def _release(self, _fault: Fault | None, name: str, _alias: str) -> None:
-        if not self._principal():
-            return
         if self.service.release is None or name != RELEASE_NAME:
             self._problem(404, "not-found")
             return
         self._json(200, self.service.release)
 
     def _manifest(self, _fault: Fault | None, digest: str) -> None:
-        if not self._principal():
-            return
         if not self.service.blobs.has(digest):
             self._problem(404, "not-found")
             return
-        data = self.service.blobs.read(digest, limit=MAX_MANIFEST_BYTES)
-        self._send(200, data, "application/vnd.permille.manifest+json")
+        self._send(200, self.service.blobs.read(digest, limit=MAX_MANIFEST_BYTES), "application/json")
 
     def _blob(self, fault: Fault | None, _package: str, digest: str) -> None:
-        if not self._principal():
-            return
         if not self.service.blobs.has(digest):
             self._problem(404, "not-found")
             return
@@ -280,8 +272,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_slowly(part, fault)
 
     def _run(self, _fault: Fault | None) -> None:
-        if not self._principal():
-            return
         asked = json.loads(self.body)
         RunMetrics.model_validate(asked["metrics"])
         known = asked["run_id"] in self.service.runs
@@ -289,36 +279,24 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(200 if known else 201, asked)
 
     def _put_log(self, _fault: Fault | None, run_id: str) -> None:
-        if self._principal():
-            self.service.logs[run_id] = self.body
-            self._json(202, {"job_id": new_id("job")})
+        self.service.logs[run_id] = self.body
+        self._json(202, {"job_id": new_id("job")})
 
     def _delete_log(self, _fault: Fault | None, run_id: str) -> None:
-        if not self._principal():
-            return
         if self.service.logs.pop(run_id, None) is None:
             self._problem(404, "not-found")
             return
         self.service.deleted_logs.append(run_id)
         self._send(204, b"")
 
-    # How answers are sent.
-
     def requests_noted(self, status: int) -> None:
-        """Remember what was asked and answered."""
         self.service.requests.append((self.command, self.path, status))
 
     def _principal(self) -> str | None:
         token = self.headers.get("authorization", "").removeprefix("Bearer ")
         device_id = self.service.tokens.get(token)
-        if (
-            device_id is None
-            or device_id in self.service.revoked
-            or device_id not in self.service.devices.values()
-        ):
-            self._problem(401, "unauthenticated")
-            return None
-        return device_id
+        known = set(self.service.devices.values()) - self.service.revoked
+        return device_id if device_id in known else None
 
     def _asked_start(self, etag: str, size: int) -> int:
         asked = self.headers.get("range", "")

@@ -18,28 +18,24 @@ import httpx
 from permille_service.cli.main import main
 
 STOP_S = 60.0
+UP = (sys.executable, "-m", "permille_service.cli.main", "up")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A service that is up."""
-
     url: str
     token: str
     data_dir: Path
     process: subprocess.Popen[str]
 
     def client(self) -> httpx.Client:
-        """A client of the first administrator."""
         headers = {"Authorization": f"Bearer {self.token}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=30.0, trust_env=False)
 
     def permille(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the operator's command line against this service."""
         return permille("--data-dir", str(self.data_dir), *arguments)
 
     def answer(self, *arguments: str) -> Any:
-        """The JSON of a command that succeeds."""
         done = self.permille(*arguments, "--json")
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
@@ -48,24 +44,17 @@ class Running:
 def permille(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the operator's command line in this process, away from the caller's own settings."""
     printed, errors = io.StringIO(), io.StringIO()
-    with (
-        patch.dict(os.environ, environment(), clear=True),
-        redirect_stdout(printed),
-        redirect_stderr(errors),
-    ):
+    settings = patch.dict(os.environ, environment(), clear=True)
+    with settings, redirect_stdout(printed), redirect_stderr(errors):
         code = main(list(arguments))
     return subprocess.CompletedProcess(arguments, code, printed.getvalue(), errors.getvalue())
 
 
 def permille_up(*options: str) -> subprocess.CompletedProcess[str]:
     """Run a `permille up` that ends by itself, as a process."""
+    command = [*UP, *options]
     return subprocess.run(
-        [sys.executable, "-m", "permille_service.cli.main", "up", *options],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=120,
-        check=False,
+        command, capture_output=True, text=True, env=environment(), timeout=120, check=False
     )
 
 
@@ -79,18 +68,8 @@ def environment(**more: str) -> dict[str, str]:
 def running_service(folder: Path, *options: str, **settings: str) -> Iterator[Running]:
     """`permille up` with its data below `folder`, stopped by SIGTERM at the end."""
     data_dir = folder / "data"
-    command = [
-        sys.executable,
-        "-m",
-        "permille_service.cli.main",
-        "up",
-        "--data-dir",
-        str(data_dir),
-        "--port",
-        "0",
-    ]
     process = subprocess.Popen(
-        [*command, "--json", *options],
+        [*UP, "--data-dir", str(data_dir), "--port", "0", "--json", *options],
         stdout=subprocess.PIPE,
         stderr=(folder / "up.log").open("w"),
         text=True,

@@ -33,7 +33,6 @@ def write_model(folder: Path, *, config: Mapping[str, Any] | None = None, seed: 
 
 
 def write_corpus(path: Path, *, rows: int = 600) -> Path:
-    """A `.jsonl` of made-up sentences."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(rows)))
     return path

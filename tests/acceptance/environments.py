@@ -33,11 +33,9 @@ class Environment:
 
     @property
     def bin(self) -> Path:
-        """Where its interpreter and scripts are."""
         return self.folder / "bin"
 
     def can_import(self, module: str) -> bool:
-        """Whether its interpreter finds the module."""
         code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
         return subprocess.run([self.bin / "python", "-I", "-c", code], check=False).returncode == 0
 

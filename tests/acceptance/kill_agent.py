@@ -54,7 +54,6 @@ class KillReport:
 
 
 def torch_command(home: Home, text: Path) -> list[str]:
-    """The real command line on the real engine."""
     command = [sys.executable, "-m", "permille_agent", "--home", str(home.root), "train", str(text)]
     return [*command, "--steps", "12", "--threads", "1", "--share-log", "--json"]
 

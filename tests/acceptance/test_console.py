@@ -64,18 +64,13 @@ def page(up: Running, foreign: list[str]) -> Iterator[Page]:
 
 
 def find_chromium() -> str:
-    """The browser's path."""
     named = os.environ.get("PERMILLE_CHROMIUM")
     found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        raise FileNotFoundError(
-            f"expected PERMILLE_CHROMIUM or one of {', '.join(NAMES)}; try: apt install chromium"
-        )
+    assert found, f"expected PERMILLE_CHROMIUM or one of {', '.join(NAMES)}; try: apt install chromium"
     return found
 
 
 def open_operation(page: Page, name: str) -> Locator:
-    """Unfold an operation of the console."""
     block = page.locator(f"[id$='-{name}']")
     block.locator(".opblock-summary-control").click()
     block.locator("button.execute").wait_for()
@@ -120,13 +115,8 @@ def test_operator_creates_a_mask_in_the_console_and_sees_it_finish(
     assert errors == []
 
     block = open_operation(page, "create_mask")
-    body = {
-        "method": "fisher",
-        "model_id": model["id"],
-        "corpus_id": corpus["id"],
-        "sequences": 4,
-        "length": 16,
-    }
+    body = {"method": "fisher", "model_id": model["id"], "corpus_id": corpus["id"]}
+    body |= {"sequences": 4, "length": 16}
     block.locator("textarea.body-param__text").fill(json.dumps(body))
     assert execute(block)[0] == 401, "nobody is authorized yet"
 

@@ -13,7 +13,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "operate.md").read_text(e
 
 
 def section(title: str) -> str:
-    """The text below a heading of the second level."""
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
@@ -24,7 +23,6 @@ def rows(title: str) -> list[list[str]]:
 
 
 def readers(name: str) -> str:
-    """Who reads a setting."""
     if name == "data_dir":
         return "API, worker, command line"
     if name in StoreSettings.model_fields:

@@ -58,10 +58,8 @@ class Machine:
     def run(self, text: str) -> str:
         """All that the block prints. Fails where one of its commands does."""
         self.blocks += 1
-        script = self.home / f"block-{self.blocks}.sh"
+        script, printed, done = (self.home / f"block-{self.blocks}.{kind}" for kind in ("sh", "txt", "done"))
         script.write_text(text)
-        printed = self.home / f"block-{self.blocks}.txt"
-        done = self.home / f"block-{self.blocks}.done"
         assert self.process.stdin is not None
         self.process.stdin.write(f". {script} < /dev/null > {printed} 2>&1; : > {done}\n")
         self.process.stdin.flush()
@@ -79,22 +77,12 @@ class Machine:
 def machine(name: str, home: Path, folder: Path, **variables: str) -> Iterator[Machine]:
     """A shell in `folder`, which ends at the first command that fails."""
     home.mkdir()
-    environment = {
-        "HOME": str(home),
-        "PATH": os.defpath,
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        **variables,
-    }
+    place = {"HOME": str(home), "PATH": os.defpath, "LANG": "C.UTF-8"}
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**place, **settings, **variables}
+    bash = ["bash", "--noprofile", "--norc", "-eu", "-o", "pipefail"]
     process = subprocess.Popen(
-        ["bash", "--noprofile", "--norc", "-eu", "-o", "pipefail"],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        bash, cwd=folder, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         yield Machine(name, home, process)
@@ -148,7 +136,6 @@ def install(on: Machine, text: str, wheel: Path) -> None:
 
 
 def free_port() -> str:
-    """A port of loopback that nobody listens to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -156,12 +143,9 @@ def free_port() -> str:
 
 @dataclass
 class Transcript:
-    """What each block printed."""
-
     entries: list[tuple[Block, str]] = field(default_factory=list)
 
     def after(self, command: str, *, nth: int = 0) -> str:
-        """What the nth block with this command in it printed."""
         return [printed for block, printed in self.entries if command in block.text][nth]
 
 
@@ -193,8 +177,7 @@ def assert_nothing_but_what_the_extras_ask_for(server: list[Environment], device
     foreign = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "celery", "bitsandbytes", "datasets", "pytest")
     assert [name for name in foreign if edge.can_import(name)] == []
     assert [name for name in ("platformdirs", "celery", "psycopg", "pytest") if cloud.can_import(name)] == []
-    assert edge.can_import("torch")
-    assert cloud.can_import("torch")
+    assert edge.can_import("torch") and cloud.can_import("torch")
 
 
 def assert_what_the_text_says_came_true(transcript: Transcript) -> None:

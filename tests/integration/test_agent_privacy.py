@@ -29,13 +29,9 @@ LETTERS = string.ascii_letters + string.digits
 TEXT, PROMPT, COMPLETION, CHAT, GROUP, FILE_NAME, BAD_ROW, USER = (
     "".join(RNG.choices(LETTERS, k=24)) for _ in range(8)
 )
-POLICY = """
-require_ac = false
-min_battery = 0
-max_load = 1000.0
-minutes_per_day = 1440
-minutes_per_run = 0.2
-"""
+POLICY = (
+    "require_ac = false\nmin_battery = 0\nmax_load = 1000.0\nminutes_per_day = 1440\nminutes_per_run = 0.2\n"
+)
 CANARIES = (TEXT, PROMPT, COMPLETION, CHAT, GROUP, FILE_NAME, BAD_ROW, USER)
 
 
@@ -66,9 +62,8 @@ def forms(canary: str) -> Iterator[bytes]:
     yield raw.hex().encode()
     yield "".join(f"\\u{byte:04x}" for byte in raw).encode()
     for offset in range(3):
-        known = slice(
-            -(-offset * 8 // 6), (offset + len(raw)) * 8 // 6
-        )  # characters that `raw` alone decides
+        # Characters that `raw` alone decides.
+        known = slice(-(-offset * 8 // 6), (offset + len(raw)) * 8 // 6)
         yield base64.b64encode(bytes(offset) + raw)[known]
         yield base64.urlsafe_b64encode(bytes(offset) + raw)[known]
 
@@ -170,19 +165,9 @@ def test_nothing_is_sent_in_a_form_that_the_search_cannot_read(walk: Walk) -> No
 
 def has_word(traffic: bytes, word: str) -> bool:
     """Whether a word stands in a line of text: a short one is in random bytes and tokens by chance."""
-    return any(
-        word in re.findall(r"[A-Za-z0-9_.+=-]+", line.decode())
-        for line in traffic.splitlines()
-        if is_text(line)
-    )
-
-
-def is_text(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    lines = (line.decode(errors="replace") for line in traffic.splitlines())
+    words = (re.findall(r"[A-Za-z0-9_.+=-]+", line) for line in lines if "\ufffd" not in line)
+    return any(word in said for said in words)
 
 
 def test_the_machine_is_not_named(walk: Walk) -> None:
@@ -190,11 +175,8 @@ def test_the_machine_is_not_named(walk: Walk) -> None:
     assert not has_word(walk.traffic, name)
     if len(name) > 6:  # too long for chance
         assert name.encode() not in walk.traffic
-    for told in (
-        f'{{"text": "é", "host": "{name}"}}',
-        f"user-agent: permille-agent ({name})",
-        f"/v1/devices/{name}",
-    ):
+    told_in = ('{"text": "é", "host": "%s"}', "user-agent: permille-agent (%s)", "/v1/devices/%s")
+    for told in (form % name for form in told_in):
         assert has_word(walk.traffic + f"\n{told}\n".encode(), name)
     assert b"cookie" not in walk.traffic.lower()
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,14 @@ RELEASE = "tiny"
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate for this machine that no authority signed, and its key beside it."""
     folder = tmp_path_factory.mktemp("tls")
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ed25519",
-        "-nodes",
-        "-days",
-        "1",
-        "-subj",
-        "/CN=permille",
-    ]
-    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, *names, *files], check=True, capture_output=True)
+    command = "openssl req -x509 -newkey ed25519 -nodes -days 1 -subj /CN=permille"
+    command += " -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
     return folder / "cert.pem"
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iterator[Running]:
-    """The service without its worker."""
     options = ("--tls-certificate", str(certificate), "--tls-key", str(certificate.with_name("key.pem")))
     with running_service(tmp_path_factory.mktemp("service"), "--no-worker", *options) as running:
         yield running
@@ -60,7 +48,6 @@ Operator = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def operator(up: Running, certificate: Path) -> Operator:
-    """The operator's command line."""
     return lambda *arguments: up.answer("--ca-file", str(certificate), *arguments)
 
 
@@ -71,7 +58,6 @@ def package(up: Running) -> Package:
 
 
 def add_package(up: Running, *, seed: int) -> Package:
-    """Write a package's blobs and rows."""
     package = tiny_package(up.data_dir / "blobs", seed=seed)
     with Database(f"sqlite:///{up.data_dir / 'permille.db'}").write() as session:
         tenant_id = session.scalars(select(tables.Tenant.id)).one()
@@ -79,24 +65,23 @@ def add_package(up: Running, *, seed: int) -> Package:
     return package
 
 
+@dataclass(frozen=True)
 class Device:
     """`permille-agent` in a home folder."""
 
-    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.home = home
-        self._capsys = capsys
+    home: Path
+    capsys: pytest.CaptureFixture[str]
 
     def __call__(self, *arguments: str) -> tuple[int, Any]:
         """Exit code and JSON of a command; the error's where it fails."""
-        self._capsys.readouterr()
+        self.capsys.readouterr()
         code = main(["--home", str(self.home), *arguments, "--json"])
-        printed = self._capsys.readouterr()
+        printed = self.capsys.readouterr()
         return code, json.loads(printed.out or printed.err)
 
 
 @pytest.fixture
 def device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Device:
-    """A device that is not enrolled."""
     return Device(tmp_path / "home", capsys)
 
 
@@ -111,7 +96,6 @@ def enrolled(device: Device, up: Running, certificate: Path, operator: Operator,
 
 
 def invite(operator: Operator) -> str:
-    """A new invitation."""
     return str(operator("invitations", "create", "--release", RELEASE)["invitation"])
 
 
@@ -130,21 +114,18 @@ def test_a_package_is_pulled_and_verified(enrolled: Device, package: Package) ->
     assert enrolled("pull")[1]["download_bytes"] == 0
 
 
-def refuse_to_lose_bytes(download: Download) -> None:
-    """In place of a restart: there is nothing to lose where nothing is stored."""
-    assert download._stored_bytes() == 0, "the service did not continue the range"
-
-
 def test_a_download_is_continued_by_range(
     enrolled: Device, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse_to_lose_bytes(download: Download) -> None:
+        assert download._stored_bytes() == 0, "the service did not continue the range"
+
     home = open_home(enrolled.home)
     layer = max(package.manifest.layers, key=lambda layer: layer.size_bytes)
     data = package.blobs.path(layer.digest).read_bytes()
-    half = len(data) // 2
     part = home.partial / f"{layer.digest.removeprefix('sha256:')}.part"
     monkeypatch.setattr(Download, "_restart", refuse_to_lose_bytes)
-    part.write_bytes(data[:half])
+    part.write_bytes(data[: len(data) // 2])
     part.with_suffix(".etag").write_text(f'"{layer.digest}"')
     code, answer = enrolled("pull")
     assert code == 0, answer
@@ -152,15 +133,10 @@ def test_a_download_is_continued_by_range(
 
 
 def test_an_invitation_is_good_once(
-    enrolled: Device,
-    up: Running,
-    certificate: Path,
-    operator: Operator,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    enrolled: Device, up: Running, certificate: Path, operator: Operator, tmp_path: Path
 ) -> None:
     invitation = invite(operator)
-    others = [Device(tmp_path / name, capsys) for name in ("first", "second")]
+    others = [Device(tmp_path / name, enrolled.capsys) for name in ("first", "second")]
     codes = [other("enroll", up.url, invitation, "--ca-file", str(certificate))[0] for other in others]
     assert codes == [0, 3]
 
@@ -169,10 +145,8 @@ def test_the_same_device_enrols_again(
     enrolled: Device, up: Running, certificate: Path, operator: Operator
 ) -> None:
     before = enrolled("status")[1]["enrolment"]
-    code, _ = enrolled(
-        "enroll", up.url, invite(operator), "--ca-file", str(certificate), "--name", before["name"]
-    )
-    assert code == 0
+    same = ("--ca-file", str(certificate), "--name", before["name"])
+    assert enrolled("enroll", up.url, invite(operator), *same)[0] == 0
     assert enrolled("status")[1]["enrolment"] == before
 
 

@@ -23,7 +23,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """An empty home folder."""
     return open_home(tmp_path / "home")
 
 

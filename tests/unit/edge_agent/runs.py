@@ -38,7 +38,6 @@ class Killed(BaseException):
 
 
 def home_with_package(root: Path, *, seed: int = 0, version: int = 1) -> tuple[Home, Package]:
-    """A home folder with a tiny package installed."""
     home = open_home(root)
     package = tiny_package(home.blobs, seed=seed)
     record_installed(home, InstalledRelease(name="tiny", version=version, manifest_digest=package.digest))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 
 IDLE = Machine(on_ac=True, battery=None, load=0.0)
+UNPLUGGED = Machine(on_ac=False, battery=90.0, load=0.0)
 
 
 @dataclass
@@ -42,7 +44,6 @@ class Outside:
     during_training: Callable[[float], None] = lambda _elapsed: None
 
     def world(self) -> World:
-        """As the daemon takes it."""
         return World(
             connection=fast_connection,
             train=self.train,
@@ -53,7 +54,6 @@ class Outside:
         )
 
     def pass_time(self, seconds: float) -> None:
-        """Both clocks go on."""
         self.seconds += seconds
         self.now += timedelta(seconds=seconds)
 
@@ -87,30 +87,27 @@ def daemon(home: Home, enrolment: Enrolment, outside: Outside, tmp_path: Path) -
     return Daemon(home, threading.Event(), outside.world())
 
 
-def test_one_pass_pulls_trains_and_notes_it(
-    home: Home, daemon: Daemon, outside: Outside, tmp_path: Path
+def test_one_pass_pulls_trains_reports_and_notes_it(
+    home: Home, daemon: Daemon, outside: Outside, service: DeviceService, tmp_path: Path
 ) -> None:
-    daemon.run_once()
+    enqueue(home, RUN_ID, metrics(), shared_log=None)
+    with hold_lock(home, "pull"):  # within this process the lock may be taken again
+        daemon.run_once()
     assert installed_release(home) is not None
     (request,) = outside.requests
     assert request == TrainingRequest(data_paths=(tmp_path / "notes.txt",), minutes=30.0, share_log=False)
     state = read_daemon_state(home)
-    assert (state.last_outcome, state.seconds_used, state.poll_error, state.training_error) == (
-        "adopted",
-        60.0,
-        "",
-        "",
-    )
+    assert (state.last_outcome, state.seconds_used) == ("adopted", 60.0)
+    assert (state.poll_error, state.training_error) == ("", "")
+    assert set(service.runs) == {RUN_ID}
 
 
-def test_what_was_trained_is_not_trained_again(daemon: Daemon, outside: Outside) -> None:
+def test_new_text_is_trained_and_what_was_trained_is_not_trained_again(
+    daemon: Daemon, outside: Outside, tmp_path: Path
+) -> None:
     daemon.run_once()
     daemon.run_once()
     assert len(outside.requests) == 1
-
-
-def test_new_text_is_trained(daemon: Daemon, outside: Outside, tmp_path: Path) -> None:
-    daemon.run_once()
     (tmp_path / "notes.txt").write_text("more text of the user")
     daemon.run_once()
     assert len(outside.requests) == 2
@@ -125,7 +122,7 @@ def test_without_data_nothing_is_trained(home: Home, enrolment: Enrolment, outsi
 def test_the_policy_holds_training_back_and_status_says_why(
     home: Home, daemon: Daemon, outside: Outside
 ) -> None:
-    outside.machine = Machine(on_ac=False, battery=90.0, load=0.0)
+    outside.machine = UNPLUGGED
     daemon.run_once()
     assert outside.requests == []
     assert read_daemon_state(home).waiting_for == ("the machine runs on battery",)
@@ -140,7 +137,7 @@ def test_a_pulled_plug_ends_the_training_and_it_is_resumed(
 ) -> None:
     def pull_plug(elapsed: float) -> None:
         if elapsed == 20.0:
-            outside.machine = Machine(on_ac=False, battery=90.0, load=0.0)
+            outside.machine = UNPLUGGED
 
     outside.during_training = pull_plug
     daemon.run_once()
@@ -194,17 +191,6 @@ def test_data_that_cannot_be_used_is_not_tried_again_until_it_changes(
     assert len(outside.requests) == 2
 
 
-def test_the_log_does_not_name_the_users_files_when_they_cannot_be_used(
-    home: Home, daemon: Daemon, outside: Outside, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    outside.outcome = InputError(f"expected text in {tmp_path / 'notes.txt'}, got none")
-    with caplog.at_level(logging.DEBUG):
-        daemon.run_once()
-    assert "training: InputError" in caplog.text
-    assert "notes" not in caplog.text
-    assert "notes" in read_daemon_state(home).training_error
-
-
 def test_training_by_hand_is_waited_for(home: Home, daemon: Daemon, outside: Outside) -> None:
     outside.outcome = LockedError("`permille-agent train` holds it")
     daemon.run_once()
@@ -223,12 +209,6 @@ def test_training_goes_on_while_the_service_is_away(
     with pytest.raises(RetryableError):
         daemon.run_once()
     assert len(outside.requests) == 2
-
-
-def test_waiting_reports_are_delivered(home: Home, daemon: Daemon, service: DeviceService) -> None:
-    enqueue(home, RUN_ID, metrics(), shared_log=None)
-    daemon.run_once()
-    assert set(service.runs) == {RUN_ID}
 
 
 def test_polls_are_spread_around_their_interval(daemon: Daemon) -> None:
@@ -280,13 +260,7 @@ def test_a_device_that_is_not_enrolled_does_not_start(home: Home, outside: Outsi
         Daemon(home, threading.Event(), outside.world()).run()
 
 
-def test_a_wrong_policy_does_not_start(home: Home, enrolment: Enrolment, outside: Outside) -> None:
-    home.policy.write_text("ours = []")
-    with pytest.raises(InputError, match="ours"):
-        Daemon(home, threading.Event(), outside.world()).run()
-
-
-def test_a_policy_that_becomes_wrong_stops_training_not_the_daemon(
+def test_a_policy_that_becomes_wrong_stops_training_not_the_daemon_but_none_starts_with_it(
     home: Home, daemon: Daemon, outside: Outside
 ) -> None:
     daemon.poll()
@@ -294,22 +268,27 @@ def test_a_policy_that_becomes_wrong_stops_training_not_the_daemon(
     assert not daemon.train_if_wanted()
     assert outside.requests == []
     assert "ours" in read_daemon_state(home).waiting_for[0]
+    with pytest.raises(InputError, match="ours"):
+        Daemon(home, threading.Event(), outside.world()).run()
 
 
-def test_a_writer_in_the_way_makes_a_poll_wait(home: Home, daemon: Daemon) -> None:
-    with hold_lock(home, "pull"):
-        daemon.poll()  # within this process the lock may be taken again
-    assert installed_release(home) is not None
-
-
+@pytest.mark.parametrize(
+    ("outcome", "logged"),
+    [
+        ("adopted", "training starts: 1 data references"),
+        (InputError("expected text in notes.txt, got none"), "training: InputError"),
+    ],
+)
 def test_the_log_holds_neither_text_nor_names_of_the_user(
-    daemon: Daemon, outside: Outside, caplog: pytest.LogCaptureFixture
+    home: Home, daemon: Daemon, outside: Outside, caplog: pytest.LogCaptureFixture, outcome: Any, logged: str
 ) -> None:
+    outside.outcome = outcome
     with caplog.at_level(logging.DEBUG):
         daemon.run_once()
-    assert "training starts: 1 data references" in caplog.text
+    assert logged in caplog.text
     assert "notes" not in caplog.text
     assert "text of the user" not in caplog.text
+    assert ("notes" in read_daemon_state(home).training_error) == (outcome != "adopted")
 
 
 def test_a_fingerprint_follows_files_in_folders(tmp_path: Path) -> None:

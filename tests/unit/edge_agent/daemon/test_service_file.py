@@ -15,22 +15,19 @@ COMMAND = ["/opt/agent/bin/permille-agent", "--home", "/home/me/.local/share/per
 
 
 def parse(text: str) -> RawConfigParser:
-    """A unit file's sections and keys."""
     parser = RawConfigParser(strict=True)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(text)
     return parser
 
 
-def test_the_unit_starts_the_daemon_and_stops_it_cleanly() -> None:
+def test_the_unit_is_hardened_starts_the_daemon_and_stops_it_cleanly() -> None:
     unit = parse(systemd_unit(COMMAND))
     assert shlex.split(unit["Service"]["ExecStart"]) == COMMAND
     assert unit["Service"]["KillSignal"] == "SIGTERM"
     assert unit["Install"]["WantedBy"] == "default.target"
 
-
-def test_the_unit_is_hardened() -> None:
-    service = parse(systemd_unit(COMMAND))["Service"]
+    service = unit["Service"]
     for key in ("NoNewPrivileges", "RestrictNamespaces", "RestrictSUIDSGID", "LockPersonality"):
         assert service[key] == "yes"
     assert service["UMask"] == "0077"
@@ -49,9 +46,8 @@ def test_the_unit_is_hardened() -> None:
     ],
 )
 def test_paths_are_quoted_for_systemd(folder: str, written: str) -> None:
-    assert f"ExecStart=/bin/agent --home {written} run\n" in systemd_unit(
-        ["/bin/agent", "--home", folder, "run"]
-    )
+    unit = systemd_unit(["/bin/agent", "--home", folder, "run"])
+    assert f"ExecStart=/bin/agent --home {written} run\n" in unit
 
 
 def test_a_path_with_a_line_break_is_refused() -> None:
@@ -70,8 +66,6 @@ def test_linux_and_macos_have_their_places(tmp_path: Path) -> None:
     assert plist["KeepAlive"] == {"SuccessfulExit": False}
     assert plist["Umask"] == 0o077
 
-
-def test_another_platform_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="win32"):
         service_file("win32", user_home=tmp_path, agent_home=tmp_path, command=COMMAND)
 

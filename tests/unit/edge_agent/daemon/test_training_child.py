@@ -11,6 +11,7 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import psutil
@@ -41,23 +42,22 @@ sys.exit(run_child(sys.stdin, sys.stdout))
 """
 
 
+Doing = Callable[[str], None]
+
+
 @pytest.fixture
-def child_doing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def child_doing(monkeypatch: pytest.MonkeyPatch) -> Doing:
     """Make `train_in_child` start a child whose training is this Python."""
     real = subprocess.Popen
 
     def install(body: str) -> None:
-        code = CHILD.format(body="\n".join(f"    {line}" for line in body.splitlines()))
-        monkeypatch.setattr(
-            subprocess, "Popen", lambda _command, **options: real([sys.executable, "-c", code], **options)
-        )
+        child = [sys.executable, "-c", CHILD.format(body=indent(body, "    "))]
+        monkeypatch.setattr(subprocess, "Popen", lambda _command, **options: real(child, **options))
 
     return install
 
 
-def test_the_child_is_handed_the_request_and_its_outcome_comes_back(
-    home: Home, child_doing: Callable[[str], None]
-) -> None:
+def test_the_child_is_handed_the_request_and_its_outcome_comes_back(home: Home, child_doing: Doing) -> None:
     child_doing(
         "assert (options.steps, options.minutes, context.share_log) == (None, 1.0, False)\n"
         "assert context.engine_of.name == 'auto'\n"
@@ -68,7 +68,7 @@ def test_the_child_is_handed_the_request_and_its_outcome_comes_back(
     assert train_in_child(home, REQUEST, lambda: True) == "kept_base"
 
 
-def test_the_child_holds_the_writers_lock(home: Home, child_doing: Callable[[str], None]) -> None:
+def test_the_child_holds_the_writers_lock(home: Home, child_doing: Doing) -> None:
     child_doing("return SimpleNamespace(outcome='adopted')")
     errors: list[BaseException] = []
 
@@ -99,7 +99,7 @@ def test_the_child_holds_the_writers_lock(home: Home, child_doing: Callable[[str
     ],
 )
 def test_errors_keep_their_kind(
-    home: Home, child_doing: Callable[[str], None], raised: str, kind: type[PermilleError], message: str
+    home: Home, child_doing: Doing, raised: str, kind: type[PermilleError], message: str
 ) -> None:
     child_doing(f"raise {raised}")
     with pytest.raises(kind, match=message):
@@ -109,22 +109,20 @@ def test_errors_keep_their_kind(
 @pytest.mark.parametrize(
     "body", ["import os; os._exit(3)", "raise ValueError('a bug')", "import os; os.kill(os.getpid(), 9)"]
 )
-def test_a_child_that_dies_is_tried_again_later(
-    home: Home, child_doing: Callable[[str], None], body: str
-) -> None:
+def test_a_child_that_dies_is_tried_again_later(home: Home, child_doing: Doing, body: str) -> None:
     child_doing(body)
     with pytest.raises(RetryableError, match="it ended with"):
         train_in_child(home, REQUEST, lambda: True)
 
 
-def test_a_child_is_stopped_by_its_parents_pipe(home: Home, child_doing: Callable[[str], None]) -> None:
+def test_a_child_is_stopped_by_its_parents_pipe(home: Home, child_doing: Doing) -> None:
     child_doing("stop.wait(60)\nreturn SimpleNamespace(outcome='interrupted')")
     asked = iter([True, False])
     assert train_in_child(home, REQUEST, lambda: next(asked)) == "interrupted"
 
 
 def test_a_child_that_does_not_stop_is_killed(
-    home: Home, child_doing: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    home: Home, child_doing: Doing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_child, "STOP_GRACE_S", 0.5)
     child_doing("import time; time.sleep(600)")
@@ -133,11 +131,10 @@ def test_a_child_that_does_not_stop_is_killed(
 
 
 def test_a_child_outlives_signals_but_not_its_parent(home: Home) -> None:
-    body = "    stop.wait(60)\n    return SimpleNamespace(outcome='interrupted')"
-    command = [sys.executable, "-c", CHILD.format(body=body)]
+    body = "stop.wait(60)\nreturn SimpleNamespace(outcome='interrupted')"
+    command = [sys.executable, "-c", CHILD.format(body=indent(body, "    "))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
+        assert child.stdin is not None and child.stdout is not None
         line = {"home": str(home.root), "request": as_json(REQUEST)}
         child.stdin.write(json.dumps(line) + "\n")
         child.stdin.flush()

@@ -34,13 +34,10 @@ def service(tmp_path: Path) -> Iterator[DeviceService]:
 
 @dataclass(frozen=True)
 class Device:
-    """An enrolled device that downloads the blob."""
-
     home: Home
     api: DeviceApi
 
     def download(self, **changes: Any) -> None:
-        """The blob into the home folder."""
         asked: dict[str, Any] = {
             "package_digest": PACKAGE,
             "digest": DIGEST,
@@ -55,7 +52,6 @@ class Device:
 
     @property
     def part(self) -> Path:
-        """Where the unfinished blob lies."""
         return self.home.partial / f"{DIGEST.removeprefix('sha256:')}.part"
 
     @property

@@ -2,7 +2,6 @@
 
 import json
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,10 @@ def test_enrolment_is_kept_and_pins_the_signing_key(
     home: Home, service: DeviceService, enrolment: Enrolment
 ) -> None:
     assert load_enrolment(home) == enrolment
+    assert not list(home.root.glob(".enrolment*"))
+    identity = load_identity(home)
+    assert identity is not None
+    assert enrolment.name == f"device-{identity.public_key[:8]}"  # tells nothing about the machine
     assert stat.S_IMODE(home.enrolment.stat().st_mode) == 0o600
     raw = public_bytes(service.key)
     assert [(key.key_id, key.raw) for key in enrolment.signing_keys] == [(key_id_of(raw), raw)]
@@ -34,12 +37,6 @@ def test_the_invitation_and_the_private_key_are_not_kept_or_sent(
     private = home.identity_key.read_text().splitlines()[1].encode()
     assert not any(private in sent for sent in service.traffic)
     assert INVITATION not in home.enrolment.read_text()
-
-
-def test_the_default_name_tells_nothing_about_the_machine(enrolment: Enrolment, home: Home) -> None:
-    identity = load_identity(home)
-    assert identity is not None
-    assert enrolment.name == f"device-{identity.public_key[:8]}"
 
 
 def test_the_same_key_enrols_again_as_the_same_device(
@@ -77,14 +74,9 @@ def test_another_server_needs_unenroll_first(home: Home, enrolment: Enrolment) -
 
 
 def test_a_service_that_names_no_signing_key_is_refused(home: Home, service: DeviceService) -> None:
-    answer = {
-        "device_id": new_id("dev"),
-        "tenant_id": new_id("ten"),
-        "release": "r",
-        "alias": "stable",
-        "signing_keys": [],
-        "server_time": "2026-01-01T00:00:00Z",
-    }
+    ids = {"device_id": new_id("dev"), "tenant_id": new_id("ten")}
+    names = {"release": "r", "alias": "stable", "server_time": "2026-01-01T00:00:00Z"}
+    answer = {**ids, **names, "signing_keys": []}
     service.faults = [Fault(path="enrolments", status=201, body=json.dumps(answer).encode())]
     with pytest.raises(OperatorError, match="signing key"):
         enroll(home, service.url, INVITATION, connection=fast_connection)
@@ -110,15 +102,9 @@ def test_a_damaged_enrolment_is_for_a_person(home: Home, enrolment: Enrolment) -
         load_enrolment(home)
 
 
-def test_an_expired_token_is_renewed_once(home: Home, service: DeviceService, enrolment: Enrolment) -> None:
-    api = open_api(home, connection=fast_connection)
-    with api.connection:
-        api.release(enrolment.release, "stable")
-        service.tokens.clear()
-        assert api.release(enrolment.release, "stable").version == 1
-
-
-def test_tokens_are_renewed_before_they_end(home: Home, service: DeviceService, enrolment: Enrolment) -> None:
+def test_tokens_are_renewed_but_not_those_of_a_revoked_device(
+    home: Home, service: DeviceService, enrolment: Enrolment
+) -> None:
     seconds = 0.0
     credentials = Credentials(device_id=enrolment.device_id, identity=load_or_create_identity(home))
     with fast_connection(service.url, None) as connection:
@@ -130,12 +116,8 @@ def test_tokens_are_renewed_before_they_end(home: Home, service: DeviceService, 
         seconds = 3590.0
         api.release(enrolment.release, "stable")
         assert len(service.tokens) == 2
-
-
-def test_a_revoked_device_is_told_so(home: Home, service: DeviceService, enrolment: Enrolment) -> None:
-    api = open_api(home, connection=fast_connection)
-    with api.connection:
-        api.release(enrolment.release, "stable")
+        service.tokens.clear()  # ended at the service: renewed once
+        assert api.release(enrolment.release, "stable").version == 1
         service.revoked.add(enrolment.device_id)
         with pytest.raises(AccessRefusedError):
             api.release(enrolment.release, "stable")
@@ -148,11 +130,6 @@ def test_a_copied_enrolment_without_its_key_is_worth_nothing(
     credentials = Credentials(device_id=enrolment.device_id, identity=thief)
     with fast_connection(service.url, None) as connection, pytest.raises(AccessRefusedError):
         DeviceApi(connection, credentials).release(enrolment.release, "stable")
-
-
-def test_enrolment_is_written_whole_or_not_at_all(home: Home, enrolment: Enrolment) -> None:
-    assert replace(enrolment) == load_enrolment(home)
-    assert not list(home.root.glob(".enrolment*"))
 
 
 def test_a_token_that_no_header_can_carry_is_the_services_fault(

@@ -32,16 +32,17 @@ def use(home: Home, user_file: Path) -> list[Path]:
     set_share_log(home, True, now=datetime.now(UTC))
     run = home.runs / "r" / "deep"
     run.mkdir(parents=True)
-    traces = [
-        run / "journal",
-        home.current,
-        home.daemon,
-        home.root / "daemon.log",
-        home.root / "of-a-later-version",
-    ]
+    traces = [run / "journal", home.current, home.daemon]
+    traces += [home.root / name for name in ("daemon.log", "of-a-later-version")]
     for path in traces:
         path.write_bytes(SECRET)
     return traces
+
+
+def upload_log(home: Home, api: DeviceApi) -> None:
+    """A report and its log are at the service."""
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    deliver(home, api)
 
 
 def test_everything_of_the_user_is_gone_and_the_rest_stays(
@@ -52,6 +53,7 @@ def test_everything_of_the_user_is_gone_and_the_rest_stays(
     traces = use(home, tmp_path / "notes.txt")
     erased = forget(home)
     assert erased.files >= len(traces) + 2
+    assert (tmp_path / "notes.txt").read_bytes() == SECRET
     assert not any(path.exists() for path in traces)
     assert not any(SECRET in path.read_bytes() for path in home.root.rglob("*") if path.is_file())
     assert not shares_log(home)
@@ -60,14 +62,9 @@ def test_everything_of_the_user_is_gone_and_the_rest_stays(
     assert load_enrolment(home) == enrolment
     assert Package.open(BlobFolder(home.blobs), package.digest).digest == package.digest
     active = active_model(home)
-    assert active is not None
-    assert active.run is None
-
-
-def test_the_users_own_files_are_not_touched(home: Home, tmp_path: Path) -> None:
-    use(home, tmp_path / "notes.txt")
-    forget(home)
-    assert (tmp_path / "notes.txt").read_bytes() == SECRET
+    assert active is not None and active.run is None
+    assert forget(home).files == 0
+    assert all(word in PROMISE for word in ("snapshots", "backups", "swap", "not touched"))
 
 
 def test_contents_are_overwritten_before_they_are_removed(home: Home, tmp_path: Path) -> None:
@@ -90,17 +87,10 @@ def test_a_link_is_removed_and_its_target_is_not(home: Home, tmp_path: Path) -> 
     assert list(home.runs.iterdir()) == []
 
 
-def test_forget_twice_is_forget(home: Home, tmp_path: Path) -> None:
-    use(home, tmp_path / "notes.txt")
-    forget(home)
-    assert forget(home).files == 0
-
-
 def test_uploaded_logs_are_deleted_at_the_service_even_later(
     home: Home, api: DeviceApi, service: DeviceService
 ) -> None:
-    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
-    deliver(home, api)
+    upload_log(home, api)
     enqueue(home, OTHER_RUN_ID, metrics(), shared_log=b"not sent yet")
     assert forget(home).deletions_waiting == 1
     service.faults = [Fault(path="log", status=503, times=99)]
@@ -117,8 +107,7 @@ def test_uploaded_logs_are_deleted_at_the_service_even_later(
 def test_the_wish_to_delete_survives_what_cannot_be_erased(
     home: Home, api: DeviceApi, service: DeviceService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
-    deliver(home, api)
+    upload_log(home, api)
     (home.root / "stuck").write_bytes(SECRET)
     unlink = Path.unlink
 
@@ -162,17 +151,11 @@ def test_who_leaves_uploads_nothing_more(home: Home, api: DeviceApi, service: De
     assert service.runs[RUN_ID]["state_digest"] is None
 
 
-def test_the_promise_says_what_cannot_be_promised() -> None:
-    for word in ("snapshots", "backups", "swap", "not touched"):
-        assert word in PROMISE
-
-
 def test_unenroll_leaves_at_the_service_and_here(
     home: Home, api: DeviceApi, enrolment: Enrolment, service: DeviceService
 ) -> None:
     pull(home, api, enrolment, now_s=NOW_S)
-    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
-    deliver(home, api)
+    upload_log(home, api)
     unenroll(home, api)
     assert service.devices == {}
     assert service.logs == {}

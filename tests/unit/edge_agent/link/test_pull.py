@@ -33,8 +33,6 @@ def second(package: Package) -> Package:
 
 @dataclass(frozen=True)
 class Device:
-    """An enrolled device that pulls."""
-
     home: Home
     api: DeviceApi
     enrolment: Enrolment
@@ -48,7 +46,6 @@ class Device:
         return pull(self.home, self.api, self.enrolment, now_s=NOW_S)
 
     def refusal(self) -> str:
-        """The code of the refusal of a pull."""
         with pytest.raises(PackageError) as refused:
             self.pull()
         return refused.value.code

@@ -39,8 +39,6 @@ LOG = b"canonical log"
 
 @dataclass(frozen=True)
 class Device:
-    """A device that reports."""
-
     home: Home
     api: DeviceApi
     service: DeviceService

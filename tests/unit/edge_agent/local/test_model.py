@@ -13,10 +13,10 @@ from permille_agent.cli import main as cli
 from permille_agent.local.compare import compare
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant, until_stop
 from permille_agent.state.home import Home
-from permille_agent.state.models import Active, activate
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
+TEXT = "one two three"
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 
 
@@ -38,9 +38,6 @@ def test_without_a_personalisation_there_is_only_the_base(tmp_path: Path) -> Non
         with pytest.raises(InputError, match="permille-agent train"):
             compare(home, model, data_paths=[], prompts=[], sampling=GREEDY)
 
-
-def test_nothing_installed_is_refused(tmp_path: Path) -> None:
-    home, _ = home_with_package(tmp_path / "home")
     home.releases.unlink()
     with pytest.raises(OperatorError, match="permille-agent pull"):
         LocalModel(home, bigram_engine)
@@ -70,7 +67,6 @@ class _FewPositions(BigramEngine):
     """Ends at the model's last position, as a real engine does."""
 
     def generate(self, values_K: Any, prompt_ids: Any, sampling: Any) -> Iterator[int]:
-        """At most as many tokens as there are positions."""
         return islice(super().generate(values_K, prompt_ids, sampling), 128 - len(prompt_ids))
 
 
@@ -85,28 +81,17 @@ def test_a_text_that_reaches_the_last_position_says_so(trained: Home) -> None:
 
 @pytest.mark.parametrize(
     ("stop", "expected"),
-    [
-        ((), "one two three"),
-        (("two",), "one "),
-        (("ree",), "one two th"),
-        (("x", "e t"), "on"),
-        (("zz",), "one two three"),
-    ],
+    [((), TEXT), (("two",), "one "), (("ree",), "one two th"), (("x", "e t"), "on"), (("zz",), TEXT)],
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 13])
 def test_text_ends_before_the_first_stop_string_however_it_comes(
     stop: tuple[str, ...], expected: str, size: int
 ) -> None:
-    text = "one two three"
-    pieces = iter([text[start : start + size] for start in range(0, len(text), size)])
-
-    assert "".join(until_stop(pieces, stop, Generated(prompt_tokens=1))) == expected
-
-
-def test_a_stop_string_is_the_reason(trained: Home) -> None:
+    pieces = iter([TEXT[start : start + size] for start in range(0, len(TEXT), size)])
     generated = Generated(prompt_tokens=1, finish_reason="length")
-    assert list(until_stop(iter(["ab", "c"]), ("b",), generated)) == ["a"]
-    assert generated.finish_reason == "stop"
+
+    assert "".join(until_stop(pieces, stop, generated)) == expected
+    assert generated.finish_reason == ("length" if expected == TEXT else "stop")
 
 
 def test_compare_shows_the_runs_own_judgement_and_samples_of_the_test_split(trained: Home) -> None:
@@ -129,10 +114,9 @@ def test_compare_measures_on_other_text(trained: Home, tmp_path: Path) -> None:
 
 
 def test_compare_needs_no_file_of_the_user_for_its_losses(tmp_path: Path) -> None:
-    home, package = home_with_package(tmp_path / "home")
+    home, _ = home_with_package(tmp_path / "home")
     text = user_text(tmp_path)
-    result = train_quickly(home, [text])
-    activate(home, Active(package=package.digest, run=result.run), expected=Active(package=package.digest))
+    train_quickly(home, [text])
     text.unlink()
     with LocalModel(home, bigram_engine) as model:
         shown = compare(home, model, data_paths=[], prompts=[], sampling=GREEDY)

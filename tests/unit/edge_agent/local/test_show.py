@@ -71,8 +71,16 @@ def test_a_run_that_kept_the_base_says_so(home: Home, tmp_path: Path) -> None:
     assert "It is in use now." not in page
 
 
-def test_refused_text_has_a_page_too(home: Home, tmp_path: Path) -> None:
-    train_quickly(home, [_text(tmp_path / "notes", 10)])
+def test_refused_text_has_a_page_too_and_the_command_says_where(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OperatorError, match="expected a run that has ended"):
+        show_run(home, None, bigram_engine)
+    with pytest.raises(InputError, match="got 0 whose names"):
+        show_run(home, "x", bigram_engine)
+    result = train_quickly(home, [_text(tmp_path / "notes", 10)])
+    assert cli.main(["--home", str(home.root), "show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"page": str(home.runs / result.run / "show.html")}
 
     page = _page(home)
 
@@ -93,25 +101,9 @@ def test_without_the_text_there_are_samples_and_no_words_to_compare_with(home: H
     assert "Unknown words" not in page
 
 
-def test_a_run_is_named_by_how_its_name_begins(home: Home, tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="expected a run that has ended"):
-        show_run(home, None, bigram_engine)
-    with pytest.raises(InputError, match="got 0 whose names"):
-        show_run(home, "x", bigram_engine)
-
-
-def test_the_command_prints_where_the_page_is(
-    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = train_quickly(home, [_text(tmp_path / "notes", 10)])
-    assert cli.main(["--home", str(home.root), "show", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"page": str(home.runs / result.run / "show.html")}
-
-
 def test_unknown_words_are_those_that_nobody_knows() -> None:
-    assert unknown_words(["The red-ish bllorp, don't 42!", "RED"], {"the", "red", "don't"}) == UnknownWords(
-        words=5, unknown=2
-    )
+    found = unknown_words(["The red-ish bllorp, don't 42!", "RED"], {"the", "red", "don't"})
+    assert found == UnknownWords(words=5, unknown=2)
 
 
 @pytest.mark.parametrize(

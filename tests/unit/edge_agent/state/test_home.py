@@ -12,7 +12,6 @@ from permille_agent.state.home import Home, open_home, read_record, write_record
 
 
 def mode(path: Path) -> int:
-    """Permission bits."""
     return stat.S_IMODE(path.stat().st_mode)
 
 
@@ -21,16 +20,13 @@ def test_home_and_its_folders_are_closed_to_others(tmp_path: Path) -> None:
     assert {mode(path) for path in (home.root, home.blobs, home.runs, home.reports, home.partial)} == {0o700}
 
 
-def test_an_open_home_is_closed(tmp_path: Path) -> None:
+def test_an_open_home_is_closed_and_a_file_in_its_place_is_for_a_person(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir(mode=0o755)
     (tmp_path / "home").chmod(0o755)
     assert mode(open_home(tmp_path / "home").root) == 0o700
-
-
-def test_a_file_in_place_of_the_home_is_for_a_person(tmp_path: Path) -> None:
-    (tmp_path / "home").write_text("not a folder")
+    (tmp_path / "file").write_text("not a folder")
     with pytest.raises(OperatorError, match="expected a folder"):
-        open_home(tmp_path / "home")
+        open_home(tmp_path / "file")
 
 
 def test_a_record_is_private_and_read_back(home: Home) -> None:

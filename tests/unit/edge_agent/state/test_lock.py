@@ -34,36 +34,29 @@ def another_process_holds(home: Home) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_second_writer_is_told_who_holds_the_lock(home: Home) -> None:
+def test_a_second_writer_is_told_who_holds_the_lock_and_a_killed_holder_leaves_it_free(home: Home) -> None:
     with another_process_holds(home) as process:
         expected = rf"`permille-agent train` \(process {process.pid}, since .*\) holds it"
         with pytest.raises(LockedError, match=expected), hold_lock(home, "run"):
             pytest.fail("two writers")
-
-
-def test_a_killed_holder_leaves_the_lock_free(home: Home) -> None:
-    with another_process_holds(home) as process:
         process.kill()
         process.wait()
     with hold_lock(home, "run"):
         assert home.lock.exists()
 
 
+def code_of_another(home: Home) -> int:
+    """Exit code of a process that takes the lock once."""
+    command = [sys.executable, "-c", HOLDER, str(home.root)]
+    return subprocess.run(command, input=b"", capture_output=True).returncode
+
+
 def test_a_command_may_take_the_lock_that_its_caller_holds(home: Home) -> None:
     with hold_lock(home, "run"):
         with hold_lock(home, "pull"):
             pass
-        with another_process(home) as code:
-            assert code != 0
-    with another_process(home) as code:
-        assert code == 0
-
-
-@contextmanager
-def another_process(home: Home) -> Iterator[int]:
-    """Exit code of a process that takes the lock once."""
-    result = subprocess.run([sys.executable, "-c", HOLDER, str(home.root)], input=b"", capture_output=True)
-    yield result.returncode
+        assert code_of_another(home) != 0
+    assert code_of_another(home) == 0
 
 
 def test_the_daemons_lock_is_another_one(home: Home) -> None:

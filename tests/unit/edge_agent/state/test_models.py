@@ -43,14 +43,8 @@ def test_before_the_first_pull_nothing_is_active(tmp_path: Path) -> None:
         reset(home)
 
 
-def test_the_installed_base_is_active_until_a_run_is_adopted(home: Home) -> None:
-    assert active_model(home) == BASE
-    activate(home, FIRST, expected=BASE)
-    assert active_model(home) == FIRST
-    assert history(home) == (BASE,)
-
-
 def test_a_new_package_replaces_a_base_but_not_a_personalisation(home: Home) -> None:
+    assert active_model(home) == BASE
     _install(home, NEW, 2)
     assert active_model(home) == Active(package=NEW)
     activate(home, FIRST, expected=Active(package=NEW))
@@ -59,14 +53,13 @@ def test_a_new_package_replaces_a_base_but_not_a_personalisation(home: Home) -> 
     assert {model.package for model in referenced_models(home)} == {OLD, NEW}
 
 
-def test_activating_twice_changes_nothing(home: Home) -> None:
+def test_activating_twice_changes_nothing_and_a_decision_against_another_model_is_not_carried_out(
+    home: Home,
+) -> None:
     activate(home, FIRST, expected=BASE)
     activate(home, FIRST, expected=BASE)
     assert history(home) == (BASE,)
-
-
-def test_a_decision_against_another_model_is_not_carried_out(home: Home) -> None:
-    activate(home, FIRST, expected=BASE)
+    assert home.current.stat().st_mode & 0o777 == 0o600
     with pytest.raises(RetryableError, match="expected the base of"):
         activate(home, SECOND, expected=BASE)
     assert active_model(home) == FIRST
@@ -108,8 +101,3 @@ def test_a_damaged_file_is_refused(home: Home, entry: str) -> None:
     home.current.write_text(f'{{"active": {entry}, "history": []}}')
     with pytest.raises(OperatorError, match="expected Current in"):
         active_model(home)
-
-
-def test_the_file_is_readable_by_its_owner_only(home: Home) -> None:
-    activate(home, FIRST, expected=BASE)
-    assert home.current.stat().st_mode & 0o777 == 0o600
