@@ -284,9 +284,8 @@ JOURNAL_ATTACKS: list[tuple[str, Attack]] = [
 def test_device_refuses_journal(code: str, build: Attack, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(build())
-    with pytest.raises(PackageError) as refused:
+    with pytest.raises(PackageError, match=f"^{code}:"):
         read_journal(path)
-    assert refused.value.code == code
 
 
 def test_an_honest_journal_is_read(tmp_path: Path) -> None:

@@ -532,13 +532,11 @@ def test_a_package_that_was_only_taken_apart_and_sealed_again_verifies(forge: Fo
 
 @pytest.mark.parametrize(("code", "build"), ATTACKS, ids=NAMES)
 def test_reader_refuses(code: str, build: Attack, forge: Forge) -> None:
-    with pytest.raises(PackageError) as refused:
+    with pytest.raises(PackageError, match=f"^{code}:"):
         verify_package(forge.target, build(forge))
-    assert refused.value.code == code
 
 
 @pytest.mark.parametrize(("code", "manifest"), PLAN_ATTACKS, ids=[code for code, _ in PLAN_ATTACKS])
 def test_plan_refuses_before_a_download(code: str, manifest: bytes) -> None:
-    with pytest.raises(PackageError) as refused:
+    with pytest.raises(PackageError, match=f"^{code}:"):
         check_plan(manifest, digest_of(manifest), 1 << 40)
-    assert refused.value.code == code

@@ -79,13 +79,11 @@ ATTACKS: list[tuple[str, Answer]] = [
 
 @pytest.mark.parametrize(("code", "fields"), ATTACKS)
 def test_device_refuses(code: str, fields: Answer) -> None:
-    with pytest.raises(PackageError) as refused:
+    with pytest.raises(PackageError, match=f"^{code}:"):
         believe(fields)
-    assert refused.value.code == code
 
 
 def test_a_pinned_key_under_a_wrong_id_is_no_key() -> None:
     wrong = {key_id_of(public_bytes(FOREIGN)): public_bytes(PINNED)}
-    with pytest.raises(PackageError) as refused:
+    with pytest.raises(PackageError, match=r"^release-key:"):
         verify_release(signed_release_from_json(answer(FOREIGN)), wrong, NOW, None)
-    assert refused.value.code == "release-key"

@@ -139,16 +139,12 @@ def test_mathematics_that_it_does_not_have_is_refused_by_name(name: str) -> None
         architecture_of(config | REFUSED[name])
 
 
-def test_a_rotation_of_more_than_a_head_is_refused() -> None:
+def test_a_rotation_of_more_than_a_head_and_windows_without_a_size_are_refused() -> None:
+    with pytest.raises(InputError, match="sliding_window"):
+        architecture_of(_config("gemma2") | {"sliding_window": None})
     for part in (1.5, 1e308):
         with pytest.raises(InputError, match="from 2 to 16 of rotated numbers"):
             rope_of({"rope_theta": 1e4, "partial_rotary_factor": part}, head=16, positions=64)
-
-
-def test_windows_without_a_size_are_refused() -> None:
-    config = _config("gemma2")
-    with pytest.raises(InputError, match="sliding_window"):
-        architecture_of(config | {"sliding_window": None})
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])

@@ -51,6 +51,8 @@ def test_nf4_equals_bitsandbytes_bit_for_bit(shape: tuple[int, int]) -> None:
 
 
 def test_nf4_equals_bitsandbytes_on_zeros_denormals_and_ties() -> None:
+    table = bitsandbytes.functional.get_4bit_type("nf4", device="cpu").numpy()
+    assert nf4.NF4_CODES.tobytes() == table.tobytes()
     between = (nf4.NF4_CODES[:-1] + nf4.NF4_CODES[1:]) / np.float32(2)
     ties = np.zeros(64, np.float32)
     ties[:15], ties[15] = between, 1
@@ -59,11 +61,6 @@ def test_nf4_equals_bitsandbytes_on_zeros_denormals_and_ties() -> None:
     packed, state = by_bitsandbytes(w_NK)
     assert ours.packed.tobytes() == packed.numpy().tobytes()
     assert ours.scales.tobytes() == state.absmax.numpy().tobytes()
-
-
-def test_nf4_codes_are_those_of_bitsandbytes() -> None:
-    table = bitsandbytes.functional.get_4bit_type("nf4", device="cpu").numpy()
-    assert nf4.NF4_CODES.tobytes() == table.tobytes()
 
 
 @pytest.mark.parametrize(("columns", "group_size"), [(64, 32), (70, 32), (31, 32), (200, 128), (7, 128)])
@@ -110,6 +107,7 @@ def test_non_finite_weights_are_refused_with_the_name_and_place(
 def test_chunks_do_not_change_a_bit(
     scheme: Scheme, group_size: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert source.CHUNK_WEIGHTS % nf4.BLOCK_SIZE == 0
     w_NK = weight(*shape)
     whole = quantize(w_NK, scheme, group_size)
     decoded = dequantize(whole)
@@ -144,10 +142,6 @@ def test_dequantize_refuses_sizes_that_the_shape_does_not_ask_for(scheme: Scheme
         dequantize(dataclasses.replace(good, packed=good.packed[1:]))
     with pytest.raises(InputError, match="expected float32 scales"):
         dequantize(dataclasses.replace(good, scales=good.scales[1:]))
-
-
-def test_source_chunk_is_whole_blocks_of_every_scheme() -> None:
-    assert source.CHUNK_WEIGHTS % nf4.BLOCK_SIZE == 0
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), BOTH)

@@ -73,17 +73,15 @@ def test_nothing_weightless_logs_and_a_coarser_unit_are_refused() -> None:
     ],
 )
 def test_logs_that_do_not_belong_together_are_refused(changes: dict[str, object], code: str) -> None:
-    with pytest.raises(PackageError) as caught:
+    with pytest.raises(PackageError, match=f"^{code}:"):
         aggregate([make_contribution(), make_contribution(**changes)])  # type: ignore[arg-type]
-    assert caught.value.code == code
 
 
 def test_a_sum_out_of_the_exact_range_is_refused() -> None:
     fine = make_contribution(seed=1, step_unit_exponent=-100)
     coarse = make_contribution(seed=2, step_unit_exponent=-20)
-    with pytest.raises(PackageError) as caught:
+    with pytest.raises(PackageError, match=r"^log-limit:"):
         aggregate([fine, coarse])
-    assert caught.value.code == "log-limit"
 
 
 def test_an_average_of_different_kinds_is_the_sum_of_its_scaled_logs() -> None:
