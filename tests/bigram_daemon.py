@@ -6,30 +6,24 @@ python -m tests.bigram_daemon HOME STEPS
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from permille.zo.header import EstimatorKind
 from permille_agent.daemon.loop import Daemon, World
 from permille_agent.daemon.policy import Machine
 from permille_agent.daemon.training_child import TrainingRequest
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.lock import hold_daemon_lock, hold_lock
-from permille_agent.training.options import RunContext, TrainOptions
+from permille_agent.training.options import RunContext
 from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
+from tests.unit.edge_agent.runs import QUICK
 
 IDLE = Machine(on_ac=True, battery=None, load=0.0)
 
 
 def main(arguments: list[str]) -> int:
-    options = TrainOptions(
-        estimator=EstimatorKind.ONE_SIDED,
-        seed=0,
-        steps=int(arguments[1]),
-        queries=2,
-        batch_rows=2,
-        row_tokens=32,
-    )
+    options = replace(QUICK, steps=int(arguments[1]), queries=2)
 
     def train(home: Home, request: TrainingRequest, _keep_going: Callable[[], bool]) -> str:
         context = RunContext(share_log=request.share_log, engine_of=bigram_engine)

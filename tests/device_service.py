@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -106,17 +106,9 @@ class DeviceService:
         """Sign a release of a package and let every alias point at it; `changes` are made after signing."""
         release = Release(name=name, version=version, manifest_digest=digest, expires_at=expires_at)
         signed: SignedRelease = sign_release(key or self.key, release)
-        self.release = {
-            "name": name,
-            "version": version,
-            "manifest_digest": digest,
-            "expires_at": expires_at,
-            "key_id": signed.key_id,
-            "signature": encode_base64url(signed.signature),
-            "size_bytes": self._package_size(digest),
-            "yanked": yanked,
-            **(changes or {}),
-        }
+        answer = {"key_id": signed.key_id, "signature": encode_base64url(signed.signature), "yanked": yanked}
+        size = {"size_bytes": self._package_size(digest)}
+        self.release = {**asdict(release), **answer, **size, **(changes or {})}
 
     def take_fault(self, path: str) -> Fault | None:
         """The fault for this request, if any; its count goes down."""
@@ -193,15 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
         service.invitations.discard(asked["invitation"])
         device_id = service.devices.setdefault(asked["public_key"], new_id("dev"))
         raw = public_bytes(service.key)
-        answer = {
-            "device_id": device_id,
-            "tenant_id": new_id("ten", "0" * 26),
-            "release": RELEASE_NAME,
-            "alias": "stable",
-            "signing_keys": [{"key_id": key_id_of(raw), "public_key": encode_base64url(raw)}],
-            "server_time": "2026-01-01T00:00:00Z",
-            "a_field_of_a_later_version": True,
-        }
+        ids = {"device_id": device_id, "tenant_id": new_id("ten", "0" * 26)}
+        follows = {"release": RELEASE_NAME, "alias": "stable", "server_time": "2026-01-01T00:00:00Z"}
+        keys = [{"key_id": key_id_of(raw), "public_key": encode_base64url(raw)}]
+        answer = {**ids, **follows, "signing_keys": keys, "a_field_of_a_later_version": True}
         self._json(200 if known else 201, answer)
 
     def _nonce(self, _fault: Fault | None) -> None:
@@ -221,10 +208,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._problem(401, "unauthenticated")
             return
         key = Ed25519PublicKey.from_public_bytes(decode_base64url(keys[asked["device_id"]]))
+        message = token_message(asked["device_id"], asked["nonce"])
         try:
-            key.verify(
-                decode_base64url(asked["signature"]), token_message(asked["device_id"], asked["nonce"])
-            )
+            key.verify(decode_base64url(asked["signature"]), message)
         except InvalidSignature:
             self._problem(401, "unauthenticated")
             return

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from permille_agent.link.report import read_reports
-from permille_agent.state.home import Home, as_json, open_home
-from permille_agent.state.models import InstalledRelease, active_model, history, record_installed
+from permille_agent.state.home import Home, as_json
+from permille_agent.state.models import active_model, history
 from permille_agent.training.decision import Decision
 from permille_agent.training.personal import canonical_log
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import list_runs
-from tests.packages import sentences, tiny_package
+from tests.unit.edge_agent.runs import home_with_package, user_text
 
 Command = Callable[[Home, Path], Sequence[str]]
 
@@ -71,16 +71,15 @@ def private_command(home: Home, text: Path) -> list[str]:
 def kill_runs(folder: Path, command: Command, *, kills: int, seed: int) -> KillReport:
     """Deliver `kills` kills to runs made by `command`, and compare each run's end with an unkilled one."""
     rng = random.Random(seed)
-    text = folder / "user.txt"
-    text.write_text("\n\n".join(sentences(320, seed=3)))
-    expected_home = _home(folder / "whole")
+    text = user_text(folder)
+    expected_home, _ = home_with_package(folder / "whole")
     began = time.monotonic()
     subprocess.run(command(expected_home, text), check=True, stdout=subprocess.DEVNULL)
     whole_s = time.monotonic() - began
     expected = end_of(expected_home)
     report = KillReport()
     while report.kills < kills:
-        home = _home(folder / f"killed-{report.runs}")
+        home, _ = home_with_package(folder / f"killed-{report.runs}")
         while report.kills < kills and _killed(command(home, text), rng.uniform(0.0, 1.1 * whole_s)):
             report.kills += 1
             report.by_phase[_phase(home)] += 1
@@ -116,13 +115,6 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _home(root: Path) -> Home:
-    home = open_home(root)
-    package = tiny_package(home.blobs)
-    record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
-    return home
-
-
 def _killed(command: Sequence[str], after_s: float) -> bool:
     """Start, wait, kill; False where the process was faster."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
@@ -145,9 +137,7 @@ def _phase(home: Home) -> str:
 
 def main() -> int:
     """Print a report as JSON; the exit code says whether all runs ended alike."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="kill `train` at random moments, and compare its ends")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=("torch", "bigram"), default="torch")

@@ -113,10 +113,16 @@ def test_new_text_is_trained_and_what_was_trained_is_not_trained_again(
     assert len(outside.requests) == 2
 
 
-def test_without_data_nothing_is_trained(home: Home, enrolment: Enrolment, outside: Outside) -> None:
-    Daemon(home, threading.Event(), outside.world()).run_once()
+def test_without_data_nothing_is_trained_and_without_an_enrolment_it_does_not_start(
+    home: Home, enrolment: Enrolment, outside: Outside
+) -> None:
+    daemon = Daemon(home, threading.Event(), outside.world())
+    daemon.run_once()
     assert installed_release(home) is not None
     assert outside.requests == []
+    home.enrolment.unlink()
+    with pytest.raises(OperatorError, match="enroll"):
+        daemon.run()
 
 
 def test_the_policy_holds_training_back_and_status_says_why(
@@ -165,9 +171,13 @@ def test_the_minutes_of_the_day_end_a_training_and_the_next_day_goes_on(
     assert read_daemon_state(home).seconds_used == 60.0
 
 
-def test_a_failed_training_is_tried_again_later_and_later(
+def test_a_failed_training_is_tried_again_later_and_later_and_one_by_hand_is_waited_for(
     home: Home, daemon: Daemon, outside: Outside
 ) -> None:
+    outside.outcome = LockedError("`permille-agent train` holds it")
+    daemon.run_once()
+    assert (len(outside.requests), read_daemon_state(home).failures) == (1, 0)
+    outside.requests.clear()
     outside.outcome = RetryableError("expected an answer of the training process, it ended with -9")
     tries = []
     for _hour in range(12):
@@ -191,15 +201,6 @@ def test_data_that_cannot_be_used_is_not_tried_again_until_it_changes(
     assert len(outside.requests) == 2
 
 
-def test_training_by_hand_is_waited_for(home: Home, daemon: Daemon, outside: Outside) -> None:
-    outside.outcome = LockedError("`permille-agent train` holds it")
-    daemon.run_once()
-    outside.outcome = "adopted"
-    daemon.run_once()
-    assert len(outside.requests) == 2
-    assert read_daemon_state(home).failures == 0
-
-
 def test_training_goes_on_while_the_service_is_away(
     daemon: Daemon, outside: Outside, service: DeviceService, tmp_path: Path
 ) -> None:
@@ -211,13 +212,12 @@ def test_training_goes_on_while_the_service_is_away(
     assert len(outside.requests) == 2
 
 
-def test_polls_are_spread_around_their_interval(daemon: Daemon) -> None:
+def test_polls_are_spread_and_failed_ones_come_less_and_less_often(
+    home: Home, daemon: Daemon, service: DeviceService
+) -> None:
     pauses = [daemon.poll() for _ in range(5)]
     assert all(0.75 * POLL_S <= pause <= 1.25 * POLL_S for pause in pauses)
     assert len(set(pauses)) == 5
-
-
-def test_failed_polls_come_less_and_less_often(home: Home, daemon: Daemon, service: DeviceService) -> None:
     service.faults = [Fault(path="/v1/", status=503, times=10_000)]
     pauses = [daemon.poll() for _ in range(7)]
     assert all(2 * POLL_S * 2**n <= pause for n, pause in enumerate(pauses[:3]))
@@ -253,11 +253,6 @@ def test_run_ends_when_it_is_told_to(home: Home, enrolment: Enrolment, outside: 
     stop.set()
     thread.join(30.0)
     assert not thread.is_alive()
-
-
-def test_a_device_that_is_not_enrolled_does_not_start(home: Home, outside: Outside) -> None:
-    with pytest.raises(OperatorError, match="enroll"):
-        Daemon(home, threading.Event(), outside.world()).run()
 
 
 def test_a_policy_that_becomes_wrong_stops_training_not_the_daemon_but_none_starts_with_it(

@@ -45,14 +45,23 @@ def upload_log(home: Home, api: DeviceApi) -> None:
     deliver(home, api)
 
 
+def deliver_in_vain(home: Home, api: DeviceApi, service: DeviceService) -> None:
+    """Deliver while the service takes no logs."""
+    service.faults = [Fault(path="log", status=503, times=99)]
+    with pytest.raises(ServiceUnavailableError):
+        deliver(home, api)
+    service.faults = []
+
+
 def test_everything_of_the_user_is_gone_and_the_rest_stays(
     home: Home, api: DeviceApi, enrolment: Enrolment, package: Package, tmp_path: Path
 ) -> None:
     pull(home, api, enrolment, now_s=NOW_S)
     home.policy.write_text("minutes_per_day = 5\n")
     traces = use(home, tmp_path / "notes.txt")
-    erased = forget(home)
-    assert erased.files >= len(traces) + 2
+    with traces[0].open("rb") as still_open:
+        assert forget(home).files >= len(traces) + 2
+        assert still_open.read() == bytes(len(SECRET))  # overwritten before it was removed
     assert (tmp_path / "notes.txt").read_bytes() == SECRET
     assert not any(path.exists() for path in traces)
     assert not any(SECRET in path.read_bytes() for path in home.root.rglob("*") if path.is_file())
@@ -65,13 +74,6 @@ def test_everything_of_the_user_is_gone_and_the_rest_stays(
     assert active is not None and active.run is None
     assert forget(home).files == 0
     assert all(word in PROMISE for word in ("snapshots", "backups", "swap", "not touched"))
-
-
-def test_contents_are_overwritten_before_they_are_removed(home: Home, tmp_path: Path) -> None:
-    trace = use(home, tmp_path / "notes.txt")[0]
-    with trace.open("rb") as still_open:
-        forget(home)
-        assert still_open.read() == bytes(len(SECRET))
 
 
 def test_a_link_is_removed_and_its_target_is_not(home: Home, tmp_path: Path) -> None:
@@ -93,11 +95,8 @@ def test_uploaded_logs_are_deleted_at_the_service_even_later(
     upload_log(home, api)
     enqueue(home, OTHER_RUN_ID, metrics(), shared_log=b"not sent yet")
     assert forget(home).deletions_waiting == 1
-    service.faults = [Fault(path="log", status=503, times=99)]
-    with pytest.raises(ServiceUnavailableError):
-        deliver(home, api)
+    deliver_in_vain(home, api, service)
     assert forget(home).deletions_waiting == 1
-    service.faults = []
     deliver(home, api)
     assert service.deleted_logs == [RUN_ID]
     assert set(service.runs) == {RUN_ID}
@@ -113,18 +112,14 @@ def test_the_wish_to_delete_survives_what_cannot_be_erased(
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         if path.name == "stuck":
-            raise PermissionError("read-only file")
+            raise PermissionError("read-only file system")
         unlink(path, missing_ok)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
-        patch.setattr(
-            "os.walk",
-            lambda *_, **__: iter(
-                [(str(home.reports), [], [f"{RUN_ID}.json"]), (str(home.root), [], ["stuck"])]
-            ),
-        )
-        with pytest.raises(OperatorError):
+        report: tuple[str, list[str], list[str]] = (str(home.reports), [], [f"{RUN_ID}.json"])
+        patch.setattr("os.walk", lambda *_, **__: iter([report, (str(home.root), [], ["stuck"])]))
+        with pytest.raises(OperatorError, match="expected to erase"):
             forget(home)
     deliver(home, api)
     assert service.logs == {}
@@ -134,10 +129,7 @@ def test_a_log_whose_upload_was_cut_off_is_deleted_too(
     home: Home, api: DeviceApi, service: DeviceService
 ) -> None:
     enqueue(home, RUN_ID, metrics(), shared_log=b"log")
-    service.faults = [Fault(path="log", status=503, times=99)]
-    with pytest.raises(ServiceUnavailableError):
-        deliver(home, api)
-    service.faults = []
+    deliver_in_vain(home, api, service)
     service.logs[RUN_ID] = b"log"  # it had arrived, and only the answer was lost
     assert forget(home).deletions_waiting == 1
     deliver(home, api)
@@ -183,14 +175,3 @@ def test_a_revoked_device_can_unenroll(
     service.revoked.add(enrolment.device_id)
     unenroll(home, api)
     assert load_enrolment(home) is None
-
-
-def test_what_cannot_be_erased_is_reported(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home.root / "stuck").write_bytes(SECRET)
-
-    def refuse(_self: Path, missing_ok: bool = False) -> None:
-        raise PermissionError("read-only file system")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(OperatorError, match="expected to erase"):
-        forget(home)
