@@ -117,10 +117,7 @@ def test_releases_that_are_not_to_be_believed_are_refused_before_anything_is_fet
         ("release-yanked", lambda: service.publish(digest, 1, yanked=True)),
         ("release-signature", lambda: service.publish(digest, 1, changes={"version": 2})),
         # A pinned key's id does not make a foreign signature hold.
-        (
-            "release-signature",
-            lambda: service.publish(digest, 1, key=generate_key(), changes=pinned),
-        ),
+        ("release-signature", lambda: service.publish(digest, 1, key=generate_key(), changes=pinned)),
     ]
     for code, publish in cases:
         publish()
