@@ -180,7 +180,9 @@ def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
         return
     table = Table(show_header=False, box=None)
     table.add_row("held-out loss", f"{decision.loss_base:.4f} -> {decision.loss_personal:.4f}")
-    table.add_row("improvement", str(decision.against_base))
+    table.add_row("against the base", str(decision.against_base))
+    if decision.against_active is not None:
+        table.add_row("against the active model", str(decision.against_active))
     table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")

@@ -162,7 +162,9 @@ def load_moments(path: Path) -> Moments | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as exc:
-        raise OperatorError(f"expected the moments of a run in {path}, got {exc}: delete the run") from exc
+        raise OperatorError(
+            f"expected the moments of a run in {path}, got {exc}: remove {path.parent} to begin it again"
+        ) from exc
     return Moments(
         step=step, taken=taken, m_K=m_K, v_K=v_K, s_K=s_K, coefficients=c_Q, loss=loss, flags=flags
     )

@@ -47,7 +47,7 @@ from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHead
 from permille.zo.lattice import values
 from permille.zo.records import StepRecord
 from permille.zo.steps import take_step
-from permille_agent.state.home import Home, Record, read_record, write_record
+from permille_agent.state.home import Home, Record, parse_record, read_record, write_record
 from permille_agent.text.preparation import Prepared
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.options import SPLIT_QUERIES, TrainOptions
@@ -180,7 +180,10 @@ class RunFolder:
             with path.open("r+b") as file:
                 file.truncate(len(whole))
                 os.fsync(file.fileno())
-        return [Evaluation(**json.loads(line)) for line in whole.splitlines()]
+        return [
+            parse_record(line, Evaluation, f"line {number} of {path}")
+            for number, line in enumerate(whole.splitlines(), start=1)
+        ]
 
     def append_evaluation(self, descent: int, evaluation: Evaluation) -> None:
         """Add one evaluation; durable on return."""

@@ -120,6 +120,8 @@ class Client:
             response = self._http.request(method, path, **options)
         except httpx.TransportError as exc:
             raise _unreachable(self._http, exc) from exc
+        except ValueError as exc:  # JSON has no NaN and no infinity
+            raise CommandError(f"expected finite numbers, got one that is not: {exc}", Exit.USAGE) from exc
         if response.is_error:
             raise _error(response)
         return response

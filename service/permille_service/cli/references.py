@@ -13,6 +13,8 @@ LOOKED_THROUGH = 1000
 """The newest so many of a collection are searched."""
 _KEYS = {"packages": "digest", "runs": "run_id"}
 _SHOWN = 5
+# An unset shell variable, or a kind alone, is not a way to say "the only one".
+_NO_BEGINNING = re.compile(r"|[a-z]{2,8}_.?|sha256:.?")
 
 
 def resolve(client: Client, collection: str, text: str) -> str:
@@ -24,17 +26,22 @@ def resolve(client: Client, collection: str, text: str) -> str:
     if _FULL.fullmatch(text):
         return text
     key = _KEYS.get(collection, "id")
+    one, known = singular(collection), f"see `permille {collection} list`"
     rows: list[dict[str, Any]] = client.pages(f"/v1/{collection}", limit=LOOKED_THROUGH)
-    found = [row[key] for row in rows if row.get("name") == text] or [
+    found = [row[key] for row in rows if text and row.get("name") == text]
+    if not found and _NO_BEGINNING.fullmatch(text):
+        raise CommandError(
+            f"expected a {one}'s name, id or the beginning of it, got {text!r}: {known}", Exit.USAGE
+        )
+    found = found or [
         row[key]
         for row in rows
         if row[key].startswith(text) or row[key].removeprefix("sha256:").startswith(text)
     ]
     if len(found) == 1:
         return str(found[0])
-    one = singular(collection)
     if not found:
-        raise CommandError(f"no {one} {text!r}: see `permille {collection} list`", Exit.NOT_FOUND)
+        raise CommandError(f"no {one} {text!r}: {known}", Exit.NOT_FOUND)
     more = "" if len(found) <= _SHOWN else f" and {len(found) - _SHOWN} more"
     raise CommandError(
         f"expected one {one}, but {text!r} can mean {', '.join(found[:_SHOWN])}{more}", Exit.USAGE

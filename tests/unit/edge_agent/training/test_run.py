@@ -79,6 +79,15 @@ def test_evaluations_survive_a_torn_line(home: Home) -> None:
         assert run.evaluations(0) == [*expected, Evaluation(99, 1.0)]
 
 
+def test_a_damaged_evaluation_is_refused_by_its_line(home: Home) -> None:
+    run = _begin(home)
+    run.append_evaluation(0, Evaluation(0, 5.25))
+    with (run.path / "descent-0.jsonl").open("ab") as file:
+        file.write(b"garbage\n")
+    with pytest.raises(OperatorError, match=r"expected Evaluation in line 2 of .*descent-0\.jsonl"):
+        run.evaluations(0)
+
+
 def test_descents_do_not_mix(home: Home) -> None:
     run = _begin(home)
     run.append_evaluation(0, Evaluation(1, 1.0))
