@@ -11,7 +11,7 @@ from permille_service.cli.session import Session
 
 jobs = typer.Typer(no_args_is_help=True, help="Long work: state, progress, events, cancel, retry.")
 
-_COLUMNS = ("id", "kind", "state", "progress.fraction", "progress.message", "result_id", "created_at")
+_COLUMNS = ("id", "kind", "state", "progress.fraction", "progress.message", "created_at")
 
 
 @command(jobs, "list")

@@ -17,6 +17,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # The first ten characters of an id's second part are its milliseconds; two of one table may share them.
 _SHORT = {_ID: len("_") + 10, _DIGEST: len("sha256:") + 12, _UUID: 8}
+_WORD = 24
 _SPANS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 
 Row = Mapping[str, Any]
@@ -27,11 +28,13 @@ def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | Non
     table = Table(box=None, pad_edge=False, header_style="bold")
     cells = [[_inside(row, column) for row in rows] for column in columns]
     for column, values in zip(columns, cells, strict=True):
+        values[:] = _shortened(values)
         table.add_column(
             column.rpartition(".")[2].removesuffix("_id").removesuffix("_at").removesuffix("_bytes"),
             overflow="fold",
+            # What is copied as one word stays one; sentences and long names give way.
+            no_wrap=all(len(str(value)) <= _WORD and " " not in str(value) for value in values),
         )
-        values[:] = _shortened(values)
     for i in range(len(rows)):
         table.add_row(
             *(escape(cell(name, values[i], now)) for name, values in zip(columns, cells, strict=True))

@@ -167,6 +167,13 @@ def test_tables_fit_eighty_columns_and_tell_apart_what_differs() -> None:
     assert [" ".join(line[4:-1]) for line in cells] == ["3 min ago", "2 days ago", "in 10 s"]
 
 
+def test_an_id_is_never_cut_in_two_where_a_sentence_can_give_way() -> None:
+    row = {"id": MODELS[0]["id"], "kind": "quantization", "state": "succeeded", "message": "packing " * 20}
+    text = printed(table_of([row], ("id", "kind", "state", "message")))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.splitlines()[1].split()[:3] == ["model_01jd3kq8z7", "quantization", "succeeded"]
+
+
 def test_a_record_has_its_own_id_in_full_and_a_line_for_each_value() -> None:
     record = {"id": MODELS[0]["id"], "mask_id": f"mask_{ULIDS[0]}", "options": {"density": 0.001}, "bad": {}}
     lines = [line.split() for line in printed(fields_of(record)).splitlines()]
