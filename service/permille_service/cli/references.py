@@ -13,8 +13,8 @@ LOOKED_THROUGH = 1000
 """The newest so many of a collection are searched."""
 _KEYS = {"packages": "digest", "runs": "run_id"}
 _SHOWN = 5
-# An unset shell variable, or a kind alone, is not a way to say "the only one".
-_NO_BEGINNING = re.compile(r"|[a-z]{2,8}_.?|sha256:.?")
+# An unset shell variable is not a way to say "the only one"; `mask_` is, for the only mask.
+_NO_BEGINNING = ("", "sha256:")
 
 
 def resolve(client: Client, collection: str, text: str) -> str:
@@ -29,7 +29,7 @@ def resolve(client: Client, collection: str, text: str) -> str:
     one, known = singular(collection), f"see `permille {collection} list`"
     rows: list[dict[str, Any]] = client.pages(f"/v1/{collection}", limit=LOOKED_THROUGH)
     found = [row[key] for row in rows if text and row.get("name") == text]
-    if not found and _NO_BEGINNING.fullmatch(text):
+    if not found and text in _NO_BEGINNING:
         raise CommandError(
             f"expected a {one}'s name, id or the beginning of it, got {text!r}: {known}", Exit.USAGE
         )

@@ -105,7 +105,8 @@ def test_a_record_is_known_by_its_id_its_name_or_its_beginning() -> None:
     with pytest.raises(CommandError, match=f"can mean {MODELS[0]['id']}, {MODELS[1]['id']}$") as ambiguous:
         resolve(client, "models", "model_01jd3kq8z7")
     assert ambiguous.value.code is Exit.USAGE
-    for text in ("", "model_", "sha256:", "model_0"):
+    assert resolve(client, "packages", "sha256:a") == "sha256:" + "ab" * 32
+    for text in ("", "sha256:"):
         with pytest.raises(CommandError, match="expected a model's name, id or the beginning of it, got"):
             resolve(client, "models", text)
     with pytest.raises(CommandError, match="no corpus 'x': see `permille corpora list`") as absent:
