@@ -8,7 +8,7 @@ import pytest
 
 from permille.errors import InputError
 from permille_lab.evaluate.report import markdown
-from permille_lab.evaluate.results import PROCEDURE
+from permille_lab.evaluate.results import PROCEDURE, digests, open_results
 from permille_lab.evaluate.specification import read_sweep
 from permille_lab.evaluate.sweep import cells_of, run_sweep
 
@@ -133,6 +133,21 @@ def test_seeds_that_are_added_leave_what_is_finished_as_it_is(sweep_file: Path, 
     sweep_file.write_text(sweep_file.read_text().replace("seeds = [0, 1, 2, 3]", "seeds = [1, 0, 2]"))
     with pytest.raises(InputError, match="another one"):
         run_sweep(read_sweep(sweep_file), results, lambda *_: None)
+
+
+def test_a_sweep_that_ended_before_its_first_cell_does_not_block_the_mended_one(
+    sweep_file: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "results.jsonl"
+    first = read_sweep(sweep_file)
+    begun = digests(first)[0]
+    open_results(first, results)
+    (tmp_path / "train.tsv").write_text((tmp_path / "train.tsv").read_text().replace("film", "play"))
+    mended = read_sweep(sweep_file)
+    assert begun != digests(mended)[0]
+    open_results(mended, results)
+    (header,) = map(json.loads, results.read_text().splitlines())
+    assert header["key"] == digests(mended)[0]
 
 
 def test_results_of_another_sweep_are_refused(sweep_file: Path, tmp_path: Path) -> None:

@@ -78,6 +78,10 @@ def open_results(sweep: Sweep, path: Path) -> "Results":
         results.append(headers[0])
         return results
     lines = list(_parsed(whole, path))
+    if len(lines) == 1 and not torn and lines[0].get("kind") == "sweep" and lines[0] not in headers:
+        # A sweep that was refused before its first cell: nothing is lost, and the mended one may begin.
+        path.write_bytes(_line(headers[0]))
+        return Results(path, [headers[0]])
     if lines[0].get("procedure") != PROCEDURE:
         raise InputError(
             f"expected results of procedure {PROCEDURE} in {path}, got those of another version of "
