@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow test-neon test-sanitized fuzz kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow attack test-neon test-sanitized fuzz kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -59,6 +59,9 @@ pytest: $(VENV)/.native
 
 test-slow: $(VENV)/.native system-packages  ## Long kills, chaos and fuzz: what `make test` does in short
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+attack: $(VENV)/.native system-packages  ## Every attack of docs/security.md, on real processes (ten minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.attacks.run
 
 test-neon: $(VENV)/.native  ## The kernels' tests on Arm: cross-compiled, run by an emulator (Debian: see the script)
 	@bash scripts/neon-packages.sh

@@ -24,6 +24,8 @@ from permille.zo.log import CHUNK_STEPS, decode_canonical, encode_canonical
 from permille.zo.replay import replay
 from tests.unit.zo.logs import DIGEST, flipped, make_exponents, make_header, make_records, random_rows
 
+pytestmark = pytest.mark.attack(13, "malformed logs and journals")
+
 HEADER = make_header(queries=1, total_steps=CHUNK_STEPS * 4)
 STEPS = 30
 GOOD = encode_canonical(HEADER, make_records(random_rows(STEPS, 1)))

@@ -21,6 +21,8 @@ from permille.package.reader import verify_package
 from tests.attacks.forge import Container, Forge, container_bytes
 from tests.unit.package.tiny import LLAMA, Tiny, write_tiny
 
+pytestmark = pytest.mark.attack(13, "malformed packages")
+
 Attack = Callable[[Forge], str]
 ATTACKS: list[tuple[str, Attack]] = []
 NAMES: list[str] = []

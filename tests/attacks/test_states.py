@@ -14,6 +14,8 @@ from permille.errors import PackageError
 from permille.zo.packed_state import decode_state
 from tests.unit.zo.logs import flipped
 
+pytestmark = pytest.mark.attack(13, "malformed packed states")
+
 MAX_BYTES, MAX_K = 4096, 10_000
 FIELDS = {
     "format": "permille-state",

@@ -16,6 +16,8 @@ from permille_agent.text.chat_template import ChatTemplate
 from permille_service.cli.up import _start
 from permille_workers.runtime.supervisor import CHILD_COMMAND
 
+pytestmark = pytest.mark.attack(13, "code planted in the working folder")
+
 PLANTED = ("permille", "permille_service", "permille_workers", "permille_agent", "jinja2", "numpy", "json")
 
 

@@ -12,6 +12,8 @@ from permille.schemas.access import Role
 from permille.store import access
 from tests.api_service import Api, new_run_id, run_metrics, running_api
 
+pytestmark = pytest.mark.attack(13, "routes called by whom they are not for")
+
 DIGEST = "sha256:" + "0" * 64
 ULID = "01jd3kq8z7m4n5p6r7s8t9v0wx"
 PARAMETERS = {

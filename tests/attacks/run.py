@@ -1,0 +1,90 @@
+"""Run every attack of docs/security.md: `make attack`.
+
+A test with the marker `attack(row, what)` tries one attack; `row` is its row in the page's table. This
+command runs all of them, the slow ones too, prints a line for each row, and ends with
+
+    attack: tried=N broke=M
+
+where N counts the tests that ran and M those that failed. The exit code is 1 when one failed or was skipped,
+or when a row of the table has no test: what was not tried is not said to have held.
+"""
+
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+
+ROWS = range(1, 14)
+_PROPERTY = "attack"
+
+
+@dataclass(slots=True)
+class Row:
+    """What the tests of one row of the table came to."""
+
+    attacks: set[str] = field(default_factory=set)
+    held: int = 0
+    broke: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Note each attack's row and words where they reach the reports, also from another process."""
+    for item in items:
+        mark = item.get_closest_marker("attack")
+        if mark is not None:
+            row, what = mark.args
+            item.user_properties.append((_PROPERTY, f"{int(row)} {what}"))
+
+
+class Table:
+    """Collects the tests' results by row."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Row] = defaultdict(Row)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count one phase of one test; a test holds when its call passed and nothing around it failed."""
+        noted = dict(report.user_properties).get(_PROPERTY)
+        if not isinstance(noted, str):
+            return
+        number, what = noted.split(" ", 1)
+        row = self.rows[int(number)]
+        row.attacks.add(what)
+        if report.skipped:
+            row.skipped.append(report.nodeid)
+        elif report.failed:
+            row.broke.append(report.nodeid)
+        elif report.when == "call":
+            row.held += 1
+
+    def lines(self) -> list[str]:
+        """Return one line a row, with what broke or was not tried below it."""
+        lines = []
+        for number in sorted({*ROWS, *self.rows}):
+            row = self.rows[number]
+            tried = row.held + len(set(row.broke))
+            verdict = "BROKE" if row.broke else "held" if row.held else "NO TEST"
+            lines.append(f"{number:>3}  {verdict:<8} tried={tried:<4} {'; '.join(sorted(row.attacks))}")
+            lines += [f"       broke: {name}" for name in sorted(set(row.broke))]
+            lines += [f"       skipped: {name}" for name in sorted(set(row.skipped))]
+        return lines
+
+
+def main() -> int:
+    """Run the attacks, print the table and return the exit code."""
+    table = Table()
+    options = ["-q", "-m", "attack", "-n", "2", "--dist", "worksteal", "-p", "tests.attacks.run", "tests"]
+    code = pytest.main(options, plugins=[table])
+    print("\n".join(table.lines()))
+    rows = table.rows.values()
+    broke = sum(len(set(row.broke)) for row in rows)
+    tried = broke + sum(row.held for row in rows)
+    complete = all(table.rows[number].held for number in ROWS) and not any(row.skipped for row in rows)
+    print(f"attack: tried={tried} broke={broke}")
+    return 0 if complete and not broke and not code else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
