@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import OperatorError
+from permille.training.adam import Moments
 from permille.zo.estimators import Descent
 from permille.zo.journal import Journal
 from permille.zo.records import StepFlag, StepRecord, coefficients_of
 from permille.zo.replay import replay
 from permille.zo.steps import apply_record
 from permille_agent.training.gradient_steps import (
-    first_moments,
     load_best_state,
     load_moments,
     store_best_state,
@@ -106,7 +106,7 @@ class SketchedSteps(LoggedSteps):
     def __init__(self, run: Run, plan: Plan, descent: Descent, journal: Journal, moments: Path) -> None:
         super().__init__(run, plan, descent, journal)
         self._path = moments
-        self._moments = load_moments(moments) or first_moments(run.package.k, np.zeros(0, np.int64))
+        self._moments = load_moments(moments) or Moments.first(run.package.k, np.zeros(0, np.int64))
         if self._moments.step == self.step + 1:  # killed before the journal had it
             self._append(self._moments.record())
         if self._moments.step != self.step:
@@ -130,7 +130,7 @@ class UnloggedSteps:
         self._first_K = first_state(run, descent.header.step_unit_exponent)
         self._path = run.folder.moments(number)
         if (known := load_moments(self._path)) is None:
-            known = first_moments(run.package.k, self._first_K)
+            known = Moments.first(run.package.k, self._first_K)
             store_moments(self._path, known)
         self._moments = known
         self.s_K = known.s_K

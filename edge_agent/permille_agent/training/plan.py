@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.training.adam import learning_rate
 from permille.zo.header import EstimatorKind
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
-from permille_agent.training.gradient_steps import gradient_engine, learning_rate
+from permille_agent.training.gradient_steps import gradient_engine
 from permille_agent.training.run import Run, finite_or_none
 from permille_agent.training.step_size import LossFound, SearchFailed, find_scale, find_step_size
 

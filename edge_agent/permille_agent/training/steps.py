@@ -16,13 +16,13 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.training.adam import unit_exponent
 from permille.zo.estimators import Descent
 from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
 from permille_agent.training.durable_steps import LoggedSteps, SketchedSteps, Steps, UnloggedSteps
 from permille_agent.training.evaluation import mean_loss
-from permille_agent.training.gradient_steps import unit_exponent
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import Evaluation, Run, finite_or_none
 from permille_agent.training.step_size import with_step_unit

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.reader import Package
+from permille.training.adam import unit_exponent
 from permille.zo.estimators import Batch
 from permille.zo.header import EstimatorKind
 from permille.zo.journal import Journal, read_journal
@@ -21,7 +22,7 @@ from permille.zo.records import coefficients_of
 from permille.zo.replay import replay
 from permille_agent.training import durable_steps, gradient_steps
 from permille_agent.training.decision import Decision
-from permille_agent.training.gradient_steps import load_moments, unit_exponent
+from permille_agent.training.gradient_steps import load_moments
 from permille_agent.training.options import Start, TrainOptions, start_named
 from permille_agent.training.plan import budget_of_gradient, make_plan
 from permille_agent.training.run import BegunRun, Run, StartState, find_run

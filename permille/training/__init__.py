@@ -1,0 +1,1 @@
+"""Steps along a gradient, for a device and for a job alike: Adam on the lattice."""

@@ -1,0 +1,184 @@
+"""Adam on the lattice: from the gradient of the masked weights to the integers that they move by.
+
+    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2        g: the batch's gradient of the masked weights
+    change = -rate * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-8)            (Kingma and Ba, algorithm 1)
+
+The rate begins at 0.3 times the root mean square of the masked weights and falls to 0 over the steps, so
+there is nothing to search for. Every weight moves by the nearest integer of the lattice, or, where a log is
+wanted, by what the log's groups hold of the change: what a projection on groups of g weights shortens is made
+longer again, by `min(g, 2 sqrt(g))`.
+
+Shapes: K = masked weights.
+"""
+
+import io
+import math
+import zipfile
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.zo.estimators import Descent
+from permille.zo.lattice import STATE_LIMIT
+from permille.zo.records import StepFlag, StepRecord
+from permille.zo.steps import sketch_step
+
+RATE = 0.3
+UNITS = 256  # a step of the largest rate is so many units of the lattice, or a few more
+_BETAS = (0.9, 0.99)
+_TINY = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Moments:
+    """What Adam remembers before a step.
+
+    Attributes:
+        step: the next one.
+        taken: how many steps before it were not rejected.
+        s_K: the state, where there is no log.
+        coefficients: of the step before, where there is a log; with `loss` and `flags` its record.
+    """
+
+    step: int
+    taken: int
+    m_K: NDArray[np.float32]
+    v_K: NDArray[np.float32]
+    s_K: NDArray[np.int64]
+    coefficients: NDArray[np.int64]
+    loss: float = 0.0
+    flags: int = 0
+
+    @classmethod
+    def first(cls, k: int, s_K: NDArray[np.int64]) -> "Moments":
+        """What Adam begins with."""
+        nothing_K = np.zeros(k, np.float32)
+        return cls(step=0, taken=0, m_K=nothing_K, v_K=nothing_K, s_K=s_K, coefficients=np.zeros(0, np.int64))
+
+    def record(self) -> StepRecord:
+        """The record of the step before."""
+        return StepRecord(
+            step=self.step - 1,
+            coefficients=tuple(self.coefficients.tolist()),
+            loss=self.loss,
+            flags=StepFlag(self.flags),
+        )
+
+    def to_bytes(self) -> bytes:
+        """As they are kept from step to step; private to one machine."""
+        file = io.BytesIO()
+        numbers = np.array([self.step, self.taken, self.flags], np.int64)
+        np.savez(
+            file,
+            numbers=numbers,
+            loss=np.float64(self.loss),
+            m=self.m_K,
+            v=self.v_K,
+            s=self.s_K,
+            c=self.coefficients,
+        )
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Moments":
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            ValueError: the bytes are damaged.
+        """
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as found:
+                step, taken, flags = (int(number) for number in found["numbers"])
+                loss = float(found["loss"])
+                m_K, v_K, s_K, c_Q = (found[name] for name in "mvsc")
+        except (OSError, KeyError, EOFError, zipfile.BadZipFile) as exc:
+            raise ValueError(f"expected moments, got {exc}") from exc
+        return cls(
+            step=step, taken=taken, m_K=m_K, v_K=v_K, s_K=s_K, coefficients=c_Q, loss=loss, flags=flags
+        )
+
+
+def learning_rate(w_base_K: NDArray[np.float32]) -> float:
+    """Compute the rate of the first step; 0 where all masked weights are."""
+    return RATE * math.sqrt(float(np.mean(np.square(w_base_K, dtype=np.float64))))
+
+
+def unit_exponent(rate: float) -> int:
+    """Return the exponent of the step unit: the largest power of two that is at most `rate / UNITS`."""
+    return math.frexp(rate / UNITS)[1] - 1
+
+
+def unlogged_step(
+    moments: Moments, loss: float, gradient_K: NDArray[np.float32], *, rate: float, step_unit_exponent: int
+) -> Moments:
+    """Move every weight by its own integer.
+
+    Args:
+        moments: before the step, with the state.
+        loss: of the step's batch.
+        gradient_K: of that loss, at the state.
+        rate: of this step.
+
+    Returns:
+        What is remembered. A loss or gradient that is not finite, or a state beyond the exact range, gives a
+        rejected step: all but its number, loss and flags stays as it was.
+    """
+    rejected = replace(moments, step=moments.step + 1, loss=loss, flags=int(StepFlag.REJECTED))
+    if not _all_finite(loss, gradient_K):
+        return rejected
+    moved, change_K = _adam(moments, gradient_K, rate)
+    exact_K = np.rint(change_K / math.ldexp(1.0, step_unit_exponent)) + moments.s_K
+    if np.abs(exact_K).max() > STATE_LIMIT:
+        return rejected
+    return replace(moved, step=moments.step + 1, s_K=exact_K.astype(np.int64), loss=loss, flags=0)
+
+
+def sketched_step(
+    moments: Moments, loss: float, gradient_K: NDArray[np.float32], descent: Descent
+) -> Moments:
+    """Find the integers of a log's groups; the state is moved by whoever appends their record.
+
+    Args:
+        moments: before the step; the rest as `unlogged_step`.
+        descent: rate, schedule, unit and groups; its log need not exist.
+    """
+    header, step = descent.header, moments.step
+    rejected = replace(
+        moments,
+        step=step + 1,
+        coefficients=np.zeros(header.queries, np.int64),
+        loss=loss,
+        flags=int(StepFlag.REJECTED),
+    )
+    if not _all_finite(loss, gradient_K):
+        return rejected
+    moved, change_K = _adam(moments, gradient_K, header.learning_rate_at(step))
+    stretched_K = change_K * _stretch(header.k / header.queries)
+    record = sketch_step(stretched_K, loss, header, step, descent.exponents)
+    if StepFlag.REJECTED in record.flags:
+        return rejected
+    coefficients_Q = np.array(record.coefficients, np.int64)
+    return replace(moved, step=step + 1, coefficients=coefficients_Q, loss=loss, flags=0)
+
+
+def _all_finite(loss: float, gradient_K: NDArray[np.float32]) -> bool:
+    return math.isfinite(loss) and bool(np.isfinite(gradient_K).all())
+
+
+def _adam(
+    moments: Moments, gradient_K: NDArray[np.float32], rate: float
+) -> tuple[Moments, NDArray[np.float64]]:
+    """Return the moments after a gradient, and the change of the weights, float64 [k]."""
+    b1, b2 = (np.float32(beta) for beta in _BETAS)
+    taken = moments.taken + 1
+    m_K = b1 * moments.m_K + (1 - b1) * gradient_K
+    v_K = b2 * moments.v_K + (1 - b2) * gradient_K * gradient_K
+    mean_K = m_K.astype(np.float64) / (1 - _BETAS[0] ** taken)
+    root_K = np.sqrt(v_K.astype(np.float64) / (1 - _BETAS[1] ** taken))
+    return replace(moments, taken=taken, m_K=m_K, v_K=v_K), -rate * mean_K / (root_K + _TINY)
+
+
+def _stretch(group_weights: float) -> float:
+    """How much longer a change is made before it is projected on groups of so many weights."""
+    return max(1.0, min(group_weights, 2 * math.sqrt(group_weights)))
