@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow attack test-neon test-sanitized fuzz kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -72,6 +72,9 @@ test-sanitized: $(VENV)/.native  ## The kernels' tests under AddressSanitizer an
 
 fuzz: $(VENV)/.native  ## Fuzz the package reader for ten minutes
 	$(BIN)/python -m tests.attacks.fuzz_reader --minutes 10
+
+tuf-conformance: $(VENV)/.installed  ## TUF's own tests of the agent's client (4 minutes; takes the suite from GitHub)
+	@bash scripts/tuf-conformance.sh
 
 kill-agent: $(VENV)/.native  ## Kill a training agent at 50 random moments and compare its bits
 	$(BIN)/python -m tests.acceptance.kill_agent --kills 50

@@ -1,0 +1,167 @@
+"""What this device believes of its service: signed metadata of The Update Framework (TUF).
+
+The chain begins at one root, whose digest came with the invitation: nothing is trusted on first use. From it
+python-tuf's client follows newer roots, then timestamp, snapshot and the roles that sign releases. It refuses
+what is unsigned, older than what was seen, expired, or of another length or digest. What it accepted is kept
+in a folder, so that an older answer is known as old after a restart too.
+
+Two things differ from python-tuf as it comes. Files are written durably: it does not sync them, and metadata
+lost with the power would be a floor lost. And only "no such file" tells it that there is no newer root: it
+would take a refusal (403) for that too, so refusals pass through it as they are.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+from tuf.api.exceptions import (
+    BadVersionNumberError,
+    DownloadHTTPError,
+    ExpiredMetadataError,
+    RepositoryError,
+    UnsignedMetadataError,
+)
+from tuf.api.metadata import TargetFile
+from tuf.ngclient import FetcherInterface, Updater
+
+from permille.digests import digest_of
+from permille.errors import OperatorError, PackageError
+from permille.files import fsync_folder, write_atomic
+from permille_agent.link.client import JSON_LIMIT_BYTES, RequestRefusedError, ServiceUnavailableError
+
+METADATA_URL = "/v1/trust/metadata/"
+TARGETS_URL = "/v1/trust/targets/"
+ROOT_DIGITS = 32
+
+# Reads what lies at a path, or at a URL, in at most so many bytes.
+Read = Callable[[str, int], bytes]
+
+
+def check_root(root: bytes, digits: str) -> None:
+    """Hold a root against the digits of its digest that came with the invitation.
+
+    Raises:
+        PackageError: `trust-root`: it is another root.
+    """
+    got = digest_of(root).removeprefix("sha256:")[:ROOT_DIGITS]
+    if not re.fullmatch(r"[0-9a-f]{32}", digits, re.ASCII) or got != digits:
+        raise PackageError("trust-root", f"expected the root {digits} of the invitation, got {got}")
+
+
+class TrustedReleases:
+    """What the signed metadata says about files of the service; one refresh each.
+
+    Args:
+        folder: where accepted metadata is kept; made where missing.
+        root: the root that this device began with.
+        read: of the service.
+
+    Raises:
+        PackageError: `trust-malformed`: `root` is no signed root.
+        OperatorError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        root: bytes,
+        read: Read,
+        *,
+        metadata_url: str = METADATA_URL,
+        targets_url: str = TARGETS_URL,
+    ) -> None:
+        with _in_our_words(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder = folder
+            self._updater = _DurableUpdater(
+                str(folder),
+                metadata_url,
+                target_base_url=targets_url,
+                fetcher=_Fetcher(read),
+                bootstrap=root,
+            )
+
+    def refresh(self) -> None:
+        """Bring roots, timestamp, snapshot and the top role up to date. `find` does it by itself.
+
+        Raises:
+            PackageError: `trust-signature`, `trust-rollback`, `trust-expired` or `trust-malformed`.
+            ServiceUnavailableError, AccessRefusedError, OperatorError: as `client.py` has them.
+        """
+        with _in_our_words(self._folder):
+            self._updater.refresh()
+
+    def find(self, path: str) -> TargetFile | None:
+        """What is signed about a path: length, digest, aliases; None where nothing is.
+
+        Raises:
+            As `refresh`.
+        """
+        with _in_our_words(self._folder):
+            return self._updater.get_targetinfo(path)
+
+    def download(self, target: TargetFile, path: Path) -> None:
+        """Fetch a target into the file `path`, unless the file is that target already.
+
+        Raises:
+            As `refresh`.
+        """
+        with _in_our_words(self._folder):
+            if self._updater.find_cached_target(target, str(path)) is None:
+                self._updater.download_target(target, str(path))
+
+
+class _Fetcher(FetcherInterface):
+    """Hands python-tuf what `read` reads, within the limit that python-tuf names."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def _fetch(self, url: str) -> Iterator[bytes]:
+        yield self._read_file(url, JSON_LIMIT_BYTES)
+
+    @contextmanager
+    def download_file(self, url: str, max_length: int) -> Iterator[BytesIO]:
+        """Give the file, which was read whole: what is larger than `max_length` is not read on."""
+        yield BytesIO(self._read_file(url, max_length))
+
+    def _read_file(self, url: str, limit_bytes: int) -> bytes:
+        try:
+            return self._read(url, limit_bytes)
+        except RequestRefusedError as exc:
+            if exc.status != 404:
+                raise
+            raise DownloadHTTPError(str(exc), 404) from exc
+
+
+class _DurableUpdater(Updater):
+    """python-tuf's client, whose files survive a loss of power."""
+
+    def _persist_file(self, filename: str, data: bytes) -> None:
+        write_atomic(Path(filename), data, mode=0o600)
+
+    def _update_root_symlink(self) -> None:
+        super()._update_root_symlink()
+        fsync_folder(Path(self._dir))
+
+
+@contextmanager
+def _in_our_words(folder: Path) -> Iterator[None]:
+    """Turn what python-tuf raises into the product's errors."""
+    try:
+        yield
+    except ExpiredMetadataError as exc:
+        what = "; what is installed stays. The service renews it daily; or this device's clock is wrong"
+        raise PackageError("trust-expired", f"expected metadata that is still good: {exc}{what}") from exc
+    except BadVersionNumberError as exc:
+        raise PackageError("trust-rollback", f"expected metadata no older than seen before: {exc}") from exc
+    except UnsignedMetadataError as exc:
+        raise PackageError("trust-signature", f"expected metadata signed by its role's keys: {exc}") from exc
+    except RepositoryError as exc:
+        raise PackageError("trust-malformed", f"expected metadata that holds together: {exc}"[:500]) from exc
+    except DownloadHTTPError as exc:
+        raise ServiceUnavailableError(f"expected the service to have its signed metadata: {exc}") from exc
+    except OSError as exc:
+        raise OperatorError(f"expected to write {folder}: {exc}") from exc
