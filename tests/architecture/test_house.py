@@ -71,11 +71,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "import permille_agent.training.run",
             "the lab uses public interfaces",
         ),
-        ("permille/zo/planted.py", "import pydantic", "zo and package stay light"),
+        ("permille/zo/planted.py", "import pydantic", "federation, zo and package stay light"),
         (
             "permille/models/planted.py",
             "import permille.package.blobs",
-            "the library is layered: logs over packages over models and schemes",
+            "the library is layered: rounds over logs over packages over models and schemes",
         ),
         ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
         ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),

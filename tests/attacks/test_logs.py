@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from permille.errors import PackageError
-from permille.zo.aggregate import Contribution, aggregate
 from permille.zo.exponents import ExponentsUse
 from permille.zo.journal import read_journal
 from permille.zo.log import CHUNK_STEPS, decode_canonical, encode_canonical
@@ -246,13 +245,6 @@ def test_a_log_of_scaled_directions_is_not_replayed_without_their_exponents() ->
     assert replay(found.header, found.coefficients_TQ, EXPONENTS).any()
     with pytest.raises(PackageError, match="log-binding"):
         replay(found.header, found.coefficients_TQ)
-
-
-def test_one_run_is_not_averaged_with_itself() -> None:
-    found = decode(seal([ONE]))
-    once = Contribution(header=found.header, coefficients_TQ=found.coefficients_TQ, weight=1)
-    with pytest.raises(PackageError, match="log-duplicate"):
-        aggregate([once, once])
 
 
 # --- journals --------------------------------------------------------------------------------------------

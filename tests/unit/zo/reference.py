@@ -1,14 +1,17 @@
 """Slow, obvious versions of what `permille.zo` computes, written from FORMAT.md without its code.
 
 `read_log`, `state` and `state_digest` together are an independent replay: from a log's bytes, and the
-exponents where it needs them, to the name of the state.
+exponents where it needs them, to the name of the state. `round_bytes` and `audit` are the same for rounds.
 """
 
 import hashlib
 import json
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 Header = Mapping[str, Any]
@@ -140,6 +143,62 @@ def read_state(data: bytes) -> tuple[dict[str, Any], list[int]]:
         at += 1 + size
     assert at == len(data) - 32
     return header, s
+
+
+def round_bytes(definition: Header, number: int, devices: Sequence[Mapping[str, Any]]) -> bytes:
+    """One round by FORMAT 13.3; a device has `lane`, `weight` and `rows`, its integers step by step."""
+    log, steps, lanes = definition["log"], definition["steps"], definition["lanes"]
+    split = log["split"]
+    edges = [0, log["queries"]] if split is None else [0, split["lower_queries"], log["queries"]]
+    weights, rows = [0] * steps, [[0] * log["queries"] for _ in range(steps)]
+    for step in range(steps):
+        given: dict[int, list[tuple[int, int]]] = {query: [] for query in range(log["queries"])}
+        for device in devices:
+            mine: list[int] = []
+            for first, last in pairwise(edges):
+                size = (last - first) // lanes
+                mine += range(first + device["lane"] * size, first + (device["lane"] + 1) * size)
+            squares = sum(c * c for row in device["rows"] for c in row)
+            if step < len(device["rows"]):
+                weights[step] += device["weight"]
+                for query, c in zip(mine, device["rows"][step], strict=True):
+                    if definition["clip"] is not None and squares > definition["clip"] ** 2:
+                        shorter = abs(c) * definition["clip"] // (math.isqrt(squares) + 1)
+                        c = shorter if c > 0 else -shorter
+                    given[query].append((c, device["weight"]))
+        for query, pairs in given.items():
+            share = Fraction(2) ** (definition["guard_bits"] + definition["rate_shift"])
+            if definition["rule"] == "trimmed":
+                cut = min(len(pairs) * definition["trim_percent"] // 100, max(0, len(pairs) - 1) // 2)
+                pairs = sorted(pairs)[cut : len(pairs) - cut]
+                total = len(pairs)
+            else:
+                total = weights[step]
+            if total:
+                rows[step][query] = round(share * sum(c * w for c, w in pairs) / total)
+    numbers = weights + [2 * u if u >= 0 else -2 * u - 1 for row in rows for u in row]
+    payload = b"".join(_varint(number) for number in numbers)
+    return struct.pack("<II", number, len(payload)) + payload
+
+
+def audit(definition: bytes, segment: bytes) -> tuple[str, list[int]]:
+    """Chain and state after the rounds of a segment that begins with round 0, by FORMAT 13.3 and 13.4."""
+    fields = json.loads(definition)
+    log = fields["log"]
+    chain = "sha256:" + hashlib.sha256(definition).hexdigest()
+    s = [0] * sum(log["counts"])
+    at = 0
+    while at < len(segment):
+        number, size = struct.unpack_from("<II", segment, at)
+        zigzags = _numbers(segment[at + 8 : at + 8 + size])[fields["steps"] :]
+        signed = [n // 2 if n % 2 == 0 else -(n + 1) // 2 for n in zigzags]
+        rows = [signed[first : first + log["queries"]] for first in range(0, len(signed), log["queries"])]
+        moved = state(log, rows, start=number * fields["steps"])
+        s = [old + new for old, new in zip(s, moved, strict=True)]
+        hashed = b"permille-round-1\0" + chain.encode() + segment[at : at + 8 + size]
+        chain = "sha256:" + hashlib.sha256(hashed + state_digest(log, s).encode()).hexdigest()
+        at += 8 + size
+    return chain, s
 
 
 def _varint(number: int) -> bytes:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from permille.errors import InputError, PackageError
-from permille.zo.aggregate import Contribution, aggregate
 from permille.zo.estimators import directions_of
 from permille.zo.exponents import Exponents
 from permille.zo.header import LogHeader
@@ -129,16 +128,12 @@ def test_the_range_counts_the_largest_element_in_every_place_that_bounds_it() ->
     header = make_header(queries=1, counts=COUNTS, exponents=exponents.use, total_steps=200)
     steps = STATE_LIMIT // 2**15 // (2**31 - 1)
     rows = np.full((steps, 1), 2**31 - 1)
-    contribution = Contribution(header=header, coefficients_TQ=rows, weight=1)
     assert weight_of_rows(rows, header) == steps * (2**31 - 1) * 2**15
     replay(header, rows, exponents)
-    aggregate([contribution], exponents, guard_bits=0)
     with pytest.raises(InputError, match=r"2\*\*53"):
         check_weight(weight_of_rows(np.append(rows, rows[:1], axis=0), header))
     with pytest.raises(InputError, match=r"2\*\*53"):
         replay(header, np.append(rows, rows[:1], axis=0), exponents)
-    with pytest.raises(PackageError, match="log-limit"):
-        aggregate([contribution], exponents, guard_bits=1)
     s_K = np.full(K, STATE_LIMIT - 2**31, dtype=np.int64)
     with pytest.raises(InputError, match=r"2\*\*53"):
         apply_record(s_K, make_records([[2**31 - 1]])[0], header, exponents)
@@ -165,7 +160,6 @@ def test_a_log_is_refused_where_its_exponents_are_not_there(exponents: Exponents
         lambda: replay(header, rows, exponents),
         lambda: directions_of(header, 0, exponents),
         lambda: apply_record(np.zeros(K, np.int64), make_records([[0, 0]])[0], header, exponents),
-        lambda: aggregate([Contribution(header=header, coefficients_TQ=rows, weight=1)], exponents),
     ):
         with pytest.raises(PackageError, match=r"^log-binding:"):
             call()

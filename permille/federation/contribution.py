@@ -1,0 +1,119 @@
+"""What one device sends for one round: the integers of its local steps, signed (FORMAT 13.2).
+
+Nobody is believed: limits come before what they bound is allocated, and a contribution has one byte string.
+
+Shapes: T = local steps done, Q = a device's queries.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from numpy.typing import NDArray
+
+from permille.errors import InputError, PackageError
+from permille.federation.definition import MAX_CONTRIBUTED, Definition
+from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
+
+MAGIC = b"PMLCTB1\n"
+SIGNATURE_BYTES = 64
+
+_HEAD = struct.Struct("<8s32sIIBH32sI")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Contribution:
+    """The local steps of one device in one round.
+
+    Attributes:
+        start_digest: of the pooled state that it began from.
+        c_TQ: int64 [T, q], on the unit `2**(e + F)`; T is at most the definition's `steps`.
+
+    Raises:
+        InputError: a field is outside the limits of FORMAT 13.2.
+    """
+
+    definition: Definition
+    round_number: int
+    lane: int
+    weight: int
+    start_digest: str
+    c_TQ: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        rules = self.definition
+        if not 0 <= self.round_number < rules.rounds or not 0 <= self.lane < rules.lanes:
+            raise InputError(
+                f"expected a round below {rules.rounds} and a lane below {rules.lanes}, "
+                f"got {self.round_number} and {self.lane}"
+            )
+        if not 1 <= self.weight <= rules.max_weight:
+            raise InputError(f"expected a weight from 1 to {rules.max_weight}, got {self.weight}")
+        if self.c_TQ.dtype != np.int64 or self.c_TQ.ndim != 2 or self.c_TQ.shape[1] != rules.queries:
+            raise InputError(
+                f"expected coefficients int64 [T, {rules.queries}], got {self.c_TQ.dtype} {self.c_TQ.shape}"
+            )
+        if not 1 <= len(self.c_TQ) <= rules.steps:
+            raise InputError(f"expected 1 to {rules.steps} steps, got {len(self.c_TQ)}")
+        low, high = int(self.c_TQ.min()), int(self.c_TQ.max())
+        if max(high, -low) > MAX_CONTRIBUTED:
+            raise InputError(f"expected coefficients within {MAX_CONTRIBUTED}, got {low} to {high}")
+
+
+def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> bytes:
+    """The only bytes of a contribution, signed with its device's key."""
+    payload = encode_varints(zigzag(contribution.c_TQ.reshape(-1)))
+    head = _HEAD.pack(
+        MAGIC,
+        _raw(contribution.definition.digest),
+        contribution.round_number,
+        contribution.lane,
+        contribution.weight,
+        len(contribution.c_TQ),
+        _raw(contribution.start_digest),
+        len(payload),
+    )
+    return head + payload + key.sign(head + payload)
+
+
+def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicKey) -> Contribution:
+    """Read what a device sent for a round of this federation.
+
+    Args:
+        key: the device's, as it enrolled.
+
+    Raises:
+        PackageError: `round-content`, `round-binding` or `round-signature` (FORMAT 13.2).
+    """
+    if len(data) < _HEAD.size + SIGNATURE_BYTES:
+        raise PackageError("round-content", f"expected a contribution, got {len(data)} bytes")
+    magic, digest, number, lane, weight, steps, start, size = _HEAD.unpack_from(data)
+    if magic != MAGIC or size != len(data) - _HEAD.size - SIGNATURE_BYTES:
+        raise PackageError("round-content", f"expected {MAGIC!r} and {size} bytes, got {magic!r}")
+    if digest != _raw(definition.digest):
+        raise PackageError("round-binding", f"expected federation {definition.digest}, got {digest.hex()}")
+    values = steps * definition.queries
+    if not values <= size <= values * MAX_BYTES:
+        raise PackageError("round-content", f"expected {values} integers, got {size} bytes")
+    try:
+        key.verify(data[-SIGNATURE_BYTES:], data[:-SIGNATURE_BYTES])
+    except InvalidSignature as exc:
+        raise PackageError("round-signature", "expected the signature of the device, got another") from exc
+    try:
+        c_V = unzigzag(decode_varints(data[_HEAD.size : -SIGNATURE_BYTES]))
+        return Contribution(
+            definition=definition,
+            round_number=number,
+            lane=lane,
+            weight=weight,
+            start_digest=f"sha256:{start.hex()}",
+            c_TQ=c_V.reshape(steps, definition.queries),
+        )
+    except (PackageError, InputError, ValueError) as exc:
+        raise PackageError("round-content", f"expected a contribution of FORMAT 13.2, got {exc}") from exc
+
+
+def _raw(digest: str) -> bytes:
+    return bytes.fromhex(digest.removeprefix("sha256:"))

@@ -1,0 +1,143 @@
+"""What a federation's devices and auditors agree on before its first round (FORMAT 13.1).
+
+The history of a federation is a log as a device's own is, with `lanes * queries` directions a step. So its
+directions, limits and replay are those of FORMAT 6 to 9, and the header of that log says most of this.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.digests import canonical_json, digest_of
+from permille.errors import InputError, PackageError
+from permille.zo.header import EstimatorKind, LogHeader
+
+FORMAT = "permille-federation"
+VERSION = 1
+MAX_BYTES = (1 << 20) + 4096
+MAX_CONTRIBUTED = 1 << 13
+MAX_DEVICES = 1 << 16
+MAX_WEIGHT = 16
+
+
+class Rule(StrEnum):
+    """How a coordinate's integers become one: their weighted mean, or the mean without its extremes."""
+
+    MEAN = "mean"
+    TRIMMED = "trimmed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A federation: its directions, its rounds, its rule.
+
+    Attributes:
+        log: header of the history, on the pooled state's unit; round r owns its steps rK to rK + K - 1.
+        steps: K, the local steps of a round.
+        lanes: sets of directions; devices of one lane share theirs, 1: all do.
+        guard_bits: F; a device's coefficients stand on the unit `2**(e + F)`.
+        rate_shift: g; the pooled state moves by `2**g` times what the rule gives.
+        clip: bound on the Euclidean norm of a device's vector, or None.
+        trim_percent: of the devices, at each end of a coordinate, for `Rule.TRIMMED`; 50: the median.
+        max_weight: largest weight of a device, 1 where all count the same.
+
+    Raises:
+        InputError: a field is outside the limits of FORMAT 13.1, or does not fit another.
+    """
+
+    log: LogHeader
+    steps: int
+    lanes: int = 1
+    guard_bits: int = 2
+    rate_shift: int = 0
+    rule: Rule = Rule.MEAN
+    clip: int | None = None
+    trim_percent: int = 0
+    max_weight: int = 1
+
+    def __post_init__(self) -> None:
+        _check("steps", self.steps, 1, self.log.total_steps)
+        _check("lanes", self.lanes, 1, self.log.queries)
+        _check("guard_bits", self.guard_bits, 0, 8)
+        _check("rate_shift", self.rate_shift, -8, 8)
+        _check("max_weight", self.max_weight, 1, MAX_WEIGHT)
+        _check("trim_percent", self.trim_percent, 0, 50)
+        if self.clip is not None:
+            _check("clip", self.clip, 1, (1 << 31) - 1)
+        if self.log.total_steps % self.steps:
+            raise InputError(f"expected whole rounds of {self.steps} steps, got {self.log.total_steps} steps")
+        blocks = [self.log.queries] if self.log.split is None else self._block_queries()
+        if any(queries % self.lanes for queries in blocks):
+            raise InputError(f"expected queries that {self.lanes} lanes divide, got {blocks}")
+        if self.lanes > 1 and self.log.estimator is EstimatorKind.SKETCH:
+            raise InputError("expected one lane: the groups of a step are one set of directions")
+        if (self.rule is Rule.TRIMMED) != (self.trim_percent > 0):
+            raise InputError(f"expected trim_percent for trimmed and only there, got {self.trim_percent}")
+        if self.rule is Rule.TRIMMED and (self.lanes > 1 or self.max_weight > 1):
+            raise InputError("expected one lane and equal weights: order statistics compare single integers")
+
+    @property
+    def queries(self) -> int:
+        """Coefficients a step of one device."""
+        return self.log.queries // self.lanes
+
+    @property
+    def rounds(self) -> int:
+        """The most rounds there can be."""
+        return self.log.total_steps // self.steps
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the canonical bytes: the federation's name."""
+        return digest_of(self.to_bytes())
+
+    def queries_of_lane(self, lane: int) -> NDArray[np.int64]:
+        """The history's queries that a lane's devices estimate, int64 [q]; of each block its share.
+
+        Raises:
+            InputError: there is no such lane.
+        """
+        _check("lane", lane, 0, self.lanes - 1)
+        parts = []
+        for queries, _ in self.log.blocks():
+            share = (queries.stop - queries.start) // self.lanes
+            first = queries.start + lane * share
+            parts.append(np.arange(first, first + share, dtype=np.int64))
+        return np.concatenate(parts)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON (FORMAT 13.1)."""
+        fields = asdict(self) | {"log": json.loads(self.log.to_bytes()), "format": FORMAT, "version": VERSION}
+        return canonical_json(fields)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Definition":
+        """Read a definition, refusing every byte string that `to_bytes` would not have made.
+
+        Raises:
+            PackageError: `round-definition`, with what is wrong.
+        """
+        if len(data) > MAX_BYTES:
+            raise PackageError("round-definition", f"expected at most {MAX_BYTES} bytes, got {len(data)}")
+        try:
+            fields = json.loads(data)
+            del fields["format"], fields["version"]  # to_bytes knows the only value of each
+            log = LogHeader.from_bytes(canonical_json(fields["log"]))
+            definition = cls(**fields | {"log": log, "rule": Rule(fields["rule"])})
+            canonical = definition.to_bytes()
+        except (ValueError, TypeError, KeyError, RecursionError, InputError, PackageError) as exc:
+            raise PackageError("round-definition", f"expected a definition, got {exc!r:.300}") from exc
+        if canonical != data:
+            raise PackageError("round-definition", "expected the canonical bytes of a definition, got others")
+        return definition
+
+    def _block_queries(self) -> list[int]:
+        return [queries.stop - queries.start for queries, _ in self.log.blocks()]
+
+
+def _check(name: str, number: object, least: int, most: int) -> None:
+    if type(number) is not int or not least <= number <= most:
+        raise InputError(f"expected {name} as an integer from {least} to {most}, got {number!r}")

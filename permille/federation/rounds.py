@@ -1,0 +1,296 @@
+"""Rounds: the rule that makes one step of many, and the history that anyone can replay (FORMAT 13.3, 13.4).
+
+Sums of integers over a multiset of devices: order, machine and threads cannot matter. The only rounding is
+after the sum, half to even, and what is rounded is published, so the history replays as a log does.
+
+Shapes: M = devices, K = steps of a round, J = directions a step of the history (lanes * queries),
+W = masked weights.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from numpy.typing import NDArray
+
+from permille.errors import InputError, PackageError
+from permille.federation.contribution import SIGNATURE_BYTES, Contribution
+from permille.federation.definition import MAX_DEVICES, MAX_WEIGHT, Definition, Rule
+from permille.zo.exponents import Exponents
+from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, state_digest
+from permille.zo.records import weight_of_rows
+from permille.zo.replay import replay
+from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
+
+MAGIC = b"PMLHED1\n"
+
+_DOMAIN = b"permille-round-1\0"
+_HEAD = struct.Struct("<8s32sIQ32s32s")
+_SIZES = struct.Struct("<II")
+_MOST_WEIGHT = MAX_DEVICES * MAX_WEIGHT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Round:
+    """What one round published; a void one has no weight and moves nothing.
+
+    Attributes:
+        weight_K: int64 [K], sum of the weights of the devices that did the step.
+        u_KJ: int64 [K, J], the history's coefficients.
+    """
+
+    number: int
+    weight_K: NDArray[np.int64]
+    u_KJ: NDArray[np.int64]
+
+    def to_bytes(self) -> bytes:
+        """The only bytes of a round (FORMAT 13.3)."""
+        numbers = np.concatenate([self.weight_K.astype(np.uint64), zigzag(self.u_KJ.reshape(-1))])
+        payload = encode_varints(numbers)
+        return _SIZES.pack(self.number, len(payload)) + payload
+
+
+def combine(definition: Definition, number: int, contributions: Sequence[Contribution]) -> Round:
+    """One round from its devices' integers, by the definition's rule; none: a void round.
+
+    Raises:
+        InputError: a contribution of another federation, round or start, or more devices than FORMAT 13.3
+            allows.
+        PackageError: `round-limit`: a coefficient leaves the range of a log.
+    """
+    _check_together(definition, number, contributions)
+    shape = (definition.steps, definition.log.queries)
+    if definition.rule is Rule.TRIMMED:
+        sum_KJ, divisor_K, weight_K = _trimmed(definition, contributions)
+    else:
+        sum_KJ, weight_K = np.zeros(shape, dtype=np.int64), np.zeros(definition.steps, dtype=np.int64)
+        for each in contributions:
+            c_TQ = clipped(each.c_TQ, definition.clip)
+            sum_KJ[: len(c_TQ), definition.queries_of_lane(each.lane)] += each.weight * c_TQ
+            weight_K[: len(c_TQ)] += each.weight
+        divisor_K = weight_K
+    shift = definition.guard_bits + definition.rate_shift
+    u_KJ = _divide_half_even(sum_KJ << max(shift, 0), np.maximum(divisor_K, 1)[:, None] << max(-shift, 0))
+    if max(int(u_KJ.max()), -int(u_KJ.min())) > MAX_COEFFICIENT:
+        raise PackageError("round-limit", f"expected coefficients within {MAX_COEFFICIENT}, got larger ones")
+    return Round(number=number, weight_K=weight_K, u_KJ=u_KJ)
+
+
+def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
+    """A device's vector within the norm `clip`, in integers: `sum c'**2 <= clip**2` exactly.
+
+    A vector within it is unchanged; each element of any other is multiplied by
+    `clip / (isqrt(sum c**2) + 1)` and cut toward zero.
+    """
+    squares = int((c_TQ * c_TQ).sum())
+    if clip is None or squares <= clip * clip:
+        return c_TQ
+    norm = math.isqrt(squares) + 1
+    shortened_TQ: NDArray[np.int64] = np.sign(c_TQ) * (np.abs(c_TQ) * clip // norm)
+    return shortened_TQ
+
+
+@dataclass(slots=True)
+class History:
+    """The pooled state of a federation, and the chain of digests that names how it came about.
+
+    Attributes:
+        s_W: int64 [k], on the unit of the definition's log.
+        chain: of all rounds so far; before the first it is the definition's own digest.
+        reach: bound on |s| (FORMAT 7.3).
+    """
+
+    definition: Definition
+    s_W: NDArray[np.int64]
+    chain: str
+    number: int = 0
+    reach: int = 0
+    exponents: Exponents | None = field(default=None, repr=False)
+
+    @classmethod
+    def begin(cls, definition: Definition, exponents: Exponents | None = None) -> "History":
+        """The history before the first round: the package's own weights."""
+        zero = np.zeros(definition.log.k, dtype=np.int64)
+        return cls(definition=definition, s_W=zero, chain=definition.digest, exponents=exponents)
+
+    def apply(self, rounds: Iterable[Round]) -> None:
+        """Move on by the next rounds; one that is refused changes nothing.
+
+        Raises:
+            PackageError: `round-content` (not the next one, or of another shape) or `round-limit`.
+        """
+        for each in rounds:
+            self._check_next(each)
+            reach = self.reach + weight_of_rows(each.u_KJ, self.definition.log)
+            if reach > STATE_LIMIT:
+                raise PackageError("round-limit", f"expected sum |u| * max |z| within 2**53, got {reach}")
+            start = each.number * self.definition.steps
+            self.s_W = self.s_W + replay(self.definition.log, each.u_KJ, self.exponents, start=start)
+            self.reach, self.number = reach, each.number + 1
+            chained = hashlib.sha256(_DOMAIN + self.chain.encode() + each.to_bytes() + self.digest.encode())
+            self.chain = f"sha256:{chained.hexdigest()}"
+
+    @property
+    def digest(self) -> str:
+        """Digest of the pooled state (FORMAT 10)."""
+        log = self.definition.log
+        return state_digest(self.s_W, mask_digest=log.mask_digest, step_unit_exponent=log.step_unit_exponent)
+
+    def head(self, key: Ed25519PrivateKey) -> bytes:
+        """The signed statement of where the federation stands (FORMAT 13.4)."""
+        signed = self._statement()
+        return signed + key.sign(signed)
+
+    def check_head(self, data: bytes, key: Ed25519PublicKey) -> None:
+        """Refuse a head that is not of this very history.
+
+        Raises:
+            PackageError: `round-content`, `round-signature`, or `round-chain`: another history is meant.
+        """
+        _check_signed(data, key)
+        if data[: _HEAD.size] != self._statement():
+            raise PackageError(
+                "round-chain", f"expected round {self.number} with chain {self.chain}, got another history"
+            )
+
+    @classmethod
+    def resume(
+        cls,
+        definition: Definition,
+        s_W: NDArray[np.int64],
+        head: bytes,
+        key: Ed25519PublicKey,
+        exponents: Exponents | None = None,
+    ) -> "History":
+        """The history at a checkpoint: a packed state (FORMAT 11) and the head that names it.
+
+        Raises:
+            PackageError: as `check_head`.
+        """
+        _check_signed(head, key)
+        _, _, number, reach, chain, _ = _HEAD.unpack_from(head)
+        history = cls.begin(definition, exponents)
+        history.s_W, history.number, history.reach = s_W, number, reach
+        history.chain = f"sha256:{chain.hex()}"
+        history.check_head(head, key)
+        return history
+
+    def _statement(self) -> bytes:
+        digests = (_raw(self.chain), _raw(self.digest))
+        return _HEAD.pack(MAGIC, _raw(self.definition.digest), self.number, self.reach, *digests)
+
+    def _check_next(self, each: Round) -> None:
+        rules = self.definition
+        shape = (rules.steps, rules.log.queries)
+        if each.number != self.number or each.number >= rules.rounds or each.u_KJ.shape != shape:
+            raise PackageError(
+                "round-content",
+                f"expected round {self.number} of {rules.rounds} with {shape} coefficients, "
+                f"got {each.number} with {each.u_KJ.shape}",
+            )
+
+
+def _check_signed(head: bytes, key: Ed25519PublicKey) -> None:
+    if len(head) != _HEAD.size + SIGNATURE_BYTES or not head.startswith(MAGIC):
+        raise PackageError("round-content", f"expected a head, got {len(head)} bytes")
+    try:
+        key.verify(head[_HEAD.size :], head[: _HEAD.size])
+    except InvalidSignature as exc:
+        raise PackageError("round-signature", "expected the federation's signature, got another") from exc
+
+
+def encode_segment(rounds: Iterable[Round]) -> bytes:
+    """Consecutive rounds, one after the other: what a returning device lacks (FORMAT 13.3)."""
+    return b"".join(each.to_bytes() for each in rounds)
+
+
+def decode_segment(data: bytes, definition: Definition, *, max_bytes: int) -> list[Round]:
+    """Read rounds that nobody vouches for; the head after them says whether they are the federation's.
+
+    Raises:
+        PackageError: `round-limit` or `round-content` (FORMAT 13.3).
+    """
+    if len(data) > max_bytes:
+        raise PackageError("round-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
+    values = definition.steps * (1 + definition.log.queries)
+    rounds = []
+    position = 0
+    while position < len(data):
+        if len(data) - position < _SIZES.size:
+            raise PackageError("round-content", f"expected a round, got {len(data) - position} bytes")
+        number, size = _SIZES.unpack_from(data, position)
+        position += _SIZES.size
+        if not values <= size <= min(values * MAX_BYTES, len(data) - position):
+            raise PackageError("round-content", f"expected {values} integers, got {size} bytes")
+        rounds.append(_decode_round(data[position : position + size], number, definition))
+        position += size
+    return rounds
+
+
+def _decode_round(payload: bytes, number: int, definition: Definition) -> Round:
+    try:
+        numbers = decode_varints(payload)
+    except PackageError as exc:
+        raise PackageError("round-content", str(exc)) from exc
+    steps, queries = definition.steps, definition.log.queries
+    if len(numbers) != steps * (1 + queries):
+        raise PackageError("round-content", f"expected {steps * (1 + queries)} integers, got {len(numbers)}")
+    weight_K = numbers[:steps].astype(np.int64)
+    u_KJ = unzigzag(numbers[steps:]).reshape(steps, queries)
+    if int(weight_K.max()) > _MOST_WEIGHT or int(np.abs(u_KJ).max()) > MAX_COEFFICIENT:
+        raise PackageError(
+            "round-content", "expected weights and coefficients of FORMAT 13.3, got larger ones"
+        )
+    if u_KJ[weight_K == 0].any() or (np.diff(weight_K) > 0).any():
+        raise PackageError(
+            "round-content", "expected weights that only fall, and steps of nobody without move"
+        )
+    return Round(number=number, weight_K=weight_K, u_KJ=u_KJ)
+
+
+def _check_together(definition: Definition, number: int, contributions: Sequence[Contribution]) -> None:
+    if len(contributions) > MAX_DEVICES:
+        raise InputError(f"expected at most {MAX_DEVICES} devices, got {len(contributions)}")
+    for each in contributions:
+        if each.definition.digest != definition.digest or each.round_number != number:
+            raise InputError(
+                f"expected round {number} of {definition.digest}, "
+                f"got round {each.round_number} of {each.definition.digest}"
+            )
+    starts = {each.start_digest for each in contributions}
+    if len(starts) > 1:
+        raise InputError(f"expected one state to begin from, got {sorted(starts)}")
+
+
+def _trimmed(
+    definition: Definition, contributions: Sequence[Contribution]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Sums without the extremes of each coordinate [K, J], how many were summed [K], all devices [K]."""
+    shape = (definition.steps, definition.log.queries)
+    sum_KJ, divisor_K = np.zeros(shape, dtype=np.int64), np.zeros(definition.steps, dtype=np.int64)
+    all_K = np.zeros(definition.steps, dtype=np.int64)
+    vectors = [clipped(each.c_TQ, definition.clip) for each in contributions]
+    for step in range(definition.steps):
+        rows = [c_TQ[step] for c_TQ in vectors if len(c_TQ) > step]
+        if not rows:
+            break
+        c_MJ = np.sort(np.stack(rows), axis=0)
+        cut = min(len(rows) * definition.trim_percent // 100, (len(rows) - 1) // 2)
+        sum_KJ[step] = c_MJ[cut : len(rows) - cut].sum(axis=0)
+        divisor_K[step], all_K[step] = len(rows) - 2 * cut, len(rows)
+    return sum_KJ, divisor_K, all_K
+
+
+def _divide_half_even(numerator: NDArray[np.int64], denominator: NDArray[np.int64]) -> NDArray[np.int64]:
+    quotient, rest = np.divmod(numerator, denominator)
+    quotient += (2 * rest > denominator) | ((2 * rest == denominator) & (quotient % 2 == 1))
+    return np.asarray(quotient, dtype=np.int64)
+
+
+def _raw(digest: str) -> bytes:
+    return bytes.fromhex(digest.removeprefix("sha256:"))

@@ -1,0 +1,146 @@
+"""Malformed definitions, contributions, segments and heads, at least one for each code of FORMAT 13."""
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from permille.errors import PackageError
+from permille.federation.contribution import decode_contribution, encode_contribution
+from permille.federation.definition import Definition
+from permille.federation.rounds import History, combine, decode_segment
+from tests.unit.federation.federations import KEY, make_contributions, make_definition
+from tests.unit.zo.logs import flipped
+
+pytestmark = pytest.mark.attack(13, "malformed rounds")
+
+DEFINITION = make_definition()
+HISTORY = History.begin(DEFINITION)
+SENT = make_contributions(HISTORY, 3)
+GOOD = encode_contribution(SENT[0], KEY)
+ROUND = combine(DEFINITION, 0, SENT)
+STRANGER = Ed25519PrivateKey.from_private_bytes(bytes(32))
+
+
+def definition(**changes: Any) -> Callable[[], object]:
+    fields = json.loads(DEFINITION.to_bytes()) | changes
+    data = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    return lambda: Definition.from_bytes(data)
+
+
+def contribution(
+    data: bytes = GOOD, key: Ed25519PrivateKey | None = KEY, rules: Definition = DEFINITION
+) -> Callable[[], object]:
+    """Bytes with the signature of `key` put right, or as they are."""
+    sealed = data if key is None else data[:-64] + key.sign(data[:-64])
+    return lambda: decode_contribution(sealed, rules, KEY.public_key())
+
+
+def sent_with(offset: int, form: str, number: int) -> Callable[[], object]:
+    """A contribution with another number at a place of its head."""
+    size = struct.calcsize("<" + form)
+    return contribution(GOOD[:offset] + struct.pack("<" + form, number) + GOOD[offset + size :])
+
+
+def payload(numbers: bytes, number: int = 0) -> Callable[[], object]:
+    """A segment of one round with this payload."""
+    data = struct.pack("<II", number, len(numbers)) + numbers
+    return segment(data)
+
+
+def segment(data: bytes, max_bytes: int = 10_000) -> Callable[[], object]:
+    return lambda: decode_segment(data, DEFINITION, max_bytes=max_bytes)
+
+
+def applied(number: int) -> Callable[[], object]:
+    one = combine(DEFINITION, number, [])
+    return lambda: History.begin(DEFINITION).apply([one])
+
+
+def head(change: Callable[[bytes], bytes], key: Ed25519PrivateKey = KEY) -> Callable[[], object]:
+    data = HISTORY.head(KEY)
+    changed = change(data[:-64])
+    return lambda: HISTORY.check_head(changed + key.sign(changed), KEY.public_key())
+
+
+def out_of_range() -> object:
+    history = History.begin(DEFINITION)
+    history.reach = 2**53
+    history.apply([ROUND])
+    return None
+
+
+def too_fast() -> object:
+    fast = make_definition(rate_shift=8, guard_bits=8, steps=1)
+    far = make_contributions(History.begin(fast), 1, size=2000)
+    far[0].c_TQ[...] = 8192
+    moved = [combine(fast, 0, far)]
+    history = History.begin(fast)
+    history.reach = 2**53 - 1
+    history.apply(moved)
+    return None
+
+
+NINE = b"\x09" * 15  # 3 weights and 12 coefficients
+NAMED: list[tuple[str, str, Callable[[], object]]] = [
+    ("round-definition", "no_json", lambda: Definition.from_bytes(b"{")),
+    ("round-definition", "two_megabytes", lambda: Definition.from_bytes(bytes(2 << 20))),
+    ("round-definition", "nested_deep", lambda: Definition.from_bytes(b"[" * 9999)),
+    ("round-definition", "spaces", lambda: Definition.from_bytes(DEFINITION.to_bytes() + b" ")),
+    ("round-definition", "unknown_key", definition(name="Ada")),
+    ("round-definition", "another_version", definition(version=2)),
+    ("round-definition", "a_rule_that_nobody_knows", definition(rule="best")),
+    ("round-definition", "a_real_number_of_lanes", definition(lanes=1.0)),
+    ("round-definition", "true_lanes", definition(lanes=True)),
+    ("round-definition", "steps_that_do_not_divide", definition(steps=4)),
+    ("round-definition", "a_log_that_is_a_list", definition(log=[])),
+    ("round-content", "no_bytes", contribution(b"", None)),
+    ("round-content", "cut", contribution(GOOD[:-1], None)),
+    ("round-content", "bytes_behind_the_signature", contribution(GOOD + b"\0", None)),
+    ("round-content", "another_magic", contribution(b"PMLCTB2\n" + GOOD[8:])),
+    ("round-content", "round_beyond_the_last", sent_with(40, "I", 10)),
+    ("round-content", "lane_that_is_not_there", sent_with(44, "I", 1)),
+    ("round-content", "no_weight", sent_with(48, "B", 0)),
+    ("round-content", "weight_of_two_where_all_are_equal", sent_with(48, "B", 2)),
+    ("round-content", "no_steps", sent_with(49, "H", 0)),
+    ("round-content", "one_step_more_than_there_are_integers", sent_with(49, "H", 65535)),
+    ("round-content", "an_integer_beyond_8192", contribution(GOOD[:87] + b"\x82\x80\x01" + GOOD[90:])),
+    ("round-content", "an_overlong_integer", contribution(GOOD[:87] + b"\x80\x00" + GOOD[89:])),
+    ("round-binding", "contribution_to_another_federation", contribution(rules=make_definition(clip=9))),
+    ("round-signature", "one_flipped_bit", contribution(flipped(GOOD, 90), None)),
+    ("round-signature", "signed_by_a_stranger", contribution(key=STRANGER)),
+    ("round-limit", "segment_of_more_bytes_than_accepted", segment(ROUND.to_bytes(), 10)),
+    ("round-content", "segment_with_bytes_behind", segment(ROUND.to_bytes() + b"\0")),
+    ("round-content", "round_of_four_gigabytes", segment(struct.pack("<II", 0, 2**32 - 1) + NINE)),
+    ("round-content", "round_with_an_integer_too_few", payload(NINE[:-1])),
+    ("round-content", "round_with_a_cut_integer", payload(NINE[:-1] + b"\x89")),
+    ("round-content", "round_with_two_integers_in_one", payload(NINE[:-2] + b"\x89\x01")),
+    ("round-content", "weights_that_rise", payload(b"\x01\x02\x02" + NINE[3:])),
+    ("round-content", "moved_by_nobody", payload(b"\x02\x02\x00" + NINE[3:])),
+    ("round-content", "more_devices_than_there_can_be", payload(b"\x81\x80\x40" * 3 + NINE[3:])),
+    ("round-content", "coefficient_beyond_the_logs", payload(NINE[:-1] + b"\xff\xff\xff\xff\x7f")),
+    ("round-content", "a_round_left_out", applied(1)),
+    ("round-limit", "sum_beyond_the_exact_range", out_of_range),
+    ("round-limit", "steps_that_leave_the_exact_range", too_fast),
+    ("round-content", "head_of_no_bytes", lambda: HISTORY.check_head(b"", KEY.public_key())),
+    ("round-content", "head_with_another_magic", head(lambda data: b"PMLHED2\n" + data[8:])),
+    ("round-signature", "head_signed_by_a_stranger", head(lambda data: data, STRANGER)),
+    ("round-chain", "head_of_a_later_round", head(lambda data: data[:40] + b"\x01" + data[41:])),
+    ("round-chain", "head_of_another_history", head(lambda data: flipped(data, 60))),
+]
+ATTACKS = [(code, data) for code, _, data in NAMED]
+
+
+@pytest.mark.parametrize(("code", "attack"), ATTACKS, ids=[f"{c}-{name}" for c, name, _ in NAMED])
+def test_malformed_rounds_are_refused(code: str, attack: Callable[[], object]) -> None:
+    with pytest.raises(PackageError, match=f"^{code}:"):
+        attack()
+
+
+def test_honest_bytes_are_read() -> None:
+    contribution()()
+    assert decode_segment(ROUND.to_bytes(), DEFINITION, max_bytes=1000)[0].to_bytes() == ROUND.to_bytes()
+    HISTORY.check_head(HISTORY.head(KEY), KEY.public_key())

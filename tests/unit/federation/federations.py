@@ -1,0 +1,50 @@
+"""Small federations, and devices with random integers."""
+
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from permille.federation.contribution import Contribution
+from permille.federation.definition import Definition
+from permille.federation.rounds import History
+from permille.zo.header import BlockSplit, EstimatorKind
+from tests.unit.zo.logs import make_header
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+
+
+def make_definition(*, queries: int = 4, total_steps: int = 30, **changes: Any) -> Definition:
+    """A federation of ten rounds of three steps; `log` holds changes of the history's header."""
+    log = {"queries": queries, "total_steps": total_steps, "counts": (40, 0, 7)} | changes.pop("log", {})
+    fields: dict[str, Any] = {"log": make_header(**log), "steps": 3} | changes
+    return Definition(**fields)
+
+
+def split_log(lanes: int) -> dict[str, Any]:
+    """A header's changes for FedSPZO's estimator: one lower and two upper queries a lane."""
+    split = BlockSplit(first_upper_tensor=2, lower_queries=lanes)
+    return {"estimator": EstimatorKind.SPLIT, "queries": 3 * lanes, "split": split}
+
+
+def make_contributions(
+    history: History, devices: int, *, seed: int = 0, size: int = 300
+) -> list[Contribution]:
+    """Contributions to the next round: normal integers; every third device stops before its last step."""
+    rules = history.definition
+    rng = np.random.default_rng(seed)
+    made = []
+    for device in range(devices):
+        steps = rules.steps - (device % 3 == 2)
+        c_TQ = np.rint(rng.normal(0, size, (steps, rules.queries))).astype(np.int64)
+        made.append(
+            Contribution(
+                definition=rules,
+                round_number=history.number,
+                lane=device % rules.lanes,
+                weight=1 + device % rules.max_weight,
+                start_digest=history.digest,
+                c_TQ=c_TQ,
+            )
+        )
+    return made
