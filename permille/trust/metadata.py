@@ -1,0 +1,120 @@
+"""Pieces of TUF metadata: parsing, whose signatures a role needs, which are missing, and what is edited."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeVar
+
+from securesystemslib.signer import CryptoSigner, Key
+from tuf.api.exceptions import RepositoryError, UnsignedMetadataError
+from tuf.api.metadata import Metadata, Root, Snapshot, Targets, Timestamp
+
+from permille.errors import InputError
+from permille.trust.roles import ROOT_DIGEST_DIGITS, aliases_of, parse_target_path
+
+KEY_TYPE = "ed25519"
+
+AnySigned = TypeVar("AnySigned", Root, Targets, Snapshot, Timestamp)
+Delegator = Root | Targets
+
+
+class KeyElsewhereError(InputError):
+    """The change needs signatures by keys that are not here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holders:
+    """Whose signatures a role needs: `threshold` of these public keys."""
+
+    keys: tuple[Key, ...]
+    threshold: int = 1
+
+    def __post_init__(self) -> None:
+        if len({key.keyid for key in self.keys}) != len(self.keys):
+            raise InputError("expected each key once")
+        if not 1 <= self.threshold <= len(self.keys):
+            raise InputError(f"expected a threshold from 1 to {len(self.keys)}, got {self.threshold}")
+        check_keys(self.keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleState:
+    """What people are shown of a role."""
+
+    role: str
+    version: int
+    expires_at: datetime
+    threshold: int
+    key_ids: tuple[str, ...]
+    signed_here: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A role's next version that lacks signatures by keys which are elsewhere."""
+
+    role: str
+    data: bytes
+
+
+def new_signer() -> CryptoSigner:
+    """A new Ed25519 key pair."""
+    return CryptoSigner.generate_ed25519()
+
+
+def root_digest(data: bytes) -> str:
+    """What an invitation carries of a root's bytes."""
+    return hashlib.sha256(data).hexdigest()[:ROOT_DIGEST_DIGITS]
+
+
+def parse(kind: type[AnySigned], data: bytes) -> Metadata[AnySigned]:
+    """Metadata of this kind. Raises InputError."""
+    try:
+        metadata: Metadata[AnySigned] = Metadata.from_bytes(data)
+    except (RepositoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise InputError(f"expected TUF metadata of type {kind.type}: {exc}") from exc
+    if metadata.signed.type != kind.type:
+        raise InputError(f"expected TUF metadata of type {kind.type}, got {metadata.signed.type}")
+    return metadata
+
+
+def lacking_signatures(delegator: Delegator, role: str, metadata: Metadata[Any]) -> str:
+    """What is missing in its signatures; empty when they are enough."""
+    try:
+        delegator.verify_delegate(role, metadata.signed_bytes, metadata.signatures)
+    except UnsignedMetadataError as exc:
+        return str(exc)
+    return ""
+
+
+def check_keys(keys: Iterable[Key]) -> None:
+    if any(key.keytype != KEY_TYPE for key in keys):
+        raise InputError(f"expected {KEY_TYPE} keys alone")
+
+
+def check_delegations(targets: Targets) -> None:
+    if targets.targets or targets.delegations is None or not targets.delegations.roles:
+        raise InputError("expected targets to list nothing itself and to delegate to named roles")
+    check_keys(targets.delegations.keys.values())
+    if not all(role.terminating and role.paths for role in targets.delegations.roles.values()):
+        raise InputError("expected delegated roles that are terminating and have paths")
+
+
+def hand_over(delegator: Delegator, role: str, holders: Holders) -> None:
+    """Let these keys sign a role, and no others; keys that sign nothing any more go."""
+    rule = delegator.get_delegated_role(role)
+    for key_id in list(rule.keyids):
+        delegator.revoke_key(key_id, role)
+    for key in holders.keys:
+        delegator.add_key(key, role)
+    rule.threshold = holders.threshold
+
+
+def name_alias(targets: Targets, name: str, alias: str, path: str | None) -> None:
+    """Put an alias on the version at `path`, and take it from the name's others."""
+    for known, target in targets.targets.items():
+        if parse_target_path(known)[0] != name:
+            continue
+        aliases = aliases_of(target) - {alias} | ({alias} if known == path else set())
+        target.unrecognized_fields["custom"] = {**target.custom, "aliases": sorted(aliases)}

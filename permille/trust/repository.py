@@ -1,0 +1,415 @@
+"""One tenant's TUF repository: what is signed, by whom, and what follows from a change. No I/O, no clock.
+
+A `Repository` is opened on the newest metadata and the private keys that are here. Each change makes new
+versions of the roles that it touches, then of snapshot and timestamp, so that clients always find a set that
+belongs together; `changed` holds these files until the caller has kept them. What is edited is verified
+first: bytes that somebody else put into the database are never signed over.
+
+A change that needs a key which is elsewhere raises KeyElsewhereError, or makes drafts that are signed there
+and come back by `accept`.
+
+python-tuf's `tuf.repository` is not used: it knows no thresholds across several holders of keys, and its
+maintainers do not call it stable.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from securesystemslib.signer import Signer
+from tuf.api.metadata import (
+    DelegatedRole,
+    Delegations,
+    Metadata,
+    MetaFile,
+    Root,
+    Signed,
+    Snapshot,
+    TargetFile,
+    Targets,
+    Timestamp,
+)
+
+from permille.errors import InputError, OperatorError
+from permille.trust.metadata import (
+    AnySigned,
+    Delegator,
+    Draft,
+    Holders,
+    KeyElsewhereError,
+    RoleState,
+    check_delegations,
+    check_keys,
+    hand_over,
+    lacking_signatures,
+    name_alias,
+    new_signer,
+    parse,
+    root_digest,
+)
+from permille.trust.roles import (
+    ONLINE,
+    RELEASES,
+    ROOT,
+    SNAPSHOT,
+    TARGETS,
+    TIMESTAMP,
+    TOP_LEVEL,
+    aliases_of,
+    file_name,
+    life_of,
+    target_path,
+)
+
+_CLOCK_SLACK = timedelta(days=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Repository:
+    """One tenant's metadata at a moment.
+
+    Attributes:
+        newest: bytes of the newest version of each role.
+        signers: the private keys that are here, by key id.
+        now: an aware datetime, against which expiries are held and from which new ones count.
+        changed: files that changes made, by name, in their order. Kept together or not at all.
+    """
+
+    newest: dict[str, bytes]
+    signers: dict[str, Signer]
+    now: datetime
+    changed: dict[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, *, now: datetime, signers: Iterable[Signer] | None = None) -> "Repository":
+        """A new repository without targets.
+
+        Args:
+            signers: keys of root, targets, the team's releases, and the service, in this order; else new.
+        """
+        made = list(signers or (new_signer() for _ in range(4)))
+        root_key, targets_key, releases_key, online_key = (one.public_key for one in made)
+        root = Root(expires=now + life_of(ROOT), consistent_snapshot=True)
+        for role, key in zip(TOP_LEVEL, (root_key, targets_key, online_key, online_key), strict=True):
+            root.add_key(key, role)
+        team = DelegatedRole(RELEASES, [releases_key.keyid], 1, True, paths=["releases/*/*"])
+        delegations = Delegations({releases_key.keyid: releases_key}, roles={RELEASES: team})
+        targets = Targets(expires=now + life_of(TARGETS), delegations=delegations)
+        releases = Targets(expires=now + life_of(RELEASES))
+        repository = cls(newest={}, signers={one.public_key.keyid: one for one in made}, now=now)
+        repository._keep(ROOT, repository._sign(ROOT, root, root))
+        repository._keep(TARGETS, repository._sign(TARGETS, targets, root))
+        repository._keep(RELEASES, repository._sign(RELEASES, releases, targets))
+        repository._finish([TARGETS, RELEASES])
+        return repository
+
+    @classmethod
+    def open(cls, newest: Mapping[str, bytes], signers: Mapping[str, Signer], now: datetime) -> "Repository":
+        """The repository of these bytes. Raises OperatorError where somebody changed them."""
+        repository = cls(newest=dict(newest), signers=dict(signers), now=now)
+        for role in (ROOT, TARGETS, *repository._delegated()):
+            if role in newest and (lacking := repository._lacking(role, repository._metadata(role))):
+                raise OperatorError(f"expected stored metadata of {role} as it was signed: {lacking}")
+        return repository
+
+    @property
+    def root_digest(self) -> str:
+        """What an invitation carries of the newest root."""
+        return root_digest(self.newest[ROOT])
+
+    @property
+    def key_ids(self) -> set[str]:
+        """Ids of all keys that some role names now."""
+        delegations = self.targets(TARGETS).delegations
+        return set(self.root().keys) | (set(delegations.keys) if delegations else set())
+
+    def files(self) -> dict[str, bytes]:
+        """The newest metadata under the names by which clients fetch it."""
+        return {file_name(role, self._version(role)): data for role, data in self.newest.items()}
+
+    def root(self) -> Root:
+        """The newest root."""
+        return parse(Root, self.newest[ROOT]).signed
+
+    def targets(self, role: str) -> Targets:
+        """The newest metadata of targets or of a role below it. Raises InputError where it has none."""
+        if role in (ROOT, *ONLINE) or role not in self.newest:
+            raise InputError(f"no metadata of a role {role!r:.80}")
+        return parse(Targets, self.newest[role]).signed
+
+    def target(self, path: str) -> TargetFile | None:
+        """The target that clients find under a path, or None."""
+        role = self._role_of(path)
+        return self.targets(role).targets.get(path) if role in self.newest else None
+
+    def states(self) -> list[RoleState]:
+        """All roles, root first, as people are shown them."""
+        found = []
+        for role in (*TOP_LEVEL, *self._delegated()):
+            if role not in self.newest:
+                continue
+            signed, rule = self._metadata(role).signed, self._delegator(role).get_delegated_role(role)
+            found.append(
+                RoleState(
+                    role=role,
+                    version=signed.version,
+                    expires_at=signed.expires,
+                    threshold=rule.threshold,
+                    key_ids=tuple(rule.keyids),
+                    signed_here=len(self.signers.keys() & set(rule.keyids)) >= rule.threshold,
+                )
+            )
+        return found
+
+    def publish(self, name: str, version: int, manifest: bytes, *, aliases: Iterable[str] = ()) -> None:
+        """List a version. Devices take it under these aliases, which other versions of the name lose.
+
+        Raises:
+            KeyElsewhereError: the team's key is not here.
+        """
+        path = target_path(name, version)
+        target = TargetFile.from_data(path, manifest, ["sha256"])
+        target.unrecognized_fields["custom"] = {"aliases": []}
+
+        def add(targets: Targets) -> None:
+            targets.targets[path] = target
+            for alias in aliases:
+                name_alias(targets, name, alias, path)
+
+        self._edit(self._role_of(path), add)
+
+    def withdraw(self, name: str, version: int) -> None:
+        """List a version no longer: no device installs it. Idempotent. Raises KeyElsewhereError."""
+        path = target_path(name, version)
+        role = self._role_of(path)
+        if path in self.targets(role).targets:
+            self._edit(role, lambda targets: targets.targets.pop(path))
+
+    def move_alias(self, name: str, alias: str, version: int | None) -> None:
+        """Let devices take this version under an alias, and no other; None: none.
+
+        Where the team's key is elsewhere, a version that is signed for the alias already may be chosen.
+
+        Raises:
+            KeyElsewhereError: the version is not signed for the alias, and the team's key is not here.
+        """
+        path = target_path(name, version or 1)
+        role = self._role_of(path)
+        listed = self.targets(role).targets
+        if version is not None and path not in listed:
+            raise InputError(f"expected a version that is listed, got {name!r} version {version}")
+        try:
+            self._edit(
+                role, lambda targets: name_alias(targets, name, alias, None if version is None else path)
+            )
+        except KeyElsewhereError:
+            if version is not None and alias not in aliases_of(listed[path]):
+                raise
+
+    def renew(self, roles: Iterable[str] = ()) -> list[Draft]:
+        """Sign again what is past half its life, and these roles in any case.
+
+        Returns: drafts of the named roles whose keys are elsewhere.
+        """
+        named, drafts, made = list(roles), [], []
+        for role in (ROOT, TARGETS, *self._delegated()):
+            if role not in self.newest or not (role in named or self._is_due(role)):
+                continue
+            following = self._next(self._metadata(role).signed, role)
+            metadata = self._sign(role, following, self._delegator(role))
+            if not self._lacking(role, metadata):
+                self._keep(role, metadata)
+                made.append(role)
+            elif role in named:
+                drafts.append(Draft(role=role, data=metadata.to_bytes()))
+        if made or any(role in named or self._is_due(role) for role in ONLINE):
+            self._finish(made)
+        return drafts
+
+    def rotate(self, holders: Mapping[str, Holders]) -> list[Draft]:
+        """Give roles to other keys, and sign again what these keys sign. Nobody enrols again.
+
+        With new keys of snapshot and timestamp, clients forget the versions that they saw of both: so a jump
+        of a version by a thief, or a database that went back, ends here.
+
+        Returns: nothing where all is signed and in `changed`; else drafts, to be signed elsewhere and to
+            come back in this order, and nothing has changed.
+        """
+        delegated = self._delegated()
+        if unknown := set(holders) - {*TOP_LEVEL, *delegated}:
+            raise InputError(f"no role {min(unknown)!r:.80}")
+        root, targets = self.root(), self.targets(TARGETS)
+        next_root, next_targets = self._next(root, ROOT), self._next(targets, TARGETS)
+        for role, holder in holders.items():
+            hand_over(next_targets if role in delegated else next_root, role, holder)
+        made: list[tuple[str, Metadata[Any], Delegator]] = []
+        elsewhere = [role for role, holder in holders.items() if not self._holds(holder)]
+        for role in elsewhere:
+            if role in delegated and role in self.newest:
+                signed = self._next(self.targets(role), role)
+                made.append((role, self._sign(role, signed, targets, next_targets), next_targets))
+        if set(holders) & set(delegated) or TARGETS in elsewhere:
+            made.append((TARGETS, self._sign(TARGETS, next_targets, root, next_root), next_root))
+        if set(holders) & set(TOP_LEVEL):
+            made.append((ROOT, self._sign(ROOT, next_root, root, next_root), next_root))
+        if any(lacking_signatures(delegator, role, one) for role, one, delegator in made) or (
+            set(holders) & set(TOP_LEVEL) and lacking_signatures(root, ROOT, made[-1][1])
+        ):
+            return [Draft(role=role, data=one.to_bytes()) for role, one, _ in made]
+        for role, one, _ in made:
+            self._keep(role, one)
+        self._sign_again([role for role, _, _ in made])
+        return []
+
+    def accept(self, role: str, data: bytes) -> None:
+        """Take a role's next version, signed elsewhere.
+
+        Raises:
+            InputError: it is not the next version, not signed by enough keys, expires too late or too early,
+                or leaves a set behind that clients would refuse.
+        """
+        if role in ONLINE or not (role in (ROOT, TARGETS) or role in self._delegated()):
+            raise InputError(f"expected root, targets or a role below it, got {role!r:.80}")
+        offered: Metadata[Root] | Metadata[Targets]
+        offered = parse(Root, data) if role == ROOT else parse(Targets, data)
+        self._check_next(role, offered)
+        if isinstance(offered.signed, Root):
+            self._check_root(offered)
+        elif role == TARGETS:
+            check_delegations(offered.signed)
+        else:
+            self._check_listed(role, offered.signed)
+        self.newest[role] = self.changed[file_name(role, offered.signed.version)] = data
+        self._sign_again([role])
+
+    def _check_next(self, role: str, offered: Metadata[Any]) -> None:
+        signed, expected = offered.signed, self._version(role) + 1
+        if signed.version != expected:
+            raise InputError(f"expected version {expected} of {role}, got {signed.version}")
+        latest = self.now + life_of(role) + _CLOCK_SLACK
+        if not self.now < signed.expires <= latest:
+            raise InputError(
+                f"expected {role} to expire after {self.now:%F} and by {latest:%F}, got {signed.expires:%F}"
+            )
+        if lacking := self._lacking(role, offered):
+            raise InputError(f"expected {role} signed by its keys: {lacking}")
+
+    def _check_root(self, offered: Metadata[Any]) -> None:
+        root: Root = offered.signed
+        if lacking := lacking_signatures(root, ROOT, offered):
+            raise InputError(f"expected root signed by the keys that it names: {lacking}")
+        if not root.consistent_snapshot:
+            raise InputError("expected a root with consistent snapshots")
+        check_keys(root.keys.values())
+        for role in ONLINE:
+            if len(self.signers.keys() & set(root.roles[role].keyids)) < root.roles[role].threshold:
+                raise InputError(f"expected keys of {role} that the service holds")
+
+    def _check_listed(self, role: str, offered: Targets) -> None:
+        if offered.delegations is not None:
+            raise InputError(f"expected {role} to delegate nothing")
+        before = self.targets(role).targets if role in self.newest else {}
+        for path, target in offered.targets.items():
+            if self._role_of(path) != role or set(target.hashes) != {"sha256"}:
+                raise InputError(f"expected {role} to list its own targets by sha256, got {path!r:.120}")
+            known = before.get(path, target)
+            if (target.hashes, target.length) != (known.hashes, known.length):
+                raise InputError(f"expected {path!r:.120} to stay what it was")
+
+    def _edit(self, role: str, change: Callable[[Targets], object]) -> None:
+        signed = self._next(self.targets(role), role)
+        change(signed)
+        metadata = self._sign(role, signed, self._delegator(role))
+        if lacking := self._lacking(role, metadata):
+            raise KeyElsewhereError(f"the key of {role} is elsewhere: sign its metadata there ({lacking})")
+        self._keep(role, metadata)
+        self._finish([role])
+
+    def _sign_again(self, made: Iterable[str]) -> None:
+        """Sign what other keys than before must sign now. Raises InputError where these are elsewhere."""
+        touched = set(made)
+        for role in (TARGETS, *self._delegated()):
+            if role in self.newest and self._lacking(role, self._metadata(role)):
+                metadata = self._sign(role, self._next(self.targets(role), role), self._delegator(role))
+                if lacking := self._lacking(role, metadata):
+                    raise InputError(f"expected {role} signed by its new keys first: {lacking}")
+                self._keep(role, metadata)
+                touched.add(role)
+        self._finish(touched)
+
+    def _finish(self, made: Iterable[str]) -> None:
+        """A new timestamp, and a new snapshot where roles have changed that it lists, or it is due."""
+        listed = [role for role in made if role != ROOT]
+        if listed or self._is_due(SNAPSHOT) or self._lacking(SNAPSHOT, self._metadata(SNAPSHOT)):
+            snapshot = self._next(self._snapshot(), SNAPSHOT)
+            for role in listed:
+                # What was listed once stays: clients refuse a snapshot that lacks a role.
+                snapshot.meta[f"{role}.json"] = MetaFile(self._version(role))
+            self._keep_online(SNAPSHOT, snapshot)
+        stamp = parse(Timestamp, self.newest[TIMESTAMP]).signed if TIMESTAMP in self.newest else None
+        timestamp = Timestamp(snapshot_meta=MetaFile(self._version(SNAPSHOT)))
+        timestamp.version = stamp.version if stamp else 0
+        self._keep_online(TIMESTAMP, self._next(timestamp, TIMESTAMP))
+
+    def _keep_online(self, role: str, signed: Snapshot | Timestamp) -> None:
+        metadata = self._sign(role, signed, self.root())
+        if lacking := self._lacking(role, metadata):
+            raise OperatorError(f"expected the key of {role} in the service's key folder: {lacking}")
+        self._keep(role, metadata)
+
+    def _keep(self, role: str, metadata: Metadata[Any]) -> None:
+        self.newest[role] = self.changed[file_name(role, metadata.signed.version)] = metadata.to_bytes()
+
+    def _next(self, signed: AnySigned, role: str) -> AnySigned:
+        following = deepcopy(signed)
+        following.version += 1
+        following.expires = self.now + life_of(role)
+        return following
+
+    def _sign(self, role: str, signed: Signed, *delegators: Delegator) -> Metadata[Any]:
+        """Signed by every key here that one of the delegators names for the role."""
+        metadata: Metadata[Any] = Metadata(signed)
+        for delegator in delegators:
+            for key_id in delegator.get_delegated_role(role).keyids:
+                if key_id in self.signers:
+                    metadata.sign(self.signers[key_id], append=True)
+        return metadata
+
+    def _holds(self, holders: Holders) -> bool:
+        return sum(key.keyid in self.signers for key in holders.keys) >= holders.threshold
+
+    def _lacking(self, role: str, metadata: Metadata[Any]) -> str:
+        return lacking_signatures(self._delegator(role), role, metadata)
+
+    def _is_due(self, role: str) -> bool:
+        expires_at: datetime = self._metadata(role).signed.expires
+        return expires_at - self.now < life_of(role) / 2
+
+    def _version(self, role: str) -> int:
+        return self._metadata(role).signed.version if role in self.newest else 0
+
+    def _delegator(self, role: str) -> Delegator:
+        return self.root() if role in TOP_LEVEL else self.targets(TARGETS)
+
+    def _delegated(self) -> list[str]:
+        delegations = self.targets(TARGETS).delegations if TARGETS in self.newest else None
+        return list(delegations.roles or ()) if delegations else []
+
+    def _role_of(self, path: str) -> str:
+        delegations = self.targets(TARGETS).delegations
+        found = next(delegations.get_roles_for_target(path), None) if delegations else None
+        if found is None:
+            raise InputError(f"expected a path that targets delegates, got {path!r:.120}")
+        return found[0]
+
+    def _snapshot(self) -> Snapshot:
+        if SNAPSHOT in self.newest:
+            return parse(Snapshot, self.newest[SNAPSHOT]).signed
+        first = Snapshot(meta={})
+        first.version = 0
+        return first
+
+    def _metadata(self, role: str) -> Metadata[Any]:
+        return Metadata.from_bytes(self.newest[role])

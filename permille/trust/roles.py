@@ -1,0 +1,69 @@
+"""Names, lifetimes and file names of the roles under which a tenant's releases are trusted.
+
+Service and agent share these. The roles are TUF's: root names all keys; targets delegates to the teams'
+roles; these list what devices may install; snapshot and timestamp say which versions belong together, and
+that they are fresh. A target is `releases/<name>/<version>.json`, and its bytes are a package's manifest.
+"""
+
+import re
+from datetime import timedelta
+from typing import Final
+
+from tuf.api.metadata import Root, Snapshot, TargetFile, Targets, Timestamp
+
+from permille.errors import InputError
+
+ROOT: Final = Root.type
+TARGETS: Final = Targets.type
+SNAPSHOT: Final = Snapshot.type
+TIMESTAMP: Final = Timestamp.type
+RELEASES: Final = "releases"
+"""The team's role where targets delegates no `release-<name>` of its own."""
+TOP_LEVEL: Final = (ROOT, TARGETS, SNAPSHOT, TIMESTAMP)
+ONLINE: Final = (SNAPSHOT, TIMESTAMP)
+"""Always signed by the service itself."""
+TIMESTAMP_FILE: Final = f"{TIMESTAMP}.json"
+ROOT_DIGEST_DIGITS: Final = 32
+"""So many hex digits of the root's SHA-256 does an invitation carry."""
+MAX_VERSION: Final = 2**53 - 1
+
+_LIFE: Final = {
+    ROOT: timedelta(days=365),
+    TARGETS: timedelta(days=365),
+    SNAPSHOT: timedelta(days=7),
+    TIMESTAMP: timedelta(days=1),
+}
+_DELEGATED_LIFE: Final = timedelta(days=90)
+_TARGET_PATH: Final = re.compile(r"releases/([a-z0-9][a-z0-9._-]{0,62})/([1-9][0-9]{0,15})\.json", re.ASCII)
+
+
+def life_of(role: str) -> timedelta:
+    """How long one version of a role's metadata is good."""
+    return _LIFE.get(role, _DELEGATED_LIFE)
+
+
+def file_name(role: str, version: int) -> str:
+    """The name under which clients fetch a role's metadata."""
+    return TIMESTAMP_FILE if role == TIMESTAMP else f"{version}.{role}.json"
+
+
+def target_path(name: str, version: int) -> str:
+    """The target of one version of a release."""
+    return f"releases/{name}/{version}.json"
+
+
+def parse_target_path(path: str) -> tuple[str, int]:
+    """Name and version of a release's target. Raises InputError for any other path."""
+    found = _TARGET_PATH.fullmatch(path)
+    if found is None or int(found[2]) > MAX_VERSION:
+        raise InputError(f"expected a target `releases/<name>/<version>.json`, got {path!r:.120}")
+    return found[1], int(found[2])
+
+
+def aliases_of(target: TargetFile) -> frozenset[str]:
+    """The aliases under which devices may take a version. Raises InputError when there is no such list."""
+    custom = target.custom
+    aliases = custom.get("aliases") if isinstance(custom, dict) else None
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise InputError(f"expected a list of aliases with {target.path}, got {aliases!r:.80}")
+    return frozenset(aliases)
