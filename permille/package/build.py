@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from permille.digests import JSON
 from permille.models.families import family_of, scoped_tensors
 from permille.package.blobs import BlobFolder
+from permille.package.blocks import write_blocks
 from permille.package.config_files import clean_config, config_bytes
 from permille.package.layers import (
     masked_values,
@@ -130,7 +131,7 @@ def write_package(
     masks = {name: mask.indices.get(name, _NONE) for name, _ in scoped}
     counts = {name: indices.size for name, indices in masks.items()}
     values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
-    made = [*layers, write_values(blobs, values, list(masks))]
+    made = [*layers, write_blocks(blobs, layers), write_values(blobs, values, list(masks))]
     if mask.exponents_K is not None:
         made.append(write_exponents(blobs, mask.exponents_K, counts))
     config = write_file(blobs, "config.json", config_bytes(clean_config(model.config)))

@@ -15,6 +15,8 @@ MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 8.1: what the header of a log can say
 MAX_EXPONENT = 15  # FORMAT 4.6
+BLOCK_BYTES = 1 << 20  # FORMAT 4.7
+BLOCK_HASH_BYTES = 32
 GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
 
 # FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.
@@ -40,6 +42,7 @@ class Role(StrEnum):
 
     DENSE = "dense"
     PLAIN = "plain"
+    BLOCKS = "blocks"
     MASK = "mask"
     VALUES = "values"
     EXPONENTS = "exponents"
@@ -49,6 +52,7 @@ class Role(StrEnum):
 MEDIA_TYPES = {
     Role.DENSE: "application/vnd.permille.dense+safetensors",
     Role.PLAIN: "application/vnd.permille.plain+safetensors",
+    Role.BLOCKS: "application/vnd.permille.blocks",
     Role.MASK: "application/vnd.permille.mask+safetensors",
     Role.VALUES: "application/vnd.permille.values+safetensors",
     Role.EXPONENTS: "application/vnd.permille.exponents+safetensors",
@@ -56,4 +60,6 @@ MEDIA_TYPES = {
 }
 
 # FORMAT 3.3: one of each in every package; exponents and files besides.
-REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.MASK, Role.VALUES)
+REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS, Role.MASK, Role.VALUES)
+# FORMAT 4.7: whose blocks are hashed, in the order of the list.
+BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

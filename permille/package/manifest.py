@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 from permille.digests import JSON, canonical_json, digest_of, is_digest, parse_canonical
 from permille.errors import PackageError
 from permille.package.limits import (
+    BLOCK_BYTES,
+    BLOCK_HASH_BYTES,
+    BLOCKED_ROLES,
     FILE_NAMES,
     FORMAT,
     GROUP_SIZES,
@@ -242,9 +245,11 @@ class Manifest:
         )
         code_book = 320 * len(self.tensors) if scheme.name is Scheme.NF4 else 0
         overhead = MAX_HEADER_BYTES + 8
+        blocks = BLOCK_HASH_BYTES * sum(-(-self.layer(r).size_bytes // BLOCK_BYTES) for r in BLOCKED_ROLES)
         bounds = {
             Role.DENSE: (dense, dense + code_book + overhead),
             Role.PLAIN: (0, MAX_LAYER_BYTES),
+            Role.BLOCKS: (blocks, blocks),
             Role.MASK: (4 * k, 4 * k + overhead),
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.EXPONENTS: (k, k + overhead),

@@ -1,11 +1,12 @@
-"""Opening a package: nothing is returned that was not checked (FORMAT 4.7).
+"""Opening a package: nothing is returned that was not checked (FORMAT 4.8).
 
-`Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, mask, values,
-exponents), and holds the structure of all layers against the manifest and the config. The big layers (dense,
-plain) are mapped; their bytes are hashed when they enter the blob folder and again by `verify_package`.
-Scales and plain numbers are checked as they are read.
+`Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, blocks, mask,
+values, exponents), and holds the structure of all layers against the manifest and the config. The big layers
+(dense, plain) are mapped. All their blocks are hashed when the first tensor of them is asked for, so opening
+stays quick and nothing computes with damaged bytes. Scales and plain numbers are checked as they are read.
 """
 
+import threading
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
+from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
 from permille.package.layers import ABSMAX, SCALES, are_exponents
-from permille.package.limits import MAX_EXPONENT, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
+from permille.package.limits import BLOCKED_ROLES, MAX_EXPONENT, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import check_code_book, check_indices, check_scales, check_shapes
@@ -31,7 +33,6 @@ _DTYPES = {
     Role.VALUES: FLOATS,
     Role.EXPONENTS: frozenset({"I8"}),
 }
-_HASHED_AT_OPENING = (Role.FILE, Role.MASK, Role.VALUES, Role.EXPONENTS)
 
 
 class Package:
@@ -45,12 +46,16 @@ class Package:
         for layer in manifest.layers:
             _check_size(blobs, layer)
         for layer in manifest.layers:
-            if layer.role in _HASHED_AT_OPENING:
+            if layer.role not in BLOCKED_ROLES:
                 blobs.check(layer.digest)
         for path in manifest.files():
             check_file(path, self.file(path))
         self.config: dict[str, Any] = parse_config(self.file("config.json"))
         check_config_family(self.config, manifest.model.family)
+        blocks = package_blocks(blobs, manifest)
+        check_blocks(blobs, [block for block in blocks if block.begin == 0])  # the headers are parsed next
+        self._unchecked = blocks
+        self._checking = threading.Lock()
         self._layers = {
             role: SafetensorsFile(blobs.path(manifest.layer(role).digest), dtypes=dtypes)
             for role, dtypes in _DTYPES.items()
@@ -112,11 +117,11 @@ class Package:
 
         Raises:
             KeyError: no such tensor.
-            PackageError: `dense-scales`, `dense-padding` or `dense-code-book`.
+            PackageError: `block-digest`, `dense-scales`, `dense-padding` or `dense-code-book`.
         """
         shape = self._shapes[name]
         scheme, group_size = self.manifest.scheme.name, self.manifest.scheme.group_size
-        dense = self._layers[Role.DENSE]
+        dense = self._checked(Role.DENSE)
         if scheme is Scheme.NF4:
             check_code_book(dense, name, shape, group_size)
         packed = dense.tensor(name).data
@@ -133,9 +138,9 @@ class Package:
 
         Raises:
             KeyError: no such tensor.
-            PackageError: `plain-not-finite`.
+            PackageError: `block-digest` or `plain-not-finite`.
         """
-        tensor = self._layers[Role.PLAIN].tensor(name)
+        tensor = self._checked(Role.PLAIN).tensor(name)
         if not tensor.all_finite():
             raise PackageError("plain-not-finite", f"expected finite numbers in {name}, got NaN or infinity")
         return tensor
@@ -182,6 +187,13 @@ class Package:
     def file(self, path: str) -> bytes:
         """A file's bytes, hashed (KeyError: the package has no such file)."""
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)
+
+    def _checked(self, role: Role) -> SafetensorsFile:
+        """A big layer, once all blocks of all of them were hashed."""
+        with self._checking:
+            check_blocks(self.blobs, self._unchecked)
+            self._unchecked = []
+        return self._layers[role]
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, int]]:

@@ -19,7 +19,7 @@ from permille.quantization.types import Scheme, packed_size, scales_shape
 def check_shapes(
     manifest: Manifest, config: Mapping[str, Any], layers: Mapping[Role, SafetensorsFile]
 ) -> None:
-    """Names and shapes are those that the config asks for, no more and no fewer (FORMAT 4.7).
+    """Names and shapes are those that the config asks for, no more and no fewer (FORMAT 4.8).
 
     Raises:
         PackageError: `tensor-names`, `tensor-shape` or `header-dtype`.

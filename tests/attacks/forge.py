@@ -3,6 +3,7 @@
 So the reader cannot get away with noticing that some digest is wrong: it has to find the lie itself.
 """
 
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from permille.digests import canonical_json, parse_canonical
 from permille.package.blobs import BlobFolder
-from permille.package.limits import MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
+from permille.package.limits import BLOCK_BYTES, BLOCKED_ROLES, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.safetensors_io import SafetensorsWriter
 from tests.unit.package.tiny import Tiny
 
@@ -95,7 +96,18 @@ class Forge:
         self.manifest["layers"].sort(key=lambda layer: (roles.index(layer["role"]), layer["path"] or ""))
 
     def seal(self) -> str:
-        """Store everything; returns the forged package's digest."""
+        """Store everything, the hashes of blocks as they must be; returns the forged package's digest."""
+        parts = [self.layers[role.value] for role in BLOCKED_ROLES]
+        hashes = [
+            sha256(part[at : at + BLOCK_BYTES]).digest()
+            for part in parts
+            for at in range(0, len(part), BLOCK_BYTES)
+        ]
+        self.replace("blocks", b"".join(hashes))
+        return self.seal_as_it_is()
+
+    def seal_as_it_is(self) -> str:
+        """As `seal`, with the hashes of blocks that there are."""
         return self.seal_bytes(canonical_json(self.manifest))
 
     def seal_bytes(self, manifest: bytes) -> str:

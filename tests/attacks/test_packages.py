@@ -234,8 +234,32 @@ for layer in ("mask", "exponents", "config.json"):
 @attack("manifest-layers")
 def exponents_before_the_values(forge: Forge) -> str:
     layers = forge.manifest["layers"]
-    layers[3], layers[4] = layers[4], layers[3]
+    layers[4], layers[5] = layers[5], layers[4]
     return forge.seal()
+
+
+@attack("manifest-layers")
+def no_hashes_of_blocks(forge: Forge) -> str:
+    forge.manifest["layers"].remove(forge.entry("blocks"))
+    return forge.seal_as_it_is()
+
+
+@attack("layer-size")
+def a_hash_of_a_block_too_few(forge: Forge) -> str:
+    forge.replace("blocks", forge.layers["blocks"][:-32])
+    return forge.seal_as_it_is()
+
+
+@attack("layer-size")
+def a_hash_of_a_block_too_many(forge: Forge) -> str:
+    forge.replace("blocks", forge.layers["blocks"] + bytes(32))
+    return forge.seal_as_it_is()
+
+
+@attack("block-digest")
+def a_hash_of_another_block(forge: Forge) -> str:
+    forge.replace("blocks", forge.layers["blocks"][::-1])
+    return forge.seal_as_it_is()
 
 
 # --- FORMAT 3.3: config ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from permille.models.families import expected_tensors, layer_of, scoped_tensors
 from permille.package.blobs import BlobFolder
+from permille.package.blocks import write_blocks
 from permille.package.build import write_manifest
 from permille.package.layers import write_dense, write_file, write_mask, write_plain, write_values
 from permille.package.manifest import (
@@ -128,6 +129,7 @@ def _write(
         write_values(blobs, _values(rng, scoped, counts), order),
         config_layer,
     ]
+    layers.append(write_blocks(blobs, layers))
     manifest = Manifest(
         model=ModelInfo(family="llama", config=config_layer.digest),
         scheme=Quantization(name=scheme, group_size=group_size),
