@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from permille.digests import canonical_json, digest_of, digest_of_file
 from permille.errors import InputError
+from permille.files import follow_inside
 from permille.models.descriptions import Family
 from permille.models.families import canonical_name, expected_tensors, family_of, scoped_tensors
 from permille.tensors import RawTensor
@@ -41,6 +42,7 @@ TEXT_FILES = (
     "LICENSE",
 )
 
+_ADAPTER_FILE = "adapter_config.json"
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LARGEST_HEADER = 64 << 20
 _LARGEST_JSON = 64 << 20
@@ -67,6 +69,7 @@ class Checkpoint:
                 missing, unknown or of another shape than the config says.
         """
         self.folder = folder
+        _check_folder(folder)
         self.config: dict[str, Any] = _read_json(folder, CONFIG_FILE)
         self.family: Family = family_of(self.config)
         self._maps: dict[str, NDArray[np.uint8]] = {}
@@ -176,12 +179,25 @@ def inside(folder: Path, name: str) -> Path:
     """
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise InputError(f"expected a bare file name, got {name!r:.200}")
-    real_folder, path = folder.resolve(), (folder / name).resolve()
-    if not path.is_relative_to(real_folder):
+    path = follow_inside(folder, name)
+    if path is None:
         raise InputError(f"expected {name} inside {folder.name}, got a link that leads out of it")
     if not path.is_file():
         raise InputError(f"expected a file {name} in {folder.name}, got none")
     return path
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what libraries that are handed the folder would follow out of it.
+
+    Raises:
+        InputError: a link that leads out, whatever is there; an adapter, which names a base model of its own.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and follow_inside(folder, path.name) is None:
+            raise InputError(f"expected {path.name} inside {folder.name}, got a link that leads out of it")
+    if (folder / _ADAPTER_FILE).exists():
+        raise InputError(f"expected a whole model in {folder.name}, got an adapter ({_ADAPTER_FILE})")
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -202,19 +218,19 @@ def _parse_object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[str]:
+    if (folder / WEIGHTS_FILE).exists():  # before the index, as transformers chooses
+        return [WEIGHTS_FILE]
     if (folder / INDEX_FILE).exists():
         mapped = _read_json(folder, INDEX_FILE).get("weight_map")
         files = list(mapped.values()) if isinstance(mapped, dict) else []
         if not files or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
             raise InputError(f"expected a weight_map of .safetensors files in {INDEX_FILE}")
         return sorted(set(files))
-    if not (folder / WEIGHTS_FILE).exists():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-        raise InputError(
-            f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder.name}, got {', '.join(pickles) or 'neither'}"
-            + (": pickles are never opened, convert them to safetensors" if pickles else "")
-        )
-    return [WEIGHTS_FILE]
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+    raise InputError(
+        f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder.name}, got {', '.join(pickles) or 'neither'}"
+        + (": pickles are never opened, convert them to safetensors" if pickles else "")
+    )
 
 
 def _read_header(folder: Path, file: str) -> dict[str, _Entry]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from permille.errors import InputError, RetryableError
+from permille.files import follow_inside
 from permille.models.checkpoint import TEXT_FILES
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -52,15 +53,11 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
     """The real path of `relative` below `root`; `what` is "folder" or "file".
 
     Raises:
-        InputError: it leads out of the root (absolute, "..", a symbolic link), or is no such thing.
+        InputError: it leads out of the root (absolute, "..", a symbolic link), or is no such thing: which of
+            these is not told, so that nobody learns what lies outside.
     """
-    if "\0" in relative or relative.startswith("/"):
-        raise InputError(f"expected a path relative to the root, got {relative!r:.200}")
-    real_root = root.resolve()
-    path = (real_root / relative).resolve()
-    if not path.is_relative_to(real_root):
-        raise InputError(f"expected a path inside the root, got {relative!r:.200}, which leads out of it")
-    if not (path.is_dir() if what == "folder" else path.is_file()):
+    path = follow_inside(root, relative)
+    if path is None or not (path.is_dir() if what == "folder" else path.is_file()):
         raise InputError(f"expected a {what} at {relative!r:.200} below the root, got none")
     return path
 
@@ -72,7 +69,10 @@ def _download(ref: HubRef, root: Path) -> Path:
         raise InputError(
             f"expected a commit of 40 hex digits, so that it cannot change; got {ref.commit!r:.60}"
         )
-    folder = root.resolve() / "hub" / ref.repository.replace("/", "--") / ref.commit
+    relative = f"hub/{ref.repository.replace('/', '--')}/{ref.commit}"
+    folder = follow_inside(root, relative)
+    if folder is None:
+        raise InputError(f"expected a folder at {relative} below the root, got a link that leads out of it")
     # Written last: a folder without it is a download that was cut off, and is continued.
     finished = folder / ".complete"
     if not finished.exists():

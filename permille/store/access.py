@@ -2,7 +2,7 @@
 
 from datetime import datetime, timedelta
 
-from sqlalchemy import or_, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
@@ -20,7 +20,10 @@ def create_tenant(session: Session, *, name: str) -> Tenant:
     """Add a tenant. Raises ConflictError when the name is taken."""
     if session.scalar(select(Tenant.id).where(Tenant.name == name)) is not None:
         raise ConflictError(f"there is a tenant {name!r} already")
-    tenant = Tenant(id=new_id(Prefix.TENANT), name=name, created_at=now(session))
+    # Which tenant is the first decides who administers the server: no clock that went back may change it.
+    newest = session.scalar(select(func.max(Tenant.created_at)))
+    at = now(session) if newest is None else max(now(session), newest + timedelta(microseconds=1))
+    tenant = Tenant(id=new_id(Prefix.TENANT), name=name, created_at=at)
     session.add(tenant)
     session.flush()
     return tenant

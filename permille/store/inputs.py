@@ -5,17 +5,36 @@ field of its request named it.
 """
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from permille.schemas.corpora import FileCorpus, StreamedCorpus
 from permille.schemas.models import FolderModel, HubModel
-from permille.store import rows
+from permille.store import access, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError
 from permille.store.ids import Prefix, new_id
+from permille.store.settings import StoreSettings
 from permille.store.tables import ArtifactSource, Corpus, Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roots:
+    """The folders below which a tenant's models and corpora lie. No other tenant's path leads there."""
+
+    models: Path
+    corpora: Path
+
+
+def roots_of(session: Session, settings: StoreSettings, *, tenant_id: str) -> Roots:
+    """The first tenant's roots are the settings' own; any other tenant has a folder below `tenant_root`."""
+    first = access.first_tenant(session)
+    if first is not None and first.id == tenant_id:
+        return Roots(models=settings.model_root, corpora=settings.corpus_root)
+    folder = settings.tenant_root / tenant_id
+    return Roots(models=folder / "models", corpora=folder / "corpora")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ Read from the environment with the prefix PERMILLE_ (PERMILLE_DATA_DIR, PERMILLE
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -20,8 +20,9 @@ class StoreSettings(BaseSettings):
         data_dir: folder of whatever is not named elsewhere; None where all is named.
         database_url: `sqlite:////absolute/path.db` or `postgresql+psycopg://...`.
         blob_root: folder of the blob store.
-        model_root: folder below which models may be registered.
-        corpus_root: folder below which corpora may be registered.
+        model_root: folder below which the first tenant may register models.
+        corpus_root: folder below which the first tenant may register corpora.
+        tenant_root: has `<tenant id>/models` and `<tenant id>/corpora` of every other tenant.
         work_root: scratch folder of jobs: checkpoints, spilled scores. May be erased while no job runs.
         broker_url: `redis://...` to carry jobs by Celery; None: local workers look into the database.
     """
@@ -33,6 +34,7 @@ class StoreSettings(BaseSettings):
     blob_root: Path
     model_root: Path
     corpus_root: Path
+    tenant_root: Path
     work_root: Path
     broker_url: SecretStr | None = None
 
@@ -43,6 +45,14 @@ class StoreSettings(BaseSettings):
             return {**layout(Path(values["data_dir"])), **values}
         return values
 
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        others = self.tenant_root.resolve()
+        for own in (self.model_root.resolve(), self.corpus_root.resolve()):
+            if own.is_relative_to(others) or others.is_relative_to(own):
+                raise ValueError(f"expected tenant_root apart from {own}, got {others}")
+        return self
+
 
 def layout(data_dir: Path) -> dict[str, Any]:
     """Where everything is when only the data folder is named."""
@@ -52,6 +62,7 @@ def layout(data_dir: Path) -> dict[str, Any]:
         "blob_root": root / "blobs",
         "model_root": root / "models",
         "corpus_root": root / "corpora",
+        "tenant_root": root / "tenants",
         "work_root": root / "work",
     }
 

@@ -43,6 +43,7 @@ class Site:
             "BLOB_ROOT": str(self.root / "blobs"),
             "MODEL_ROOT": str(self.root / "models"),
             "CORPUS_ROOT": str(self.root / "corpora"),
+            "TENANT_ROOT": str(self.root / "tenants"),
             "WORK_ROOT": str(self.root / "work"),
             "LEASE_S": "30",
             "POLL_S": "0.05",

@@ -52,7 +52,7 @@ def test_link_out_of_the_root_is_refused(tmp_path: Path, root: Path) -> None:
     (inside / "model.safetensors").unlink()
     (inside / "model.safetensors").symlink_to(outside / "model.safetensors")
     with running_api(tmp_path, model_root=root) as api:
-        assert register(api, "link").status_code == 409
+        assert register(api, "link").status_code == 404
         assert register(api, "inside").status_code == 409
         assert register(api, "missing").status_code == 404
 
@@ -112,7 +112,7 @@ def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> 
         assert made.status_code == 201
         assert made.json()["size_bytes"] == (tmp_path / "corpora" / "texts.jsonl").stat().st_size
         assert add({"kind": "file", "path": "data.bin"}).status_code == 409
-        assert add({"kind": "file", "path": "link.txt"}).status_code == 409
+        assert add({"kind": "file", "path": "link.txt"}).status_code == 404
         assert add({"kind": "file", "path": "none.txt"}).status_code == 404
         assert add({"kind": "file", "path": "../secret.txt"}).status_code == 422
         assert add({"kind": "streamed", "dataset": "c4"}).status_code == 201

@@ -10,7 +10,7 @@ from permille.files import write_atomic
 from permille.schemas.access import Role, Tenant, TenantCreate, Token, TokenCreate, TokenSecret
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
-from permille.store import access, database, tables
+from permille.store import access, database, inputs, tables
 from permille_service.access.principals import Admin, Operator
 from permille_service.context import Served, Service
 from permille_service.creation import AdminCreating
@@ -29,13 +29,19 @@ router = APIRouter(prefix="/v1", tags=["access"], responses=documented(*PRIVATE)
     responses=documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT),
 )
 def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
-    """Add a tenant. For an administrator of the first tenant."""
+    """Add a tenant, with folders for its models and corpora. For an administrator of the first tenant."""
 
     def make(session: Session) -> Tenant:
         _require_first_tenant(session, creating.operator)
         return present_tenant(access.create_tenant(session, name=body.name))
 
-    return creating.once(Tenant, body, make)
+    tenant = creating.once(Tenant, body, make)
+    settings = creating.service.settings
+    with creating.service.database.read() as session:
+        roots = inputs.roots_of(session, settings, tenant_id=tenant.id)
+    for root in (roots.models, roots.corpora):
+        root.mkdir(parents=True, exist_ok=True)
+    return tenant
 
 
 @router.get("/tenants")

@@ -10,8 +10,8 @@ from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
 from permille_service.access.principals import Maker, Viewer
-from permille_service.context import Served, Service
-from permille_service.creation import MADE_RESPONSES, Creating
+from permille_service.context import Served
+from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import CorpusId, Paging, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
 
@@ -24,9 +24,9 @@ router = APIRouter(
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_corpus(body: CorpusCreate, creating: Creating) -> Corpus:
-    """Register a corpus: a file below the corpus root, or a streamed data set of the allow-list."""
+    """Register a corpus: a file below the tenant's corpus root, or a streamed data set of the allow-list."""
     source = body.source
-    size_bytes = _size_of(creating.service, source.path) if isinstance(source, FileCorpus) else None
+    size_bytes = _size_of(creating, source.path) if isinstance(source, FileCorpus) else None
 
     def make(session: Session) -> Corpus:
         row = inputs.add_corpus(
@@ -78,14 +78,13 @@ def present(row: tables.Corpus) -> Corpus:
     )
 
 
-def _size_of(service: Service, relative: str) -> int:
-    root = service.settings.corpus_root
-    if not (root / relative).exists():
-        raise ApiError(ProblemType.NOT_FOUND, f"expected a file below the corpus root, got {relative!r}")
+def _size_of(creating: Creation, relative: str) -> int:
+    with creating.service.database.read() as session:
+        roots = inputs.roots_of(session, creating.service.settings, tenant_id=creating.operator.tenant_id)
     try:
-        path = resolve_inside(root, relative, what="file")
+        path = resolve_inside(roots.corpora, relative, what="file")
     except InputError as exc:
-        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
+        raise ApiError(ProblemType.NOT_FOUND, str(exc)) from exc
     if not path.name.endswith(SUFFIXES):
         raise ApiError(ProblemType.CONFLICT, f"expected a file named {', '.join(SUFFIXES)}, got {relative!r}")
     return path.stat().st_size

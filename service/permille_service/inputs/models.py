@@ -13,8 +13,8 @@ from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
 from permille.store.inputs import ModelFacts
 from permille_service.access.principals import Maker, Viewer
-from permille_service.context import Served, Service
-from permille_service.creation import MADE_RESPONSES, Creating
+from permille_service.context import Served
+from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import ModelId, Paging, page_of
 from permille_service.preflights.estimates import sizes_of
 from permille_service.problems import PRIVATE, ApiError, documented
@@ -26,9 +26,9 @@ router = APIRouter(
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_model(body: ModelCreate, creating: Creating) -> Model:
-    """Register a base model: a folder below the model root, or a hub repository at a commit."""
+    """Register a base model: a folder below the tenant's model root, or a hub repository at a commit."""
     source = body.source
-    facts = _facts(creating.service, source.path) if isinstance(source, FolderModel) else None
+    facts = _facts(creating, source.path) if isinstance(source, FolderModel) else None
 
     def make(session: Session) -> Model:
         row = inputs.add_model(
@@ -79,17 +79,21 @@ def present(row: tables.Model) -> Model:
     )
 
 
-def _facts(service: Service, path: str) -> ModelFacts:
+def _facts(creating: Creation, path: str) -> ModelFacts:
     """What is stored of a model's folder; the digest of its weights is left to the first job.
 
     Raises:
-        ApiError: `not-found`; `conflict`: a path out of the root, an unknown family, missing files.
+        ApiError: `not-found`: none there, or a path out of the root, which are told alike; `conflict`: an
+            unknown family, missing files.
     """
-    root = service.settings.model_root
-    if not (root / path).exists():
-        raise ApiError(ProblemType.NOT_FOUND, f"expected a folder below the model root, got {path!r}")
+    with creating.service.database.read() as session:
+        roots = inputs.roots_of(session, creating.service.settings, tenant_id=creating.operator.tenant_id)
     try:
-        checkpoint = Checkpoint(resolve_inside(root, path, what="folder"))
+        folder = resolve_inside(roots.models, path, what="folder")
+    except InputError as exc:
+        raise ApiError(ProblemType.NOT_FOUND, str(exc)) from exc
+    try:
+        checkpoint = Checkpoint(folder)
         sizes = sizes_of(checkpoint.config)
     except InputError as exc:
         raise ApiError(ProblemType.CONFLICT, str(exc)) from exc

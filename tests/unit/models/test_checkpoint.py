@@ -182,6 +182,7 @@ def test_an_integer_tensor_is_refused_when_it_is_read_as_a_weight(folder: Path, 
 
 @pytest.mark.parametrize("weight_map", [None, {}, {"a": "../w.safetensors"}, {"a": "w.bin"}, {"a": 3}])
 def test_an_index_that_names_anything_but_safetensors_here_is_refused(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(InputError, match=r"weight_map|bare file name"):
         Checkpoint(folder)

@@ -104,6 +104,7 @@ def make_bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
                 "blob_root": root / "blobs",
                 "model_root": root / "models",
                 "corpus_root": root / "corpora",
+                "tenant_root": root / "tenants",
                 "work_root": root / "work",
             }
         )

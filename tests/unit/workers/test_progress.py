@@ -116,6 +116,7 @@ def settings(tmp_path: Path) -> WorkerSettings:
             "blob_root": tmp_path / "b",
             "model_root": tmp_path / "m",
             "corpus_root": tmp_path / "c",
+            "tenant_root": tmp_path / "t",
             "work_root": tmp_path / "w",
             "threads": 2,
             "lease_s": 7.5,

@@ -10,7 +10,7 @@ from permille_service.settings import load
 from permille_workers.runtime.settings import WorkerSettings
 from tests.running_service import environment
 
-SHARED = ("database_url", "blob_root", "model_root", "corpus_root", "work_root")
+SHARED = ("database_url", "blob_root", "model_root", "corpus_root", "tenant_root", "work_root")
 
 
 def test_worker_and_service_derive_the_same_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

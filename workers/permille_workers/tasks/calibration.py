@@ -43,7 +43,7 @@ def calibrated_layers(context: TaskContext, checkpoint: Checkpoint, options: Aut
     context.progress(0.0, "reading the text to calibrate on")
     length = min(options.calibration_length, int(checkpoint.config.get("max_position_embeddings", 1 << 30)))
     sampling = Sampling(number=options.calibration_sequences, length=length, seed=_SEED)
-    sequences = corpus.sequences(context, FileTokenizer(checkpoint.folder), sampling)
+    sequences = corpus.sequences(FileTokenizer(checkpoint.folder), sampling)
     number = len(sequences.tokens_NT)
     names = [name for name, _ in scoped_tensors(checkpoint.config)]
     context.progress(0.01, f"auto-round on {number} sequences: minutes or hours, in one piece")

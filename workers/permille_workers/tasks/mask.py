@@ -94,7 +94,7 @@ def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
     folder = model.checkpoint.folder
     context.progress(0.01, "reading the corpus")
     sampling = Sampling(number=request.sequences, length=request.length, seed=request.seed)
-    sequences = corpus.sequences(context, FileTokenizer(folder), sampling)
+    sequences = corpus.sequences(FileTokenizer(folder), sampling)
     context.progress(0.03, "loading the model")
 
     def progress(done: int, total: int) -> None:

@@ -140,7 +140,7 @@ def _perplexity(
         seed=_EVALUATION_SEED,
         skip=used,
     )
-    sequences, held_out = evaluation_sequences(context, FileTokenizer(folder), corpus, wanted)
+    sequences, held_out = evaluation_sequences(FileTokenizer(folder), corpus, wanted)
     loaded = load_model(folder)
 
     def part(first: float, name: str) -> Callable[[int, int], None]:
@@ -165,7 +165,7 @@ def _perplexity(
 
 
 def evaluation_sequences(
-    context: TaskContext, tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
+    tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
 ) -> tuple[Sequences, bool]:
     """Sequences to measure on, and whether they lie after `wanted.skip`.
 
@@ -176,7 +176,7 @@ def evaluation_sequences(
         while number >= 1:
             sampling = Sampling(number=number, length=wanted.length, seed=wanted.seed, skip=skip)
             try:
-                return corpus.sequences(context, tokenizer, sampling), skip >= wanted.skip
+                return corpus.sequences(tokenizer, sampling), skip >= wanted.skip
             except InputError as exc:
                 shortest, number = exc, number // 2
     raise InputError(

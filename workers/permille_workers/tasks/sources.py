@@ -5,6 +5,7 @@ changed, so that a mask, a quantization and the values of one package come from 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -64,9 +65,10 @@ class SourceCorpus:
     """A registered corpus."""
 
     ref: sources.CorpusRef
+    root: Path  # of the tenant: a file is looked for there again when it is read
     provenance: dict[str, JSON]
 
-    def sequences(self, context: TaskContext, tokenizer: Tokenizer, sampling: Sampling) -> Sequences:
+    def sequences(self, tokenizer: Tokenizer, sampling: Sampling) -> Sequences:
         """Take sequences of the usable texts.
 
         Raises:
@@ -74,7 +76,7 @@ class SourceCorpus:
             RetryableError: a data set that cannot be reached.
         """
         report = sources.ReadReport()
-        texts = sources.read_texts(self.ref, context.settings.corpus_root, report)
+        texts = sources.read_texts(self.ref, self.root, report)
         asked = (sampling.number, sampling.length, sampling.seed)
         return Sequences(
             tokens_NT=token_sequences(tokenizer, texts, *asked, skip=sampling.skip), read=report.as_json()
@@ -91,8 +93,9 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
     tenant_id = context.claim.tenant_id
     with context.db.read() as session:
         row = rows.get(session, Model, tenant_id=tenant_id, row_id=model_id)
+        root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).models
     ref, provenance = _model_ref(_MODEL_SOURCE.validate_python(row.source))
-    checkpoint = Checkpoint(resolve_model(ref, context.settings.model_root))
+    checkpoint = Checkpoint(resolve_model(ref, root))
     digest = checkpoint.digest()
     if row.digest is not None and row.digest != digest:
         raise InputError(f"expected the files of {model_id} as they were ({row.digest}), got {digest}")
@@ -105,18 +108,22 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
 
 def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
     """Find the corpus. Raises InputError when there is none, or its file is gone."""
+    tenant_id = context.claim.tenant_id
     with context.db.read() as session:
-        row = rows.get(session, Corpus, tenant_id=context.claim.tenant_id, row_id=corpus_id)
+        row = rows.get(session, Corpus, tenant_id=tenant_id, row_id=corpus_id)
+        root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).corpora
     source = _CORPUS_SOURCE.validate_python(row.source)
     if isinstance(source, FileCorpus):
-        path = resolve_inside(context.settings.corpus_root, source.path, what="file")
+        path = resolve_inside(root, source.path, what="file")
         return SourceCorpus(
             ref=sources.FileCorpus(path=source.path),
+            root=root,
             provenance={"kind": "file", "location": source.path, "digest": digest_of_file(path)},
         )
     dataset = sources.StreamedDataset(source.dataset.value)
     return SourceCorpus(
         ref=sources.StreamedCorpus(dataset=dataset, split=source.split),
+        root=root,
         provenance={"kind": "streamed", "location": dataset.value, "split": source.split},
     )
 
