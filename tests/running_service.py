@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,14 +68,18 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def running_service(folder: Path, *options: str, **settings: str) -> Iterator[Running]:
-    """`permille up` with its data below `folder`, stopped by SIGTERM at the end."""
-    data_dir = folder / "data"
+    """`permille up` with its data below `folder`, stopped by SIGTERM at the end.
+
+    With `files`, beside settings, as many files may be open in each of its processes.
+    """
+    data_dir, files = folder / "data", settings.pop("files", None)
     process = subprocess.Popen(
         [*UP, "--data-dir", str(data_dir), "--port", "0", "--json", *options],
         stdout=subprocess.PIPE,
         stderr=(folder / "up.log").open("w"),
         text=True,
         env=environment(**settings),
+        preexec_fn=None if files is None else partial(_limit_files, int(files)),
     )
     try:
         answer = _first_document(process)
@@ -85,6 +91,10 @@ def running_service(folder: Path, *options: str, **settings: str) -> Iterator[Ru
         process.wait(STOP_S)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def _limit_files(files: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
 
 def _first_document(process: subprocess.Popen[str]) -> dict[str, Any]:

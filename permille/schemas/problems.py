@@ -22,6 +22,7 @@ class ProblemType(StrEnum):
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not-found"
     METHOD_NOT_ALLOWED = "method-not-allowed"
+    REQUEST_TIMEOUT = "request-timeout"
     CONFLICT = "conflict"
     IDEMPOTENCY_CONFLICT = "idempotency-conflict"
     PRECONDITION_FAILED = "precondition-failed"
@@ -58,6 +59,7 @@ _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
     ProblemType.FORBIDDEN: (403, "This principal may not do this"),
     ProblemType.NOT_FOUND: (404, "There is no such thing for this principal"),
     ProblemType.METHOD_NOT_ALLOWED: (405, "This path does not offer this method"),
+    ProblemType.REQUEST_TIMEOUT: (408, "The request did not come in time"),
     ProblemType.CONFLICT: (409, "The current state does not allow this"),
     ProblemType.IDEMPOTENCY_CONFLICT: (409, "The idempotency key was used with another request"),
     ProblemType.PRECONDITION_FAILED: (412, "A precondition of the request does not hold"),

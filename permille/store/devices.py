@@ -26,6 +26,9 @@ _TOUCH_EVERY = timedelta(minutes=1)
 class InvitationError(InputError):
     """The code is unknown, used by another key, expired or revoked: which one is not told."""
 
+    def __init__(self) -> None:
+        super().__init__("expected an unused, valid invitation, got one that is unknown, used or expired")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment:
@@ -66,6 +69,16 @@ def revoke_invitation(session: Session, *, tenant_id: str, invitation_id: str) -
     invitation.revoked_at = invitation.revoked_at or now(session)
 
 
+def find_invitation(session: Session, *, code: str) -> Invitation | None:
+    """The invitation of this code, whatever it is still good for; by its hash, in one look-up."""
+    return session.scalar(select(Invitation).where(Invitation.code_hash == hash_secret(code)))
+
+
+def is_active(session: Session, *, device_id: str) -> bool:
+    """Whether there is such a device, neither revoked nor gone."""
+    return _active(session, device_id) is not None
+
+
 def enrol(session: Session, *, code: str, public_key: str, name: str, agent_version: str) -> Enrolment:
     """Use an invitation: make a device, or return the one that has this key.
 
@@ -73,17 +86,17 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
         InvitationError: the code is no good, or the key belongs to a revoked device.
     """
     at = now(session)
-    invitation = session.scalar(select(Invitation).where(Invitation.code_hash == hash_secret(code)))
+    invitation = find_invitation(session, code=code)
     if invitation is None or invitation.revoked_at is not None:
-        raise _bad_invitation()
+        raise InvitationError()
     device = session.scalar(
         select(Device).where(Device.tenant_id == invitation.tenant_id, Device.public_key == public_key)
     )
     if device is not None and device.revoked_at is not None:
-        raise _bad_invitation()
+        raise InvitationError()
     if invitation.used_at is not None:
         if device is None or invitation.device_id != device.id or device.unenrolled_at is not None:
-            raise _bad_invitation()
+            raise InvitationError()
         return Enrolment(device=device, created=False)
     created = device is None or device.unenrolled_at is not None
     if device is None:
@@ -223,12 +236,8 @@ def _use(session: Session, invitation: Invitation, device: Device, at: datetime)
         .values(used_at=at, device_id=device.id)
     )
     if not _changed_one(used):
-        raise _bad_invitation()
+        raise InvitationError()
 
 
 def _changed_one(result: object) -> bool:
     return isinstance(result, CursorResult) and result.rowcount == 1
-
-
-def _bad_invitation() -> InvitationError:
-    return InvitationError("expected an unused, valid invitation, got one that is unknown, used or expired")

@@ -17,6 +17,7 @@ from permille.errors import OperatorError, RetryableError
 from permille.files import write_atomic
 from permille.store.settings import explain
 from permille_service.app import create_app
+from permille_service.connections import Connections, Listener, protocol_of, raise_file_limit
 from permille_service.settings import Settings, client_url, load
 
 EXIT_USAGE, EXIT_RETRY = 2, 75
@@ -35,7 +36,8 @@ def main() -> int:
         return EXIT_USAGE
     try:
         app = create_app(settings)
-        listening = listen(settings)
+        connections = Connections(settings, files=raise_file_limit())
+        listening = listen(settings, connections)
     except (OperatorError, RetryableError, OSError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
         return EXIT_RETRY if isinstance(exc, RetryableError) else EXIT_USAGE
@@ -44,6 +46,11 @@ def main() -> int:
     write_atomic(url_path, f"{url}\n".encode(), mode=0o600)
     config = uvicorn.Config(
         app,
+        loop="asyncio",
+        http=protocol_of(connections),
+        ws="none",  # a connection that speaks another protocol would have no limits
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         log_level="warning",
         server_header=False,
         date_header=True,
@@ -64,11 +71,12 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def listen(settings: Settings) -> socket.socket:
+def listen(settings: Settings, connections: Connections) -> Listener:
     """A listening socket, so that the port is known before the first request."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # The protocol is named, else asyncio leaves Nagle on and every answer waits for a delayed ACK (40 ms).
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.connections = connections
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((settings.host, settings.port))
     listening.listen(128)

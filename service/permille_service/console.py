@@ -4,6 +4,7 @@ network. And whether the service is well, which anybody may ask."""
 from pathlib import Path
 from typing import Final
 
+from anyio import to_thread
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
@@ -11,7 +12,7 @@ from fastapi.staticfiles import StaticFiles
 import permille
 from permille.schemas.fields import Health
 from permille.store import access
-from permille_service.context import Served
+from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
 from permille_service.problems import OPEN, documented
 
@@ -45,8 +46,12 @@ def console() -> HTMLResponse:
 
 
 @health.get("")
-def get_health(service: Served) -> Health:
-    """Whether the service and its database answer."""
+async def get_health(service: Served) -> Health:
+    """Whether the service and its database answer. In a thread of its own: the others may all be busy."""
+    return await to_thread.run_sync(_check, service, limiter=service.health_threads)
+
+
+def _check(service: Service) -> Health:
     with service.database.read() as session:
         access.first_tenant(session)
     return Health(status="ok", version=permille.__version__)

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
+from anyio import CapacityLimiter
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fastapi import Depends, Request
 
@@ -17,7 +18,7 @@ from permille.store.database import Database
 from permille.store.jobs.dispatch import CeleryDispatcher
 from permille.store.schema import migrate
 from permille_service import keys
-from permille_service.rate_limit import RateLimit
+from permille_service.limits import RateLimit, Slots
 from permille_service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,9 @@ class Service:
     blobs: BlobFolder
     signing_key: Ed25519PrivateKey
     seal: keys.Seal
-    enrolments: RateLimit
+    sign_ins: RateLimit
+    streams: Slots
+    health_threads: CapacityLimiter
     dispatcher: CeleryDispatcher | None  # None: local workers find a job's row by themselves
 
     @classmethod
@@ -50,7 +53,9 @@ class Service:
             blobs=BlobFolder(settings.blob_root),
             signing_key=keys.signing_key(settings.keys_dir),
             seal=keys.Seal(settings.keys_dir),
-            enrolments=RateLimit(settings.enrolments_per_minute, clock=time.monotonic),
+            sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
+            streams=Slots(settings.max_streams, of_one=settings.max_streams_per_token),
+            health_threads=CapacityLimiter(2),
             dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,
         )
 
@@ -59,8 +64,8 @@ class Service:
         self.database.close()
 
 
-def service_of(request: Request) -> Service:
-    """The service that this app was made with."""
+async def service_of(request: Request) -> Service:
+    """The service that this app was made with. Not in a thread: health has to do without."""
     service = request.app.state.service
     if not isinstance(service, Service):
         raise TypeError(f"expected app.state.service to be a Service, got {type(service).__name__}")

@@ -30,6 +30,7 @@ _TYPE_OF_STATUS = {
     403: ProblemType.FORBIDDEN,
     404: ProblemType.NOT_FOUND,
     405: ProblemType.METHOD_NOT_ALLOWED,
+    408: ProblemType.REQUEST_TIMEOUT,
     413: ProblemType.TOO_LARGE,
     415: ProblemType.UNSUPPORTED_MEDIA_TYPE,
 }
@@ -43,9 +44,11 @@ _HEADERS_OF_STATUS = {
 
 OPEN = (
     ProblemType.BAD_REQUEST,
+    ProblemType.REQUEST_TIMEOUT,
     ProblemType.TOO_LARGE,
     ProblemType.MISDIRECTED,
     ProblemType.INVALID,
+    ProblemType.TOO_MANY_REQUESTS,
     ProblemType.INTERNAL,
     ProblemType.UNAVAILABLE,
 )

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from permille.store.settings import StoreSettings
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024
 DAY_S = 86_400.0
 DEFAULT_PORT = 8321
@@ -31,10 +32,23 @@ class Settings(StoreSettings):
     allowed_hosts: tuple[str, ...] = Field(default=(), description="host names to answer to beside loopback")
     max_body_bytes: int = Field(default=MIB, ge=1024)
     max_log_bytes: int = Field(default=64 * MIB, ge=1024)
-    enrolments_per_minute: int = Field(default=60, ge=1, description="enrolments and tokens, by address")
+    sign_ins_per_minute: int = Field(
+        default=60, ge=1, description="by device, by invitation; refused invitations by address"
+    )
+    trusted_proxies: tuple[str, ...] = Field(
+        default=(), description="addresses and networks whose X-Forwarded-For is believed"
+    )
+    header_s: float = Field(default=10.0, gt=0, description="a request's head must be whole in this time")
+    body_s: float = Field(
+        default=20.0, gt=0, description="and its body in this time beyond what its bytes need at 4 KiB/s"
+    )
+    max_connections: int = Field(default=1000, ge=1, description="less where few files may be open")
+    max_connections_per_address: int = Field(default=250, ge=1)
     stream_s: float = Field(
         default=900.0, gt=0, description="an event stream ends after this; clients resume"
     )
+    max_streams: int = Field(default=200, ge=1, description="event streams")
+    max_streams_per_token: int = Field(default=10, ge=1, description="event streams of one operator token")
     memory_bytes: int | None = Field(
         default=None, ge=1, description="memory a job may use; default: what is free"
     )
@@ -50,6 +64,16 @@ class Settings(StoreSettings):
                 f"expected tls_certificate and tls_key for a bind other than loopback, got {self.host!r}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _named_proxies(self) -> Self:
+        _ = self.proxy_networks
+        return self
+
+    @property
+    def proxy_networks(self) -> tuple[Network, ...]:
+        """The trusted proxies. Raises ValueError: one is no address and no network."""
+        return tuple(ipaddress.ip_network(proxy) for proxy in self.trusted_proxies)
 
     @property
     def token_path(self) -> Path:

@@ -65,7 +65,7 @@ ADMIN_ONLY = {"create_tenant", "list_tenants", "create_token", "list_tokens", "d
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """One service for the questions that change nothing."""
-    with running_api(tmp_path_factory.mktemp("api"), enrolments_per_minute=10_000) as api:
+    with running_api(tmp_path_factory.mktemp("api"), sign_ins_per_minute=10_000) as api:
         yield api
 
 

@@ -91,11 +91,12 @@ def test_device_leaves_and_comes_back_with_a_new_invitation(api: Api) -> None:
     assert api.get("/v1/device", device.token()).json()["id"] == device.id
 
 
-def test_guessing_is_slowed_by_address(tmp_path: Path) -> None:
-    with running_api(tmp_path, enrolments_per_minute=3) as api:
+def test_guessing_is_slowed_by_address_and_a_valid_invitation_is_not(tmp_path: Path) -> None:
+    with running_api(tmp_path, sign_ins_per_minute=3) as api:
         device = TestDevice(api=api, key=Ed25519PrivateKey.generate())
         codes = [device.enrol("A" * 21 + "A").status_code for _ in range(5)]
         assert codes == [403, 403, 403, 429, 429]
         answer = device.enrol("A" * 22)
         assert int(answer.headers["retry-after"]) >= 1
+        assert api.device().token()
         assert api.get("/v1/models").status_code == 200

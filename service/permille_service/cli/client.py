@@ -3,6 +3,7 @@
 import json
 import re
 import ssl
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Self
 import httpx
 
 from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, TEXT_PATTERN
+from permille.schemas.jobs import ENDED
 from permille_service.cli.exits import CommandError, Exit, exit_of_status
 
 _PATTERN = re.compile(r"should match pattern '(.*)'")
@@ -24,6 +26,7 @@ _FORMS = {
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
+LOOK_S = 2.0
 
 
 class Client:
@@ -104,7 +107,8 @@ class Client:
                 with self._http.stream("GET", path, headers=headers, timeout=60.0) as response:
                     if response.status_code == 204:
                         return
-                    if response.is_error:
+                    crowded = response.status_code in (429, 503)
+                    if response.is_error and not crowded:
                         response.read()
                         raise _error(response)
                     for line in response.iter_lines():
@@ -112,6 +116,14 @@ class Client:
                             event = json.loads(line.removeprefix("data:"))
                             last = event["seq"]
                             yield event
+                if crowded:  # as many follow as may: look now and then instead
+                    ended = self.get(f"/v1/jobs/{job_id}")["state"] in ENDED
+                    for event in self.get(f"/v1/jobs/{job_id}/events", after=last):
+                        last = event["seq"]
+                        yield event
+                    if ended:
+                        return
+                    time.sleep(LOOK_S)
             except httpx.TransportError as exc:
                 raise _unreachable(self._http, exc) from exc
 

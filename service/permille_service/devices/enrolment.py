@@ -1,14 +1,13 @@
 """Routes by which a device enrols, proves its key, and looks at itself.
 
-Enrolment and tokens have no principal yet: an invitation, or a signature over a nonce, stands for it. Both
-are limited by address.
+Enrolment and tokens have no principal yet: an invitation, or a signature over a nonce, stands for it. Calls
+are limited by invitation and by device, which a stranger does not know; only refused invitations are counted
+by address, so that nobody behind a shared address is locked out by another.
 """
-
-from typing import Annotated
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from permille.package.signing import decode_base64url
 from permille.schemas.devices import (
@@ -26,19 +25,13 @@ from permille.schemas.problems import ProblemType
 from permille.store import database, devices, releases, rows, tables
 from permille.store.devices import InvitationError
 from permille_service.access.principals import CallingDevice
-from permille_service.context import Served
+from permille_service.context import Served, Service
 from permille_service.devices.records import present
+from permille_service.limits import address_key
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
 from permille_service.releases.routes import register_key
 
-
-def limited(request: Request, service: Served) -> None:
-    """Count one call of this address. Raises ApiError (`too-many-requests`)."""
-    service.enrolments.check(request.client.host if request.client else "")
-
-
-Limited = Annotated[None, Depends(limited)]
-router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*OPEN, ProblemType.TOO_MANY_REQUESTS))
+router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*OPEN))
 own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRIVATE))
 
 
@@ -50,8 +43,11 @@ own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRI
         **documented(ProblemType.FORBIDDEN),
     },
 )
-def create_enrolment(body: EnrolmentCreate, response: Response, service: Served, _: Limited) -> Enrolment:
+def create_enrolment(
+    body: EnrolmentCreate, request: Request, response: Response, service: Served
+) -> Enrolment:
     """Enrol a device by an invitation and its public key. The same key again is the same device."""
+    _limit_enrolment(service, request, body.invitation)
     with service.database.write() as session:
         try:
             enrolment = devices.enrol(
@@ -79,8 +75,12 @@ def create_enrolment(body: EnrolmentCreate, response: Response, service: Served,
 
 
 @router.post("/device-tokens/nonces", status_code=201, responses=documented(ProblemType.NOT_FOUND))
-def create_nonce(body: NonceCreate, service: Served, _: Limited) -> DeviceNonce:
+def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     """Get a nonce to sign: good once, for five minutes."""
+    with service.database.read() as session:
+        if not devices.is_active(session, device_id=body.device_id):
+            raise ApiError(ProblemType.NOT_FOUND, f"no device {body.device_id!r}")
+    service.sign_ins.check(body.device_id)
     with service.database.write() as session:
         devices.purge_expired(session)
         nonce, expires_at = devices.create_nonce(session, device_id=body.device_id)
@@ -88,9 +88,7 @@ def create_nonce(body: NonceCreate, service: Served, _: Limited) -> DeviceNonce:
 
 
 @router.post("/device-tokens", status_code=201, responses=documented(ProblemType.UNAUTHENTICATED))
-def create_device_token(
-    body: DeviceTokenCreate, response: Response, service: Served, _: Limited
-) -> DeviceToken:
+def create_device_token(body: DeviceTokenCreate, response: Response, service: Served) -> DeviceToken:
     """Get a token for one hour by a signed nonce. A nonce is used up even by a wrong signature."""
     with service.database.write() as session:
         device = devices.use_nonce(session, device_id=body.device_id, nonce=body.nonce)
@@ -118,6 +116,17 @@ def delete_own_device(service: Served, device: CallingDevice) -> None:
     """Leave: the calling device's tokens end at once. A new invitation lets it come back."""
     with service.database.write() as session:
         devices.unenrol(session, tenant_id=device.tenant_id, device_id=device.device_id)
+
+
+def _limit_enrolment(service: Service, request: Request, code: str) -> None:
+    """Let a known invitation be tried so often a minute, and unknown ones of an address, before any write."""
+    with service.database.read() as session:
+        invitation = devices.find_invitation(session, code=code)
+    if invitation is not None:
+        service.sign_ins.check(invitation.id)
+        return
+    service.sign_ins.check(address_key(request.client.host if request.client else ""))
+    raise ApiError(ProblemType.FORBIDDEN, str(InvitationError()))
 
 
 def _is_signed(public_key: str, body: DeviceTokenCreate) -> bool:

@@ -15,7 +15,7 @@ from permille.store.jobs.dispatch import dispatch
 from permille_service.access.principals import Maker, Viewer, bearer, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
-from permille_service.jobs.stream import stream_events
+from permille_service.jobs.stream import EventStream, stream_events
 from permille_service.parameters import DEFAULT_LIMIT, JobId, Limit, Paging, page_of
 from permille_service.problems import PRIVATE, documented
 
@@ -111,15 +111,11 @@ def stream_job_events(
         job = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
         if last_event_id is not None and job.state in ENDED and job.event_seq <= after:
             return Response(status_code=204)
-    lines = stream_events(
+    events = stream_events(
         service,
         tenant_id=operator.tenant_id,
         job_id=job_id,
         after=after,
         still_allowed=lambda: find_principal(service, credentials.credentials) is not None,
     )
-    return StreamingResponse(
-        lines,
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-    )
+    return EventStream(events, place=lambda: service.streams.hold(operator.token_id))

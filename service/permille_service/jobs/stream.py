@@ -5,8 +5,11 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from permille.schemas.jobs import ENDED, JobEvent
 from permille.store import rows, tables
@@ -16,6 +19,23 @@ from permille_service.jobs.records import present_event
 
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that hold a place for as long as they are sent; where there is none, a problem."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], *, place: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them, or the ApiError of the place, which the app answers."""
+        with self._place():
+            await super().__call__(scope, receive, send)
 
 
 async def stream_events(

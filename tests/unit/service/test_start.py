@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from permille_service.__main__ import listen
+from permille_service.connections import Connections
 from permille_service.settings import Settings
 
 HEAVY = ("torch", "transformers", "bitsandbytes", "datasets", "matplotlib", "celery", "pandas", "scipy")
@@ -33,7 +34,8 @@ def test_answers_wait_for_no_delayed_acknowledgement(tmp_path: Path) -> None:
             )
             writer.close()
 
-        listening = listen(Settings.model_validate({"data_dir": tmp_path, "port": 0}))
+        settings = Settings.model_validate({"data_dir": tmp_path, "port": 0})
+        listening = listen(settings, Connections(settings, files=1024))
         async with await asyncio.start_server(accepted, sock=listening):
             _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
             nodelay = await found

@@ -1,0 +1,334 @@
+"""The API's connections: how many there may be, and how long a client may take to say what it wants.
+
+uvicorn has no deadline for a request's head or body, and its `limit_concurrency` refuses health too; so this
+is a listening socket that counts, and a protocol on top of uvicorn's that tells where a connection stands.
+hypercorn limits single reads only; granian limits the head, but neither bodies nor connections.
+
+Rules:
+- A connection counts from `accept` until its descriptor is closed, a TLS handshake included. There are at
+  most so many, below the limit of open files, and so many of one address; named proxies have no limit of
+  their own.
+- One more than that takes the place of the one that has waited longest without a whole head: who does not
+  ask makes room for who does. Where all are being answered, the new one is refused: 429 where its address
+  has too many, 503 where there are too many altogether, but health is answered.
+- A head must be whole in `header_s` from the connection's start, or from the last answer. A body may take
+  `body_s` more than its bytes need at `UPLOAD_BYTES_PER_S`; time in which we do not read does not count.
+- A client that takes nothing of its answer for `STALL_S` is cut off.
+"""
+
+import asyncio
+import ipaddress
+import resource
+import socket
+import time
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, ClassVar, Final
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from permille.schemas.problems import ProblemType
+from permille_service.limits import address_key, plain_address
+from permille_service.problems import problem_response
+from permille_service.settings import Settings
+
+UPLOAD_BYTES_PER_S: Final = 4096
+REQUEST_S: Final = 3600.0
+STALL_S: Final = 60.0
+SWEEP_S: Final = 0.5
+CLOSE_S: Final = 0.1
+"""After this a connection that was told to close is closed without its consent."""
+SPARE: Final = 64
+"""More connections than the limit, so that some can be told that it is reached."""
+CLOSING: Final = 32
+"""So many connections may be on their way out before more are accepted."""
+OWN_FILES: Final = 128
+"""Descriptors that are kept for the database, the log and the like."""
+MAX_FILES: Final = 65_536
+HEALTH_PATH: Final = "/v1/health"
+
+_TOO_SLOW = "expected a whole request within its time, got a part of one"
+_CROWDED = {
+    ProblemType.TOO_MANY_REQUESTS: "expected fewer connections of one address",
+    ProblemType.UNAVAILABLE: "expected fewer connections: the service has as many as it can hold",
+}
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of open files to what this process may have; return it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Connection:
+    """One connection: of whom, since when it waits for a head, and whether it came when there were enough."""
+
+    key: str
+    socket: "weakref.ref[socket.socket]"
+    since: float = 0.0
+    refusal: ProblemType | None = None
+    protocol: "LimitedProtocol | None" = None
+
+
+class Connections:
+    """All open connections, by address and by how long they wait."""
+
+    def __init__(self, settings: Settings, *, files: int) -> None:
+        room = max(16, (files - OWN_FILES) // 2)  # one for the connection, one for a blob that it is sent
+        self.header_s, self.body_s = settings.header_s, settings.body_s
+        self._most = min(settings.max_connections, room)
+        self._most_of_one = settings.max_connections_per_address
+        self._proxies = settings.proxy_networks
+        self._open: dict[int, Connection] = {}
+        self._waiting: dict[Connection, None] = {}
+        self._waiting_of: dict[str, dict[Connection, None]] = {}
+        self._count_of: Counter[str] = Counter()
+        self._closing: set[Connection] = set()
+        self._sweeping = False
+
+    @property
+    def busy_closing(self) -> bool:
+        """Whether to let connections go before others are accepted."""
+        return len(self._closing) >= CLOSING
+
+    def admit(self, plain: socket.socket, host: str) -> socket.socket | None:
+        """Count an accepted socket, and make room for it; None where it was closed at once."""
+        key = address_key(host)
+        refusal = None
+        if self._count_of[key] >= self._most_of_one and not self._is_proxy(host):
+            crowd, refusal = self._waiting_of.get(key, {}), ProblemType.TOO_MANY_REQUESTS
+        elif len(self._open) >= self._most:
+            crowd, refusal = self._waiting, ProblemType.UNAVAILABLE
+        if refusal is not None:
+            longest = next(iter(crowd), None)
+            if longest is not None:
+                self.end(longest, refusal)
+                refusal = None
+            elif len(self._open) >= self._most + SPARE:
+                plain.close()
+                return None
+        counted = _Counted(plain.family, plain.type, plain.proto, fileno=plain.detach())
+        connection = Connection(key=key, socket=weakref.ref(counted), refusal=refusal)
+        counted.finalizer = weakref.finalize(counted, self._forget, counted.fileno(), connection)
+        self._open[counted.fileno()] = connection
+        self._count_of[key] += 1
+        self.wait(connection)
+        return counted
+
+    def attach(self, descriptor: int, protocol: "LimitedProtocol") -> Connection | None:
+        """The connection of this descriptor, which speaks HTTP from now on."""
+        connection = self._open.get(descriptor)
+        if connection is not None:
+            connection.protocol = protocol
+        return connection
+
+    def wait(self, connection: Connection) -> None:
+        """The connection waits for a head, from now on where it did not before."""
+        if connection in self._waiting:
+            return
+        connection.since = time.monotonic()
+        self._waiting[connection] = None
+        self._waiting_of.setdefault(connection.key, {})[connection] = None
+        if not self._sweeping:
+            self._sweeping = True
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def answer(self, connection: Connection) -> None:
+        """The connection has asked: it waits no longer."""
+        self._waiting.pop(connection, None)
+        of_address = self._waiting_of.get(connection.key, {})
+        of_address.pop(connection, None)
+        if not of_address:
+            self._waiting_of.pop(connection.key, None)
+
+    def end(self, connection: Connection, problem: ProblemType) -> None:
+        """Close a connection that waits, with a word where it began to speak."""
+        self.answer(connection)
+        self._closing.add(connection)
+        if connection.protocol is not None:
+            detail = _CROWDED.get(problem, _TOO_SLOW)
+            connection.protocol.refuse(problem, detail)
+        elif (handshaking := connection.socket()) is not None:
+            try:
+                handshaking.shutdown(socket.SHUT_RDWR)  # the event loop, whose socket it is, closes it
+            except OSError:
+                return
+
+    def _sweep(self) -> None:
+        late = time.monotonic() - self.header_s
+        for connection in list(self._waiting):
+            if connection.since > late:
+                break
+            self.end(connection, ProblemType.REQUEST_TIMEOUT)
+        self._sweeping = bool(self._waiting)
+        if self._sweeping:
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _forget(self, descriptor: int, connection: Connection) -> None:
+        self.answer(connection)
+        self._closing.discard(connection)
+        self._open.pop(descriptor, None)
+        self._count_of[connection.key] -= 1
+        if self._count_of[connection.key] <= 0:
+            del self._count_of[connection.key]
+
+    def _is_proxy(self, host: str) -> bool:
+        if not self._proxies:
+            return False
+        address = ipaddress.ip_address(plain_address(host))
+        return any(address in network for network in self._proxies)
+
+
+class Listener(socket.socket):
+    """A listening socket whose accepted sockets are counted."""
+
+    connections: Connections
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As the base class; BlockingIOError also where the event loop should first close some."""
+        for _ in range(CLOSING):
+            if self.connections.busy_closing:
+                break
+            plain, address = super().accept()
+            admitted = self.connections.admit(plain, address[0])
+            if admitted is not None:
+                return admitted, address
+        raise BlockingIOError
+
+
+class _Counted(socket.socket):
+    """An accepted socket that says when its descriptor goes."""
+
+    finalizer: "weakref.finalize[..., Any]"
+
+    def close(self) -> None:
+        self.finalizer()
+        super().close()
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol with deadlines. `limits` is set by `protocol_of`."""
+
+    limits: ClassVar[Connections]
+    _connection: Connection | None = None
+    _body_bytes = 0
+    _body_s = 0.0
+    _timing: asyncio.TimerHandle | None = None
+    _stalling: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.client is not None:
+            self.client = (plain_address(self.client[0]), self.client[1])
+        self._connection = self.limits.attach(transport.get_extra_info("socket").fileno(), self)
+        if self._connection is None:
+            transport.abort()
+        elif self._connection.refusal is not None:
+            self.app = _refusing(self.app, self._connection.refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # the base class forgets it where the connection was reset
+        for timer in (self._timing, self._stalling):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._body_bytes += len(data)
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stalling is None:
+            self._stalling = self.loop.call_later(STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalling is not None:
+            self._stalling.cancel()
+            self._stalling = None
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(ProblemType.BAD_REQUEST, msg)
+
+    def refuse(self, problem: ProblemType, detail: str) -> None:
+        """Answer with a problem, where no answer has begun and a request has, and close."""
+        if self.transport.is_closing():
+            return
+        begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+        if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            path = self.scope["path"] if self.conn.their_state is h11.SEND_BODY else "/"
+            answer = problem_response(path, problem, detail, headers={"Connection": "close"})
+            headers = [*self.server_state.default_headers, *answer.raw_headers]
+            reason = HTTPStatus(answer.status_code).phrase.encode()
+            for event in (
+                h11.Response(status_code=answer.status_code, headers=headers, reason=reason),
+                h11.Data(data=bytes(answer.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.close()
+        self.loop.call_later(CLOSE_S, self.transport.abort)
+
+    def _look(self) -> None:
+        """Note where the connection stands: it waits for a head, sends a body, or is being answered."""
+        if self._connection is None or self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.IDLE:
+            self._body_bytes, self._body_s = 0, 0.0
+            self.limits.wait(self._connection)
+            return
+        self.limits.answer(self._connection)
+        if self.conn.their_state is h11.SEND_BODY and self._timing is None:
+            self._timing = self.loop.call_later(SWEEP_S, self._time_body)
+
+    def _time_body(self) -> None:
+        self._timing = None
+        if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self._body_s += SWEEP_S
+        allowed_s = self.limits.body_s + self._body_bytes / UPLOAD_BYTES_PER_S
+        if self._body_s > min(allowed_s, REQUEST_S):
+            self.refuse(ProblemType.REQUEST_TIMEOUT, _TOO_SLOW)
+            return
+        self._timing = self.loop.call_later(SWEEP_S, self._time_body)
+
+
+def protocol_of(connections: Connections) -> type[LimitedProtocol]:
+    """The protocol of these connections: uvicorn makes it with arguments of its own."""
+
+    class Bound(LimitedProtocol):
+        pass
+
+    Bound.limits = connections
+    return Bound
+
+
+def _refusing(app: ASGIApp, problem: ProblemType) -> ASGIApp:
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == HEALTH_PATH:
+            await app(scope, receive, send)
+            return
+        answer = problem_response(scope["path"], problem, _CROWDED[problem], headers={"Connection": "close"})
+        await answer(scope, receive, send)
+
+    return refuse

@@ -1,0 +1,196 @@
+"""Slow and many callers against a real API process: heads and bodies that never end, event streams, a full
+house. Health answers under each, and the caller is told where it can be.
+"""
+
+import resource
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from permille.schemas.access import Role
+from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE
+from permille.store import access
+from permille.store.database import Database
+from permille.store.jobs import queue
+from permille.store.jobs.transitions import NewJob
+from tests.running_service import Running, running_service
+
+FILES = "1024"
+HALF_HEAD = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+HALF_BODY = (
+    b"POST /v1/enrolments HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 200\r\nExpect: 100-continue\r\n\r\n"
+)
+GENEROUS_S = 10.0
+"""For one answer of health on a busy machine; without the limits it comes after a minute, or never."""
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Let this process, the attacker, open as many files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def sending(url: str, data: bytes, number: int) -> Iterator[list[socket.socket]]:
+    """So many connections of which each has sent this and no more."""
+    parts = urlsplit(url)
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(number):
+            opened = socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30.0)
+            sockets.append(opened)
+            try:
+                opened.sendall(data)
+            except OSError:
+                continue  # closed already, which is the server's right
+        yield sockets
+    finally:
+        for opened in sockets:
+            opened.close()
+
+
+def answer_of(opened: socket.socket) -> bytes:
+    """All that the server sends until it closes the connection."""
+    opened.settimeout(60.0)
+    answer = b""
+    try:
+        while part := opened.recv(65_536):
+            answer += part
+    except ConnectionError:
+        return answer
+    return answer
+
+
+def health_s(url: str, **options: Any) -> float:
+    """How long health took, over a connection of its own."""
+    started = time.monotonic()
+    answer = httpx.get(f"{url}/v1/health", timeout=60.0, trust_env=False, **options)
+    assert answer.status_code == 200, answer.text
+    return time.monotonic() - started
+
+
+def is_problem(answer: bytes, status: int, slug: str) -> bool:
+    """Whether raw bytes are this problem document."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = (f" {status} ".encode(), MEDIA_TYPE.encode())
+    return all(line in head for line in lines) and f'"{TYPE_BASE}{slug}"'.encode() in body
+
+
+@pytest.mark.attack(5, "1,100 half-sent heads where 1,024 files may be open")
+def test_half_sent_heads_do_not_stop_the_api(tmp_path: Path, many_files: None) -> None:
+    with running_service(tmp_path, "--no-worker", files=FILES, PERMILLE_HEADER_S="3") as running:
+        with sending(running.url, HALF_HEAD, 1100) as sockets:
+            assert max(health_s(running.url) for _ in range(5)) < GENEROUS_S
+            assert running.answer("models", "list") == []
+            answers = [answer_of(opened) for opened in sockets]
+        assert any(is_problem(answer, 408, "request-timeout") for answer in answers)
+        assert any(is_problem(answer, 429, "too-many-requests") for answer in answers)
+        assert health_s(running.url) < GENEROUS_S
+
+
+@pytest.mark.attack(5, "1,100 TLS handshakes that never go on where 1,024 files may be open")
+def test_half_done_handshakes_do_not_stop_the_api(tmp_path: Path, many_files: None) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ed25519 -nodes -days 1 -subj /CN=permille -addext subjectAltName=IP:"
+    made = [*f"{command}127.0.0.1".split(), "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(made, check=True, capture_output=True)
+    options = ("--no-worker", "--tls-certificate", str(certificate), "--tls-key", str(key))
+    trusted = ssl.create_default_context(cafile=certificate)
+    with running_service(tmp_path, *options, files=FILES, PERMILLE_HEADER_S="3") as running:
+        with sending(running.url, b"\x16\x03\x01", 1100) as sockets:
+            assert max(health_s(running.url, verify=trusted) for _ in range(5)) < GENEROUS_S
+            assert all(answer_of(opened) == b"" for opened in sockets)
+        assert health_s(running.url, verify=trusted) < GENEROUS_S
+
+
+@pytest.mark.attack(5, "600 event streams by one viewer")
+def test_event_streams_of_one_viewer_are_bounded(tmp_path: Path, many_files: None) -> None:
+    with running_service(tmp_path, "--no-worker", PERMILLE_MAX_CONNECTIONS_PER_ADDRESS="1000") as running:
+        viewer, job_id = _viewer_and_job(running)
+        asking = f"GET /v1/jobs/{job_id}/events/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        asking += f"Authorization: Bearer {viewer}\r\n\r\n"
+        with sending(running.url, asking.encode(), 600) as sockets:
+            firsts = [_first_answer(opened) for opened in sockets]
+            assert sum(b" 200 OK" in first for first in firsts) == 10
+            assert sum(is_problem(first, 429, "too-many-requests") for first in firsts) == 590
+            assert max(health_s(running.url) for _ in range(5)) < GENEROUS_S
+            assert running.answer("jobs", "list")[0]["id"] == job_id
+        assert health_s(running.url) < GENEROUS_S
+
+
+@pytest.mark.attack(5, "as many busy connections as there may be, of one address and of all")
+def test_a_full_house_says_so_and_health_answers(tmp_path: Path) -> None:
+    few = {"PERMILLE_MAX_CONNECTIONS": "6", "PERMILLE_MAX_CONNECTIONS_PER_ADDRESS": "4"}
+    with running_service(tmp_path, "--no-worker", **few) as running:
+        with sending(running.url, HALF_BODY, 4) as busy:
+            assert all(b" 100 " in opened.recv(65_536) for opened in busy)
+            assert health_s(running.url) < GENEROUS_S
+            refused = httpx.get(f"{running.url}/v1/models", trust_env=False)
+            assert (refused.status_code, refused.json()["type"]) == (429, f"{TYPE_BASE}too-many-requests")
+            assert int(refused.headers["retry-after"]) > 0
+        assert httpx.get(f"{running.url}/v1/models", trust_env=False).status_code == 401
+    few["PERMILLE_MAX_CONNECTIONS_PER_ADDRESS"] = "100"
+    with (
+        running_service(tmp_path, "--no-worker", **few) as running,
+        sending(running.url, HALF_BODY, 6) as busy,
+    ):
+        assert all(b" 100 " in opened.recv(65_536) for opened in busy)
+        assert health_s(running.url) < GENEROUS_S
+        refused = httpx.get(f"{running.url}/v1/models", trust_env=False)
+        assert (refused.status_code, refused.json()["type"]) == (503, f"{TYPE_BASE}unavailable")
+
+
+@pytest.mark.attack(9, "bodies of one byte now and then hold no thread, lock or transaction")
+def test_slow_bodies_hold_nothing_and_end(tmp_path: Path) -> None:
+    with running_service(tmp_path, "--no-worker", PERMILLE_BODY_S="3") as running:
+        with sending(running.url, HALF_BODY, 100) as sockets:
+            for opened in sockets:
+                assert b" 100 " in opened.recv(65_536)
+                opened.sendall(b"{")
+            assert health_s(running.url) < GENEROUS_S
+            assert running.answer("tokens", "create", "ci")["name"] == "ci"  # a write
+            answers = [answer_of(opened) for opened in sockets]
+        assert all(is_problem(answer, 408, "request-timeout") for answer in answers)
+
+
+@pytest.mark.attack(5, "a client that asks for much and takes none of it, or breaks off, leaves nothing open")
+def test_connections_that_broke_off_are_forgotten(tmp_path: Path) -> None:
+    few = {"PERMILLE_MAX_CONNECTIONS": "6", "PERMILLE_MAX_CONNECTIONS_PER_ADDRESS": "4"}
+    with running_service(tmp_path, "--no-worker", **few) as running:
+        for _ in range(20):
+            with sending(running.url, HALF_BODY, 4), sending(running.url, HALF_HEAD, 2):
+                pass
+        assert httpx.get(f"{running.url}/v1/models", trust_env=False).status_code == 401
+
+
+def _first_answer(opened: socket.socket) -> bytes:
+    """A head, and the body of a problem."""
+    answer = b""
+    while b"\r\n\r\n" not in answer or (MEDIA_TYPE.encode() in answer and not answer.endswith(b"}")):
+        answer += opened.recv(65_536)
+    return answer
+
+
+def _viewer_and_job(running: Running) -> tuple[str, str]:
+    """A viewer's token and a job that waits for a worker, put into the service's database."""
+    database = Database(f"sqlite:///{running.data_dir}/permille.db")
+    with database.write() as session:
+        tenant = access.first_tenant(session)
+        assert tenant is not None
+        _, secret = access.create_token(session, tenant_id=tenant.id, name="eyes", role=Role.VIEWER)
+        job = queue.submit(session, NewJob(tenant_id=tenant.id, kind="mask", payload={"method": "random"}))
+    database.close()
+    return secret, job.id
