@@ -1,0 +1,106 @@
+"""Many devices behind one address against a real API process, and strangers who try to lock them out."""
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from permille.errors import InputError, RetryableError
+from permille_agent.link.client import Connection, RequestRefusedError
+from permille_agent.link.enrolment import enroll, open_api
+from permille_agent.state.home import open_home
+from tests.running_service import Running, running_service
+
+AT_ONCE = 24
+
+
+@pytest.mark.attack(6, "devices behind one address enrol and sign in at once, junk enrolments in between")
+def test_devices_behind_one_address_enrol_and_sign_in_among_junk(tmp_path: Path) -> None:
+    _enrol_all(tmp_path, devices=40, junk=100)
+
+
+@pytest.mark.slow
+@pytest.mark.attack(6, "500 devices behind one address, 1,000 junk enrolments in between")
+def test_five_hundred_devices_behind_one_address_among_a_thousand_junk_enrolments(tmp_path: Path) -> None:
+    _enrol_all(tmp_path, devices=500, junk=1000)
+
+
+@pytest.mark.attack(6, "a caller makes up the addresses that it comes from")
+def test_forwarded_addresses_are_believed_of_named_proxies_only(tmp_path: Path) -> None:
+    few = {"PERMILLE_SIGN_INS_PER_MINUTE": "5"}
+    with running_service(tmp_path, "--no-worker", **few) as running:
+        assert [_junk_from(running, f"192.0.2.{number}") for number in range(7)] == [403] * 5 + [429] * 2
+    proxies = {"PERMILLE_TRUSTED_PROXIES": '["10.0.0.0/8", "127.0.0.1"]'}
+    with running_service(tmp_path, "--no-worker", **few, **proxies) as running:
+        assert [_junk_from(running, "192.0.2.1") for _ in range(7)] == [403] * 5 + [429] * 2
+        assert _junk_from(running, "192.0.2.2") == 403
+        # What a client writes stands before what the proxy adds, so it chooses no address.
+        assert [_junk_from(running, f"198.51.100.{n}, 192.0.2.3") for n in range(6)] == [403] * 5 + [429]
+        # An IPv6 client has a whole /64, and counts as one.
+        assert [_junk_from(running, f"2001:db8::{number}") for number in range(6)] == [403] * 5 + [429]
+        assert _junk_from(running, "2001:db8:0:1::1") == 403
+
+
+def _junk_from(running: Running, forwarded: str) -> int:
+    body = {
+        "invitation": secrets.token_urlsafe(15) + "AA",
+        "public_key": "A" * 43,
+        "name": "x",
+        "agent_version": "0.1.0",
+    }
+    answer = httpx.post(
+        f"{running.url}/v1/enrolments",
+        json=body,
+        headers={"X-Forwarded-For": forwarded},
+        trust_env=False,
+        timeout=60.0,
+    )
+    return answer.status_code
+
+
+def _enrol_all(folder: Path, *, devices: int, junk: int) -> None:
+    with running_service(folder, "--no-worker") as running:
+        with running.client() as operator:
+            answers = [operator.post("/v1/invitations", json={"release": "tiny"}) for _ in range(devices)]
+        invitations: list[str] = [answer.json()["invitation"] for answer in answers]
+        with ThreadPoolExecutor(AT_ONCE) as devices_pool, ThreadPoolExecutor(4) as strangers:
+            refused = [
+                strangers.submit(_try_junk, running.url, folder / f"junk{number % 4}", invitations[0])
+                for number in range(junk)
+            ]
+            signed_in = [
+                devices_pool.submit(_enrol_and_poll, running.url, folder / f"home{number}", invitation)
+                for number, invitation in enumerate(invitations)
+            ]
+            assert all(one.result() for one in signed_in)
+            assert all(one.result() for one in refused)
+        listed = running.answer("devices", "list", "--limit", str(devices))
+        assert len(listed) == devices
+
+
+def _try_junk(url: str, home: Path, invitation: str) -> bool:
+    """Try an invitation that nobody was given; whether it was refused."""
+    made_up = secrets.token_urlsafe(15) + "AA" + invitation[22:]
+    try:
+        enroll(
+            open_home(home), url, made_up, connection=lambda at, ca: Connection(at, ca_file=ca, attempts=1)
+        )
+    except (InputError, RetryableError):
+        return True
+    return False
+
+
+def _enrol_and_poll(url: str, home: Path, invitation: str) -> bool:
+    """Enrol, sign in and ask for the release, which there is none of; whether that was the answer."""
+    opened = open_home(home)
+    enroll(opened, url, invitation)
+    api = open_api(opened)
+    try:
+        api.release("tiny", "stable")
+    except RequestRefusedError as exc:
+        return exc.status == 404
+    finally:
+        api.connection.close()
+    return False
