@@ -7,18 +7,27 @@ wait for writers (WAL).
 Time is the database's: several workers' clocks may differ, leases may not. Tests hand in a clock instead.
 """
 
+import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
+
+from permille.store.errors import ChangedError
 
 Clock = Callable[[], datetime]
 
+Answer = TypeVar("Answer")
+
 BUSY_TIMEOUT_MS = 30_000
+ATTEMPTS = 8
+LONGEST_PAUSE_S = 0.1
 _SQLITE_NOW = text("SELECT CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000")
 _POSTGRES_NOW = text("SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)")
 
@@ -42,6 +51,22 @@ class Database:
         """One write transaction: committed at the end of the block, rolled back by any exception."""
         with self._session(self._writer) as session, session.begin():
             yield session
+
+    def transact(self, work: Callable[[Session], Answer]) -> Answer:
+        """Run `work` in a write transaction; again on what is there now, where another changed it first.
+
+        Raises:
+            ChangedError, IntegrityError: others were faster every time.
+            Whatever `work` raises; nothing is kept then.
+        """
+        for _ in range(ATTEMPTS - 1):
+            try:
+                with self.write() as session:
+                    return work(session)
+            except (ChangedError, IntegrityError):
+                time.sleep(random.uniform(0, LONGEST_PAUSE_S))  # noqa: S311 - spreads, keeps no secret
+        with self.write() as session:
+            return work(session)
 
     @contextmanager
     def read(self) -> Iterator[Session]:

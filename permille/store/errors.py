@@ -4,7 +4,7 @@ The API maps `NotFoundError` to 404 and `ConflictError` to 409. A row of another
 a `NotFoundError`, never a "forbidden".
 """
 
-from permille.errors import InputError, PermilleError
+from permille.errors import InputError, PermilleError, RetryableError
 
 
 class NotFoundError(InputError):
@@ -15,6 +15,10 @@ class ConflictError(InputError):
     """The request contradicts a row that exists: an idempotency key with another payload, a version that does
     not grow.
     """
+
+
+class ChangedError(RetryableError):
+    """Another transaction changed the same rows first: the same work may succeed on what is there now."""
 
 
 class StaleClaimError(PermilleError):

@@ -104,6 +104,21 @@ class OperatorToken(Named):
     revoked_at: Mapped[datetime | None]
 
 
+class TrustMetadata(Base):
+    """One file of a tenant's TUF repository, under the name by which clients fetch it. No private key is in
+    the database.
+    """
+
+    __tablename__ = "trust_metadata"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    file: Mapped[str] = mapped_column(primary_key=True)
+    role: Mapped[str]
+    version: Mapped[int] = mapped_column(BigInteger)
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+    created_at: Mapped[datetime]
+    __table_args__ = (UniqueConstraint("tenant_id", "role", "version"),)
+
+
 class SigningKey(_Owned, Base):
     """The public half of a release key: devices pin these at enrolment. The private half is never in the
     database.

@@ -11,7 +11,7 @@ from tuf.api.exceptions import RepositoryError, UnsignedMetadataError
 from tuf.api.metadata import Metadata, Root, Snapshot, Targets, Timestamp
 
 from permille.errors import InputError
-from permille.trust.roles import ROOT_DIGEST_DIGITS, aliases_of, parse_target_path
+from permille.trust.roles import ROOT_DIGEST_DIGITS, aliases_of, life_of, parse_target_path
 
 KEY_TYPE = "ed25519"
 
@@ -48,6 +48,20 @@ class RoleState:
     threshold: int
     key_ids: tuple[str, ...]
     signed_here: bool
+
+
+def is_due(role: str, data: bytes, now: datetime) -> bool:
+    """Whether a role's metadata is past half its life."""
+    expires_at: datetime = Metadata.from_bytes(data).signed.expires
+    return expires_at - now < life_of(role) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A version that is listed: its package's digest, and the aliases under which devices may take it."""
+
+    digest: str
+    aliases: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,10 +39,12 @@ from permille.trust.metadata import (
     Draft,
     Holders,
     KeyElsewhereError,
+    Listed,
     RoleState,
     check_delegations,
     check_keys,
     hand_over,
+    is_due,
     lacking_signatures,
     name_alias,
     new_signer,
@@ -59,7 +61,9 @@ from permille.trust.roles import (
     TOP_LEVEL,
     aliases_of,
     file_name,
+    is_target_path,
     life_of,
+    parse_target_path,
     target_path,
 )
 
@@ -127,7 +131,11 @@ class Repository:
 
     def files(self) -> dict[str, bytes]:
         """The newest metadata under the names by which clients fetch it."""
-        return {file_name(role, self._version(role)): data for role, data in self.newest.items()}
+        return {file_name(role, self.version(role)): data for role, data in self.newest.items()}
+
+    def version(self, role: str) -> int:
+        """The newest version of a role's metadata; 0 where it has none."""
+        return self._metadata(role).signed.version if role in self.newest else 0
 
     def root(self) -> Root:
         """The newest root."""
@@ -143,6 +151,17 @@ class Repository:
         """The target that clients find under a path, or None."""
         role = self._role_of(path)
         return self.targets(role).targets.get(path) if role in self.newest else None
+
+    def listed(self) -> dict[tuple[str, int], Listed]:
+        """What clients find of all releases, by name and version."""
+        found = {}
+        for role in self._delegated():
+            for path, target in self.targets(role).targets.items() if role in self.newest else ():
+                if is_target_path(path) and self._role_of(path) == role:
+                    found[parse_target_path(path)] = Listed(
+                        digest=f"sha256:{target.hashes['sha256']}", aliases=aliases_of(target)
+                    )
+        return found
 
     def states(self) -> list[RoleState]:
         """All roles, root first, as people are shown them."""
@@ -285,7 +304,7 @@ class Repository:
         self._sign_again([role])
 
     def _check_next(self, role: str, offered: Metadata[Any]) -> None:
-        signed, expected = offered.signed, self._version(role) + 1
+        signed, expected = offered.signed, self.version(role) + 1
         if signed.version != expected:
             raise InputError(f"expected version {expected} of {role}, got {signed.version}")
         latest = self.now + life_of(role) + _CLOCK_SLACK
@@ -314,6 +333,8 @@ class Repository:
         for path, target in offered.targets.items():
             if self._role_of(path) != role or set(target.hashes) != {"sha256"}:
                 raise InputError(f"expected {role} to list its own targets by sha256, got {path!r:.120}")
+            if is_target_path(path):
+                aliases_of(target)
             known = before.get(path, target)
             if (target.hashes, target.length) != (known.hashes, known.length):
                 raise InputError(f"expected {path!r:.120} to stay what it was")
@@ -346,10 +367,10 @@ class Repository:
             snapshot = self._next(self._snapshot(), SNAPSHOT)
             for role in listed:
                 # What was listed once stays: clients refuse a snapshot that lacks a role.
-                snapshot.meta[f"{role}.json"] = MetaFile(self._version(role))
+                snapshot.meta[f"{role}.json"] = MetaFile(self.version(role))
             self._keep_online(SNAPSHOT, snapshot)
         stamp = parse(Timestamp, self.newest[TIMESTAMP]).signed if TIMESTAMP in self.newest else None
-        timestamp = Timestamp(snapshot_meta=MetaFile(self._version(SNAPSHOT)))
+        timestamp = Timestamp(snapshot_meta=MetaFile(self.version(SNAPSHOT)))
         timestamp.version = stamp.version if stamp else 0
         self._keep_online(TIMESTAMP, self._next(timestamp, TIMESTAMP))
 
@@ -384,11 +405,7 @@ class Repository:
         return lacking_signatures(self._delegator(role), role, metadata)
 
     def _is_due(self, role: str) -> bool:
-        expires_at: datetime = self._metadata(role).signed.expires
-        return expires_at - self.now < life_of(role) / 2
-
-    def _version(self, role: str) -> int:
-        return self._metadata(role).signed.version if role in self.newest else 0
+        return is_due(role, self.newest[role], self.now)
 
     def _delegator(self, role: str) -> Delegator:
         return self.root() if role in TOP_LEVEL else self.targets(TARGETS)

@@ -34,6 +34,7 @@ _LIFE: Final = {
     TIMESTAMP: timedelta(days=1),
 }
 _DELEGATED_LIFE: Final = timedelta(days=90)
+_FILE_NAME: Final = re.compile(r"([1-9][0-9]{0,15})\.([a-z0-9][a-z0-9._-]{0,80})\.json", re.ASCII)
 _TARGET_PATH: Final = re.compile(r"releases/([a-z0-9][a-z0-9._-]{0,62})/([1-9][0-9]{0,15})\.json", re.ASCII)
 
 
@@ -47,6 +48,16 @@ def file_name(role: str, version: int) -> str:
     return TIMESTAMP_FILE if role == TIMESTAMP else f"{version}.{role}.json"
 
 
+def parse_file_name(file: str) -> tuple[str, int]:
+    """Role and version of a file; the timestamp's name has no version: 0. Raises InputError."""
+    if file == TIMESTAMP_FILE:
+        return TIMESTAMP, 0
+    found = _FILE_NAME.fullmatch(file)
+    if found is None:
+        raise InputError(f"expected `<version>.<role>.json`, got {file!r:.120}")
+    return found[2], int(found[1])
+
+
 def target_path(name: str, version: int) -> str:
     """The target of one version of a release."""
     return f"releases/{name}/{version}.json"
@@ -55,9 +66,15 @@ def target_path(name: str, version: int) -> str:
 def parse_target_path(path: str) -> tuple[str, int]:
     """Name and version of a release's target. Raises InputError for any other path."""
     found = _TARGET_PATH.fullmatch(path)
-    if found is None or int(found[2]) > MAX_VERSION:
+    if found is None or not is_target_path(path):
         raise InputError(f"expected a target `releases/<name>/<version>.json`, got {path!r:.120}")
     return found[1], int(found[2])
+
+
+def is_target_path(path: str) -> bool:
+    """Whether a path names a version of a release."""
+    found = _TARGET_PATH.fullmatch(path)
+    return found is not None and int(found[2]) <= MAX_VERSION
 
 
 def aliases_of(target: TargetFile) -> frozenset[str]:

@@ -18,6 +18,7 @@ from permille_service.preflights import routes as preflight_routes
 from permille_service.releases import routes as release_routes
 from permille_service.runs import routes as run_routes
 from permille_service.settings import Settings
+from permille_service.trust import routes as trust_routes
 from permille_service.work import packages
 from permille_service.work.routes import router_of
 
@@ -28,6 +29,7 @@ ROUTERS = (
     *(router_of(work) for work in WORK.values()),
     packages.router,
     release_routes.router,
+    trust_routes.router,
     job_routes.router,
     preflight_routes.router,
     device_routes.router,

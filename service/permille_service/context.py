@@ -36,6 +36,7 @@ class Service:
     sign_ins: RateLimit
     streams: Slots
     health_threads: CapacityLimiter
+    trust_keys: keys.TrustKeys
     dispatcher: CeleryDispatcher | None  # None: local workers find a job's row by themselves
 
     @classmethod
@@ -56,6 +57,7 @@ class Service:
             sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
             streams=Slots(settings.max_streams, of_one=settings.max_streams_per_token),
             health_threads=CapacityLimiter(2),
+            trust_keys=keys.TrustKeys(settings.keys_dir),
             dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,
         )
 

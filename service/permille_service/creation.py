@@ -11,7 +11,6 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, Header, Request, Response
 from pydantic import BaseModel
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
@@ -75,15 +74,10 @@ class Creation:
         """
         operation = f"{self.operation} {self.operator.token_id}" if private else self.operation
         digest = hashlib.sha256(f"{operation}\0{body.model_dump_json()}".encode()).hexdigest()
-        try:
-            return self._once(answer_type, digest, make)
-        except IntegrityError:  # the same key at the same moment: its answer is there now
-            return self._once(answer_type, digest, make)
-
-    def _once(self, answer_type: type[Answer], digest: str, make: Callable[[Session], Answer]) -> Answer:
         tenant_id, key, seal = self.operator.tenant_id, self.key, self.service.seal
         context = f"{tenant_id}\0{key}"
-        with self.service.database.write() as session:
+
+        def work(session: Session) -> Answer:
             if key is None:
                 return make(session)
             try:
@@ -96,6 +90,9 @@ class Creation:
             sealed = seal.close(answer.model_dump_json().encode(), context)
             idempotency.keep(session, tenant_id=tenant_id, key=key, request_digest=digest, sealed=sealed)
             return answer
+
+        # The same key at the same moment: run again, the answer is there now.
+        return self.service.database.transact(work)
 
     def start(self, kind: JobKind, request: Closed) -> Job:
         """Store a job and tell workers; the same key and request give the same job.

@@ -2,11 +2,12 @@
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from securesystemslib.signer import CryptoSigner, Signer
 
 from permille.errors import OperatorError
 from permille.files import write_atomic
@@ -21,6 +22,38 @@ def signing_key(folder: Path) -> Ed25519PrivateKey:
         folder / "release-signing.key", lambda: Ed25519PrivateKey.generate().private_bytes_raw()
     )
     return Ed25519PrivateKey.from_private_bytes(raw)
+
+
+class TrustKeys:
+    """The private keys of tenants' TUF roles: a folder a tenant, a file a key, named by its id."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "trust"
+
+    def signers(self, tenant_id: str) -> dict[str, Signer]:
+        """What this service can sign with, by key id. Raises OperatorError when a file is not as made."""
+        found: dict[str, Signer] = {}
+        for path in sorted((self._folder / tenant_id).glob("*.key")):
+            key = Ed25519PrivateKey.from_private_bytes(_read_private(path))
+            signer = CryptoSigner(key)
+            if signer.public_key.keyid != path.stem:
+                raise OperatorError(f"expected the key {path.stem} in {path}, got {signer.public_key.keyid}")
+            found[path.stem] = signer
+        return found
+
+    def make(self, tenant_id: str) -> CryptoSigner:
+        """A new key, kept before anything names it."""
+        key = Ed25519PrivateKey.generate()
+        signer = CryptoSigner(key)
+        path = self._folder / tenant_id / f"{signer.public_key.keyid}.key"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(path, key.private_bytes_raw(), mode=0o600)
+        return signer
+
+    def drop(self, tenant_id: str, key_ids: Iterable[str]) -> None:
+        """Delete keys that no role names any more."""
+        for key_id in key_ids:
+            (self._folder / tenant_id / f"{key_id}.key").unlink(missing_ok=True)
 
 
 class Seal:
@@ -43,6 +76,10 @@ def _load_or_make(path: Path, make: Callable[[], bytes]) -> bytes:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         _write_first(path, make())
+    return _read_private(path)
+
+
+def _read_private(path: Path) -> bytes:
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
         raise OperatorError(f"expected {path} to be readable by its owner alone (0600), got {mode:04o}")

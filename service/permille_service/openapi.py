@@ -23,6 +23,7 @@ TAGS: Final = [
     {"name": "corpora", "description": "Text to measure sensitivity and perplexity on."},
     *({"name": work.collection, "description": work.about} for work in WORK.values()),
     {"name": "releases", "description": "Signed versions of a name, and aliases such as `stable`."},
+    {"name": "trust", "description": "Who signs what devices may install: TUF metadata and its keys."},
     {"name": "jobs", "description": "Long work: state, progress, events, cancel, retry."},
     {"name": "preflights", "description": "What work needs, and whether the machine has it."},
     {"name": "devices", "description": "Invitations, enrolment, device tokens, revocation."},

@@ -20,6 +20,7 @@ from starlette.routing import Match
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.schemas.problems import MEDIA_TYPE, FieldError, Figure, Problem, ProblemType
 from permille.store.errors import ConflictError, NotFoundError
+from permille.trust.metadata import KeyElsewhereError
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ def problem_of(exc: Exception) -> ProblemType:
     kinds: tuple[tuple[type[Exception], ProblemType], ...] = (
         (NotFoundError, ProblemType.NOT_FOUND),
         (ConflictError, ProblemType.CONFLICT),
+        (KeyElsewhereError, ProblemType.CONFLICT),
         (PackageError, ProblemType.PACKAGE_REFUSED),
         (InputError, ProblemType.INVALID),
         (RetryableError, ProblemType.UNAVAILABLE),

@@ -32,6 +32,9 @@ PARAMETERS = {
     "name": "tiny",
     "alias": "stable",
     "version": "1",
+    "file": "timestamp.json",
+    "path": f"releases/tiny/{'0' * 64}.1.json",
+    "role": "targets",
 }
 BODIES: dict[str, Any] = {
     "create_model": {"name": "m", "source": {"kind": "hub", "repository": "a/b", "commit": "0" * 40}},
@@ -44,6 +47,9 @@ BODIES: dict[str, Any] = {
     "yank_release": {},
     "put_alias": {"version": 1},
     "check_preflight": {"kind": "mask", "request": {"model_id": f"model_{ULID}", "method": "random"}},
+    "rotate_trust_keys": {"roles": [{"role": "releases"}]},
+    "renew_trust_metadata": {},
+    "put_trust_metadata": {},
     "create_invitation": {"release": "tiny"},
     "create_run": {"run_id": "5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11", "metrics": run_metrics()},
     "create_tenant": {"name": "acme"},
@@ -52,6 +58,8 @@ BODIES: dict[str, Any] = {
 DEVICE_ONLY = {"get_own_device", "delete_own_device", "create_run", "put_run_log"}
 SHARED = {
     "resolve_alias",
+    "get_trust_metadata",
+    "get_trust_target",
     "get_package_manifest",
     "get_package_blob",
     "head_package_blob",
@@ -59,7 +67,10 @@ SHARED = {
     "delete_run",
     "delete_run_log",
 }
-ADMIN_ONLY = {"create_tenant", "list_tenants", "create_token", "list_tokens", "delete_token"}
+ADMIN_ONLY = {
+    *("create_tenant", "list_tenants", "create_token", "list_tokens", "delete_token"),
+    *("put_trust_metadata", "rotate_trust_keys", "renew_trust_metadata"),
+}
 
 
 @pytest.fixture(scope="module")

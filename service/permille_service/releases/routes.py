@@ -6,16 +6,19 @@ from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.package import signing
+from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas.fields import Name, Page
 from permille.schemas.jobs import JobKind
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import Alias, AliasPut, Release, ReleaseCreate, ReleaseRecord, ReleaseYank
 from permille.store import artifacts, database, releases, tables
+from permille.trust.repository import Repository
 from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.parameters import AliasName, Paging, ReleaseName, VersionNumber, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.trust import repositories
 
 router = APIRouter(
     prefix="/v1/releases", tags=["releases"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
@@ -54,17 +57,21 @@ def get_release(
         return present_record(session, row)
 
 
-@router.post("/{name}/versions/{version}/yank")
+@router.post("/{name}/versions/{version}/yank", responses=documented(ProblemType.CONFLICT))
 def yank_release(
     name: ReleaseName, version: VersionNumber, body: ReleaseYank, service: Served, operator: Maker
 ) -> ReleaseRecord:
     """Withdraw a version: devices no longer install it. It cannot be undone; publish a new version
     instead."""
-    with service.database.write() as session:
+
+    def withdraw(session: Session, repository: Repository) -> ReleaseRecord:
         row = releases.yank(
             session, tenant_id=operator.tenant_id, name=name, version=version, reason=body.reason
         )
+        repository.withdraw(name, version)
         return present_record(session, row)
+
+    return repositories.change(service, operator.tenant_id, withdraw)
 
 
 @router.get("/{name}/aliases")
@@ -88,18 +95,26 @@ def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principa
 @router.put("/{name}/aliases/{alias}", responses=documented(ProblemType.CONFLICT))
 def put_alias(name: ReleaseName, alias: AliasName, body: AliasPut, service: Served, operator: Maker) -> Alias:
     """Point an alias at a version that is not yanked."""
-    with service.database.write() as session:
+
+    def move(session: Session, repository: Repository) -> Alias:
         row = releases.set_alias(
             session, tenant_id=operator.tenant_id, name=name, alias=alias, version=body.version
         )
+        repository.move_alias(name, alias, body.version)
         return Alias(release=row.name, alias=row.alias, version=row.version)
 
+    return repositories.change(service, operator.tenant_id, move)
 
-@router.delete("/{name}/aliases/{alias}", status_code=204)
+
+@router.delete("/{name}/aliases/{alias}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_alias(name: ReleaseName, alias: AliasName, service: Served, operator: Maker) -> None:
     """Remove an alias; devices that follow it keep what they have."""
-    with service.database.write() as session:
+
+    def delete(session: Session, repository: Repository) -> None:
         releases.delete_alias(session, tenant_id=operator.tenant_id, name=name, alias=alias)
+        repository.move_alias(name, alias, None)
+
+    repositories.change(service, operator.tenant_id, delete)
 
 
 def present(session: Session, row: tables.Release) -> Release:
@@ -158,6 +173,9 @@ def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCr
         releases.set_alias(
             session, tenant_id=tenant_id, name=body.name, alias=body.alias, version=row.version
         )
+    manifest = service.blobs.read(package.digest, limit=MAX_MANIFEST_BYTES)
+    with repositories.changing(service, session, tenant_id) as repository:
+        repository.publish(body.name, row.version, manifest, aliases=[body.alias] if body.alias else [])
     return present_record(session, row)
 
 

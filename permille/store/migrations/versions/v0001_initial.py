@@ -111,6 +111,16 @@ def upgrade() -> None:
         _column("created_at", BIG),
     )
     op.create_table(
+        "trust_metadata",
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), primary_key=True),
+        _column("file", TEXT, primary_key=True),
+        _column("role", TEXT),
+        _column("version", BIG),
+        _column("data", sa.LargeBinary()),
+        _column("created_at", BIG),
+        sa.UniqueConstraint("tenant_id", "role", "version"),
+    )
+    op.create_table(
         "signing_keys",
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), primary_key=True),
         _column("key_id", TEXT, primary_key=True),

@@ -1,0 +1,109 @@
+"""What tenants' TUF repositories consist of: files by name, kept by compare-and-set on the timestamp.
+
+Every change of a repository makes a new timestamp. So whoever changes one says which timestamp it saw; when
+another was faster, nothing is kept (ChangedError), and `Database.transact` runs the change again on what is
+there now. Roots stay for ever: clients walk them one by one. Of other roles a few versions stay for clients
+that are in the middle of a refresh.
+"""
+
+from typing import Final
+
+from sqlalchemy import CursorResult, delete, func, select, tuple_, update
+from sqlalchemy.orm import Session
+
+from permille.store.database import now
+from permille.store.errors import ChangedError, NotFoundError
+from permille.store.tables import TrustMetadata
+from permille.trust.metadata import root_digest
+from permille.trust.repository import Repository
+from permille.trust.roles import ROOT, TIMESTAMP, TIMESTAMP_FILE, parse_file_name
+
+KEPT_VERSIONS: Final = 16
+
+
+def newest(session: Session, *, tenant_id: str) -> dict[str, bytes]:
+    """The newest metadata of each role; empty before the tenant has a repository."""
+    versions = (
+        select(TrustMetadata.role, func.max(TrustMetadata.version))
+        .where(TrustMetadata.tenant_id == tenant_id)
+        .group_by(TrustMetadata.role)
+    )
+    query = select(TrustMetadata).where(
+        TrustMetadata.tenant_id == tenant_id,
+        tuple_(TrustMetadata.role, TrustMetadata.version).in_(versions),
+    )
+    return {row.role: row.data for row in session.scalars(query)}
+
+
+def read_file(session: Session, *, tenant_id: str, file: str) -> bytes:
+    """One file of a tenant's repository. Raises NotFoundError."""
+    row = session.get(TrustMetadata, (tenant_id, file))
+    if row is None:
+        raise NotFoundError(f"no metadata {file!r:.120}")
+    return row.data
+
+
+def newest_root(session: Session, *, tenant_id: str) -> bytes:
+    """The newest root. Raises NotFoundError before the tenant has a repository."""
+    found = newest(session, tenant_id=tenant_id).get(ROOT)
+    if found is None:
+        raise NotFoundError("this tenant has no trust metadata yet")
+    return found
+
+
+def root_by_digest(session: Session, *, tenant_id: str, digest: str) -> bytes | None:
+    """The root that an invitation speaks of by the first digits of its SHA-256, or None."""
+    query = select(TrustMetadata.data).where(TrustMetadata.tenant_id == tenant_id, TrustMetadata.role == ROOT)
+    roots = session.scalars(query.order_by(TrustMetadata.version.desc()))
+    return next((data for data in roots if root_digest(data) == digest), None)
+
+
+def keep(session: Session, *, tenant_id: str, repository: Repository, seen: int) -> None:
+    """Keep what a change made.
+
+    Args:
+        seen: version of the timestamp that the change began from; 0: there was none.
+
+    Raises:
+        ChangedError: another change was kept since.
+    """
+    if not repository.changed:
+        return
+    made = dict(repository.changed)
+    timestamp = made.pop(TIMESTAMP_FILE)
+    version = repository.version(TIMESTAMP)
+    if seen:
+        _replace_timestamp(session, tenant_id, timestamp, version=version, seen=seen)
+    else:
+        made[TIMESTAMP_FILE] = timestamp
+    for file, data in made.items():
+        role, number = parse_file_name(file)
+        row = TrustMetadata(tenant_id=tenant_id, file=file, role=role, version=number or version, data=data)
+        row.created_at = now(session)
+        session.add(row)
+        if role not in (ROOT, TIMESTAMP):
+            _prune(session, tenant_id, role, before=number - KEPT_VERSIONS)
+    session.flush()
+
+
+def _replace_timestamp(session: Session, tenant_id: str, data: bytes, *, version: int, seen: int) -> None:
+    statement = (
+        update(TrustMetadata)
+        .where(
+            TrustMetadata.tenant_id == tenant_id,
+            TrustMetadata.file == TIMESTAMP_FILE,
+            TrustMetadata.version == seen,
+        )
+        .values(data=data, version=version, created_at=now(session))
+    )
+    done = session.execute(statement)
+    if not isinstance(done, CursorResult) or done.rowcount != 1:
+        raise ChangedError(f"expected timestamp {seen}, another change was kept since")
+
+
+def _prune(session: Session, tenant_id: str, role: str, *, before: int) -> None:
+    session.execute(
+        delete(TrustMetadata).where(
+            TrustMetadata.tenant_id == tenant_id, TrustMetadata.role == role, TrustMetadata.version <= before
+        )
+    )

@@ -1,0 +1,86 @@
+"""A tenant's repository opened within a transaction, on its stored metadata and the keys that are here.
+
+Keys are files: a new one is written before the transaction that names it ends, and one that a transaction
+has made useless is deleted after it. So a crash in between leaves a key too many, never one too few.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+from sqlalchemy.orm import Session
+
+from permille.errors import OperatorError
+from permille.store import database, trust
+from permille.trust.metadata import is_due
+from permille.trust.repository import Repository
+from permille.trust.roles import TIMESTAMP, TIMESTAMP_FILE
+from permille_service.context import Service
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+_KEYS_AT_START: Final = 4
+
+
+@contextmanager
+def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Repository]:
+    """The tenant's repository, made if it has none; what the block changes is kept with the transaction.
+
+    Raises:
+        ChangedError: another change was faster.
+    """
+    found, now = trust.newest(session, tenant_id=tenant_id), database.now(session)
+    if found:
+        repository = Repository.open(found, service.trust_keys.signers(tenant_id), now)
+        seen = repository.version(TIMESTAMP)
+    else:
+        signers = [service.trust_keys.make(tenant_id) for _ in range(_KEYS_AT_START)]
+        repository, seen = Repository.create(now=now, signers=signers), 0
+    yield repository
+    trust.keep(session, tenant_id=tenant_id, repository=repository, seen=seen)
+
+
+def ensure(service: Service, session: Session, tenant_id: str) -> None:
+    """Make the tenant's repository if it has none."""
+    with changing(service, session, tenant_id):
+        pass
+
+
+def change(service: Service, tenant_id: str, work: Callable[[Session, Repository], Answer]) -> Answer:
+    """Change a repository in a transaction of its own; keys that no role names afterwards are deleted."""
+    useless: set[str] = set()
+
+    def run(session: Session) -> Answer:
+        with changing(service, session, tenant_id) as repository:
+            before = repository.key_ids
+            answer = work(session, repository)
+            useless.clear()
+            useless.update(before - repository.key_ids)
+        return answer
+
+    answer = service.database.transact(run)
+    service.trust_keys.drop(tenant_id, useless)
+    return answer
+
+
+def read_file(service: Service, tenant_id: str, file: str) -> bytes:
+    """One file for a client; a timestamp past half its life is renewed first, and what else is due with it.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    with service.database.read() as session:
+        data = trust.read_file(session, tenant_id=tenant_id, file=file)
+        if file != TIMESTAMP_FILE or not is_due(TIMESTAMP, data, database.now(session)):
+            return data
+    try:
+        return change(service, tenant_id, _renew)
+    except OperatorError as exc:  # a key is missing: devices go on until this timestamp ends
+        logger.error("trust metadata of tenant %s cannot be renewed: %s", tenant_id, exc)
+        return data
+
+
+def _renew(_: Session, repository: Repository) -> bytes:
+    repository.renew()
+    return repository.newest[TIMESTAMP]

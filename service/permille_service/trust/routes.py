@@ -1,0 +1,151 @@
+"""Routes of trust metadata: clients fetch it, administrators change who signs it.
+
+A device reads its own tenant's files and the manifests of the release that it follows, nothing else. Files
+with a version in their name never change.
+"""
+
+import base64
+from typing import Annotated, Any, Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from fastapi import APIRouter, Path, Response
+from securesystemslib.signer import Key, SSlibKey
+
+from permille.errors import InputError
+from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.schemas.packages import MANIFEST_MEDIA_TYPE
+from permille.schemas.problems import ProblemType
+from permille.schemas.trust import (
+    FILE_PATTERN,
+    TARGET_PATTERN,
+    RoleKeys,
+    Trust,
+    TrustChange,
+    TrustDraft,
+    TrustRenewal,
+    TrustRole,
+    TrustRotation,
+)
+from permille.store import releases
+from permille.store.errors import NotFoundError
+from permille.trust.metadata import Draft, Holders
+from permille.trust.repository import Repository
+from permille.trust.roles import ONLINE, TIMESTAMP_FILE, parse_target_path
+from permille_service.access.principals import Admin, Anyone, DevicePrincipal, Viewer
+from permille_service.content import CACHE_CONTROL
+from permille_service.context import Served, Service
+from permille_service.problems import PRIVATE, documented
+from permille_service.trust import repositories
+
+JSON: Final = "application/json"
+
+router = APIRouter(prefix="/v1/trust", tags=["trust"], responses=documented(*PRIVATE))
+
+MetadataFile = Annotated[str, Path(alias="file", pattern=FILE_PATTERN, examples=["1.root.json"])]
+TargetPath = Annotated[
+    str,
+    Path(alias="path", pattern=TARGET_PATTERN, examples=["releases/tiny-llama/" + "0" * 64 + ".1.json"]),
+]
+
+
+@router.get("")
+def get_trust(service: Served, operator: Viewer) -> Trust:
+    """Who signs what, until when, and with which keys."""
+    return repositories.change(service, operator.tenant_id, lambda _, repository: present(repository))
+
+
+def _content(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
+    content = {media_type: {"schema": {"type": "object"}}}
+    return {200: {"description": description, "content": content}, **documented(ProblemType.NOT_FOUND)}
+
+
+@router.get(
+    "/metadata/{file}", response_class=Response, responses=_content(JSON, "TUF metadata, as it was signed")
+)
+def get_trust_metadata(file: MetadataFile, service: Served, principal: Anyone) -> Response:
+    """One file of the tenant's TUF repository: `timestamp.json`, `<version>.<role>.json`."""
+    data = repositories.read_file(service, principal.tenant_id, file)
+    caching = "no-cache" if file == TIMESTAMP_FILE else CACHE_CONTROL
+    return Response(data, media_type=JSON, headers={"Cache-Control": caching})
+
+
+@router.get(
+    "/targets/{path:path}",
+    response_class=Response,
+    responses=_content(MANIFEST_MEDIA_TYPE, "the manifest of a package: canonical bytes"),
+)
+def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Response:
+    """What a release's target is: `releases/<name>/<SHA-256>.<version>.json`, the package's manifest."""
+    folder, _, file = path.rpartition("/")
+    hashed, _, rest = file.partition(".")
+    name, version = parse_target_path(f"{folder}/{rest}")
+    if isinstance(principal, DevicePrincipal) and principal.release != name:
+        raise NotFoundError(f"no target {path!r:.120} for this device")
+    with service.database.read() as session:
+        row = releases.get(session, tenant_id=principal.tenant_id, name=name, version=version)
+    if row.yanked_at is not None or row.package_digest != f"sha256:{hashed}":
+        raise NotFoundError(f"no target {path!r:.120}")
+    data = service.blobs.read(row.package_digest, limit=MAX_MANIFEST_BYTES)
+    return Response(data, media_type=MANIFEST_MEDIA_TYPE, headers={"Cache-Control": CACHE_CONTROL})
+
+
+@router.post("/rotations", responses=documented(ProblemType.CONFLICT))
+def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> TrustChange:
+    """Give roles to new keys; devices follow by themselves. What the service cannot sign comes as drafts."""
+
+    def rotate(_: object, repository: Repository) -> TrustChange:
+        holders = {role.role: _holders(service, operator.tenant_id, repository, role) for role in body.roles}
+        if len(holders) != len(body.roles):
+            raise InputError("expected each role once")
+        return _changed(repository, repository.rotate(holders))
+
+    return repositories.change(service, operator.tenant_id, rotate)
+
+
+@router.post("/renewals", responses=documented(ProblemType.CONFLICT))
+def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -> TrustChange:
+    """Sign again what is due, and the named roles. What the service cannot sign comes as drafts."""
+    return repositories.change(
+        service,
+        operator.tenant_id,
+        lambda _, repository: _changed(repository, repository.renew(body.roles)),
+    )
+
+
+def present(repository: Repository) -> Trust:
+    """What operators see of a repository."""
+    return Trust(
+        root_digest=repository.root_digest,
+        roles=[
+            TrustRole(
+                role=state.role,
+                version=state.version,
+                expires_at=state.expires_at,
+                threshold=state.threshold,
+                key_ids=list(state.key_ids),
+                signed_here=state.signed_here,
+            )
+            for state in repository.states()
+        ],
+    )
+
+
+def _changed(repository: Repository, drafts: list[Draft]) -> TrustChange:
+    made = [TrustDraft(role=draft.role, metadata=draft.data.decode()) for draft in drafts]
+    return TrustChange(trust=present(repository), drafts=made)
+
+
+def _holders(service: Service, tenant_id: str, repository: Repository, role: RoleKeys) -> Holders:
+    if not role.public_keys:
+        signer = service.trust_keys.make(tenant_id)
+        repository.signers[signer.public_key.keyid] = signer
+        return Holders(keys=(signer.public_key,), threshold=role.threshold)
+    if role.role in ONLINE:
+        raise InputError(f"expected no public keys for {role.role}: the service signs it, and makes its key")
+    keys = tuple(_public_key(text) for text in role.public_keys)
+    return Holders(keys=keys, threshold=role.threshold)
+
+
+def _public_key(text: str) -> Key:
+    raw = base64.urlsafe_b64decode(text + "=")
+    return SSlibKey.from_crypto(Ed25519PublicKey.from_public_bytes(raw))
