@@ -1,11 +1,16 @@
-"""Operators: tenants, roles and tokens."""
+"""Operators: tenants, roles, tokens, and the log of what operators changed."""
 
+import hashlib
+import json
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Id, Name, Timestamp, WholeNumber
+from permille.schemas.fields import Closed, Digest, Id, Name, Positive, Timestamp, WholeNumber
+
+FIRST_DIGEST = "sha256:" + "0" * 64
+"""What the first entry of a tenant is chained to."""
 
 
 class Role(StrEnum):
@@ -57,3 +62,22 @@ class TokenSecret(Token):
     """A new operator token; `secret` is shown once, here, and stored hashed."""
 
     secret: str
+
+
+class AuditEntry(Closed):
+    """One change by an operator, written in the transaction that made it."""
+
+    seq: Positive = Field(description="1, 2, 3 ... within the tenant")
+    at: Timestamp
+    token_id: Id = Field(description="of the operator's token")
+    action: str = Field(description="the operation of this document", examples=["yank_release"])
+    subject: str = Field(description="the path of the request, with the id of what it made")
+    request: dict[str, Any] | None = Field(description="its body; null where it had none")
+    digest: Digest = Field(description="of this entry and of the digest before it")
+
+    def digest_after(self, previous: str) -> str:
+        """The digest that this entry has after another one's."""
+        fields = self.model_dump(mode="json", exclude={"digest"})
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        chained = hashlib.sha256(f"permille-audit-1\0{previous}\0{text}".encode())
+        return f"sha256:{chained.hexdigest()}"

@@ -354,6 +354,19 @@ class Run(_Owned, Base):
     deleted_at: Mapped[datetime | None]
 
 
+class AuditEntry(_Owned, Base):
+    """One change by an operator; see `permille.store.audit`."""
+
+    __tablename__ = "audit_entries"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    token_id: Mapped[str]
+    action: Mapped[str]
+    subject: Mapped[str] = mapped_column(String(1024))
+    request: Mapped[dict[str, object] | None]
+    digest: Mapped[str]
+
+
 class IdempotentAnswer(Base):
     """The answer to a request that carried an idempotency key and made something other than a job."""
 

@@ -17,7 +17,7 @@ from permille.schemas.access import Role
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
-from permille.store import idempotency
+from permille.store import audit, idempotency
 from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.jobs.dispatch import dispatch
@@ -43,6 +43,9 @@ MADE_RESPONSES = documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLI
 JOB_RESPONSES = documented(
     ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
 )
+
+_NAMES = ("id", "version", "name")
+"""What a record is called, by the first of these fields that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +82,27 @@ class Creation:
 
         def work(session: Session) -> Answer:
             if key is None:
-                return make(session)
+                return self._noted(session, make(session), body)
             try:
                 kept = idempotency.find(session, tenant_id=tenant_id, key=key, request_digest=digest)
             except ConflictError as exc:
                 raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
             if kept is not None:
                 return answer_type.model_validate_json(seal.open(kept.sealed, context))
-            answer = make(session)
+            answer = self._noted(session, make(session), body)
             sealed = seal.close(answer.model_dump_json().encode(), context)
             idempotency.keep(session, tenant_id=tenant_id, key=key, request_digest=digest, sealed=sealed)
             return answer
 
         # The same key at the same moment: run again, the answer is there now.
         return self.service.database.transact(work)
+
+    def _noted(self, session: Session, answer: Answer, body: BaseModel) -> Answer:
+        """The answer, once the audit log says what was made."""
+        names = [str(getattr(answer, name)) for name in _NAMES if hasattr(answer, name)]
+        change = self.operator.change(made=names[0] if names else "", body=body)
+        audit.append(session, tenant_id=self.operator.tenant_id, change=change)
+        return answer
 
     def start(self, kind: JobKind, request: Closed) -> Job:
         """Store a job and tell workers; the same key and request give the same job.
@@ -107,7 +117,8 @@ class Creation:
             payload=request.model_dump(mode="json"),
             idempotency_key=self.key,
         )
-        if not self._is_repeated():
+        repeated = self._is_repeated()
+        if not repeated:
             check(self.service, tenant_id, request)
         with self.service.database.write() as session:
             try:
@@ -115,6 +126,8 @@ class Creation:
             except ConflictError as exc:
                 raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
             record = present(session, row)
+            if not repeated:
+                self._noted(session, record, request)
         dispatch(self.service.dispatcher, record.children or [record.id])
         self.response.headers["Location"] = f"/v1/jobs/{record.id}"
         return record

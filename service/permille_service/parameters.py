@@ -53,6 +53,7 @@ OfModel = Annotated[
 OfDevice = Annotated[
     str | None, Query(pattern=f"^dev_{ULID_PATTERN}$", description="only those of this device")
 ]
+After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="those with a larger `seq`")]
 Limit = Annotated[int, Query(ge=1, le=rows.MAX_LIMIT, description="rows of a page")]
 _CURSOR_TEXT = "`next_cursor` of the page before"
 _Cursor = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9_.-]{1,200}$", description=_CURSOR_TEXT)]

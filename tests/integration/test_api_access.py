@@ -70,6 +70,7 @@ SHARED = {
 ADMIN_ONLY = {
     *("create_tenant", "list_tenants", "create_token", "list_tokens", "delete_token"),
     *("put_trust_metadata", "rotate_trust_keys", "renew_trust_metadata"),
+    "list_audit_entries",
 }
 
 

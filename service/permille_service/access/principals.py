@@ -6,17 +6,21 @@ at its next. What a principal may not see does not exist for it (404); what its 
 (403).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
-from fastapi import Depends, Security
+from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel
+from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
 from permille.schemas.problems import ProblemType
-from permille.store import access, devices
+from permille.store import access, audit, devices
+from permille.store.audit import Change
 from permille.store.ids import DEVICE_TOKEN_PREFIX, OPERATOR_TOKEN_PREFIX
 from permille_service.context import Served, Service
 from permille_service.problems import ApiError
@@ -34,11 +38,23 @@ bearer = HTTPBearer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """A person or program that calls the operator's routes."""
+    """A person or program that calls the operator's routes.
+
+    Attributes:
+        action, path: the operation that it calls, for the audit log.
+    """
 
     tenant_id: str
     token_id: str
     role: Role
+    action: str = ""
+    path: str = ""
+
+    def change(self, *, made: str = "", body: BaseModel | None = None) -> Change:
+        """What the audit log holds of this request; `made` names what it made."""
+        request = None if body is None else body.model_dump(mode="json")
+        subject = f"{self.path}/{made}" if made else self.path
+        return Change(token_id=self.token_id, action=self.action, subject=subject, request=request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +82,7 @@ def find_principal(service: Service, secret: str) -> Principal | None:
 
 
 def authenticate(
+    request: Request,
     service: Served,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)],
 ) -> Principal:
@@ -83,7 +100,17 @@ def authenticate(
             "expected a token that is valid, got one that is unknown, expired or revoked",
             headers={"WWW-Authenticate": 'Bearer realm="permille", error="invalid_token"'},
         )
+    if isinstance(principal, Operator):
+        return replace(principal, action=request.scope["route"].name, path=request.url.path)
     return principal
+
+
+@contextmanager
+def changing(service: Service, operator: Operator, body: BaseModel | None = None) -> Iterator[Session]:
+    """A write transaction of an operator's change, with its entry in the audit log."""
+    with service.database.write() as session:
+        yield session
+        audit.append(session, tenant_id=operator.tenant_id, change=operator.change(body=body))
 
 
 def operator_with(role: Role) -> Callable[..., Operator]:

@@ -7,14 +7,14 @@ from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.files import write_atomic
-from permille.schemas.access import Role, Tenant, TenantCreate, Token, TokenCreate, TokenSecret
+from permille.schemas.access import AuditEntry, Role, Tenant, TenantCreate, Token, TokenCreate, TokenSecret
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
-from permille.store import access, database, inputs, tables
-from permille_service.access.principals import Admin, Operator
+from permille.store import access, audit, database, inputs, tables
+from permille_service.access.principals import Admin, Operator, changing
 from permille_service.context import Served, Service
 from permille_service.creation import AdminCreating
-from permille_service.parameters import Paging, TokenId, page_of
+from permille_service.parameters import DEFAULT_LIMIT, After, Limit, Paging, TokenId, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
 
 FIRST_TENANT = "main"
@@ -99,8 +99,17 @@ def delete_token(token_id: TokenId, service: Served, operator: Admin) -> None:
         raise ApiError(
             ProblemType.CONFLICT, "expected another token than the one that this request came with"
         )
-    with service.database.write() as session:
+    with changing(service, operator) as session:
         access.revoke_token(session, tenant_id=operator.tenant_id, token_id=token_id)
+
+
+@router.get("/audit")
+def list_audit_entries(
+    service: Served, operator: Admin, after: After = 0, limit: Limit = DEFAULT_LIMIT
+) -> list[AuditEntry]:
+    """List what operators of the caller's tenant changed, oldest first, each chained to the one before."""
+    with service.database.read() as session:
+        return audit.entries_after(session, tenant_id=operator.tenant_id, seq=after, limit=limit)
 
 
 def present_tenant(row: tables.Tenant) -> Tenant:

@@ -1,10 +1,11 @@
-"""Commands of what goes out and comes back: releases, invitations, devices, runs, tokens, tenants."""
+"""Commands of what goes out and comes back: releases, invitations, devices, runs; and of who may do what."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from permille.schemas.access import TenantCreate, TokenCreate
+from permille.schemas.access import FIRST_DIGEST, AuditEntry, TenantCreate, TokenCreate
 from permille.schemas.releases import ReleaseCreate
 from permille_service.cli.commands import (
     Key,
@@ -26,8 +27,10 @@ devices = typer.Typer(no_args_is_help=True, help="Enrolled devices.")
 runs = typer.Typer(no_args_is_help=True, help="What devices report.")
 tokens = typer.Typer(no_args_is_help=True, help="Operator tokens.")
 tenants = typer.Typer(no_args_is_help=True, help="Tenants.")
+audit = typer.Typer(no_args_is_help=True, help="What operators changed.")
 
 _RELEASES = ("name", "version", "aliases", "manifest_digest", "size_bytes", "yanked", "published_at")
+_ENTRIES = ("seq", "at", "token_id", "action", "subject")
 _RUNS = (
     *("run_id", "device_id", "metrics.outcome", "metrics.steps", "metrics.loss_base"),
     *("metrics.loss_personal", "log.state"),
@@ -133,6 +136,46 @@ def list_runs(
     """List runs."""
     device_id = None if device is None else session.id_of("devices", device)
     session.output.show(session.client.pages("/v1/runs", limit=limit, device_id=device_id), _RUNS)
+
+
+@command(audit, "list")
+def list_entries(
+    session: Session, last: Annotated[int, typer.Option(min=1, help="So many of the newest.")] = 50
+) -> None:
+    """List changes by operators, the newest last."""
+    session.output.show([one.model_dump(mode="json") for one in _entries(session)][-last:], _ENTRIES)
+
+
+@command(audit, "verify")
+def verify_entries(
+    session: Session,
+    expect: Annotated[str | None, typer.Option(help="A digest that was written down before.")] = None,
+) -> Any:
+    """Check that no entry was changed or taken out; write down the digest that it prints.
+
+    Example:
+
+      permille audit verify --expect sha256:93f0...
+    """
+    digest, count, found = FIRST_DIGEST, 0, expect is None
+    for entry in _entries(session):
+        count += 1
+        if entry.seq != count or entry.digest_after(digest) != entry.digest:
+            raise CommandError(
+                f"expected entry {count} after {digest}, got another: the log was changed", Exit.FAILED
+            )
+        digest = entry.digest
+        found = found or digest == expect
+    if not found:
+        raise CommandError(f"expected an entry with the digest {expect}, got {count} others", Exit.FAILED)
+    return {"entries": count, "digest": digest}
+
+
+def _entries(session: Session) -> Iterator[AuditEntry]:
+    seq = 0
+    while page := session.client.get("/v1/audit", after=seq, limit=200):
+        yield from (AuditEntry.model_validate(one) for one in page)
+        seq = page[-1]["seq"]
 
 
 add_list(invitations, "invitations", ("id", "release", "alias", "state", "used_by", "expires_at"))

@@ -165,6 +165,7 @@ app.add_typer(fleet.devices, name="devices")
 app.add_typer(fleet.runs, name="runs")
 app.add_typer(fleet.tokens, name="tokens")
 app.add_typer(fleet.tenants, name="tenants")
+app.add_typer(fleet.audit, name="audit")
 for _entry in entry_points(group="permille.commands"):
     app.command(_entry.name)(plugin(_entry))
 

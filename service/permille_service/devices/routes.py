@@ -7,7 +7,7 @@ from permille.schemas.devices import Device, Invitation, InvitationCreate, Invit
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
 from permille.store import database, devices, rows, tables
-from permille_service.access.principals import Maker, Viewer
+from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import Creating
 from permille_service.devices.records import present, present_invitation
@@ -49,7 +49,7 @@ def list_invitations(service: Served, operator: Viewer, window: Paging) -> Page[
 )
 def revoke_invitation(invitation_id: InvitationId, service: Served, operator: Maker) -> None:
     """Make an invitation useless. Idempotent; a device that used it already stays."""
-    with service.database.write() as session:
+    with changing(service, operator) as session:
         devices.revoke_invitation(session, tenant_id=operator.tenant_id, invitation_id=invitation_id)
 
 
@@ -71,5 +71,5 @@ def get_device(device_id: DeviceId, service: Served, operator: Viewer) -> Device
 @router.post("/devices/{device_id}/revoke", responses=documented(ProblemType.NOT_FOUND))
 def revoke_device(device_id: DeviceId, service: Served, operator: Maker) -> Device:
     """Shut a device out for good, with effect on its next request. Idempotent."""
-    with service.database.write() as session:
+    with changing(service, operator) as session:
         return present(devices.revoke(session, tenant_id=operator.tenant_id, device_id=device_id))

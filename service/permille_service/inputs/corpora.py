@@ -9,7 +9,7 @@ from permille.schemas.corpora import Corpus, CorpusCreate, FileCorpus
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
-from permille_service.access.principals import Maker, Viewer
+from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import CorpusId, Paging, page_of
@@ -61,7 +61,7 @@ def get_corpus(corpus_id: CorpusId, service: Served, operator: Viewer) -> Corpus
 @router.delete("/{corpus_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_corpus(corpus_id: CorpusId, service: Served, operator: Maker) -> None:
     """Forget a corpus that no result refers to. Its file stays."""
-    with service.database.write() as session:
+    with changing(service, operator) as session:
         inputs.remove(session, tables.Corpus, tenant_id=operator.tenant_id, row_id=corpus_id)
 
 

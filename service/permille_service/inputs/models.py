@@ -12,7 +12,7 @@ from permille.schemas.models import FolderModel, Model, ModelCreate
 from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
 from permille.store.inputs import ModelFacts
-from permille_service.access.principals import Maker, Viewer
+from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import ModelId, Paging, page_of
@@ -59,7 +59,7 @@ def get_model(model_id: ModelId, service: Served, operator: Viewer) -> Model:
 @router.delete("/{model_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_model(model_id: ModelId, service: Served, operator: Maker) -> None:
     """Forget a model that nothing was made of. Its files stay."""
-    with service.database.write() as session:
+    with changing(service, operator) as session:
         inputs.remove(session, tables.Model, tenant_id=operator.tenant_id, row_id=model_id)
 
 

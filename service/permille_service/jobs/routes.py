@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 
@@ -12,11 +12,11 @@ from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.jobs import queue
 from permille.store.jobs.dispatch import dispatch
-from permille_service.access.principals import Maker, Viewer, bearer, find_principal
+from permille_service.access.principals import Maker, Viewer, bearer, changing, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs.stream import EventStream, stream_events
-from permille_service.parameters import DEFAULT_LIMIT, JobId, Limit, Paging, page_of
+from permille_service.parameters import DEFAULT_LIMIT, After, JobId, Limit, Paging, page_of
 from permille_service.problems import PRIVATE, documented
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
@@ -28,7 +28,6 @@ STREAM_SCHEMA = {
     "required": ["id", "event", "data"],
 }
 Credentials = Annotated[HTTPAuthorizationCredentials, Depends(bearer)]
-After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="events with a larger `seq`")]
 LastEventId = Annotated[
     int | None,
     Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description="resume after this event", examples=[0]),
@@ -60,7 +59,7 @@ def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
 @router.post("/{job_id}/cancel", status_code=202)
 def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
     """Ask a job to stop: at once while it is queued, at its next check while it runs. Idempotent."""
-    with service.database.write() as session:
+    with changing(service, operator) as session:
         row = queue.request_cancel(session, tenant_id=operator.tenant_id, job_id=job_id)
         return records.present(session, row)
 
@@ -68,7 +67,7 @@ def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
 @router.post("/{job_id}/retry", status_code=202, responses=documented(ProblemType.CONFLICT))
 def retry_job(job_id: JobId, service: Served, operator: Maker) -> Job:
     """Queue a job again that failed, died or was cancelled."""
-    with service.database.write() as session:
+    with changing(service, operator) as session:
         row = queue.retry(session, tenant_id=operator.tenant_id, job_id=job_id)
         record = records.present(session, row)
     dispatch(service.dispatcher, record.children or [record.id])

@@ -71,7 +71,7 @@ def yank_release(
         repository.withdraw(name, version)
         return present_record(session, row)
 
-    return repositories.change(service, operator.tenant_id, withdraw)
+    return repositories.change_by(service, operator, withdraw, body)
 
 
 @router.get("/{name}/aliases")
@@ -103,7 +103,7 @@ def put_alias(name: ReleaseName, alias: AliasName, body: AliasPut, service: Serv
         repository.move_alias(name, alias, body.version)
         return Alias(release=row.name, alias=row.alias, version=row.version)
 
-    return repositories.change(service, operator.tenant_id, move)
+    return repositories.change_by(service, operator, move, body)
 
 
 @router.delete("/{name}/aliases/{alias}", status_code=204, responses=documented(ProblemType.CONFLICT))
@@ -114,7 +114,7 @@ def delete_alias(name: ReleaseName, alias: AliasName, service: Served, operator:
         releases.delete_alias(session, tenant_id=operator.tenant_id, name=name, alias=alias)
         repository.move_alias(name, alias, None)
 
-    repositories.change(service, operator.tenant_id, delete)
+    repositories.change_by(service, operator, delete)
 
 
 def present(session: Session, row: tables.Release) -> Release:

@@ -1,10 +1,13 @@
 """Routes of runs. A device writes and reads its own; operators read those of their tenant; either deletes a
 log."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
 from permille.schemas.fields import Page
@@ -12,7 +15,15 @@ from permille.schemas.problems import ProblemType
 from permille.schemas.runs import LOG_MEDIA_TYPE, LogAccepted, LogState, Run, RunCreate, RunLog, RunMetrics
 from permille.store import runs, tables
 from permille.store.jobs.dispatch import dispatch
-from permille_service.access.principals import RANK, Anyone, CallingDevice, DevicePrincipal, Operator, Viewer
+from permille_service.access.principals import (
+    RANK,
+    Anyone,
+    CallingDevice,
+    DevicePrincipal,
+    Operator,
+    Viewer,
+    changing,
+)
 from permille_service.context import Served, Service
 from permille_service.parameters import MomentPaging, OfDevice, RunId, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
@@ -103,8 +114,7 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
 @router.delete("/{run_id}/log", status_code=204)
 def delete_run_log(run_id: RunId, service: Served, principal: Anyone) -> None:
     """Forget the log of a run and its bytes. Idempotent."""
-    _require_eraser(principal)
-    with service.database.write() as session:
+    with _erasing(service, principal) as session:
         digest = runs.delete_log(
             session, tenant_id=principal.tenant_id, run_id=run_id, device_id=_device_of(principal)
         )
@@ -115,8 +125,7 @@ def delete_run_log(run_id: RunId, service: Served, principal: Anyone) -> None:
 @router.delete("/{run_id}", status_code=204)
 def delete_run(run_id: RunId, service: Served, principal: Anyone) -> None:
     """Forget a run, its metrics and its log."""
-    _require_eraser(principal)
-    with service.database.write() as session:
+    with _erasing(service, principal) as session:
         digest = runs.delete_run(
             session, tenant_id=principal.tenant_id, run_id=run_id, device_id=_device_of(principal)
         )
@@ -149,9 +158,17 @@ def _device_of(principal: Operator | DevicePrincipal) -> str | None:
     return principal.device_id if isinstance(principal, DevicePrincipal) else None
 
 
-def _require_eraser(principal: Operator | DevicePrincipal) -> None:
-    if isinstance(principal, Operator) and RANK[principal.role] < RANK[Role.OPERATOR]:
+@contextmanager
+def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterator[Session]:
+    """The transaction of an erasure: an operator's is noted, and a viewer's is refused."""
+    if isinstance(principal, DevicePrincipal):
+        with service.database.write() as session:
+            yield session
+        return
+    if RANK[principal.role] < RANK[Role.OPERATOR]:
         raise ApiError(ProblemType.FORBIDDEN, f"expected the role operator, got {principal.role}")
+    with changing(service, principal) as session:
+        yield session
 
 
 def _check_run(service: Service, device: DevicePrincipal, run_id: str) -> None:

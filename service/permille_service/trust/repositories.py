@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
+from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from permille.errors import OperatorError
-from permille.store import database, trust
+from permille.store import audit, database, trust
 from permille.trust.metadata import is_due
 from permille.trust.repository import Repository
 from permille.trust.roles import TIMESTAMP, TIMESTAMP_FILE
+from permille_service.access.principals import Operator
 from permille_service.context import Service
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,22 @@ def change(service: Service, tenant_id: str, work: Callable[[Session, Repository
     answer = service.database.transact(run)
     service.trust_keys.drop(tenant_id, useless)
     return answer
+
+
+def change_by(
+    service: Service,
+    operator: Operator,
+    work: Callable[[Session, Repository], Answer],
+    body: BaseModel | None = None,
+) -> Answer:
+    """The same by an operator, with its entry in the audit log."""
+
+    def noted(session: Session, repository: Repository) -> Answer:
+        answer = work(session, repository)
+        audit.append(session, tenant_id=operator.tenant_id, change=operator.change(body=body))
+        return answer
+
+    return change(service, operator.tenant_id, noted)
 
 
 def read_file(service: Service, tenant_id: str, file: str) -> bytes:

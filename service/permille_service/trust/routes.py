@@ -99,16 +99,17 @@ def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> 
             raise InputError("expected each role once")
         return _changed(repository, repository.rotate(holders))
 
-    return repositories.change(service, operator.tenant_id, rotate)
+    return repositories.change_by(service, operator, rotate, body)
 
 
 @router.post("/renewals", responses=documented(ProblemType.CONFLICT))
 def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -> TrustChange:
     """Sign again what is due, and the named roles. What the service cannot sign comes as drafts."""
-    return repositories.change(
+    return repositories.change_by(
         service,
-        operator.tenant_id,
+        operator,
         lambda _, repository: _changed(repository, repository.renew(body.roles)),
+        body,
     )
 
 

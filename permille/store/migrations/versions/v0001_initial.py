@@ -23,6 +23,17 @@ def upgrade() -> None:
         _column("created_at", BIG),
     )
     op.create_table(
+        "audit_entries",
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), primary_key=True),
+        _column("seq", BIG, primary_key=True, autoincrement=False),
+        _column("token_id", TEXT),
+        _column("action", TEXT),
+        _column("subject", sa.String(1024)),
+        sa.Column("request", sa.JSON()),
+        _column("digest", TEXT),
+        _column("created_at", BIG),
+    )
+    op.create_table(
         "corpora",
         _column("name", TEXT),
         _column("source", sa.JSON()),

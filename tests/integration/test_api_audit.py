@@ -1,0 +1,111 @@
+"""Every change by an operator leaves one entry in its transaction, and no entry can be changed unseen."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from sqlalchemy import text
+
+import permille_service
+from permille.schemas.access import FIRST_DIGEST, AuditEntry
+from permille_service.cli.exits import CommandError
+from permille_service.cli.fleet import verify_entries
+from permille_service.cli.session import Session
+from tests.api_service import Api
+
+WRITES = re.compile(r"database\.write\(|\.transact\(|repositories\.change\(")
+NOTED_OR_NO_OPERATORS = {
+    "_attach": "a device's upload",
+    "_erasing": "notes what an operator erases",
+    "_find_device": "when a token was used",
+    "_find_operator": "when a token was used",
+    "change": "change_by notes it",
+    "changing": "notes the change",
+    "create_run": "a device's report",
+    "ensure_token": "the first token, at the first start",
+    "get_trust": "makes a repository where there is none",
+    "once": "notes what it made",
+    "start": "notes the job",
+}
+
+
+def entries(api: Api) -> list[AuditEntry]:
+    return [AuditEntry.model_validate(one) for one in api.get("/v1/audit?limit=200").json()]
+
+
+def test_changes_are_noted_with_who_what_and_the_request(api: Api) -> None:
+    package = api.package()
+    before = len(entries(api))
+    api.publish(package)
+    api.put("/v1/releases/tiny/aliases/canary", {"version": 1})
+    api.delete("/v1/releases/tiny/aliases/canary")
+    token = api.post("/v1/tokens", {"name": "ci", "role": "viewer"}).json()
+    api.delete(f"/v1/tokens/{token['id']}")
+    noted = entries(api)[before:]
+    assert [(one.action, one.subject) for one in noted] == [
+        ("create_release", "/v1/releases/1"),
+        ("put_alias", "/v1/releases/tiny/aliases/canary"),
+        ("delete_alias", "/v1/releases/tiny/aliases/canary"),
+        ("create_token", f"/v1/tokens/{token['id']}"),
+        ("delete_token", f"/v1/tokens/{token['id']}"),
+    ]
+    assert noted[1].request == {"version": 1}
+    own = next(one for one in api.get("/v1/tokens").json()["items"] if one["name"] == "first")
+    assert {one.token_id for one in noted} == {own["id"]}
+    assert token["secret"] not in "".join(one.model_dump_json() for one in noted)
+
+
+def test_what_failed_or_was_sent_again_is_not_noted(api: Api) -> None:
+    api.post("/v1/tenants", {"name": "acme"}, key="once")
+    count = len(entries(api))
+    assert api.post("/v1/tenants", {"name": "acme"}, key="once").status_code == 201
+    assert api.post("/v1/tenants", {"name": "acme"}, key="twice").status_code == 409
+    assert api.put("/v1/releases/none/aliases/stable", {"version": 1}).status_code == 404
+    assert len(entries(api)) == count
+
+
+class Lines:
+    """What the command's session shows, and a client that asks the app."""
+
+    def __init__(self, api: Api) -> None:
+        self.api, self.client = api, self
+
+    def get(self, path: str, **params: int) -> Any:
+        return self.api.get(path, params=params).json()
+
+
+@pytest.mark.attack(13, "audit entries changed or taken out")
+@pytest.mark.parametrize(
+    "change",
+    ["UPDATE audit_entries SET subject = 'x' WHERE seq = 2", "DELETE FROM audit_entries WHERE seq = 2"],
+)
+def test_an_entry_that_was_changed_or_taken_out_is_found(api: Api, change: str) -> None:
+    for name in ("a", "b", "c"):
+        api.post("/v1/tokens", {"name": name, "role": "viewer"})
+    written = entries(api)[1].digest
+    session = cast(Session, Lines(api))
+    assert verify_entries(session, written) == {"entries": 3, "digest": entries(api)[-1].digest}
+    with pytest.raises(CommandError, match="expected an entry with the digest"):
+        verify_entries(session, FIRST_DIGEST)
+    with api.service.database.write() as database:
+        database.execute(text(f"{change} WHERE seq = 2"))
+    with pytest.raises(CommandError, match="the log was changed"):
+        verify_entries(session, written)
+
+
+def test_no_route_of_operators_writes_without_a_note() -> None:
+    """A new route that opens the database's own write transaction is caught here."""
+    writers = set()
+    for path in Path(permille_service.__file__).parent.rglob("*.py"):
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        for function in (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, functions)
+        ):
+            calls = [
+                ast.unparse(node.func) + "(" for node in ast.walk(function) if isinstance(node, ast.Call)
+            ]
+            if any(WRITES.search(call) for call in calls) and path.name != "enrolment.py":
+                writers.add(function.name)
+    assert writers == set(NOTED_OR_NO_OPERATORS)
