@@ -241,19 +241,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         fault = fault or Fault(path="")
         data, etag = bytearray(self.service.blobs.path(digest).read_bytes()), f'"{digest}"'
-        start = self._asked_start(etag, len(data)) if not fault.ignore_range else 0
+        start, end = self._asked_range(etag, len(data)) if not fault.ignore_range else (0, len(data))
         if start > len(data):
             self._problem(416, "range-not-satisfiable")
             return
         if fault.flip_byte is not None:
             data[fault.flip_byte] ^= 0xFF
-        part = bytes(data[start:]) + fault.extra
-        self.requests_noted(206 if start else 200)
-        self.send_response(206 if start else 200)
+        part = bytes(data[start:end]) + fault.extra
+        status = 206 if (start, end) != (0, len(data)) else 200
+        self.requests_noted(status)
+        self.send_response(status)
         self.send_header("etag", etag)
         self.send_header("content-length", str(len(part)))
-        if start:
-            self.send_header("content-range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        if status == 206:
+            self.send_header("content-range", f"bytes {start}-{end - 1}/{len(data)}")
         self.end_headers()
         self._send_slowly(part, fault)
 
@@ -284,13 +285,14 @@ class _Handler(BaseHTTPRequestHandler):
         known = set(self.service.devices.values()) - self.service.revoked
         return device_id if device_id in known else None
 
-    def _asked_start(self, etag: str, size: int) -> int:
+    def _asked_range(self, etag: str, size: int) -> tuple[int, int]:
         asked = self.headers.get("range", "")
         self.service.ranges.append(asked)
         if not asked or self.headers.get("if-range", etag) != etag:
-            return 0
-        start = int(asked.removeprefix("bytes=").rstrip("-"))
-        return start if start < size else size + 1
+            return 0, size
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        start, end = int(first), int(last) + 1 if last else size
+        return (start, min(end, size)) if start < size else (size + 1, size)
 
     def _send_slowly(self, part: bytes, fault: Fault) -> None:
         end = len(part) if fault.cut_after is None else min(fault.cut_after, len(part))

@@ -22,8 +22,9 @@ from permille.engines.interface import Engine
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
+from permille_agent.link.install import install
 from permille_agent.state.home import Home, open_home
-from permille_agent.state.models import InstalledRelease, record_installed
+from permille_agent.state.models import InstalledRelease
 from permille_agent.text.documents import Document
 from permille_agent.text.preparation import Prepared, prepare
 from permille_agent.text.reading import DataReport, read_documents
@@ -100,13 +101,13 @@ class Personalised:
 
 
 def install_package(home: Home, package: Package, *, release: str = "local", version: int = 1) -> None:
-    """Copy a package into a home folder and make it the installed one, as `pull` does with a download."""
+    """Copy a package into a home folder, try it and make it the installed one, as `pull` does."""
     blobs = BlobFolder(home.blobs)
     for digest in (package.digest, *(layer.digest for layer in package.manifest.layers)):
         if not blobs.has(digest):
             blobs.put_file(package.blobs.path(digest), expected=digest)
     installed = InstalledRelease(name=release, version=version, manifest_digest=package.digest)
-    record_installed(home, installed)
+    install(home, installed, size_bytes=package.size_bytes)
 
 
 def personalise(

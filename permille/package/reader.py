@@ -112,6 +112,16 @@ class Package:
         """The dtype of a tensor that is not quantized, BF16, F16 or F32, without reading it."""
         return self._layers[Role.PLAIN].specs[name].dtype
 
+    def check_blocks(self) -> None:
+        """Hash all blocks of the big layers, the first time.
+
+        Raises:
+            PackageError: `block-digest`.
+        """
+        with self._checking:
+            check_blocks(self.blobs, self._unchecked)
+            self._unchecked = []
+
     def quantized(self, name: str) -> QuantizedTensor:
         """A quantized weight: packed codes and scales, mapped.
 
@@ -189,10 +199,7 @@ class Package:
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)
 
     def _checked(self, role: Role) -> SafetensorsFile:
-        """A big layer, once all blocks of all of them were hashed."""
-        with self._checking:
-            check_blocks(self.blobs, self._unchecked)
-            self._unchecked = []
+        self.check_blocks()
         return self._layers[role]
 
     @cached_property

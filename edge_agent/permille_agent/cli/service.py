@@ -1,16 +1,17 @@
-"""Commands between this device and its service: enroll, pull, report, share-log, unenroll."""
+"""Commands between this device and its service: enroll, pull, verify, report, share-log, unenroll."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from permille_agent.cli.console import JsonOption, home_of, show
+from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -28,6 +29,7 @@ def register(app: typer.Typer) -> None:
     # An invitation may begin with a dash: what is no option of ours is an argument.
     app.command(context_settings={"ignore_unknown_options": True})(enroll)
     app.command()(pull)
+    app.command()(verify)
     app.command()(report)
     app.add_typer(share_log, name="share-log")
     app.command()(unenroll)
@@ -85,6 +87,39 @@ def pull(context: typer.Context, as_json: JsonOption = False) -> None:
         "collected_bytes": pulled.collected_bytes,
     }
     show(document, as_json=as_json)
+
+
+def verify(
+    context: typer.Context,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Fetch what is damaged from the service, and nothing else.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for damage of the packages on this disk, and mend it.
+
+    Every byte is hashed. Without --repair the service is not asked. Exit code 4 where damage is left.
+
+    [bold]Examples[/bold]
+
+      permille-agent verify
+      permille-agent verify --repair
+    """
+    from permille_agent.link.enrolment import open_api
+    from permille_agent.link.verify import verify as look_for_damage
+    from permille_agent.state.lock import hold_lock
+
+    home = home_of(context)
+    with hold_lock(home, "verify"):
+        if repair:
+            api = open_api(home)
+            with api.connection:
+                found = look_for_damage(home, api)
+        else:
+            found = look_for_damage(home)
+    show(asdict(found), as_json=as_json)
+    if found.left:
+        raise typer.Exit(ExitCode.PACKAGE_REFUSED)
 
 
 def report(context: typer.Context, as_json: JsonOption = False) -> None:

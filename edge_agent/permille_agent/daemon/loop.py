@@ -18,10 +18,12 @@ from permille.errors import InputError, PermilleError, RetryableError
 from permille_agent.daemon.policy import Machine, Policy, decide, may_continue, read_machine, read_policy
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import TrainingRequest, train_in_child
+from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Connect, connect, open_api, require_enrolment
 from permille_agent.link.pull import pull
 from permille_agent.link.report import collect_reports, deliver
+from permille_agent.link.verify import verify
 from permille_agent.state.choices import read_references, shares_log
 from permille_agent.state.home import Home, write_record
 from permille_agent.state.lock import LockedError, hold_lock
@@ -147,11 +149,24 @@ class Daemon:
             collect_reports(self._home)
             delivered = deliver(self._home, api)
             pulled = pull(self._home, api, enrolment, now_s=self._world.now().timestamp())
+            self._mend_packages(api)
         if delivered.sent or delivered.refused:
             log.info("reports: %d delivered, %d refused", delivered.sent, delivered.refused)
         if pulled.changed:
             log.info("installed %s version %d", pulled.release.name, pulled.release.version)
         self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
+
+    def _mend_packages(self, api: DeviceApi) -> None:
+        """Look for damage once a day, so that bits which flip on the disk do not wait for a use."""
+        today = self._world.now().date().isoformat()
+        if read_daemon_state(self._home).verified == today:
+            return
+        found = verify(self._home, api)
+        for what in found.damaged:
+            log.warning("damaged on the disk: %s", what)
+        if found.damaged:
+            log.warning("damage: %d mended, %d left", len(found.damaged) - len(found.left), len(found.left))
+        self._note(verified=today)
 
     def _wanted(self) -> str | None:
         """What there is to train: a text that changes when package or data do; None if nothing or done."""

@@ -19,6 +19,7 @@ class DaemonState:
         trained: package and data of the last run that came to its end.
         not_before: Unix time before which a failed training is not tried again.
         waiting_for: what the policy holds against training now.
+        verified: local date on which the packages were last looked at for damage.
     """
 
     day: str = ""
@@ -28,6 +29,7 @@ class DaemonState:
     not_before: float = 0.0
     waiting_for: tuple[str, ...] = ()
     last_poll: str = ""
+    verified: str = ""
     last_outcome: str = ""
     poll_error: str = ""
     training_error: str = ""

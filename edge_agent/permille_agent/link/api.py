@@ -169,6 +169,16 @@ class DeviceApi:
         with self.connection.stream(path, {**headers, **self._authorization()}) as response:
             yield response
 
+    def blob_range(self, package_digest: str, blob_digest: str, begin: int, end: int) -> bytes:
+        """The bytes of a blob from `begin` to before `end`, whatever they are: the caller compares hashes.
+
+        Raises:
+            OperatorError: the service sends more than was asked for.
+        """
+        path = f"/v1/packages/{package_digest}/blobs/{blob_digest}"
+        headers = {"range": f"bytes={begin}-{end - 1}"}
+        return self._call("GET", path, headers=headers, limit_bytes=end - begin)
+
     def report_run(self, run_id: str, metrics: runs.RunMetrics) -> None:
         """Send the metrics of a run; the same run may be sent again."""
         body = {"run_id": run_id, "metrics": metrics.model_dump(mode="json")}

@@ -21,14 +21,15 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.install import install
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
+    DAMAGED,
     AcceptedVersion,
     InstalledRelease,
     installed_release,
     read_releases,
     record_accepted,
-    record_installed,
     referenced_models,
 )
 
@@ -80,13 +81,11 @@ def pull(
         _download(home, api, blobs, plan, release.manifest_digest, progress)
     except RequestRefusedError as exc:
         raise OperatorError(f"expected the files of {release.name} {release.version}: {exc}") from exc
-    _check_package(blobs, release.manifest_digest)
     installed = InstalledRelease(
         name=release.name, version=release.version, manifest_digest=release.manifest_digest
     )
     before = installed_release(home)
-    if before != installed:
-        record_installed(home, installed)
+    _install(home, blobs, installed, plan.package_bytes)
     return Pulled(
         release=installed,
         changed=before is None or before.manifest_digest != installed.manifest_digest,
@@ -121,11 +120,11 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
 
 
 def packages_in_use(home: Home) -> set[str]:
-    """Digests of the packages that are installed, being downloaded, active, or can be rolled back to."""
+    """Digests of packages that are installed, being downloaded, active, or can be gone back to."""
     releases = read_releases(home)
     used = {accepted.manifest_digest for accepted in releases.last_versions.values()}
     used |= {model.package for model in referenced_models(home)}
-    return used | ({releases.installed.manifest_digest} if releases.installed else set())
+    return used | {kept.manifest_digest for kept in (releases.installed, releases.previous) if kept}
 
 
 def _accept_release(home: Home, api: DeviceApi, enrolment: Enrolment, now_s: float) -> Release:
@@ -191,13 +190,14 @@ def _download(
         ).run()
 
 
-def _check_package(blobs: BlobFolder, package_digest: str) -> None:
-    """Open the package as a whole. A blob that went bad on the disk is dropped, to be fetched again."""
+def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, package_bytes: int) -> None:
+    """Open the package and install it. A blob that went bad on the disk is dropped, to be fetched again."""
     try:
-        Package.open(blobs, package_digest)
+        Package.open(blobs, release.manifest_digest)
+        install(home, release, size_bytes=package_bytes)
     except PackageError as exc:
-        if exc.code in ("blob-digest", "blob-size"):
-            _drop_damaged(blobs, package_digest)
+        if exc.code in DAMAGED:
+            _drop_damaged(blobs, release.manifest_digest)
         raise
 
 

@@ -16,7 +16,7 @@ from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille_agent.state.home import Home
-from permille_agent.state.models import Active, require_active
+from permille_agent.state.models import Active, opening, require_active
 from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.personal import model_values
@@ -62,9 +62,10 @@ class LocalModel:
             PackageError: the package or the run's state is not what it claims to be.
         """
         self.active = active = active or require_active(home)
-        self.package = Package.open(BlobFolder(home.blobs), active.package)
-        self.tokenizer: TextTokenizer = package_tokenizer(self.package)
-        self.engine = engine_of(self.package)
+        with opening(home, active.package):
+            self.package = Package.open(BlobFolder(home.blobs), active.package)
+            self.tokenizer: TextTokenizer = package_tokenizer(self.package)
+            self.engine = engine_of(self.package)
         base_K = self.package.values()
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
         if active.run is not None:

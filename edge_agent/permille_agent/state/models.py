@@ -8,12 +8,17 @@ Nothing here deletes a package or a run, so every step back is possible as long 
 calls a function that writes holds the writers' lock.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from permille.errors import InputError, OperatorError, RetryableError
+from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille_agent.state.home import Home, read_record, write_record
+from permille_agent.state.lock import LockedError, hold_lock
 
 MAX_HISTORY = 20
+# Codes that say that bytes on this disk are not what was downloaded: fetching them again helps.
+DAMAGED = ("blob-missing", "blob-size", "blob-digest", "block-digest")
 NOTHING_INSTALLED = "expected an installed package, found none: run `permille-agent pull`"
 
 
@@ -41,10 +46,27 @@ class AcceptedVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedPackage:
+    """A package that was installed, did not open, and is not installed again; another version may be."""
+
+    manifest_digest: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
-    """What `releases.json` holds; `last_versions` by the release's name."""
+    """What `releases.json` holds.
+
+    Attributes:
+        installed: the release in use.
+        previous: the one before it, kept until `installed` was opened for use the first time.
+        refused: the package that was taken back last.
+        last_versions: by the release's name.
+    """
 
     installed: InstalledRelease | None = None
+    previous: InstalledRelease | None = None
+    refused: RefusedPackage | None = None
     last_versions: dict[str, AcceptedVersion] = field(default_factory=dict)
 
 
@@ -96,8 +118,61 @@ def record_accepted(home: Home, name: str, accepted: AcceptedVersion) -> None:
 
 
 def record_installed(home: Home, release: InstalledRelease) -> None:
-    """Switch to a package that is complete and verified. The active personalisation is not touched."""
-    write_record(home.releases, replace(read_releases(home), installed=release))
+    """Switch to a package that is complete and was tried. The active personalisation is not touched.
+
+    The package before stays until this one was used. Where that never was used either, the one before it
+    stays.
+    """
+    known = read_releases(home)
+    previous = known.previous or known.installed
+    if previous is not None and previous.manifest_digest == release.manifest_digest:
+        previous = None
+    write_record(home.releases, replace(known, installed=release, previous=previous, refused=None))
+
+
+@contextmanager
+def opening(home: Home, package_digest: str) -> Iterator[None]:
+    """Open a package for use within this block.
+
+    Where it is the one installed last, its first success ends the keeping of the package before, and its
+    refusal returns to that.
+
+    Raises:
+        RetryableError: the package was refused, the one before is installed again.
+    """
+    try:
+        yield
+    except PackageError as exc:
+        if (back := _return_to_previous(home, package_digest, exc)) is None:
+            raise
+        raise RetryableError(
+            f"expected the package installed last to open: {exc}; "
+            f"{back.name} version {back.version} is installed again, run the command again"
+        ) from exc
+    if _is_unused(home, package_digest):
+        with suppress(LockedError), hold_lock(home, "use"):  # else the next use says so
+            write_record(home.releases, replace(read_releases(home), previous=None))
+
+
+def _is_unused(home: Home, package_digest: str) -> bool:
+    known = read_releases(home)
+    return (
+        known.previous is not None
+        and known.installed is not None
+        and known.installed.manifest_digest == package_digest
+    )
+
+
+def _return_to_previous(home: Home, package_digest: str, error: PackageError) -> InstalledRelease | None:
+    if not _is_unused(home, package_digest):
+        return None
+    with hold_lock(home, "rollback", wait_s=5.0):
+        known = read_releases(home)
+        refused = None
+        if error.code not in DAMAGED:
+            refused = RefusedPackage(manifest_digest=package_digest, reason=str(error)[:500])
+        write_record(home.releases, replace(known, installed=known.previous, previous=None, refused=refused))
+    return known.previous
 
 
 def active_model(home: Home) -> Active | None:

@@ -24,6 +24,7 @@ from permille_agent.state.models import (
     activate,
     active_model,
     installed_release,
+    opening,
     referenced_models,
 )
 from permille_agent.text.documents import Document
@@ -82,7 +83,9 @@ def run_training(
     release = installed_release(home)
     if release is None:
         raise OperatorError(NOTHING_INSTALLED)
-    package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
+    with opening(home, release.manifest_digest):
+        package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
+        package.check_blocks()
     options = options.within(_positions(package))
     context.progress.phase("reading the text")
     documents, report = read_documents(data_paths)

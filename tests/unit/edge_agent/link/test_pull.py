@@ -17,7 +17,14 @@ from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.pull import Pulled, collect_garbage, pull
 from permille_agent.state.home import Home
-from permille_agent.state.models import Active, activate, active_model, installed_release, read_releases
+from permille_agent.state.models import (
+    Active,
+    activate,
+    active_model,
+    installed_release,
+    opening,
+    read_releases,
+)
 from tests.device_service import DeviceService, Fault, serving
 from tests.packages import tiny_package
 from tests.unit.edge_agent.conftest import fast_connection
@@ -175,6 +182,8 @@ def test_the_active_package_survives_a_new_one_and_an_unused_one_does_not(
     assert active_model(home) == active
 
     home.current.unlink()
+    with opening(home, second.digest):
+        pass  # its first use
     assert collect_garbage(home, now_s=NOW_S) > 0
     assert not device.blobs.has(package.digest)
     assert Package.open(device.blobs, second.digest).digest == second.digest

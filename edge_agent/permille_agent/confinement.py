@@ -1,0 +1,38 @@
+"""What a child process gives up before it touches foreign data: memory, time, files to write, the network.
+
+Linux holds all of it. Elsewhere what the system does not know is left out, and the parent's time limit stays.
+"""
+
+import sys
+
+_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # of linux/sched.h
+
+
+def confine(*, memory_bytes: int, cpu_s: int | None = None) -> None:
+    """Confine this process for the rest of its life. Call it before threads start, so before numpy.
+
+    Args:
+        memory_bytes: address space, mapped files included.
+        cpu_s: seconds of processor time, after which the system kills it; None leaves that to the parent.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64}
+    limits[resource.RLIMIT_AS] = memory_bytes
+    if cpu_s is not None:
+        limits[resource.RLIMIT_CPU] = cpu_s
+    for limit, most in limits.items():
+        _, hard = resource.getrlimit(limit)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+    if sys.platform == "linux":
+        _leave_network()
+
+
+def _leave_network() -> None:
+    """Enter an empty network; where the system forbids it to users, code that opens no sockets must do."""
+    import ctypes
+
+    ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)

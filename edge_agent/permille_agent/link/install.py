@@ -1,0 +1,164 @@
+"""From downloaded blobs to the installed package: tried first, in a child process with limits.
+
+The child reads the package as a stranger would, every number of it, computes one forward pass with it, and
+takes a sentence through its tokenizer and back. Whatever goes wrong there, the package that was installed
+stays. It also stays on the disk until the new one was used (`state/models.py`), and is taken again where the
+new one does not open.
+
+The child is this module run as a program: one JSON line in, one out.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from permille.errors import InputError, PackageError, PermilleError
+from permille_agent.confinement import confine
+from permille_agent.state.home import Home, as_json, parse_record
+from permille_agent.state.models import InstalledRelease, installed_release, read_releases, record_installed
+
+if TYPE_CHECKING:
+    from permille.package.reader import Package
+
+# Beyond the package's own bytes, which are mapped: libraries, the tokenizer's vocabulary, one pass.
+TRIAL_MEMORY_BYTES = 3 << 30
+TRIAL_S = 120.0
+TRIAL_S_PER_GIB = 120.0
+SENTENCE = "the old baker opened the door and said good morning to the children in the street"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """The line that the child reads; both limits are the child's."""
+
+    blobs: Path
+    digest: str
+    memory_bytes: int
+    cpu_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """The line that the child writes: what is wrong with the package, if anything."""
+
+    code: str = ""
+    message: str = ""
+
+
+def install(home: Home, release: InstalledRelease, *, size_bytes: int) -> None:
+    """Try a package whose blobs are all here, and make it the installed one.
+
+    Args:
+        size_bytes: of the package, by its verified manifest.
+
+    Raises:
+        PackageError: the package is refused; what was installed stays.
+        OperatorError: the record cannot be written.
+    """
+    before = installed_release(home)
+    if before == release:
+        return
+    if before is None or before.manifest_digest != release.manifest_digest:
+        refused = read_releases(home).refused
+        if refused is not None and refused.manifest_digest == release.manifest_digest:
+            raise PackageError(
+                "package-trial", f"expected another package than the one refused: {refused.reason}"
+            )
+        try_package(home.blobs, release.manifest_digest, size_bytes=size_bytes)
+    record_installed(home, release)
+
+
+def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
+    """Verify a package, compute with it and read a sentence with it, in a child with limits.
+
+    Raises:
+        PackageError: what the child found; `package-trial` where it broke a limit or died.
+    """
+    limit_s = TRIAL_S + TRIAL_S_PER_GIB * size_bytes / 2**30
+    order = _Order(
+        blobs=blobs, digest=digest, memory_bytes=TRIAL_MEMORY_BYTES + size_bytes, cpu_s=int(limit_s)
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "permille_agent.link.install"],
+            input=json.dumps(as_json(order)).encode() + b"\n",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=2 * limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise PackageError(
+            "package-trial", f"expected a trial of at most {exc.timeout:.0f} s, it went on"
+        ) from exc
+    if done.returncode != 0 or not done.stdout.endswith(b"\n"):
+        got = f"its process ended with {done.returncode}"
+        raise PackageError("package-trial", f"expected a package that can be tried within limits, {got}")
+    answer = parse_record(done.stdout, _Answer, "the answer of a package's trial")
+    if answer.code:
+        raise PackageError(answer.code, answer.message)
+
+
+def run_trial(line: bytes) -> str:
+    """Be the child: one order in, one answer out."""
+    order = parse_record(line, _Order, "the parent's line")
+    confine(memory_bytes=order.memory_bytes, cpu_s=order.cpu_s)
+    try:
+        _try(order)
+        answer = _Answer()
+    except PackageError as exc:
+        answer = _Answer(code=exc.code, message=str(exc).removeprefix(f"{exc.code}: "))
+    except PermilleError as exc:
+        answer = _Answer(code="package-trial", message=str(exc))
+    except MemoryError:
+        answer = _Answer(
+            code="package-trial",
+            message=f"expected to need at most {order.memory_bytes} bytes, it needs more",
+        )
+    return json.dumps(as_json(answer)) + "\n"
+
+
+def _try(order: _Order) -> None:
+    from permille.package.blobs import BlobFolder
+    from permille.package.reader import verify_package
+
+    _compute(verify_package(BlobFolder(order.blobs), order.digest))
+
+
+def _compute(package: "Package") -> None:
+    """One forward pass over a sentence, whose losses must be finite.
+
+    Raises:
+        PackageError: the losses are not finite, or the sentence does not come back from the tokenizer.
+        InputError: no engine computes this model, or an id is outside of its vocabulary.
+    """
+    import numpy as np
+
+    from permille.engines.factory import open_engine
+    from permille.zo.estimators import Batch
+    from permille_agent.text.tokens import package_tokenizer
+
+    tokenizer = package_tokenizer(package)
+    ids_T = tokenizer.prompt(SENTENCE)
+    if _letters(tokenizer.decode(ids_T.tolist())) != _letters(SENTENCE):
+        raise PackageError("package-trial", "expected a sentence to come back from the tokenizer, it did not")
+    ids_BT = ids_T[None, : int(package.config.get("max_position_embeddings") or len(ids_T))]
+    if ids_BT.size < 2:
+        raise InputError(f"expected a sentence of at least 2 tokens, got {ids_BT.size}")
+    target_BT = np.ones(ids_BT.shape, dtype=np.bool_)
+    batch = Batch(input_ids_BT=ids_BT, attention_BT=target_BT.copy(), target_BT=target_BT)
+    target_BT[:, 0] = False
+    losses_N = open_engine(package, threads=1).token_losses(package.values(), batch)
+    if not np.isfinite(losses_N).all():
+        raise PackageError("package-trial", "expected finite losses of a sentence, got NaN or infinity")
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split()).casefold()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(run_trial(sys.stdin.buffer.readline()))
