@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
+from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
@@ -26,7 +27,7 @@ from permille_agent.link.install import install
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.documents import Document
-from permille_agent.text.preparation import Prepared, prepare
+from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, prepare
 from permille_agent.text.reading import DataReport, read_documents
 from permille_agent.text.rows import Row, TrainingBatches, batch_of, document_rows, packed_rows
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument, package_tokenizer
@@ -126,8 +127,11 @@ def personalise(
         start_K: sparse values to start from; the package's own where None.
 
     Raises:
+        InputError: too little text to select a state on.
         SearchFailed: no epsilon or no step size works for this package on this text.
     """
+    if prepared.stages:
+        raise InputError(f"expected at least {NEEDED_TOKENS} tokens of text to train, select and judge")
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(
         folder=RunFolder(folder),

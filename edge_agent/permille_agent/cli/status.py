@@ -123,7 +123,8 @@ class Status:
         words = outcome_words(metrics.outcome, self.run.load("decision", Decision))
         if metrics.loss_base is None or metrics.loss_personal is None:
             return words
-        return f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
+        words = f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
+        return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
 
 
 def read_status(home: Home) -> Status:

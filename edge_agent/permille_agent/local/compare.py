@@ -9,14 +9,14 @@ from permille.errors import InputError
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.state.home import Home
 from permille_agent.text.documents import PlainText
-from permille_agent.text.preparation import Split, assign, tokenize
+from permille_agent.text.preparation import prepare, tokenize
 from permille_agent.text.reading import read_documents, survey
 from permille_agent.text.rows import document_rows
 from permille_agent.training.decision import Decision
 from permille_agent.training.evaluation import document_losses
 from permille_agent.training.evidence import Comparison, compare_losses
 from permille_agent.training.outcome import TextSource
-from permille_agent.training.run import BegunRun, RunFolder, find_run
+from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run
 
 PROMPT_WORDS = 6
 DEFAULT_SAMPLES = 2
@@ -79,8 +79,9 @@ def compare(
 
 def _judged(folder: RunFolder) -> ComparedLosses:
     decision = folder.require("decision", Decision)
+    by_parts = folder.load("learned", LearnedText) is not None
     return ComparedLosses(
-        text="test split of the run, untouched by training",
+        text="parts of the text, each before it trained" if by_parts else "test split, untouched by training",
         base=decision.loss_base,
         personal=decision.loss_personal,
         bits_per_byte_base=decision.bits_per_byte_base,
@@ -125,11 +126,9 @@ def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMP
     if not paths:
         return []
     documents, _ = survey(paths)
-    known, tokenized = tokenize(documents, model.tokenizer, row_tokens=options.row_tokens)
     try:
-        splits = assign([d.group for d in known], [t.targets for t in tokenized])
+        test = prepare(documents, model.tokenizer, row_tokens=options.row_tokens).test_documents
     except InputError:
         return []  # what is left of the text is too little
-    test = [d.content for d, split in zip(known, splits, strict=True) if split is Split.TEST]
-    texts = [content.text for content in test if isinstance(content, PlainText)]
+    texts = [document.content.text for document in test if isinstance(document.content, PlainText)]
     return [" ".join(text.split()[:PROMPT_WORDS]) for text in texts[:count]]

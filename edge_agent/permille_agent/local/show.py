@@ -251,6 +251,8 @@ def _whole_words(text: str) -> str:
 def _parts(train: int, select: int, test: int) -> str:
     if not train:
         return ""
+    if not select:
+        return f"{train} tokens, of which {test} judged what the ones before them taught; then all trained"
     return f"{train} tokens trained, {select} selected the state, {test} judged it"
 
 

@@ -35,10 +35,17 @@ Content = PlainText | Completion | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document. `group` is the sha256 of what decides its split."""
+    """One document.
+
+    Attributes:
+        group: sha256 of what decides its split.
+        content: what it says.
+        continues: its text goes on from that of the document before it.
+    """
 
     group: str
     content: Content
+    continues: bool = False
 
 
 def characters(content: Content) -> str:

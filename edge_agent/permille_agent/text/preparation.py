@@ -7,29 +7,40 @@ trains none. The test split is taken from the
 front of it, the select split from the back, each as large as it has to be; the rest trains. So nothing
 depends on the order of files, and added text moves few documents, those near a boundary. The test split must
 hold `MIN_TEST_TOKENS` target tokens of `MIN_TEST_GROUPS` groups, or a difference between two models is luck.
+Where a block that trains touches one that is held out, `GUARD_TOKENS` of it are left out.
+
+Less text, from `LITTLE_TOKENS` on, is divided into `PARTS` parts in the same order, of passages. Each part
+but the first is judged by a state that the parts before it trained; all train the state that is adopted.
 """
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from permille.errors import InputError, PackageError
 from permille_agent.text.documents import Document
-from permille_agent.text.reading import DataReport
+from permille_agent.text.reading import DataReport, passages
 from permille_agent.text.rows import Row, document_rows, packed_rows, rows_digest
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument
 
 TEST_SHARE = 0.2
 SELECT_SHARE = 0.1
 MIN_TEST_TOKENS = 2_600
-MIN_TEST_GROUPS = 8
+MIN_TEST_GROUPS = 5
 MIN_SELECT_TOKENS = 800
 MIN_TRAIN_TOKENS = 2_000
 # More would make evaluations slower and hardly surer.
 MAX_TEST_TOKENS = 20_000
 MAX_SELECT_TOKENS = 4_000
+NEEDED_TOKENS = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
+LITTLE_TOKENS = 1_000
+PARTS = 4
+LITTLE_GROUP_TOKENS = 24
+"""Targets of little text that are judged as one group: so many that 20 groups are there."""
+MIN_LITTLE_GROUPS = 20
+GUARD_TOKENS = 24
 
 
 class Split(StrEnum):
@@ -49,16 +60,33 @@ class SplitCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One training that judges a part of little text.
+
+    Attributes:
+        train: packed rows of the parts before it.
+        rows: which rows of the test split are judged by it.
+        documents: which documents of the test split.
+    """
+
+    train: list[Row]
+    rows: slice
+    documents: slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """The rows of one run.
 
     Attributes:
         train: packed rows.
-        select: rows of single documents, for choosing the state.
+        select: rows of single documents, for choosing the state; none where there is little text.
         test: rows of single documents, read once, at the end; `document_T` indexes `test_documents`.
         test_documents: the documents behind `test`, so that another package can be judged on the same text.
         counts: target tokens and documents of each split.
         digest: of all rows.
+        stages: of little text, whose `train` holds all parts: what judges each part but the first.
+        groups: of all documents, each once.
     """
 
     train: list[Row]
@@ -67,6 +95,8 @@ class Prepared:
     test_documents: list[Document]
     counts: dict[Split, SplitCount]
     digest: str
+    stages: tuple[Stage, ...] = ()
+    groups: tuple[str, ...] = ()
 
 
 def prepare(
@@ -89,7 +119,13 @@ def prepare(
         PackageError: the chat template breaks a limit.
     """
     known, tokenized = tokenize(documents, tokenizer, report, row_tokens=row_tokens)
-    splits = assign([d.group for d in known], [t.targets for t in tokenized])
+    tokens = [t.targets for t in tokenized]
+    try:
+        splits = assign([d.group for d in known], tokens)
+    except InputError as exc:
+        return _prepare_little(known, sum(tokens), tokenizer, row_tokens, str(exc))
+    held_out = [split is not Split.TRAIN for split in splits]
+    tokenized = _guarded(known, tokenized, held_out)
     parts = {split: [i for i in range(len(known)) if splits[i] is split] for split in Split}
     train = packed_rows([tokenized[i] for i in parts[Split.TRAIN]], row_tokens)
     select = document_rows([tokenized[i] for i in parts[Split.SELECT]], row_tokens)
@@ -101,6 +137,61 @@ def prepare(
         test_documents=[known[i] for i in parts[Split.TEST]],
         counts=count(splits, [t.targets for t in tokenized]),
         digest=rows_digest([train, select, test]),
+        groups=_groups(known),
+    )
+
+
+def _prepare_little(
+    documents: Sequence[Document], total: int, tokenizer: TextTokenizer, row_tokens: int, too_little: str
+) -> Prepared:
+    """Divide text that is too little for three splits."""
+    if total < LITTLE_TOKENS:
+        raise InputError(
+            f"expected at least {LITTLE_TOKENS} tokens of text that count, got {total} in {len(documents)} "
+            f"documents ({LITTLE_TOKENS} are judged part by part; {NEEDED_TOKENS} are divided once)"
+        )
+    pieces, units = _pieces(documents)
+    known, tokenized = tokenize(pieces, tokenizer, row_tokens=row_tokens)
+    unit_of = {id(piece): unit for piece, unit in zip(pieces, units, strict=True)}
+    part_of = _parts([unit_of[id(piece)] for piece in known], [t.targets for t in tokenized])
+    places = [[i for i, part in enumerate(part_of) if part == number] for number in range(PARTS)]
+    least = (
+        f"{too_little}; less text is judged part by part, which needs {MIN_LITTLE_GROUPS} groups of "
+        f"{LITTLE_GROUP_TOKENS} tokens in {PARTS} documents or more"
+    )
+    if not all(places):
+        raise InputError(least)
+    stages, test, judged = [], list[Row](), list[Document]()
+    for number in range(1, PARTS):
+        guarded = _guarded(known, tokenized, [part == number for part in part_of])
+        before = packed_rows([guarded[i] for i, part in enumerate(part_of) if part < number], row_tokens)
+        rows = document_rows([tokenized[i] for i in places[number]], row_tokens, first=len(judged))
+        stages.append(
+            Stage(
+                train=before,
+                rows=slice(len(test), len(test) + len(rows)),
+                documents=slice(len(judged), len(judged) + len(places[number])),
+            )
+        )
+        test += rows
+        judged += [known[i] for i in places[number]]
+    train = packed_rows(tokenized, row_tokens)
+    judged_tokens = [sum(int(row.target_T.sum()) for row in test[stage.rows]) for stage in stages]
+    if sum(tokens // LITTLE_GROUP_TOKENS for tokens in judged_tokens) < MIN_LITTLE_GROUPS:
+        raise InputError(least)
+    return Prepared(
+        train=train,
+        select=[],
+        test=test,
+        test_documents=judged,
+        counts={
+            Split.TRAIN: SplitCount(tokens=sum(t.targets for t in tokenized), documents=len(known)),
+            Split.SELECT: SplitCount(tokens=0, documents=0),
+            Split.TEST: SplitCount(tokens=sum(judged_tokens), documents=len(judged)),
+        },
+        digest=rows_digest([train, *(stage.train for stage in stages), test]),
+        stages=tuple(stages),
+        groups=_groups(documents),
     )
 
 
@@ -207,12 +298,53 @@ def _taken(order: Iterable[str], tokens: dict[str, int], wanted: int, least_grou
     return taken
 
 
+def _groups(documents: Iterable[Document]) -> tuple[str, ...]:
+    return tuple(sorted({document.group for document in documents}))
+
+
+def _pieces(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
+    """Cut what is alone in its group into passages; with each piece, what never comes apart."""
+    alone = {group for group, number in Counter(d.group for d in documents).items() if number == 1}
+    pieces: list[Document] = []
+    units: list[str] = []
+    for document in documents:
+        cut = passages([document]) if document.group in alone else [document]
+        pieces += cut
+        units += [f"{document.group}\0{place}" for place in range(len(cut))]
+    return pieces, units
+
+
+def _parts(units: Sequence[str], target_tokens: Sequence[int]) -> list[int]:
+    """The part of each piece: about as many tokens each, in the order of hashes."""
+    tokens: dict[str, int] = defaultdict(int)
+    for unit, number in zip(units, target_tokens, strict=True):
+        tokens[unit] += number
+    total, before, part_of = sum(tokens.values()), 0, {}
+    for unit in sorted(tokens, key=lambda unit: (position(unit), unit)):
+        part_of[unit] = min(PARTS - 1, PARTS * (2 * before + tokens[unit]) // (2 * total))
+        before += tokens[unit]
+    return [part_of[unit] for unit in units]
+
+
+def _guarded(
+    documents: Sequence[Document], tokenized: Sequence[TokenizedDocument], held_out: Sequence[bool]
+) -> list[TokenizedDocument]:
+    """Leave out the ends of documents that touch one that is held out."""
+    guarded = list(tokenized)
+    for place in range(1, len(documents)):
+        if documents[place].continues and held_out[place - 1] != held_out[place]:
+            if held_out[place]:
+                guarded[place - 1] = guarded[place - 1].between(0, -GUARD_TOKENS)
+            else:
+                guarded[place] = guarded[place].between(GUARD_TOKENS, None)
+    return guarded
+
+
 def _too_little(counts: dict[Split, SplitCount], total: int, groups: int) -> str:
-    needed = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
     return (
-        f"expected at least {needed} tokens of text that count ({MIN_TEST_TOKENS} held-out ones in "
+        f"expected at least {NEEDED_TOKENS} tokens of text that count ({MIN_TEST_TOKENS} held-out ones in "
         f"{MIN_TEST_GROUPS} or more documents to judge the result, {MIN_SELECT_TOKENS} to select the state, "
-        f"{MIN_TRAIN_TOKENS} to train; somewhat more where documents are long, they are not divided), got "
+        f"{MIN_TRAIN_TOKENS} to train; conversations and rows of one group are not divided), got "
         f"{total} tokens in {groups} documents, which leaves {counts[Split.TEST].tokens}, "
         f"{counts[Split.SELECT].tokens} and {counts[Split.TRAIN].tokens}"
     )

@@ -7,8 +7,9 @@ Folders are read recursively in the order of their names; hidden files and links
 cannot be read, a row or a whole source, is counted and left out, never guessed at: the others are read.
 
 What a document is decides what a fair test is: documents, not pieces of them, are divided between the splits
-(`preparation.py`). A user with one long file would have one document, so where there are fewer than
-`FEW_DOCUMENTS`, plain text is cut at paragraph ends into contiguous sections that count as documents.
+(`preparation.py`). Plain text of more than one block is cut at paragraph ends into contiguous blocks, which
+count as documents. A text is named by how it begins and a later block by what stands before it, so that text
+which is appended to a file moves nothing that was there.
 
 Nothing here knows a tokenizer: the same text gives the same documents under every package.
 """
@@ -29,9 +30,9 @@ from permille_agent.text.exports import exported_conversations, parse_conversati
 MAX_TOTAL_BYTES = 256 << 20
 MAX_ROW_BYTES = 4 << 20
 MAX_EXAMPLES = 20
-FEW_DOCUMENTS = 40
-SECTION_CHARACTERS = 1000
-PASSAGE_CHARACTERS = 400
+BLOCK_CHARACTERS = 1500
+PASSAGE_CHARACTERS = 300
+NAME_CHARACTERS = 256
 # A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 SUFFIXES = (".txt", ".md", ".jsonl", ".json")
@@ -242,20 +243,33 @@ def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
 
 
 def _documents(rows: list[Row]) -> list[Document]:
-    groups = {group if group is not None else number for number, (group, _) in enumerate(rows)}
-    cut = len(groups) < FEW_DOCUMENTS
+    begins = Counter(_begin(content) for group, content in rows if group is None)
     documents = []
     for group, content in rows:
-        if cut and group is None and isinstance(content, PlainText):
-            documents += [Document(_group(None, PlainText(s)), PlainText(s)) for s in sections(content.text)]
-        else:
-            documents.append(Document(_group(group, content), content))
+        if group is not None:
+            documents.append(Document(_group("group", group), content))
+            continue
+        begin = _begin(content)
+        # Texts that begin alike, of one template, are told apart by all that they say.
+        name = _group("content", begin if begins[begin] == 1 else characters(content))
+        if not isinstance(content, PlainText):
+            documents.append(Document(name, content))
+            continue
+        blocks = sections(content.text, BLOCK_CHARACTERS)
+        before = ["", *blocks[:-1]]
+        documents += [
+            Document(_group("after", last[-NAME_CHARACTERS:]) if last else name, PlainText(block), bool(last))
+            for last, block in zip(before, blocks, strict=True)
+        ]
     return documents
 
 
-def _group(group: str | None, content: Content) -> str:
-    key = f"content\0{characters(content)}" if group is None else f"group\0{group}"
-    return hashlib.sha256(key.encode()).hexdigest()
+def _begin(content: Content) -> str:
+    return characters(content)[:NAME_CHARACTERS] if isinstance(content, PlainText) else characters(content)
+
+
+def _group(kind: str, name: str) -> str:
+    return hashlib.sha256(f"{kind}\0{name}".encode()).hexdigest()
 
 
 def _key(text: str) -> bytes:
@@ -269,25 +283,29 @@ def normalised(text: str) -> str:
 
 def passages(documents: Sequence[Document]) -> list[Document]:
     """Cut plain text into passages of some hundred characters; everything else stays whole."""
-    found = []
+    found: list[Document] = []
     for document in documents:
         if isinstance(document.content, PlainText):
             texts = sections(document.content.text, PASSAGE_CHARACTERS)
-            found += [Document(document.group, PlainText(text)) for text in texts]
+            found += [
+                Document(document.group, PlainText(text), document.continues or place > 0)
+                for place, text in enumerate(texts)
+            ]
         else:
             found.append(document)
     return found
 
 
-def sections(text: str, characters: int = SECTION_CHARACTERS) -> list[str]:
-    """Cut `text` into contiguous sections of about so many characters: paragraphs, else lines, else words."""
+def sections(text: str, characters: int) -> list[str]:
+    """Cut `text` into contiguous sections: paragraphs, else lines, else words, until there are so many
+    characters. Where one ends depends on nothing that comes after it."""
     result: list[str] = []
     current = ""
     for piece in _pieces(text, characters):
-        if current and len(current) + len(piece) > characters:
+        current += piece
+        if len(current.strip()) >= characters:
             result.append(current)
             current = ""
-        current += piece
     if current.strip():
         result.append(current)
     trimmed = [section.strip("\n") for section in result]

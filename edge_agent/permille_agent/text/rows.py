@@ -40,10 +40,13 @@ class EvaluationBatch:
     bytes_N: NDArray[np.int64]
 
 
-def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
-    """Rows of one document each; a longer document has several. Rows without a target are left out."""
+def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, first: int = 0) -> list[Row]:
+    """Rows of one document each, whose index counts from `first`; a longer document has several.
+
+    Rows without a target are left out.
+    """
     rows = []
-    for index, document in enumerate(documents):
+    for index, document in enumerate(documents, start=first):
         for start in range(0, len(document.ids_T), row_tokens):
             row = _row(document, index, slice(start, start + row_tokens))
             if row.target_T.any():
@@ -54,6 +57,17 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> li
 def rows_as_documents(rows: Sequence[Row]) -> list[Row]:
     """The same rows, each a document of its own: losses by document are then losses by row."""
     return [replace(row, document_T=np.full_like(row.document_T, index)) for index, row in enumerate(rows)]
+
+
+def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:
+    """The same rows with `tokens` neighbouring targets a document, and what is left in the last one."""
+    groups = max(1, sum(int(row.target_T.sum()) for row in rows) // tokens)
+    found, before = [], 0
+    for row in rows:
+        number_T = before + np.cumsum(row.target_T) - row.target_T
+        found.append(replace(row, document_T=np.minimum(number_T // tokens, groups - 1)))
+        before += int(row.target_T.sum())
+    return found
 
 
 def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:

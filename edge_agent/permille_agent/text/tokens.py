@@ -44,6 +44,12 @@ class TokenizedDocument:
         """Number of target tokens."""
         return int(self.target_T.sum())
 
+    def between(self, first: int, last: int | None) -> "TokenizedDocument":
+        """The tokens from `first` to before `last`; the first of them is no target."""
+        target_T = self.target_T[first:last].copy()
+        target_T[:1] = False
+        return TokenizedDocument(self.ids_T[first:last], target_T, self.bytes_T[first:last])
+
 
 class TextTokenizer:
     """The tokenizer of one package, with its special tokens and chat template."""

@@ -4,11 +4,15 @@ Adopted means surely better than the base and, where another personalised model 
 (`evidence.py`). All decisions of a device together spend one probability of error, so they are counted. An
 active model that cannot be opened any more protects nothing. The active model may belong to another package
 with another tokenizer: it is judged under its own, on the same documents, by nats per byte of its targets.
+
+Little text is judged part by part, each by the state that the parts before it trained, and then trains the
+state that is adopted. So a model that little text made is compared only on text that came since.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +23,18 @@ from permille.zo.lattice import state_digest, values
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.models import Active
 from permille_agent.text.documents import Document
-from permille_agent.text.preparation import tokenize
+from permille_agent.text.preparation import LITTLE_GROUP_TOKENS, tokenize
 from permille_agent.text.reading import passages
-from permille_agent.text.rows import document_rows, rows_as_documents
+from permille_agent.text.rows import Row, document_rows, rows_as_documents, rows_in_groups
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.evaluation import (
     DocumentLosses,
     document_losses,
+    joined,
     summed,
 )
-from permille_agent.training.evidence import Comparison, compare_losses, merged
-from permille_agent.training.run import Run, RunFolder, finite_or_none
+from permille_agent.training.evidence import GROUP_TOKENS, Comparison, compare_losses, merged
+from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
 
 
@@ -122,19 +127,28 @@ def decide_adoption(
 
     def decide() -> Decision:
         number = run.folder.once("decision-number", DecisionCount, lambda: next_decision(home)).decisions
-        return _decide(run, selected, number, incumbent, open_incumbent)
+        learned = LearnedText()
+        if incumbent.run is not None:
+            learned = RunFolder(home.runs / incumbent.run).load("learned", LearnedText) or learned
+        return _decide(
+            run, selected, number, _Incumbent(incumbent, open_incumbent, frozenset(learned.groups))
+        )
 
     return run.folder.once("decision", Decision, decide)
 
 
-def _decide(
-    run: Run,
-    selected: SelectedState,
-    number: int,
-    incumbent: Active,
-    open_incumbent: Callable[[], OpenModel],
-) -> Decision:
-    base = _losses(run, "base", run.package.values)
+@dataclass(frozen=True, slots=True)
+class _Incumbent:
+    """What is active, how it is opened, and the groups of the text that all of it has learned from."""
+
+    model: Active
+    open: Callable[[], OpenModel]
+    learned: frozenset[str]
+
+
+def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumbent) -> Decision:
+    base_K = run.package.values()
+    base = _losses(run, "base", lambda _: base_K)
     exponent = selected.header.step_unit_exponent
     mask_digest = run.package.mask_digest
     decision = Decision(
@@ -143,7 +157,7 @@ def _decide(
         steps=selected.steps,
         stopped=selected.stopped,
         state_digest=state_digest(selected.s_K, mask_digest=mask_digest, step_unit_exponent=exponent),
-        incumbent=incumbent,
+        incumbent=incumbent.model,
         number=number,
         reason=_no_step(selected.stopped),
         loss_base=finite_or_none(base.per_token),
@@ -151,57 +165,105 @@ def _decide(
     )
     if selected.step == 0:
         return decision
-    values_K = values(run.w_base_K, selected.s_K, exponent)
-    personal = _losses(run, "personal", lambda: values_K)
-    against_base = _compared(base, personal, number)
+    judges = [values(run.w_base_K, s_K, exponent) for s_K in selected.judges or (selected.s_K,)]
+    personal = _losses(run, "personal", judges.__getitem__)
+    least = LITTLE_GROUP_TOKENS if run.prepared.stages else GROUP_TOKENS
+    where = "on text that was judged before it trained" if run.prepared.stages else "on held-out text"
+    against_base = _compared(base, personal, number, least)
     decision = replace(
         decision,
         loss_personal=finite_or_none(personal.per_token),
         bits_per_byte_personal=finite_or_none(personal.bits_per_byte),
         against_base=_finite(against_base),
         adopted=against_base.better,
-        reason="better than the base on held-out text",
+        reason=f"better than the base {where}",
     )
     if not against_base.better:
-        return replace(decision, reason="not surely better than the base on held-out text")
-    if incumbent.run is None:
+        return replace(decision, reason=f"not surely better than the base {where}")
+    if incumbent.model.run is None:
         return decision
     try:
-        tokenizer, row_tokens = package_tokenizer(run.package), run.options.row_tokens
-        own = OpenModel(engine=run.engine, values_K=values_K, tokenizer=tokenizer, row_tokens=row_tokens)
-        against_active = _against_active(run, own, incumbent, open_incumbent, number)
+        first, second = _losses_beside_active(run, judges, incumbent)
     except (InputError, PackageError, OperatorError) as exc:
         # It cannot be used either: nothing is lost, and it stays in the history.
         return replace(decision, reason=f"the active model cannot be opened: {exc}")
-    reason = "better than the base and than the active model on held-out text"
+    if not len(first.tokens_D):
+        reason = "the active model has learned from all of this text: more of it is needed to compare them"
+        return replace(decision, adopted=False, reason=reason)
+    against_active = _compared(first, second, number, least)
+    reason = f"better than the base and than the active model {where}"
     if not against_active.better:
-        reason = "better than the base, but not surely better than the active model on held-out text"
+        reason = f"better than the base, but not surely better than the active model {where}"
+        if incumbent.learned:
+            reason += " that it has not learned from"
     return replace(
         decision, against_active=_finite(against_active), adopted=against_active.better, reason=reason
     )
 
 
-def _against_active(
-    run: Run,
-    own: OpenModel,
-    incumbent: Active,
-    open_incumbent: Callable[[], OpenModel],
-    number: int,
-) -> Comparison:
-    """Compare with the active model by rows where both read the same ones, else by passages of the text."""
-    if incumbent.package == run.package.digest:
-        personal = _losses(run, "personal", lambda: own.values_K)
-        return _compared(_losses(run, "active", lambda: open_incumbent().values_K), personal, number)
-    documents = passages(run.prepared.test_documents)
-    active = _measured_once(run.folder, "active", lambda: _passage_losses(documents, open_incumbent()))
-    personal = _measured_once(run.folder, "personal-passages", lambda: _passage_losses(documents, own))
-    both_D = (active.tokens_D > 0) & (personal.tokens_D > 0)
-    return _compared(active.of(both_D), personal.of(both_D), number)
+def _losses_beside_active(
+    run: Run, judges: Sequence[NDArray[np.float32]], incumbent: _Incumbent
+) -> tuple[DocumentLosses, DocumentLosses]:
+    """Losses of the active model and of the run's by rows where both read the same ones, else by passages.
+
+    Text that the active model has learned from is left out.
+    """
+    documents = run.prepared.test_documents
+    if incumbent.model.package == run.package.digest:
+        personal = _losses(run, "personal", judges.__getitem__)
+        active_K = cache(lambda: incumbent.open().values_K)
+        active = _losses(run, "active", lambda _: active_K())
+        new_D = np.concatenate([part.unlearned(documents, incumbent.learned) for part in _parts(run)])
+        return active.of(new_D), personal.of(new_D)
+    tokenizer, row_tokens = package_tokenizer(run.package), run.options.row_tokens
+    own = [
+        OpenModel(engine=run.engine, values_K=values_K, tokenizer=tokenizer, row_tokens=row_tokens)
+        for values_K in judges
+    ]
+    parts = [passages(documents[stage.documents]) for stage in run.prepared.stages] or [passages(documents)]
+    whole = [document for part in parts for document in part]
+    active = _measured_once(run.folder, "active", lambda: _passage_losses(whole, incumbent.open()))
+    personal = _measured_once(
+        run.folder, "personal-passages", lambda: joined(map(_passage_losses, parts, own))
+    )
+    new_D = np.array([document.group not in incumbent.learned for document in whole])
+    both_D = new_D & (active.tokens_D > 0) & (personal.tokens_D > 0)
+    return active.of(both_D), personal.of(both_D)
 
 
-def _compared(first: DocumentLosses, second: DocumentLosses, number: int) -> Comparison:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one state judges: rows, and the same rows whose documents are the groups that are compared."""
+
+    rows: list[Row]
+    grouped: list[Row]
+
+    @property
+    def groups(self) -> int:
+        """How many are compared."""
+        return max(int(row.document_T[row.target_T].max()) for row in self.grouped) + 1
+
+    def unlearned(self, documents: Sequence[Document], learned: frozenset[str]) -> NDArray[np.bool_]:
+        """Whether each group is of documents that are not in `learned`."""
+        new_D = np.ones(self.groups, dtype=np.bool_)
+        for row, grouped in zip(self.rows, self.grouped, strict=True):
+            if documents[int(row.document_T[0])].group in learned:
+                new_D[grouped.document_T[grouped.target_T]] = False
+        return new_D
+
+
+def _parts(run: Run) -> list[_Part]:
+    """What is judged: the test split, or each part of little text."""
+    test, stages = run.prepared.test, run.prepared.stages
+    if not stages:
+        return [_Part(test, rows_as_documents(test))]
+    parts = [test[stage.rows] for stage in stages]
+    return [_Part(rows, rows_in_groups(rows, LITTLE_GROUP_TOKENS)) for rows in parts]
+
+
+def _compared(first: DocumentLosses, second: DocumentLosses, number: int, least: int) -> Comparison:
     """Compare losses of the same text by groups of enough tokens, in nats a token of the second tokenizer."""
-    group_D = merged(second.tokens_D)
+    group_D = merged(second.tokens_D, least)
     first, second = summed(first, group_D), summed(second, group_D)
     bytes_a_token = second.bytes_D.sum() / second.tokens_D.sum()
     if np.array_equal(first.tokens_D, second.tokens_D) and np.array_equal(first.bytes_D, second.bytes_D):
@@ -226,10 +288,16 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
     return DocumentLosses(nats_D, tokens_D, bytes_D)
 
 
-def _losses(run: Run, name: str, values_of: Callable[[], NDArray[np.float32]]) -> DocumentLosses:
-    """Losses on the test split by row: a passage of one document."""
-    rows = rows_as_documents(run.prepared.test)
-    return _measured_once(run.folder, name, lambda: document_losses(run.engine, values_of(), rows, len(rows)))
+def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
+    """Losses on the test split by row, a passage of one document; `values_of` what judges each part."""
+
+    def measure() -> DocumentLosses:
+        return joined(
+            document_losses(run.engine, values_of(number), part.grouped, part.groups)
+            for number, part in enumerate(_parts(run))
+        )
+
+    return _measured_once(run.folder, name, measure)
 
 
 def _measured_once(folder: RunFolder, name: str, measure: Callable[[], DocumentLosses]) -> DocumentLosses:

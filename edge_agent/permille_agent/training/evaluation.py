@@ -7,7 +7,7 @@ Shapes: D documents, N targets, K masked weights.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,16 @@ def mean_loss(engine: Engine, values_K: NDArray[np.float32], rows: Sequence[Row]
         total += float(losses_N.sum(dtype=np.float64))
         tokens += len(losses_N)
     return total / tokens
+
+
+def joined(parts: Iterable[DocumentLosses]) -> DocumentLosses:
+    """The losses of several sets of documents, one set after the other."""
+    found = list(parts)
+    return DocumentLosses(
+        np.concatenate([part.nats_D for part in found]),
+        np.concatenate([part.tokens_D for part in found]),
+        np.concatenate([part.bytes_D for part in found]),
+    )
 
 
 def summed(losses: DocumentLosses, group_D: NDArray[np.int64]) -> DocumentLosses:

@@ -2,7 +2,8 @@
 
 With a time limit, a step and an evaluation are timed once; from then on the budget is a function of those two
 numbers and the limit. A quarter of the time at most goes into the search, about a fifth of training into
-evaluations, and as much as judging the result takes is kept for that, within bounds.
+evaluations, and as much as judging the result takes is kept for that, within bounds. Little text has nothing
+to evaluate on the way: its steps are fixed.
 """
 
 import math
@@ -156,10 +157,11 @@ def _gradient_plan(run: Run) -> Plan:
         raise SearchFailed(f"expected masked weights other than 0, got a rate of {rate}")
     run.progress.phase("looking at the text")
     start_K = run.first_values()
+    rows = run.prepared.select or run.prepared.test
     base = run.folder.once(
         "search-base",
         LossFound,
-        lambda: LossFound(loss=finite_or_none(mean_loss(run.engine, start_K, run.prepared.select))),
+        lambda: LossFound(loss=finite_or_none(mean_loss(run.engine, start_K, rows))),
     )
     if base.loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")
@@ -169,8 +171,8 @@ def _gradient_plan(run: Run) -> Plan:
         pace = run.folder.once("search-pace", Pace, lambda: _gradient_pace(run, start_K))
         budget = budget_of_gradient(
             60.0 * float(run.options.minutes or 0.0),
-            step_s=pace.step_s,
-            evaluation_s=pace.token_s * _tokens(run.prepared.select),
+            step_s=pace.step_s * _trainings(run),
+            evaluation_s=pace.token_s * _tokens(rows),
             judgement_s=pace.token_s * _tokens(run.prepared.test),
             most_steps=max(LEAST_STEPS, math.ceil(PASSES * len(run.prepared.train) / run.options.batch_rows)),
         )
@@ -184,8 +186,13 @@ def _gradient_plan(run: Run) -> Plan:
         base_loss=base.loss,
         total_steps=budget.steps,
         evaluate_every=max(1, math.ceil(budget.steps / budget.evaluations)),
-        limit_s=budget.limit_s,
+        limit_s=None if run.prepared.stages else budget.limit_s,
     )
+
+
+def _trainings(run: Run) -> float:
+    """How many times as much as the state that is kept takes to train, all are together."""
+    return 1.0 + sum(len(stage.train) for stage in run.prepared.stages) / len(run.prepared.train)
 
 
 def _gradient_pace(run: Run, start_K: NDArray[np.float32]) -> Pace:
@@ -241,7 +248,7 @@ def _pace(run: Run, epsilon: float) -> Pace:
 
 
 def _token_s(run: Run) -> float:
-    rows = run.prepared.select[:TIMED_ROWS]
+    rows = (run.prepared.select or run.prepared.test)[:TIMED_ROWS]
     start = run.clock.seconds()
     mean_loss(run.engine, run.w_base_K, rows)
     return max(1e-9, (run.clock.seconds() - start) / _tokens(rows))

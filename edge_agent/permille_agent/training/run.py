@@ -2,6 +2,7 @@
 
     run.json             what the run is: package, data, options; its random id for reports
     data.json            where the text came from, and rows that were left out
+    learned.json         of little text, all of which trains: its groups by their hashes
     engine.json          the engine that the run computes with, to its end
     search-*.json        results of the search, thrown-away steps included
     plan.json            epsilon, step size, number of steps: written before the first step
@@ -94,6 +95,14 @@ class BegunRun:
 
     run_id: str
     definition: RunDefinition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedText:
+    """What `learned.json` holds: groups that the state was trained on although they judged, too. Nothing is
+    judged against that state on them."""
+
+    groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

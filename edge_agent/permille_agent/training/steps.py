@@ -6,6 +6,9 @@ there are at most `MAX_DESCENTS`. With a time limit a later descent has the step
 
 Every step is a function of what is durable before it, so a run that is killed goes on with the same bits.
 The state is selected on the select split, among those of all descents.
+
+Little text has no select split: a descent of a fixed number of steps for each part that is judged, and one on
+all of it, whose last state is the run's.
 """
 
 import math
@@ -128,6 +131,7 @@ class SelectedState:
         s_K: the state.
         header: of its log, or what would be that.
         stopped: why the descent stopped; of a run: the last one.
+        judges: of little text, the states that judge its parts: each knows only the parts before.
     """
 
     descent: int
@@ -138,6 +142,7 @@ class SelectedState:
     s_K: NDArray[np.int64]
     header: LogHeader
     stopped: Stop
+    judges: tuple[NDArray[np.int64], ...] = ()
 
 
 def train(run: Run, plan: Plan) -> SelectedState:
@@ -146,6 +151,8 @@ def train(run: Run, plan: Plan) -> SelectedState:
     Returns:
         The best state of all descents, the later one of equals.
     """
+    if run.prepared.stages:
+        return _train_by_parts(run, plan)
     descents = [_DescentLoop(run, plan, 0, plan.total_steps).train()]
     while descents[-1].stopped in TOO_LONG and len(descents) < MAX_DESCENTS:
         number, steps = len(descents), _steps_left(plan, descents)
@@ -158,9 +165,24 @@ def train(run: Run, plan: Plan) -> SelectedState:
     return replace(best, stopped=descents[-1].stopped)
 
 
+def _train_by_parts(run: Run, plan: Plan) -> SelectedState:
+    """Train what judges each part, and then on all parts."""
+    judges = []
+    for number, stage in enumerate(run.prepared.stages):
+        run.progress.phase(f"training to judge part {number + 2} of {len(run.prepared.stages) + 1}")
+        part = replace(run, prepared=replace(run.prepared, train=stage.train))
+        steps = math.ceil(plan.total_steps * len(stage.train) / len(run.prepared.train))
+        judges.append(_DescentLoop(part, plan, number, steps).train())
+    run.progress.phase("training on all of it")
+    last = _DescentLoop(run, plan, len(judges), plan.total_steps).train()
+    failed = next((judge for judge in judges if judge.stopped in FAILED), last)
+    last = replace(last, stopped=failed.stopped, step=failed.step and last.step)
+    return replace(last, judges=tuple(judge.s_K for judge in judges))
+
+
 def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Descent:
-    """Describe descent `number`: with half the learning rate of the descent before."""
-    rate = plan.learning_rate * 0.5**number
+    """Describe descent `number`: with half the learning rate of the descent before, but of little text."""
+    rate = plan.learning_rate * (1.0 if run.prepared.stages else 0.5**number)
     descent = run.descent(
         seed=run.options.seed,
         epsilon=plan.epsilon,
@@ -206,6 +228,8 @@ class _DescentLoop:
 
     def _train(self, steps: Steps) -> SelectedState:
         run, total_steps = self._run, self._descent.header.total_steps
+        if run.prepared.stages:
+            return self._train_all(steps)
         while True:
             step = steps.step
             out_of_time = run.clock.passed(self._number, step, self._plan.limit_s)
@@ -223,6 +247,26 @@ class _DescentLoop:
                 return self._select(steps, stopped)
             loss = steps.take()
             run.progress.step(step + 1, total_steps, loss)
+
+    def _train_all(self, steps: Steps) -> SelectedState:
+        """Make all steps; nothing is selected."""
+        run, total_steps = self._run, self._descent.header.total_steps
+        while steps.step < total_steps:
+            step = steps.step
+            run.progress.step(step + 1, total_steps, steps.take())
+        run.clock.store()
+        steps.keep()
+        failed = steps.rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * total_steps)
+        return SelectedState(
+            descent=self._number,
+            step=0 if failed else total_steps,
+            loss=math.inf,
+            steps=total_steps,
+            rejected=steps.rejected,
+            s_K=steps.best(total_steps),
+            header=self._descent.header,
+            stopped=Stop.REJECTED if failed else Stop.STEPS,
+        )
 
     def _is_last(self) -> bool:
         """Whether no shorter steps are tried after this descent. Along a gradient a level loss is the text's

@@ -16,6 +16,7 @@ from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
+from permille.zo.header import EstimatorKind
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
     NOTHING_INSTALLED,
@@ -28,7 +29,7 @@ from permille_agent.state.models import (
     referenced_models,
 )
 from permille_agent.text.documents import Document
-from permille_agent.text.preparation import Prepared, prepare
+from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, Split, prepare
 from permille_agent.text.reading import DataReport, read_documents
 from permille_agent.text.tokens import package_tokenizer
 from permille_agent.training.decision import Decision, OpenModel, decide_adoption
@@ -53,6 +54,7 @@ from permille_agent.training.personal import model_values, personal_state, store
 from permille_agent.training.plan import Plan, make_plan
 from permille_agent.training.run import (
     BegunRun,
+    LearnedText,
     Run,
     RunClock,
     RunDefinition,
@@ -100,6 +102,13 @@ def run_training(
         )
     except InputError as exc:
         return task.refuse(documents, str(exc))
+    if prepared.stages and options.estimator is not EstimatorKind.SKETCH:
+        got = prepared.counts[Split.TRAIN].tokens
+        return task.refuse(
+            documents,
+            f"expected at least {NEEDED_TOKENS} tokens of text for steps of forward passes alone, got {got}: "
+            "train without --estimator, along the gradient",
+        )
     return task.train(prepared, data_paths)
 
 
@@ -125,8 +134,10 @@ class _Task:
 
     def train(self, prepared: Prepared, data_paths: Sequence[Path]) -> RunResult:
         """Find or begin the run, and go on with it to its end."""
-        start = self._start(prepared.digest)
+        start = self._start(prepared)
         folder = self._open_run(prepared.digest, data_paths, start)
+        if prepared.stages:
+            folder.once("learned", LearnedText, lambda: LearnedText(groups=prepared.groups))
         if (ended := folder.load("outcome", RunOutcome)) is not None:
             self._activate_again(folder)
             return result_of(folder, ended, known=True)
@@ -144,18 +155,22 @@ class _Task:
         )
         return self._run_to_end(run)
 
-    def _start(self, data_digest: str) -> str | None:
+    def _start(self, prepared: Prepared) -> str | None:
         """Name the run whose state this run goes on from; None begins at the base.
 
-        The run that is active is not gone on from by its own command again: that has ended.
+        The run that is active is not gone on from by its own command again: that has ended. What knows the
+        text that judges is not gone on from either: little text judges and trains.
         """
         active = active_model(self.home)
         asked = self.options.start is Start.ACTIVE and not self.options.has_log
         if not asked or active is None or active.run is None or active.package != self.package.digest:
             return None
-        known = find_run(self.home, active.run).require("run", BegunRun).definition
+        folder = find_run(self.home, active.run)
+        if prepared.stages or folder.load("learned", LearnedText) is not None:
+            return None
+        known = folder.require("run", BegunRun).definition
         same = RunDefinition(
-            package=self.package.digest, data=data_digest, options=self.options, start=known.start
+            package=self.package.digest, data=prepared.digest, options=self.options, start=known.start
         )
         return known.start if known == same else active.run
 

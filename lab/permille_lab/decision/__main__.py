@@ -4,6 +4,8 @@ A simulation of the agent's rule beside the interval of a bootstrap (percentiles
 groups of a person's held-out documents, each with a gain a token that is drawn with the true mean. Most of
 the distributions are skewed: what hurts few groups much is what an interval of groups that were seen does not
 know.
+
+Little text is judged part by part: groups of few tokens, one after the other, whose neighbours are alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +23,12 @@ HURT = 0.05
 GROUPS = (20, 40, 100)
 GAINS = (0.0, 0.01, 0.1, 0.2, 0.4)
 """True means; a gain of the margin or less is to be refused."""
+LITTLE_GROUPS = 31
+"""Of 24 tokens, where a person has 1,000: three parts of four are judged."""
+ALIKE = (0.0, 0.3, 0.6)
+"""Correlation of the gains of neighbouring groups; 0.3 is that of people's tweets."""
+_PART_GAINS = (0.5, 0.8, 1.0)
+"""Of the gain of the state that is adopted: those which judge the parts were trained on less."""
 _RESAMPLES = 2000
 _LEAST_TOKENS, _MOST_TOKENS = 64, 300
 
@@ -75,6 +83,23 @@ def measure(draw: str, groups: int, *, gain: float, trials: int) -> Result:
     return {"evidence": float(np.mean(adopted)), "bootstrap": float(bootstrap.mean())}
 
 
+def measure_little(draw: str, alike: float, *, gain: float, trials: int) -> Result:
+    """Share of trials in which a model of 1,000 tokens is adopted."""
+    rng = np.random.default_rng(
+        [LITTLE_GROUPS, round(1000 * gain), round(10 * alike), list(DRAWS).index(draw)]
+    )
+    # A group copies the one before so often: neighbours are so much alike, and each has the same law.
+    own_TG = DRAWS[draw](rng, (trials, LITTLE_GROUPS))
+    copies_TG = rng.random((trials, LITTLE_GROUPS)) < alike
+    for group in range(1, LITTLE_GROUPS):
+        own_TG[:, group] = np.where(copies_TG[:, group], own_TG[:, group - 1], own_TG[:, group])
+    # A gain of the margin or less is no better in any part; a larger one grows with what was learned.
+    parts_G = np.repeat(_PART_GAINS, [11, 10, 10]) if gain > 0.01 else np.ones(LITTLE_GROUPS)
+    gain_TG = gain * parts_G + SPREAD * own_TG
+    tokens_G = np.full(LITTLE_GROUPS, 24)
+    return {"adopted": float(np.mean([compare_losses(gain_G, tokens_G).better for gain_G in gain_TG]))}
+
+
 def main() -> None:
     """Simulate what is missing: about a minute."""
     parser = settings_parser(__doc__, "decision")
@@ -87,6 +112,11 @@ def main() -> None:
                 settings = {"draw": draw, "groups": groups, "gain": gain, "trials": options.trials}
                 run = partial(measure, draw, groups, gain=gain, trials=options.trials)
                 cells.once("decision", settings, run)
+        for alike in ALIKE:
+            for gain in GAINS:
+                settings = {"draw": draw, "alike": alike, "gain": gain, "trials": options.trials}
+                run = partial(measure_little, draw, alike, gain=gain, trials=options.trials)
+                cells.once("little", settings, run)
 
 
 if __name__ == "__main__":

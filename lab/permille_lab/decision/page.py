@@ -21,5 +21,20 @@ def tables(results: Path) -> dict[str, str]:
     found = pd.DataFrame(rows).pivot_table(
         index=["gains of groups", "groups"], columns="gain", values="adopted", aggfunc="first", sort=False
     )
-    found.columns.name = None
-    return {"adopted": str(found.reset_index().to_markdown(index=False, disable_numparse=True))}
+    little = pd.DataFrame(
+        {
+            "gains of groups": settings["draw"],
+            "alike": f"{settings['alike']:g}",
+            "gain": f"gain {settings['gain']:g}",
+            "adopted": f"{100 * result['adopted']:.1f}",
+        }
+        for settings, result in Cells(results / "decision.jsonl").of("little")
+    ).pivot_table(
+        index=["gains of groups", "alike"], columns="gain", values="adopted", aggfunc="first", sort=False
+    )
+    return {"adopted": _markdown(found), "little": _markdown(little)}
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    table.columns.name = None
+    return str(table.reset_index().to_markdown(index=False, disable_numparse=True))

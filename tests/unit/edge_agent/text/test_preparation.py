@@ -1,13 +1,16 @@
 """From documents to rows: complete, divided, named by a digest, bad conversations counted."""
 
 import hashlib
+import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
 from permille.errors import InputError, PackageError
 from permille_agent.text.documents import Conversation, Document, PlainText
 from permille_agent.text.preparation import (
+    GUARD_TOKENS,
     MAX_SELECT_TOKENS,
     MAX_TEST_TOKENS,
     MIN_SELECT_TOKENS,
@@ -152,3 +155,24 @@ def test_one_group_is_one_document_however_many_rows_it_has() -> None:
 def test_positions_are_pinned() -> None:
     digest = hashlib.sha256(b"permille-split-1\x00abc").hexdigest()
     assert position("abc") == int(digest[:12], 16) / 2**48
+
+
+def test_training_text_that_touches_held_out_text_is_left_out() -> None:
+    story = "\n\n".join(sentences(600))
+    blocks = [story[start : start + 1500] for start in range(0, len(story), 1500)]
+    documents = [Document(str(n), PlainText(block), n > 0) for n, block in enumerate(blocks)]
+    apart = [replace(document, continues=False) for document in documents]
+    tokenizer = _tokenizer()
+    joined, free = (prepare(found, tokenizer, row_tokens=64) for found in (documents, apart))
+    splits = assign([d.group for d in documents], [tokenizer.prompt(b).size - 1 for b in blocks])
+    borders = sum(
+        (first is Split.TRAIN) != (second is Split.TRAIN) for first, second in itertools.pairwise(splits)
+    )
+    assert borders > 5
+    left_out = free.counts[Split.TRAIN].tokens - joined.counts[Split.TRAIN].tokens
+    # A block that begins later has a first token that is no target, too.
+    assert GUARD_TOKENS * borders <= left_out <= (GUARD_TOKENS + 1) * borders
+    assert joined.test_documents == [
+        d for d, split in zip(documents, splits, strict=True) if split is Split.TEST
+    ]
+    assert joined.counts[Split.TEST] == free.counts[Split.TEST]

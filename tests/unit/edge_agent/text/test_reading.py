@@ -10,7 +10,7 @@ from permille.errors import InputError
 from permille_agent.state.home import as_json
 from permille_agent.text import reading as data
 from permille_agent.text.documents import Completion, Conversation, PlainText, characters
-from permille_agent.text.reading import SECTION_CHARACTERS, normalised, read_documents, sections
+from permille_agent.text.reading import BLOCK_CHARACTERS, normalised, read_documents, sections
 from tests.packages import sentences
 
 
@@ -181,16 +181,34 @@ def test_leaves_out_long_paragraphs_that_came_before(tmp_path: Path) -> None:
     assert report.repeated_paragraphs == 2
 
 
-def test_cuts_few_long_texts_into_sections_and_leaves_many_documents_whole(tmp_path: Path) -> None:
+def test_cuts_long_texts_into_contiguous_blocks_and_leaves_short_ones_whole(tmp_path: Path) -> None:
     story = "\n\n".join(sentences(200))
     (tmp_path / "one.txt").write_text(story)
-    many: list[object] = [{"text": f"{number}: {story[:3000]}{number}"} for number in range(45)]
-    few, _ = read_documents([tmp_path / "one.txt"])
-    whole, _ = read_documents([_jsonl(tmp_path / "many.jsonl", many)])
-    assert "\n\n".join(characters(document.content) for document in few) == story
-    assert all(300 < len(characters(document.content)) <= SECTION_CHARACTERS for document in few)
-    assert len({document.group for document in few}) == len(few)
-    assert len(whole) == 45
+    short: list[object] = [{"text": f"{number}: {story[:500]}{number}"} for number in range(3)]
+    blocks, _ = read_documents([tmp_path / "one.txt"])
+    whole, _ = read_documents([_jsonl(tmp_path / "short.jsonl", short)])
+    assert "\n\n".join(characters(document.content) for document in blocks) == story
+    assert all(BLOCK_CHARACTERS <= len(characters(block.content)) < 1800 for block in blocks[:-1])
+    assert len({block.group for block in blocks}) == len(blocks)
+    assert [block.continues for block in blocks] == [False] + [True] * (len(blocks) - 1)
+    assert len(whole) == len({document.group for document in whole}) == 3
+
+
+@pytest.mark.parametrize("more", ["\n\nAnd then it rained for days.", " And on. " * 300, "\nA line.\n" * 500])
+def test_text_that_is_appended_moves_nothing_that_was_there(tmp_path: Path, more: str) -> None:
+    story = "\n\n".join(sentences(200))
+    before = _blocks(tmp_path, story)
+    after = _blocks(tmp_path, story + more)
+    assert len(after) >= len(before) > 5
+    assert [group for group, _ in after][: len(before)] == [group for group, _ in before]
+    assert after[: len(before) - 1] == before[:-1]
+    assert after[len(before) - 1][1].startswith(before[-1][1])
+
+
+def _blocks(folder: Path, text: str) -> list[tuple[str, str]]:
+    (folder / "diary.txt").write_text(text)
+    documents, _ = read_documents([folder / "diary.txt"])
+    return [(document.group, characters(document.content)) for document in documents]
 
 
 def test_rows_of_one_group_have_one_group_and_are_not_cut(tmp_path: Path) -> None:
@@ -206,6 +224,6 @@ def test_rows_of_one_group_have_one_group_and_are_not_cut(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("text", ["word " * 900, "x" * 2500, "line\n" * 700, "a\n\n" * 900])
 def test_sections_hold_the_whole_text_in_order(text: str) -> None:
-    pieces = sections(text)
+    pieces = sections(text, BLOCK_CHARACTERS)
     assert "".join("".join(pieces).split()) == "".join(text.split())
-    assert all(len(piece) <= SECTION_CHARACTERS + 1 for piece in pieces)
+    assert all(BLOCK_CHARACTERS <= len(piece) <= 2 * BLOCK_CHARACTERS for piece in pieces[:-1])

@@ -101,7 +101,7 @@ def test_private_runs_keep_their_best_state_in_the_format(begin: Begin, package:
     assert not run.folder.journal(0).exists()
 
 
-def _kill_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def kill_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """End the process before or after any write of a descent, the `calls`-th of them."""
     left = [calls]
 
@@ -131,7 +131,7 @@ def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(
     expected_run = begin(options, "whole")
     expected = plan_and_train(expected_run)[1]
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
-        _kill_after(calls, monkeypatch)
+        kill_after(calls, monkeypatch)
         plan_and_train(begin(options, "killed"))
     run = begin(options, "killed")
     selected = plan_and_train(run)[1]

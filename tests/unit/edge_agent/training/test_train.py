@@ -117,7 +117,7 @@ def test_too_little_text_is_refused_and_reported_once(device: Device, tmp_path: 
     device = replace(device, text=user_text(tmp_path, 20))
     first, second = device.train(), device.train()
     assert first.outcome is second.outcome is Outcome.REFUSED_DATA
-    assert "expected at least 5400 tokens" in first.message
+    assert "expected at least 1000 tokens of text that count, got 518 in 1 documents" in first.message
     assert (first.known, second.known) == (False, True)
     assert len(list_runs(device.home)) == 1
     assert first.metrics is not None and first.metrics.package_digest == device.package.digest
