@@ -76,8 +76,10 @@ fuzz: $(VENV)/.native  ## Fuzz the package reader for ten minutes
 tuf-conformance: $(VENV)/.installed  ## TUF's own tests of the agent's client (4 minutes; takes the suite from GitHub)
 	@bash scripts/tuf-conformance.sh
 
-kill-agent: $(VENV)/.native  ## Kill a training agent at 50 random moments and compare its bits
-	$(BIN)/python -m tests.acceptance.kill_agent --kills 50
+KILLS ?= 50
+kill-agent: $(VENV)/.native  ## Kill training agents at KILLS random moments, cut their journals as often, compare the bits
+	$(BIN)/python -m tests.acceptance.kill_agent --run shared --kills $(KILLS) --cuts $(KILLS)
+	$(BIN)/python -m tests.acceptance.kill_agent --run private --kills $(KILLS)
 
 schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks
 	$(BIN)/python -m tests.api_fuzz --examples 200

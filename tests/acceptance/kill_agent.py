@@ -1,16 +1,18 @@
-"""Kill `train` with SIGKILL at random moments, start it again, and compare the end with that of an unkilled
-run.
+"""Kill `train` with SIGKILL at random moments, cut its journal at random bytes, start it again, and compare
+the end with that of an untouched run.
 
-    python -m tests.acceptance.kill_agent --kills 50
+    python -m tests.acceptance.kill_agent --kills 50 --cuts 50
 
 Runs are made anew until so many kills were delivered; every one has to end with the same bits: plan,
 evaluations, journal or state, decision, active model, and exactly one report. Moments are drawn from a
-seed, over the whole life of a process: loading, search, steps, evaluation, judgement, adoption, report.
+seed, over the whole life of a process: loading, search, steps, evaluation, judgement, adoption, report. A cut
+is of a journal whose run was killed amid its steps, at any byte behind the header.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from permille.zo.journal import encode_header, parse_journal
 from permille_agent.link.report import read_reports
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import active_model, history
@@ -48,12 +51,14 @@ class KillReport:
     """What was killed, where, and which runs ended otherwise than the unkilled one."""
 
     kills: int = 0
+    cuts: int = 0
     runs: int = 0
     by_phase: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
 
 
 def torch_command(home: Home, text: Path) -> list[str]:
+    """The program itself, with the engine that it chooses."""
     command = [sys.executable, "-m", "permille_agent", "--home", str(home.root), "train", str(text)]
     return [*command, "--steps", "12", "--threads", "1", "--share-log", "--json"]
 
@@ -68,8 +73,9 @@ def private_command(home: Home, text: Path) -> list[str]:
     return [sys.executable, "-m", "tests.bigram_agent", str(home.root), str(text), "40", "0"]
 
 
-def kill_runs(folder: Path, command: Command, *, kills: int, seed: int) -> KillReport:
-    """Deliver `kills` kills to runs made by `command`, and compare each run's end with an unkilled one."""
+def kill_runs(folder: Path, command: Command, *, kills: int, cuts: int = 0, seed: int) -> KillReport:
+    """Deliver `kills` kills to runs made by `command`, and `cuts` to their journals, and compare each run's
+    end with an untouched one."""
     rng = random.Random(seed)
     text = user_text(folder)
     expected_home, _ = home_with_package(folder / "whole")
@@ -78,16 +84,34 @@ def kill_runs(folder: Path, command: Command, *, kills: int, seed: int) -> KillR
     whole_s = time.monotonic() - began
     expected = end_of(expected_home)
     report = KillReport()
-    while report.kills < kills:
+    while report.kills < kills or report.cuts < cuts:
         home, _ = home_with_package(folder / f"killed-{report.runs}")
-        while report.kills < kills and _killed(command(home, text), rng.uniform(0.0, 1.1 * whole_s)):
+        while report.kills < kills or report.cuts < cuts:
+            if not _killed(command(home, text), rng.uniform(0.0, 1.1 * whole_s)):
+                break
             report.kills += 1
             report.by_phase[_phase(home)] += 1
+            if report.cuts < cuts and _phase(home) == "steps":
+                report.cuts += _cut(home, rng)
         subprocess.run(command(home, text), check=True, stdout=subprocess.DEVNULL)
         report.runs += 1
         differing = [name for name, value in end_of(home).items() if expected[name] != value]
         report.differences += [f"run {report.runs}: {name}" for name in differing]
     return report
+
+
+def _cut(home: Home, rng: random.Random) -> bool:
+    """Cut the newest journal of the run at a random byte behind its header; False where there is none."""
+    (run,) = list_runs(home)
+    paths = sorted(run.path.glob("descent-*.journal"))
+    if not paths:
+        return False
+    data = paths[-1].read_bytes()
+    header = len(encode_header(parse_journal(data, paths[-1]).header))
+    if len(data) == header:
+        return False
+    os.truncate(paths[-1], rng.randrange(header, len(data)))
+    return True
 
 
 def end_of(home: Home) -> dict[str, str]:
@@ -135,19 +159,26 @@ def _phase(home: Home) -> str:
     return found[-1] if found else "start"
 
 
+_COMMANDS = {"agent": torch_command, "shared": bigram_command, "private": private_command}
+
+
 def main() -> int:
     """Print a report as JSON; the exit code says whether all runs ended alike."""
     parser = argparse.ArgumentParser(description="kill `train` at random moments, and compare its ends")
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--cuts", type=int, default=0, help="of journals, among the kills")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", choices=("torch", "bigram"), default="torch")
+    parser.add_argument("--run", choices=_COMMANDS, default="agent", help="what is killed")
     arguments = parser.parse_args()
-    command = torch_command if arguments.engine == "torch" else bigram_command
+    command = _COMMANDS[arguments.run]
     with tempfile.TemporaryDirectory() as folder:
-        report = kill_runs(Path(folder), command, kills=arguments.kills, seed=arguments.seed)
+        report = kill_runs(
+            Path(folder), command, kills=arguments.kills, cuts=arguments.cuts, seed=arguments.seed
+        )
     document = {
-        "engine": arguments.engine,
+        "run": arguments.run,
         "kills": report.kills,
+        "cuts": report.cuts,
         "runs": report.runs,
         "kills_by_phase": dict(sorted(report.by_phase.items())),
         "differences": report.differences,

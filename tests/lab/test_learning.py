@@ -12,8 +12,8 @@ from permille_lab.learning import compare
 from permille_lab.learning.estimators import CONTENDERS, DEFAULT, measure
 from permille_lab.learning.methods import METHODS, best_rate, descend, final_loss
 from permille_lab.learning.mezo import Mezo
-from permille_lab.learning.page import estimator_tables, learning_tables, loss_at
-from permille_lab.learning.runs import TextRun, options_for, text_run
+from permille_lab.learning.page import LORA, SAME, STATE, estimator_tables, learning_tables, loss_at
+from permille_lab.learning.runs import TextRun, options_for, person_run, text_run
 from permille_lab.measuring.cells import Cells
 from permille_lab.measuring.model_packages import sources_from_environment
 from permille_lab.people.user_texts import Document
@@ -52,12 +52,12 @@ def test_the_agent_is_timed_without_its_evaluations(run: TextRun, tmp_path: Path
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_begins_at_its_base_and_ends_lower(method: str, run: TextRun, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    make, _ = METHODS[method]
+    contender = METHODS[method]
     rate = 1e-4 if method == "MeZO" else 1e-2
-    points = descend(make(run, model, rate), run, steps=6, every=1)
+    points = descend(contender.make(run, model, rate), run, steps=6, every=1, rows=contender.rows)
     assert [point["step"] for point in points] == list(range(7))
-    assert final_loss(make, run, model, rate, steps=6) == points[-1]["loss"]
-    assert final_loss(make, run, model, math.inf, steps=6) == math.inf
+    assert final_loss(contender, run, model, rate, steps=6) == points[-1]["loss"]
+    assert final_loss(contender, run, model, math.inf, steps=6) == math.inf
     if method != "MeZO":  # whose base is not the package's, but the full-precision model
         assert points[0]["loss"] == pytest.approx(run.loss(), abs=1e-3)
         assert points[-1]["loss"] < points[0]["loss"]
@@ -69,7 +69,7 @@ def test_a_run_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     write_corpus(data / "text/c4_en/c4_sample.jsonl")
     for name, folder in (("PERMILLE_MODELS", models), ("PERMILLE_DATA", data)):
         monkeypatch.setenv(name, str(folder))
-    common = {"model": "tiny", "text": "a", "seed": 0}
+    common = {"model": "tiny", "text": compare.SPEAKER, "seed": 0}
     folder = tmp_path / "packages"
     ours = compare.measure(folder, common | {"method": compare.FORWARD_ONLY, "steps": 4}, DOCUMENTS)
     assert ours["peak_bytes"] > 1 << 20
@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_finite_ends_a_run(run: TextRun) -> None:
         def loss(self) -> float:
             return next(self.losses)
 
-    assert [point["step"] for point in descend(Diverging(), run, steps=6, every=2)] == [0, 2]
+    assert [point["step"] for point in descend(Diverging(), run, steps=6, every=2, rows=2)] == [0, 2]
 
 
 @pytest.mark.parametrize(("best", "tries"), [(1e-2, 4), (0.1, 6), (10.0, 8), (1e-5, 8)])
@@ -141,10 +141,23 @@ def test_contenders_are_compared_in_the_runs_that_both_have(tmp_path: Path) -> N
 
 def test_methods_are_timed_to_shares_of_our_fall(tmp_path: Path) -> None:
     cells = Cells(tmp_path / "learning.jsonl")
-    for method, losses in ((compare.FORWARD_ONLY, (5.0, 4.4, 4.0)), ("LoRA, AdamW", (5.0, 4.2, 4.1))):
+    for method, losses in ((STATE, (5.0, 4.4, 4.0)), (LORA, (5.0, 4.2, 4.1)), (SAME, (5.0, 4.2, 4.02))):
         points = [{"step": n, "loss": loss, "seconds": 7.0 * n} for n, loss in enumerate(losses)]
         settings = {"model": "m", "text": "t", "seed": 0, "method": method, "steps": 2}
-        cells.keep("learning", settings, {"points": points, "search_s": 3.0})
-    ours, theirs = learning_tables(tmp_path)["times"].splitlines()[2:]
-    assert [cell.strip() for cell in ours.split("|")[4:8]] == ["7.0", "14.0", "14.0", "4.000"]
-    assert [cell.strip() for cell in theirs.split("|")[4:8]] == ["7.0", "7.0", "not reached", "4.100"]
+        result = {"points": points, "search_s": 3.0, "peak_bytes": 1 << 20, "restarts": 0}
+        cells.keep("learning", settings, result)
+    tables = learning_tables(tmp_path)
+    ours, theirs, _ = tables["times"].splitlines()[2:]
+    assert [cell.strip() for cell in ours.split("|")[3:9]] == ["5.8", "9.6", "12.3", "13.1", "5.000", "4.000"]
+    assert [cell.strip() for cell in theirs.split("|")[3:7]] == ["4.4", "6.6", "14.0", "not reached"]
+    assert "-0.020" in tables["targets"]
+    assert "0 of 1" in tables["targets"]
+
+
+def test_who_wrote_little_is_divided_as_in_the_study_of_people(tmp_path: Path) -> None:
+    package = tiny_package(tmp_path / "blobs")
+    found = person_run(package, DOCUMENTS[:60], tmp_path / "text", seed=0, threads=1)
+    again = person_run(package, DOCUMENTS[:60], tmp_path / "text", seed=1, threads=1)
+    assert found.prepared.digest == again.prepared.digest
+    assert len(found.prepared.train) > 1
+    assert found.loss() > 0

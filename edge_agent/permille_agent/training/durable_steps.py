@@ -106,11 +106,29 @@ class SketchedSteps(LoggedSteps):
     def __init__(self, run: Run, plan: Plan, descent: Descent, journal: Journal, moments: Path) -> None:
         super().__init__(run, plan, descent, journal)
         self._path = moments
-        self._moments = load_moments(moments) or Moments.first(run.package.k, np.zeros(0, np.int64))
-        if self._moments.step == self.step + 1:  # killed before the journal had it
-            self._append(self._moments.record())
-        if self._moments.step != self.step:
-            raise OperatorError(f"expected moments before step {self.step}, got {self._moments.step}")
+        known = load_moments(moments)
+        if known is not None and known.step == self.step + 1:  # killed before the journal had it
+            self._append(known.record())
+        self._moments = known if known is not None and known.step == self.step else self._again()
+
+    def _again(self) -> Moments:
+        """Compute what the journal's steps leave behind: of a journal that was cut, the moments are of later
+        steps.
+
+        Raises:
+            OperatorError: the steps come out otherwise than the journal has them.
+        """
+        run, descent = self._run, self._descent
+        moments, s_K = Moments.first(run.package.k, np.zeros(0, np.int64)), np.zeros(run.package.k, np.int64)
+        for record in self._journal.records():
+            moments = take_gradient_step(run, descent, moments, s_K)
+            if moments.record().coefficients != record.coefficients:
+                raise OperatorError(
+                    f"expected step {record.step} as in {self._journal.path}, got another: remove "
+                    f"{self._path.parent} to begin the run again"
+                )
+            apply_record(s_K, record, descent.header, run.exponents)
+        return moments
 
     def take(self) -> float:
         """See `Steps`."""

@@ -2,6 +2,7 @@
 
     python -m permille_lab.engine                           steps, memory, decoding: 20 minutes on two cores
     python -m permille_lab.engine --layers 22 --figure step
+    python -m permille_lab.engine --figure gradient --with-7B    needs 4 GB of disk
 
 Packages are random, in the shapes of real models; without `--layers` a 1.1B model has 4 of its 22. Finished
 cells are not measured again: delete their lines to begin anew, on another machine all of them.
@@ -10,7 +11,7 @@ cells are not measured again: delete their lines to begin anew, on another machi
 import sys
 from functools import partial
 
-from permille_lab.engine import decode, memory, steps
+from permille_lab.engine import decode, gradients, memory, steps
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Cells, settings_parser
 
@@ -21,15 +22,17 @@ _FIGURES = {
     "memory": memory.measure,
     "decode": decode.measure,
 }
+_GRADIENT = "gradient"
 
 
 def main() -> int:
     """Measure what is missing."""
     parser = settings_parser(__doc__, "engine")
-    parser.add_argument("--figure", choices=_FIGURES, action="append", help="only these")
+    parser.add_argument("--figure", choices=[*_FIGURES, _GRADIENT], action="append", help="only these")
     parser.add_argument("--layers", type=int, default=4, help="of the 1.1B shape, which has 22")
     parser.add_argument("--tokens", type=int, default=64, help="of each of 16 sequences")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--with-7B", action="store_true", help="memory of a step along the gradient at 7B")
     options = parser.parse_args()
     cells = Cells(options.cells)
     for shape, layers in (("30M", None), ("1.1B", options.layers)):
@@ -41,8 +44,13 @@ def main() -> int:
             rounds=options.rounds,
         )
         for figure in options.figure or _FIGURES:
-            if shape == "1.1B" or figure == "step":
+            if figure in _FIGURES and (shape == "1.1B" or figure == "step"):
                 cells.once(figure, sizes.settings(), partial(_FIGURES[figure], options.folder, sizes))
+    if _GRADIENT in (options.figure or [_GRADIENT]):
+        shapes = {"1.1B": options.rounds} | ({"7B": 0} if options.with_7B else {})
+        for shape, rounds in shapes.items():
+            sizes = Sizes(shape=shape, layers=None, sequences=8, threads=options.threads, rounds=rounds)
+            cells.once(_GRADIENT, sizes.settings(), partial(gradients.measure, options.folder, sizes))
     return 0
 
 

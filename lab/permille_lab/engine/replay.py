@@ -2,7 +2,8 @@
 
 Each way of computing (the compiled kernels where they are built, numpy) replays the whole log; all must give
 the same state. `one_by_one_s` is the obvious way, a direction and a multiply-add a step, measured on the
-first 20 steps and scaled up. The result is a cell of lab/results/replay.jsonl.
+first 20 steps and scaled up. A second cell is of 1,000 steps of 4,096 groups. Both are in
+lab/results/replay.jsonl.
 """
 
 import json
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from permille.native.library import VARIABLE, cpu_path
 from permille.zo.directions import direction
-from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import add_scaled, state_digest
 from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.records import StepRecord
@@ -29,17 +30,19 @@ T = TypeVar("T")
 
 TENSORS = 154
 SAMPLE_STEPS = 20
+GROUPS, GROUP_STEPS = 4096, 1000
 
 
-def make_header(steps: int, values: int) -> LogHeader:
-    """A log as a phone would keep it: 22 layers of 7 tensors, k spread over them."""
+def make_header(steps: int, values: int, groups: int = 0) -> LogHeader:
+    """A log as a phone would keep it: 22 layers of 7 tensors, k spread over them; of signs without groups."""
     share, rest = divmod(values, TENSORS)
     return LogHeader(
         package_digest="sha256:" + "0" * 64,
         mask_digest="sha256:" + "1" * 64,
         seed=2026,
-        estimator=EstimatorKind.SPSA,
-        queries=1,
+        estimator=EstimatorKind.SKETCH if groups else EstimatorKind.SPSA,
+        directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
+        queries=groups or 1,
         epsilon=1e-3,
         learning_rate=1e-3,
         schedule=Schedule.CONSTANT,
@@ -75,6 +78,20 @@ def measure(steps: int, values: int, threads: list[int]) -> Result:
         "decode_s": round(decode_s, 3),
         "machine": machine(),
     }
+
+
+def measure_groups(steps: int, values: int, groups: int, threads: list[int]) -> Result:
+    """The kernels alone: numpy is held to them by the tests."""
+    header = make_header(steps, values, groups)
+    coefficients_TQ = np.rint(np.random.default_rng(0).normal(0, 64, (steps, groups))).astype(np.int64)
+    replay_s, digests = {}, set()
+    for number in threads:
+        cpu = time.process_time()
+        s_K, seconds = _timed(partial(replay, header, coefficients_TQ, threads=number))
+        replay_s[str(number)] = round(seconds, 3)
+        replay_s[f"{number}, processor"] = round(time.process_time() - cpu, 3)
+        digests.add(s_K.tobytes())
+    return {"replay_s": replay_s, "exact": len(digests) == 1, "machine": machine()}
 
 
 def _way(header: LogHeader, coefficients_TQ: NDArray[np.int64], threads: list[int]) -> dict[str, object]:
@@ -121,9 +138,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--values", type=int, default=1_100_000)
     options = parser.parse_args()
+    cells, threads = Cells(options.cells), sorted({1, options.threads})
     settings = {"steps": options.steps, "values": options.values}
-    measured = partial(measure, threads=sorted({1, options.threads}), **settings)
-    print(json.dumps(Cells(options.cells).once("replay", settings, measured), indent=1))
+    groups = {"steps": GROUP_STEPS, "values": options.values, "groups": GROUPS}
+    found = [
+        cells.once("replay", settings, partial(measure, threads=threads, **settings)),
+        cells.once("replay of groups", groups, partial(measure_groups, threads=threads, **groups)),
+    ]
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.learning.compare --people 1 --seeds 0
 
-One speaker of Shakespeare's plays and people with tweets; held-out is the select split. The agent's
-contenders are those of `OURS`, on the NF4 package. MeZO and LoRA (r = 8, peft) train a dense float32 model,
-LoRA the one that the package's codes decode to; `the same values, AdamW` takes the engine's gradient of the
-masked weights. Their step sizes are tried on another division of the text. Every run is a process of its own,
-with one thread: seconds are the processor's, evaluations left out, and the peak of memory is the process's.
+One speaker of Shakespeare's plays and people with tweets, who wrote too little for the agent's own division;
+held-out is the select split. The agent's contenders are those of `OURS`, on the NF4 package. MeZO and LoRA
+(r = 8, peft) train a dense float32 model, LoRA the one that the package's codes decode to; `the same values,
+AdamW` takes the engine's gradient of the masked weights. Their step sizes are the best on the same held-out
+text, which favours them. Every run is a process of its own, with one thread: seconds are the processor's,
+evaluations left out, and the peak of memory is the process's.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from permille.errors import InputError
 from permille.zo.header import EstimatorKind
-from permille_lab.learning.runs import options_for, text_run
+from permille_lab.learning.runs import options_for, person_run, text_run
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
 from permille_lab.measuring.machine import machine, resident
 from permille_lab.measuring.model_packages import (
@@ -36,17 +37,16 @@ from permille_lab.people.user_texts import Collection, Document, cohort, read_us
 SPEAKER = "GLOUCESTER"
 FORWARD_ONLY = "forward-only"
 OURS: Mapping[str, tuple[EstimatorKind, int, int, int]] = {
-    "gradient, a state": (EstimatorKind.SKETCH, 0, 4, 200),
-    "gradient, a log of 1,024 groups": (EstimatorKind.SKETCH, 1024, 4, 200),
-    "gradient, a log of 256 groups": (EstimatorKind.SKETCH, 256, 4, 200),
-    FORWARD_ONLY: (EstimatorKind.ONE_SIDED, 16, 2, 200),
+    "gradient, a state": (EstimatorKind.SKETCH, 0, 4, 80),
+    "gradient, a log of 4,096 groups": (EstimatorKind.SKETCH, 4096, 4, 80),
+    "gradient, a log of 1,024 groups": (EstimatorKind.SKETCH, 1024, 4, 80),
+    "gradient, a log of 256 groups": (EstimatorKind.SKETCH, 256, 4, 80),
+    FORWARD_ONLY: (EstimatorKind.ONE_SIDED, 16, 2, 100),
 }
 """Estimator, queries (of a sketch its groups, 0: no log), rows a step, and steps, by contender."""
-THEIRS = {"the same values, AdamW": (80, 20), "LoRA, AdamW": (80, 20), "MeZO": (2000, 200)}
+THEIRS = {"the same values, AdamW": (80, 20), "LoRA, AdamW": (80, 20), "MeZO": (100, 10)}
 """Steps of the run and of a trial."""
-_LEAST_CHARACTERS = 20_000
-_TUNING_SEED = 1000
-"""Beside the seed of a run: another division of the text."""
+_LEAST_CHARACTERS = 8_000
 
 
 def texts(sources: Sources, people: int) -> dict[str, tuple[Document, ...]]:
@@ -81,26 +81,28 @@ def measured(
     """The same in this process."""
     package = model_package(sources, settings["model"], folder)
     method, seed, steps = settings["method"], settings["seed"], settings["steps"]
-    run = text_run(package, documents, name / "text", seed=seed, threads=1)
+    opened = text_run if settings["text"] == SPEAKER else person_run
+    run = opened(package, documents, name / "text", seed=seed, threads=1)
     if method in OURS:
         estimator, queries, rows, _ = OURS[method]
         options = options_for(package, seed=seed, steps=steps)
         options = replace(options, estimator=estimator, queries=queries, batch_rows=rows)
-        found = run.train(options, name / "run") | {"bytes": _kept_bytes(name / "run")}
+        found = run.train(options, name / "run") | {
+            "bytes": _kept_bytes(name / "run"),
+            "restarts": len([*(name / "run").glob("descent-*.jsonl")]) - 1,
+        }
     else:
         import torch
 
         from permille_lab.learning.methods import METHODS, best_rate, descend, final_loss
 
         torch.set_num_threads(1)
-        other = text_run(package, documents, name / "other", seed=seed + _TUNING_SEED, threads=1)
-        make, grid = METHODS[method]
+        contender = METHODS[method]
         model = sources.models / settings["model"]
         begin = time.process_time()
-        tried = partial(final_loss, make, other, model, steps=THEIRS[method][1])
-        rate = best_rate(tried, grid)
+        rate = best_rate(partial(final_loss, contender, run, model, steps=THEIRS[method][1]), contender.grid)
         search_s = time.process_time() - begin
-        points = descend(make(run, model, rate), run, steps=steps, every=max(1, steps // 80))
+        points = descend(contender.make(run, model, rate), run, steps=steps, every=4, rows=contender.rows)
         found = {"points": points, "search_s": round(search_s, 1), "rate": rate}
     return found | {"k": package.k, "peak_bytes": resident()["VmHWM"], "machine": machine()}
 

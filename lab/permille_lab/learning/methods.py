@@ -1,12 +1,13 @@
 """What the agent's training is compared with: MeZO and first order, each on the same rows of a text.
 
-All have 16 rows a step, as in the papers, and a step size from a grid that grows while its best is on an
-edge.
+First order has as many rows a step as the agent, MeZO 16 as published, and each a step size from a grid that
+grows while its best is on an edge.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -23,7 +24,6 @@ from permille_lab.learning.runs import TextRun
 from permille_lab.measuring.dense import batch_loss, dense_model
 from permille_lab.measuring.dense import mean_loss as model_loss
 
-BATCH_ROWS = 16
 _GRID_FACTOR, _EXTENSIONS = 10**0.5, 4
 _EVALUATED_ROWS = 16
 
@@ -96,12 +96,20 @@ class SparseValues:
         return mean_loss(self._run.engine, self._values_K.detach().numpy(), self._run.prepared.select)
 
 
-METHODS: Mapping[str, tuple[Callable[[TextRun, Path, float], Method], tuple[float, ...]]] = {
-    "MeZO": (DenseMezo, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)),
-    "LoRA, AdamW": (Lora, (3e-4, 1e-3, 3e-3, 1e-2)),
-    "the same values, AdamW": (SparseValues, (1e-3, 3e-3, 1e-2, 3e-2)),
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """How a method is made, the grid of its step sizes, and its rows a step."""
+
+    make: Callable[[TextRun, Path, float], Method]
+    grid: tuple[float, ...]
+    rows: int
+
+
+METHODS: Mapping[str, Contender] = {
+    "MeZO": Contender(DenseMezo, (3e-5, 1e-4, 3e-4), 16),
+    "LoRA, AdamW": Contender(Lora, (1e-3, 3e-3, 1e-2), 4),
+    "the same values, AdamW": Contender(SparseValues, (3e-3, 1e-2, 3e-2), 4),
 }
-"""How each is made, and the grid of its step sizes."""
 
 
 def rows_loss(model: Any, run: TextRun) -> float:
@@ -116,9 +124,9 @@ def rows_loss(model: Any, run: TextRun) -> float:
     return total / targets
 
 
-def descend(method: Method, run: TextRun, *, steps: int, every: int) -> list[dict[str, Any]]:
+def descend(method: Method, run: TextRun, *, steps: int, every: int, rows: int) -> list[dict[str, Any]]:
     """Make steps and evaluate before the first and after every `every`; ends where the loss is not finite."""
-    batches = TrainingBatches(run.prepared.train, batch_rows=BATCH_ROWS, seed=run.seed)
+    batches = TrainingBatches(run.prepared.train, batch_rows=rows, seed=run.seed)
     points = [{"step": 0, "loss": method.loss(), "seconds": 0.0}]
     spent = 0.0
     for number in range(steps):
@@ -144,9 +152,11 @@ def best_rate(tried: Callable[[float], float], grid: tuple[float, ...]) -> float
     return min(losses, key=lambda rate: losses[rate])
 
 
-def final_loss(
-    make: Callable[[TextRun, Path, float], Method], run: TextRun, model: Path, rate: float, *, steps: int
-) -> float:
+def final_loss(contender: Contender, run: TextRun, model: Path, rate: float, *, steps: int) -> float:
     """What a trial with a step size comes to; infinite where it diverged."""
-    loss = float(descend(make(run, model, rate), run, steps=steps, every=steps)[-1]["loss"])
+    loss = float(
+        descend(contender.make(run, model, rate), run, steps=steps, every=steps, rows=contender.rows)[-1][
+            "loss"
+        ]
+    )
     return loss if math.isfinite(loss) else math.inf

@@ -2,18 +2,19 @@
 
 import math
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from permille_lab.learning.compare import FORWARD_ONLY
 from permille_lab.measuring.cells import Cells, Result, Settings
 
 BASELINE = "spsa 8 x 2"
-SHARES = (0.5, 0.75, 0.95)
-"""Of the fall of forward-only training: losses that all are timed to."""
+STATE, SAME, LORA = "gradient, a state", "the same values, AdamW", "LoRA, AdamW"
+SHARES = (0.5, 0.75, 0.9, 0.95)
+"""Of the fall along the gradient: losses that all are timed to."""
 
 Points = list[dict[str, Any]]
 
@@ -69,46 +70,101 @@ def estimator_tables(results: Path) -> dict[str, str]:
 
 
 def learning_tables(results: Path) -> dict[str, str]:
-    """Seconds of each method to shares of the fall of forward-only training, and its memory."""
+    """Seconds of each method to shares of the fall along the gradient, its end, memory, bytes; counts."""
     cells = Cells(results / "learning.jsonl").of("learning")
-    groups: dict[tuple[str, str, int], list[tuple[Settings, Result]]] = defaultdict(list)
+    groups: dict[tuple[str, str, int], dict[str, Result]] = defaultdict(dict)
     for settings, result in cells:
-        groups[settings["model"], settings["text"], settings["seed"]].append((settings, result))
+        groups[settings["model"], settings["text"], settings["seed"]][settings["method"]] = result
     rows = []
-    for (model, text, seed), found in groups.items():
-        goals = _goals(found)
-        for settings, result in found:
+    for (_, text, seed), found in groups.items():
+        goals = _goals(found.get(STATE))
+        for method, result in found.items():
             points = result["points"]
-            best = min(points, key=lambda point: float(point["loss"]))
-            peak = f"{result['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in result else ""
+            base, last = points[0]["loss"], points[-1]
             rows.append(
                 {
-                    "text": f"{model}, {text}" + (f", seed {seed}" if seed else ""),
-                    "method": settings["method"],
-                    "steps": settings["steps"],
+                    "text": text + (f", seed {seed}" if seed else ""),
+                    "method": method,
                     **{f"s to {100 * share:g} %": _reached(points, goal) for share, goal in goals.items()},
-                    "lowest loss": f"{best['loss']:.3f}",
+                    "base": f"{base:.3f}",
+                    "end": f"{last['loss']:.3f}",
+                    "lowest": f"{min(point['loss'] for point in points):.3f}",
+                    "steps": last["step"],
                     "search, s": f"{result['search_s']:.0f}",
-                    "peak, MB": peak,
+                    "peak, MB": f"{result['peak_bytes'] / 1e6:.0f}",
                     "bytes": result.get("bytes", ""),
                 }
             )
-    return {"times": _markdown(pd.DataFrame(rows).fillna(""))}
+    return {"times": _markdown(pd.DataFrame(rows).fillna("")), "targets": _targets(groups)}
 
 
-def _goals(found: list[tuple[Settings, Result]]) -> dict[float, float]:
-    """Losses at shares of the fall of forward-only training on the same text; none where that was not run."""
-    own = [result["points"] for settings, result in found if settings["method"] == FORWARD_ONLY]
-    if not own:
+def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
+    """What was asked of the training along the gradient, over the texts and seeds that were measured."""
+    own = [(found[STATE], found) for found in groups.values() if STATE in found]
+    gaps = [_lowest(state) - _lowest(found[SAME]) for state, found in own if SAME in found]
+    falls = [_fall(state) / _fall(found[SAME]) for state, found in own if SAME in found]
+    times = []
+    for state, found in own:
+        if LORA in found:
+            (goal,) = _goals(state, (0.95,)).values()
+            times.append(_seconds(state["points"], goal) / _seconds(found[LORA]["points"], goal))
+    logged = [r for found in groups.values() for name, r in found.items() if name.startswith("gradient")]
+    rows = [
+        (
+            "ends above its base",
+            f"{sum(_end(run) > run['points'][0]['loss'] for run in logged)} of {len(logged)}",
+        ),
+        (
+            "begins again with a smaller rate",
+            f"{sum(run['restarts'] > 0 for run in logged)} of {len(logged)}",
+        ),
+        ("above the lowest of AdamW on the same values, nats", _spread(gaps, "+.3f")),
+        ("share of AdamW's fall on the same values", _spread(falls, ".1%")),
+        ("seconds to 95 % of its fall, LoRA's being 1", _spread(times, ".1f")),
+    ]
+    return _markdown(pd.DataFrame(rows, columns=["training along the gradient", "found"]))
+
+
+def _spread(values: list[float], form: str) -> str:
+    """Mean and range; empty where nothing was measured."""
+    if not values:
+        return ""
+    mean, least, most = (format(f(values), form) for f in (np.mean, min, max))
+    return f"{mean} ({least} to {most}; {len(values)})"
+
+
+def _goals(state: Result | None, shares: tuple[float, ...] = SHARES) -> dict[float, float]:
+    """Losses at shares of the fall along the gradient on the same text; none where that was not run."""
+    if state is None:
         return {}
-    (points,) = own
-    base, lowest = points[0]["loss"], min(point["loss"] for point in points)
-    return {share: base - share * (base - lowest) for share in SHARES}
+    base = state["points"][0]["loss"]
+    return {share: base - share * _fall(state) for share in shares}
+
+
+def _lowest(result: Result) -> float:
+    return float(min(point["loss"] for point in result["points"]))
+
+
+def _end(result: Result) -> float:
+    return float(result["points"][-1]["loss"])
+
+
+def _fall(result: Result) -> float:
+    return float(result["points"][0]["loss"]) - _lowest(result)
 
 
 def _reached(points: Points, loss: float) -> str:
-    found = next((point for point in points if point["loss"] <= loss), None)
-    return "not reached" if found is None else f"{found['seconds']:.1f}"
+    seconds = _seconds(points, loss)
+    return "not reached" if math.isinf(seconds) else f"{seconds:.1f}"
+
+
+def _seconds(points: Points, loss: float) -> float:
+    """When a loss was reached, on the line between the looks around it; infinite where it was not."""
+    for before, point in pairwise([points[0], *points]):
+        if point["loss"] <= loss:
+            share = (before["loss"] - loss) / max(1e-12, before["loss"] - point["loss"])
+            return float(before["seconds"] + share * (point["seconds"] - before["seconds"]))
+    return math.inf
 
 
 def _markdown(frame: pd.DataFrame) -> str:

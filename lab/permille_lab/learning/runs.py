@@ -7,7 +7,7 @@ training began, less what evaluations took.
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,8 @@ from permille_agent.embed import (
     read_documents,
 )
 from permille_lab.measuring.cells import Result
-from permille_lab.people.user_texts import Document
+from permille_lab.people.study import Study
+from permille_lab.people.user_texts import Document, User
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,26 @@ def text_run(
         prepared=prepare(read, package_tokenizer(package), row_tokens=row_tokens),
         seed=seed,
     )
+
+
+def person_run(
+    package: Package, documents: Sequence[Document], folder: Path, *, seed: int, threads: int
+) -> TextRun:
+    """The same for who wrote too little for the agent: divided as in the study of people.
+
+    Raises:
+        InputError: too little text for that.
+    """
+    study = Study(
+        package=package,
+        engine=open_engine(package, AUTO, threads=threads),
+        tokenizer=package_tokenizer(package),
+        options=options_for(package, seed=0, steps=1),  # the seed is of steps, not of the division
+        folder=folder,
+    )
+    person = study.person(User(name="", documents=tuple(documents)))
+    person = replace(person, select=[*person.select, *person.test])  # nothing is judged twice here
+    return TextRun(package=package, engine=study.engine, prepared=study.prepared(person), seed=seed)
 
 
 def options_for(package: Package, *, seed: int, steps: int) -> TrainOptions:

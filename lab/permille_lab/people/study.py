@@ -120,18 +120,10 @@ class Study:
                 than those of the run that made them.
         """
         options = self.options if start_K is None else replace(self.options, seed=self.options.seed + 1)
+        prepared = self.prepared(person)
         start = b"" if start_K is None else start_K.tobytes()
-        digest = hashlib.sha256(repr((kind, person.name, options, self.package.digest)).encode() + start)
-        for document in (*person.train, *person.select):
-            digest.update(document.ids_T.tobytes() + document.target_T.tobytes())
-        prepared = Prepared(
-            train=packed_rows(person.train, options.row_tokens),
-            select=document_rows(person.select, options.row_tokens),
-            test=[],
-            test_documents=[],
-            counts={},
-            digest=digest.hexdigest(),
-        )
+        named = repr((kind, person.name, options, self.package.digest, prepared.digest)).encode()
+        digest = hashlib.sha256(named + start)
         folder = self.folder / digest.hexdigest()[:16]
         try:
             found = personalise(self.package, self.engine, prepared, options, folder=folder, start_K=start_K)
@@ -139,6 +131,20 @@ class Study:
             base_K = self.package.values() if start_K is None else start_K
             return base_K, {"step": 0, "learning_rate": None, "failed": str(exc)}
         return found.values_K, {"step": found.step, "learning_rate": found.learning_rate}
+
+    def prepared(self, person: Person) -> Prepared:
+        """The rows that train, and those that select the state."""
+        digest = hashlib.sha256()
+        for document in (*person.train, *person.select):
+            digest.update(document.ids_T.tobytes() + document.target_T.tobytes())
+        return Prepared(
+            train=packed_rows(person.train, self.options.row_tokens),
+            select=document_rows(person.select, self.options.row_tokens),
+            test=[],
+            test_documents=[],
+            counts={},
+            digest=digest.hexdigest(),
+        )
 
     def nats(self, person: Person, values_K: NDArray[np.float32]) -> tuple[float, int, int]:
         """Of the test part: summed loss, tokens and bytes."""

@@ -15,7 +15,7 @@ from permille.package.reader import Package
 from permille.training.adam import unit_exponent
 from permille.zo.estimators import Batch
 from permille.zo.header import EstimatorKind
-from permille.zo.journal import Journal, read_journal
+from permille.zo.journal import Journal, encode_header, parse_journal, read_journal
 from permille.zo.lattice import values
 from permille.zo.packed_state import decode_state
 from permille.zo.records import coefficients_of
@@ -148,15 +148,36 @@ def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(
         np.testing.assert_array_equal(getattr(last, name), getattr(same, name))
 
 
-def test_moments_of_another_step_than_the_journals_are_refused(begin: Begin) -> None:
+@pytest.mark.parametrize("kept", [0.0, 0.37, 0.9, 1.0])
+@pytest.mark.parametrize("moments", [True, False])
+def test_a_journal_that_was_cut_goes_on_with_the_same_bits(begin: Begin, kept: float, moments: bool) -> None:
+    run = begin(LOGGED)
+    expected, files = plan_and_train(run)[1], _files(run)
+    path = run.folder.journal(0)
+    header = len(encode_header(parse_journal(files[path.name], path).header))
+    path.write_bytes(files[path.name][: header + int(kept * (len(files[path.name]) - header))])
+    if not moments:
+        run.folder.moments(0).unlink()
+    selected = plan_and_train(run)[1]
+    np.testing.assert_array_equal(selected.s_K, expected.s_K)
+    assert path.read_bytes() == files[path.name]
+
+
+def test_moments_that_are_no_moments_are_refused(begin: Begin) -> None:
     run = begin(LOGGED)
     plan_and_train(run)
-    run.folder.moments(0).unlink()
-    with pytest.raises(OperatorError, match="expected moments before step 12, got 0"):
-        plan_and_train(run)
     run.folder.moments(0).write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(OperatorError, match="expected the moments of a run"):
         plan_and_train(run)
+
+
+def test_steps_that_come_out_otherwise_than_in_the_journal_are_refused(begin: Begin) -> None:
+    run = begin(LOGGED)
+    plan_and_train(run)
+    run.folder.moments(0).unlink()
+    other = replace(run, w_base_K=-run.w_base_K)
+    with pytest.raises(OperatorError, match=r"expected step \d+ as in"):
+        plan_and_train(other)
 
 
 class Spoilt(BigramEngine):

@@ -1,0 +1,150 @@
+"""A training step along the gradient beside a forward pass of the same tokens, in a fresh process.
+
+`against forward` is of processor seconds. What a step does beside the engine's reverse pass (Adam, the
+projection on Q groups, the state) is timed apart: it is so little that whole steps could not tell it. With no
+rounds a single step is made, for its memory alone.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from permille.engines.factory import LIGHT, open_engine
+from permille.engines.light.engine import LightEngine
+from permille.errors import InputError
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille.training.adam import Moments, learning_rate, sketched_step, unit_exponent, unlogged_step
+from permille.zo.estimators import Batch, Descent
+from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.lattice import values
+from permille.zo.steps import apply_record
+from permille_lab.engine.sizes import Sizes
+from permille_lab.measuring.cells import Result
+from permille_lab.measuring.machine import AnonymousPeak, machine, resident, timed
+
+GROUPS = (0, 1024, 4096)
+"""Of a step's log; 0: none, every weight moves by its own integer."""
+
+
+def measure(folder: Path, sizes: Sizes) -> Result:
+    """One child process.
+
+    Raises:
+        InputError: it failed.
+    """
+    package = sizes.package(folder)
+    options = {"folder": folder, "digest": package.digest, "sizes": json.dumps(asdict(sizes))}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "permille_lab.engine.gradients", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InputError(f"expected a step along the gradient, got {done.stderr[-500:]}")
+    found: Result = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+class GradientStep:
+    """A step of a run from the package's own values."""
+
+    def __init__(self, package: Package, groups: int) -> None:
+        self._w_base_K = package.values()
+        rate = learning_rate(self._w_base_K)
+        header = LogHeader(
+            package_digest=package.digest,
+            mask_digest=package.mask_digest,
+            seed=1,
+            estimator=EstimatorKind.SKETCH,
+            directions=DirectionKind.GROUPS,
+            queries=max(1, groups),
+            epsilon=1.0,
+            learning_rate=rate,
+            schedule=Schedule.CONSTANT,
+            total_steps=1 << 20,
+            step_unit_exponent=unit_exponent(rate),
+            counts=package.counts,
+        )
+        self._descent = Descent(header=header, w_base_K=self._w_base_K)
+        self._groups = groups
+        self._s_K = np.zeros(package.k, np.int64)
+        self._moments = Moments.first(package.k, self._s_K)
+
+    def values(self) -> np.ndarray:
+        """Where the gradient is taken, float32 [k]."""
+        return values(self._w_base_K, self._s_K, self._descent.header.step_unit_exponent)
+
+    def move(self, loss: float, gradient_K: np.ndarray) -> None:
+        """All of the step that is not the engine's."""
+        header = self._descent.header
+        if self._groups:
+            self._moments = sketched_step(self._moments, loss, gradient_K, self._descent)
+            apply_record(self._s_K, self._moments.record(), header)
+        else:
+            exponent = header.step_unit_exponent
+            self._moments = unlogged_step(
+                self._moments, loss, gradient_K, rate=header.learning_rate, step_unit_exponent=exponent
+            )
+            self._s_K = self._moments.s_K
+        if self._moments.flags:
+            raise InputError("expected a step that counts, got a rejected one")
+
+
+def _child() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--digest", required=True)
+    parser.add_argument("--sizes", type=json.loads, required=True)
+    options = parser.parse_args()
+    sizes = Sizes(**options.sizes)
+    with AnonymousPeak() as anonymous:
+        package = Package.open(BlobFolder(options.folder / "blobs"), options.digest)
+        engine = open_engine(package, LIGHT, threads=sizes.threads)
+        if not isinstance(engine, LightEngine):
+            raise InputError(f"expected the light engine, got {engine.info()}")
+        batch = sizes.batch(package)
+        step = GradientStep(package, GROUPS[1])
+        loss, gradient_K = engine.gradient(step.values(), batch)
+        step.move(loss, gradient_K)
+    peak = resident()["VmHWM"]
+    found: Result = {
+        "k": package.k,
+        "package_bytes": package.size_bytes,
+        "peak_bytes": peak,
+        "above_package_bytes": peak - package.size_bytes,
+        "anonymous_peak_bytes": anonymous.bytes,
+    }
+    if sizes.rounds:
+        found |= _times(package, engine, batch, gradient_K, sizes.rounds)
+    print(json.dumps(found | {"machine": machine()}))
+
+
+def _times(
+    package: Package, engine: LightEngine, batch: Batch, gradient_K: np.ndarray, rounds: int
+) -> Result:
+    """Medians of processor seconds; both passes were made before, or are made once unmeasured."""
+    one_1K = package.values()[None]
+    engine.losses(one_1K, batch)
+    forward, reverse = [], []
+    for _ in range(rounds):
+        forward.append(timed(lambda: engine.losses(one_1K, batch)).cpu_s)
+        reverse.append(timed(lambda: engine.gradient(one_1K[0], batch)).cpu_s)
+    rest = {}
+    for groups in GROUPS:
+        step = GradientStep(package, groups)
+        spent = [timed(lambda step=step: step.move(1.0, gradient_K)).cpu_s for _ in range(5)]  # type: ignore[misc]
+        rest[str(groups)] = round(statistics.median(spent), 4)
+    return {
+        "forward_s": round(statistics.median(forward), 3),
+        "gradient_s": round(statistics.median(reverse), 3),
+        "rest_s": rest,
+    }
+
+
+if __name__ == "__main__":
+    _child()
