@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -95,7 +94,7 @@ class Daemons:
         service.invitations.add(INVITATION)
         enroll(self.home, service.url, INVITATION)
         add_references(self.home, [folder / "notes.txt"])
-        set_share_log(self.home, True, now=datetime.now(UTC))
+        set_share_log(self.home, True)
 
     def start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "tests.bigram_daemon", str(self.home.root), str(self.STEPS)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -227,7 +226,7 @@ def _set_share_log(context: typer.Context, *, share: bool, as_json: bool) -> Non
     from permille_agent.state.lock import LockedError, hold_lock
 
     home = home_of(context)
-    set_share_log(home, share, now=datetime.now(UTC))
+    set_share_log(home, share)
     withdrawn = 0
     if not share:
         with contextlib.suppress(LockedError), hold_lock(home, "share-log", wait_s=2.0):

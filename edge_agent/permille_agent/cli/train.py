@@ -91,7 +91,7 @@ def train(
     from permille.errors import InputError
     from permille_agent.link.report import collect_reports, log_delivery
     from permille_agent.link.report import share_log as share_log_of
-    from permille_agent.state.choices import read_references, shares_log
+    from permille_agent.state.choices import read_consent, read_references
     from permille_agent.state.home import as_json as json_of
     from permille_agent.state.lock import hold_lock
     from permille_agent.training.options import (
@@ -109,7 +109,8 @@ def train(
     if minutes is None and steps is None:
         minutes = DEFAULT_MINUTES
     kind = DEFAULT_ESTIMATOR if estimator is None else estimator_named(estimator)
-    sharing = shares_log(home) if share_log is None else share_log
+    consent = read_consent(home)
+    sharing = consent.share_log if share_log is None else share_log
     options = TrainOptions.of(
         kind, share_log=sharing, seed=seed, steps=steps, minutes=minutes, start=start_named(start)
     )
@@ -120,6 +121,7 @@ def train(
     with hold_lock(home, "train"), _stopped_by_signals() as stop, told as progress:
         context_of_run = RunContext(
             share_log=sharing,
+            withdrawals=consent.withdrawals,
             stop=stop,
             progress=progress,
             engine_of=EngineChoice(name=engine, threads=threads, device=device),
@@ -127,7 +129,7 @@ def train(
         result = run_training(home, data_paths, options, context_of_run)
         collect_reports(home)
         if share_log and result.known:
-            share_log_of(home, result.run)
+            share_log_of(home, result.run, withdrawals=consent.withdrawals)
         log = log_delivery(home, result.run_id)
     document = {**json_of(result), "log_delivery": log.value}
     show(document, as_json=as_json, render=lambda console: _render(console, result, log))

@@ -24,7 +24,7 @@ from permille_agent.link.enrolment import Connect, connect, open_api, require_en
 from permille_agent.link.pull import pull
 from permille_agent.link.report import collect_reports, deliver
 from permille_agent.link.verify import verify
-from permille_agent.state.choices import read_references, shares_log
+from permille_agent.state.choices import read_consent, read_references
 from permille_agent.state.home import Home, write_record
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import installed_release
@@ -177,10 +177,12 @@ class Daemon:
         return None if wanted == read_daemon_state(self._home).trained else wanted
 
     def _train(self, policy: Policy, wanted: str) -> bool:
+        consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
             minutes=policy.minutes_per_run,
-            share_log=shares_log(self._home),
+            share_log=consent.share_log,
+            withdrawals=consent.withdrawals,
             engine=self._engine,
         )
         log.info("training starts: %d data references, %g minutes", len(request.data_paths), request.minutes)

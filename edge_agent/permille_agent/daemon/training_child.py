@@ -37,6 +37,7 @@ class TrainingRequest:
     data_paths: tuple[Path, ...]
     minutes: float
     share_log: bool
+    withdrawals: int = 0
     engine: str = AUTO
 
 
@@ -108,6 +109,7 @@ def _train(order: _Order, stop: threading.Event) -> str:
     with hold_lock(home, "run"), LiveProgress(home) as progress:
         context = RunContext(
             share_log=request.share_log,
+            withdrawals=request.withdrawals,
             stop=stop,
             progress=progress,
             engine_of=EngineChoice(name=request.engine),

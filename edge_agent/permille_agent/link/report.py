@@ -18,12 +18,12 @@ from permille.files import write_atomic
 from permille.schemas.runs import MAX_LOG_BYTES, RunMetrics
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
-from permille_agent.state.choices import is_withdrawn
+from permille_agent.state.choices import read_consent
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.training.decision import Decision
 from permille_agent.training.outcome import RunOutcome
 from permille_agent.training.personal import canonical_log
-from permille_agent.training.run import RunFolder, find_run, list_runs
+from permille_agent.training.run import AgreedTo, RunFolder, find_run, list_runs
 
 RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
@@ -44,12 +44,18 @@ WAITING = frozenset({Delivery.QUEUED, Delivery.DELETION_WANTED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One run's report. `reason` says why the service refused it."""
+    """One run's report.
+
+    Attributes:
+        withdrawals: how often consent had been withdrawn when its log was agreed to.
+        reason: why the service refused it.
+    """
 
     run_id: str
     metrics: RunMetrics | None = None
     metrics_delivery: Delivery = Delivery.NONE
     log_delivery: Delivery = Delivery.NONE
+    withdrawals: int = 0
     reason: str = ""
 
     @property
@@ -66,11 +72,14 @@ class Delivered:
     refused: int
 
 
-def enqueue(home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes | None) -> Report:
+def enqueue(
+    home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes | None, withdrawals: int = 0
+) -> Report:
     """Keep a report until it is delivered. The same run again changes nothing.
 
     Args:
         shared_log: the canonical log where, and only where, the user shares it.
+        withdrawals: how often consent had been withdrawn when the user agreed to that.
 
     Raises:
         InputError: the run's id is no uuid or the log is larger than the service takes.
@@ -89,12 +98,13 @@ def enqueue(home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes |
         metrics=metrics,
         metrics_delivery=Delivery.QUEUED,
         log_delivery=Delivery.NONE if shared_log is None else Delivery.QUEUED,
+        withdrawals=withdrawals,
     )
     _save(home, report)
     return report
 
 
-def queue_log(home: Home, report: Report, log: bytes) -> Report:
+def queue_log(home: Home, report: Report, log: bytes, *, withdrawals: int) -> Report:
     """Have a log follow a report that went without it. The metrics stay as they were reported.
 
     Raises:
@@ -102,7 +112,7 @@ def queue_log(home: Home, report: Report, log: bytes) -> Report:
         OperatorError: the disk is full.
     """
     _write_log(home, report.run_id, log)
-    return _save(home, replace(report, log_delivery=Delivery.QUEUED))
+    return _save(home, replace(report, log_delivery=Delivery.QUEUED, withdrawals=withdrawals))
 
 
 def collect_reports(home: Home) -> int:
@@ -114,13 +124,14 @@ def collect_reports(home: Home) -> int:
     return sum(_collect(home, run) for run in list_runs(home))
 
 
-def share_log(home: Home, name: str) -> Delivery:
+def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
     """Queue the log of a run that was reported without it, by the user's word of now; the caller holds the
     writers' lock.
 
     Args:
         home: the home folder.
         name: folder name of the run.
+        withdrawals: how often consent had been withdrawn when the user said so.
 
     Returns:
         How far the log has come. `NONE`: the run has no log, or its report was refused or is not queued.
@@ -138,7 +149,7 @@ def share_log(home: Home, name: str) -> Delivery:
     decision = run.load("decision", Decision)
     has_log = decision is not None and decision.step > 0 and run.journal(decision.descent).exists()
     if shareable and has_log and report.metrics_delivery is not Delivery.REFUSED:
-        report = queue_log(home, report, canonical_log(run))
+        report = queue_log(home, report, canonical_log(run), withdrawals=withdrawals)
     return report.log_delivery
 
 
@@ -155,10 +166,22 @@ def _collect(home: Home, run: RunFolder) -> int:
     log = run.path / "shared.log"
     new = read_report(home, run.run_id) is None
     if new:
-        shared = log.is_file() and not is_withdrawn(home, run.path / "run.json")
-        enqueue(home, run.run_id, outcome.metrics, shared_log=log.read_bytes() if shared else None)
+        agreed = run.load("consent", AgreedTo)
+        shared = agreed is not None and log.is_file() and not _is_withdrawn(home, agreed.withdrawals)
+        enqueue(
+            home,
+            run.run_id,
+            outcome.metrics,
+            shared_log=log.read_bytes() if shared else None,
+            withdrawals=agreed.withdrawals if agreed else 0,
+        )
     log.unlink(missing_ok=True)
     return int(new)
+
+
+def _is_withdrawn(home: Home, withdrawals: int) -> bool:
+    """Whether the user switched sharing off since they had done so `withdrawals` times."""
+    return read_consent(home).withdrawals != withdrawals
 
 
 def read_report(home: Home, run_id: str) -> Report | None:
@@ -230,10 +253,13 @@ def _withdraw(home: Home, report: Report) -> Report:
 
 def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:
     log = _log_path(home, report.run_id)
-    if report.log_delivery is Delivery.QUEUED and (not log.is_file() or is_withdrawn(home, log)):
+    queued = report.log_delivery is Delivery.QUEUED
+    if queued and (not log.is_file() or _is_withdrawn(home, report.withdrawals)):
         report = _withdraw(home, report)
     if report.metrics_delivery is Delivery.QUEUED and report.metrics is not None:
         report = _send_metrics(home, api, report, report.metrics)
+    if report.log_delivery is Delivery.QUEUED and _is_withdrawn(home, report.withdrawals):
+        report = _withdraw(home, report)  # while the metrics were sent
     if report.log_delivery is Delivery.QUEUED:
         report = _send_log(home, api, report)
     if report.log_delivery is Delivery.DELETION_WANTED:

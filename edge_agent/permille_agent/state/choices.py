@@ -3,13 +3,15 @@
 Files are remembered by reference and never copied. Logs are not shared until the user says so, and nothing
 that a server sends is ever written here: a log together with its package is the personalised model, so
 sharing one is sharing personal data. A choice counts at once, for a run that is under way, too; writing it
-needs no lock.
+needs no writers' lock. What was agreed to is known by how often consent had been withdrawn before: a log
+whose number is not that of now is not sent, whatever any clock says.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
+
+from filelock import FileLock
 
 from permille.errors import InputError
 from permille_agent.state.home import Home, read_record, write_record
@@ -24,10 +26,10 @@ class DataReferences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consent:
-    """What `consent.json` holds; `changed_at_s` in Unix time."""
+    """What `consent.json` holds; `withdrawals` counts every time that sharing was switched off."""
 
     share_log: bool = False
-    changed_at_s: float = 0.0
+    withdrawals: int = 0
 
 
 def read_references(home: Home) -> tuple[Path, ...]:
@@ -62,21 +64,19 @@ def remove_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
 
 def shares_log(home: Home) -> bool:
     """Whether the user switched sharing on and it is on still."""
-    return (read_record(home.consent, Consent) or Consent()).share_log
+    return read_consent(home).share_log
 
 
-def set_share_log(home: Home, share: bool, *, now: datetime) -> None:
-    """Store the user's choice."""
-    write_record(home.consent, Consent(share_log=share, changed_at_s=now.timestamp()))
+def read_consent(home: Home) -> Consent:
+    """Read the user's choice, and which it is."""
+    return read_record(home.consent, Consent) or Consent()
 
 
-def is_withdrawn(home: Home, file: Path) -> bool:
-    """Whether the user switched sharing off after `file` was written: what it stands for is then not shared.
-
-    A run that shares its log by its own flag, begun after that, is not meant.
-    """
-    choice = read_record(home.consent, Consent)
-    return choice is not None and not choice.share_log and choice.changed_at_s >= file.stat().st_mtime
+def set_share_log(home: Home, share: bool) -> None:
+    """Store the user's choice; durable on return."""
+    with FileLock(home.consent.with_suffix(".lock"), timeout=10.0, mode=0o600):
+        withdrawals = read_consent(home).withdrawals + (not share)
+        write_record(home.consent, Consent(share_log=share, withdrawals=withdrawals))
 
 
 def _write(home: Home, paths: Iterable[Path]) -> tuple[Path, ...]:

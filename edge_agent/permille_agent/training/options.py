@@ -126,6 +126,7 @@ class RunContext:
 
     Attributes:
         share_log: put the log of the selected state beside the outcome, to be uploaded with the report.
+        withdrawals: how often consent had been withdrawn when the user agreed to that.
         stop: once set, the run stops within one call of the engine, resumable.
         progress: told what happens.
         engine_of: opens an engine on a package. A run that goes on keeps its engine; an active model of
@@ -133,6 +134,7 @@ class RunContext:
     """
 
     share_log: bool = False
+    withdrawals: int = 0
     stop: threading.Event | None = None
     progress: RunProgress = SILENT
     engine_of: OpenEngine = ANY_ENGINE

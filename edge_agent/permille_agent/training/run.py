@@ -3,6 +3,7 @@
     run.json             what the run is: package, data, options; its random id for reports
     data.json            where the text came from, and rows that were left out
     learned.json         of little text, all of which trains: its groups by their hashes
+    consent.json         where its log is to be shared: which consent that is
     engine.json          the engine that the run computes with, to its end
     search-*.json        results of the search, thrown-away steps included
     plan.json            epsilon, step size, number of steps: written before the first step
@@ -103,6 +104,13 @@ class LearnedText:
     judged against that state on them."""
 
     groups: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedTo:
+    """What `consent.json` of a run holds: how often consent had been withdrawn when its log was agreed to."""
+
+    withdrawals: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

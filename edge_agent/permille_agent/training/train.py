@@ -53,6 +53,7 @@ from permille_agent.training.outcome import (
 from permille_agent.training.personal import model_values, personal_state, store_state
 from permille_agent.training.plan import Plan, make_plan
 from permille_agent.training.run import (
+    AgreedTo,
     BegunRun,
     LearnedText,
     Run,
@@ -138,6 +139,8 @@ class _Task:
         folder = self._open_run(prepared.digest, data_paths, start)
         if prepared.stages:
             folder.once("learned", LearnedText, lambda: LearnedText(groups=prepared.groups))
+        if self.context.share_log:
+            folder.once("consent", AgreedTo, lambda: AgreedTo(withdrawals=self.context.withdrawals))
         if (ended := folder.load("outcome", RunOutcome)) is not None:
             self._activate_again(folder)
             return result_of(folder, ended, known=True)

@@ -1,7 +1,6 @@
 """Erasing: everything but a short list, overwritten first, and told to the service when it can be."""
 
 import os
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ def use(home: Home, user_file: Path) -> list[Path]:
     """Leave the traces that use leaves; returns the files with secrets."""
     user_file.write_bytes(SECRET)
     add_references(home, [user_file])
-    set_share_log(home, True, now=datetime.now(UTC))
+    set_share_log(home, True)
     run = home.runs / "r" / "deep"
     run.mkdir(parents=True)
     traces = [run / "journal", home.current, home.daemon]

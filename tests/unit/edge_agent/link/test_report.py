@@ -1,9 +1,7 @@
 """Reports: on disk until delivered, each once, metrics by default, logs by consent only."""
 
 import json
-import os
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import pytest
 
@@ -30,7 +28,7 @@ from permille_agent.state.home import Home
 from permille_agent.text.reading import DataReport
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.outcome import RunOutcome
-from permille_agent.training.run import BegunRun, RunDefinition, RunFolder
+from permille_agent.training.run import AgreedTo, BegunRun, RunDefinition, RunFolder
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
 
@@ -91,13 +89,13 @@ def test_a_log_can_follow_a_report_that_went_without_it(device: Device, *, repor
     device.queue(log=None)
     if reported:
         device.deliver()
-    queue_log(device.home, device.report(), LOG)
+    queue_log(device.home, device.report(), LOG, withdrawals=0)
     device.deliver()
     assert device.service.runs[RUN_ID]["state_digest"] is None
     assert device.service.logs == {RUN_ID: LOG}
     assert want_deletion(device.home, RUN_ID) == 1
     device.deliver()
-    queue_log(device.home, device.report(), LOG)
+    queue_log(device.home, device.report(), LOG, withdrawals=0)
     assert device.deliver().sent == 1
 
 
@@ -193,7 +191,7 @@ def test_a_log_beyond_the_limit_is_refused_here(home: Home) -> None:
 def test_only_a_plain_yes_is_consent(home: Home) -> None:
     assert not shares_log(home)
     for chosen in (True, False):
-        set_share_log(home, chosen, now=datetime.now(UTC))
+        set_share_log(home, chosen)
         assert shares_log(home) is chosen
     home.consent.write_text("{}")
     assert not shares_log(home)
@@ -203,7 +201,9 @@ def test_only_a_plain_yes_is_consent(home: Home) -> None:
             shares_log(home)
 
 
-def finished_run(home: Home, name: str, run_id: str, *, log: bytes = b"", **changes: object) -> RunFolder:
+def finished_run(
+    home: Home, name: str, run_id: str, *, log: bytes = b"", withdrawals: int = 0, **changes: object
+) -> RunFolder:
     """A run folder as training leaves it."""
     run = RunFolder(home.runs / name)
     run.path.mkdir()
@@ -216,6 +216,7 @@ def finished_run(home: Home, name: str, run_id: str, *, log: bytes = b"", **chan
         outcome["metrics"] |= changes
         path.write_text(json.dumps(outcome))
     if log:
+        run.store("consent", AgreedTo(withdrawals=withdrawals))
         (run.path / "shared.log").write_bytes(log)
     return run
 
@@ -231,10 +232,11 @@ def test_a_run_that_ended_before_it_was_reported_is_found(device: Device) -> Non
 
 
 def test_consent_withdrawn_during_a_run_holds_for_its_log(device: Device) -> None:
-    for name, run_id, begun_s in (("a", RUN_ID, 1000.0), ("b", OTHER_RUN_ID, 3000.0)):
-        run = finished_run(device.home, name, run_id, log=LOG)
-        os.utime(run.path / "run.json", (begun_s, begun_s))
-    set_share_log(device.home, False, now=datetime.fromtimestamp(2000.0, UTC))
+    finished_run(device.home, "a", RUN_ID, log=LOG)
+    set_share_log(device.home, False)
+    # By its own flag, begun after that; the choice that it was begun under holds still.
+    finished_run(device.home, "b", OTHER_RUN_ID, log=LOG, withdrawals=1)
+    set_share_log(device.home, True)
     collect_reports(device.home)
     device.deliver()
     assert device.service.logs == {OTHER_RUN_ID: LOG}

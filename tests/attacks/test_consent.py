@@ -1,0 +1,115 @@
+"""Consent that is withdrawn while a run works, under any clock: neither log nor state leaves the device."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from permille.package.reader import Package
+from permille.schemas.runs import Outcome
+from permille.zo.estimators import Batch
+from permille_agent.link.client import Connection
+from permille_agent.link.enrolment import enroll, open_api
+from permille_agent.link.report import collect_reports, deliver
+from permille_agent.state.home import Home
+from tests.bigram_engine import BigramEngine
+from tests.device_service import INVITATION, DeviceService, serving
+from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
+
+FAR_AHEAD_S = 4_000_000_000.0
+
+
+def _connect(server: str, ca_file: Path | None) -> Connection:
+    return Connection(server, ca_file=ca_file, sleep=lambda _seconds: None, rng=random.Random(0))
+
+
+@contextmanager
+def _device(folder: Path) -> Iterator[tuple[Home, DeviceService]]:
+    home, package = home_with_package(folder / "home")
+    with serving(package.blobs.root) as service:
+        service.publish(package.digest, 1)
+        enroll(home, service.url, INVITATION, connection=_connect)
+        yield home, service
+
+
+def _share_log(home: Home, choice: str) -> None:
+    command = [sys.executable, "-m", "permille_agent", "--home", str(home.root), "share-log", choice]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def _as_if_the_clock_went_back(folder: Path) -> None:
+    """What was written so far is of a time that is to come."""
+    for path in folder.rglob("*"):
+        os.utime(path, (FAR_AHEAD_S, FAR_AHEAD_S))
+
+
+def _send_all(home: Home) -> None:
+    collect_reports(home)
+    _as_if_the_clock_went_back(home.reports)
+    api = open_api(home, connection=_connect)
+    with api.connection:
+        deliver(home, api)
+
+
+@pytest.mark.attack(3, "`share-log off` during a run, under a clock that went back")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_log_is_not_sent_once_consent_was_withdrawn_whatever_the_clock(tmp_path: Path, again: bool) -> None:
+    with _device(tmp_path) as (home, service):
+        _share_log(home, "on")
+
+        class Withdrawing(BigramEngine):
+            """Its user withdraws their consent while it works."""
+
+            def __init__(self, package: Package) -> None:
+                super().__init__(package)
+                self.left = 40
+
+            def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+                self.left -= 1
+                if not self.left:
+                    _as_if_the_clock_went_back(home.runs)
+                    _share_log(home, "off")
+                    if again:
+                        _share_log(home, "on")
+                return super().losses(values_VK, batch)
+
+        result = train_quickly(home, [user_text(tmp_path)], share_log=True, engine_of=Withdrawing)
+        assert result.outcome is Outcome.ADOPTED
+        assert (home.runs / result.run / "shared.log").exists()
+        _as_if_the_clock_went_back(home.runs)
+        _send_all(home)
+        assert service.logs == {}
+        assert [run["state_digest"] for run in service.runs.values()] == [None]
+
+
+@pytest.mark.attack(3, "`share-log off` after the report was queued, under a clock that went back")
+def test_a_log_that_waits_is_not_sent_once_consent_was_withdrawn(tmp_path: Path) -> None:
+    with _device(tmp_path) as (home, service):
+        changes: dict[str, Any] = {"share_log": True, "engine_of": BigramEngine}
+        _share_log(home, "on")
+        train_quickly(home, [user_text(tmp_path)], **changes)
+        collect_reports(home)
+        assert list(home.reports.glob("*.log"))
+        consent = home.consent.read_bytes()
+        _share_log(home, "off")
+        assert home.consent.read_bytes() != consent
+        _send_all(home)
+        assert service.logs == {}
+
+
+@pytest.mark.attack(3, "a log agreed to, with a clock that never stands still")
+def test_a_log_that_is_agreed_to_is_sent_whatever_the_clock(tmp_path: Path) -> None:
+    with _device(tmp_path) as (home, service):
+        _share_log(home, "on")
+        result = train_quickly(home, [user_text(tmp_path)], share_log=True, engine_of=BigramEngine)
+        _as_if_the_clock_went_back(home.runs)
+        _send_all(home)
+        assert list(service.logs) == [result.run_id]
