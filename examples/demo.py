@@ -30,22 +30,19 @@ PROMPT = "The boy from next door"
 SAMPLE = ("--max-tokens", "48", "--temperature", "0.7", "--seed", "1")
 START_S = 90.0
 
-REPLAY = """
+READ = """
 import sys
 from pathlib import Path
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest
-from permille.zo.exponents import exponents_of
-from permille.zo.records import coefficients_of
-from permille.zo.replay import replay
-path, steps, blobs = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-contents = read_journal(path)
-header, records = contents.header, contents.records[:steps]
-package = Package.open(BlobFolder(blobs), header.package_digest)
-s = replay(header, coefficients_of(records, header), exponents_of(package))
-print(state_digest(s, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent))
+from permille.zo.packed_state import decode_state
+data, blobs = Path(sys.argv[1]).read_bytes(), BlobFolder(Path(sys.argv[2]))
+state = decode_state(data, max_bytes=1 << 20, max_k=1 << 20)
+header = state.header
+package = Package.open(blobs, header.package_digest)
+state.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
+print(state_digest(state.s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent))
 """
 
 
@@ -125,12 +122,12 @@ def personalise(url: str) -> dict[str, Any]:
     trained = agent("train", notes, "--steps", str(STEPS), "--share-log", progress=True)
     after = agent("generate", PROMPT, *SAMPLE)
     print(f"\n   before: {before['text']!r}\n   after:  {after['text']!r}")
-    title("5. The report: numbers by default; the log too, because this user said --share-log")
+    title("5. The report: numbers by default; the state too, because this user said --share-log")
     agent("report")
-    return {"run": trained, "replayed": replays(trained)}
+    return {"run": trained, "digests": digests(trained)}
 
 
-def replays(trained: dict[str, Any]) -> dict[str, str]:
+def digests(trained: dict[str, Any]) -> dict[str, str]:
     """The state's digest as the device, the service and a fresh process have it."""
     (reported,) = permille("runs", "list")
     deadline = time.monotonic() + START_S
@@ -138,12 +135,10 @@ def replays(trained: dict[str, Any]) -> dict[str, str]:
         time.sleep(1.0)
         reported = permille("runs", "show", reported["run_id"])
     if reported["log"]["state"] != "verified":
-        raise DemoError(f"expected the service to verify the log, got {reported['log']}")
+        raise DemoError(f"expected the service to verify the state, got {reported['log']}")
     decision = trained["decision"]
-    journal = WORK / "device" / "runs" / trained["run"] / f"descent-{decision['descent']}.journal"
-    fresh = run(
-        [sys.executable, "-c", REPLAY, journal, str(decision["step"]), WORK / "device" / "blobs"]
-    ).strip()
+    state = WORK / "device" / "runs" / trained["run"] / f"descent-{decision['descent']}.state"
+    fresh = run([sys.executable, "-c", READ, state, WORK / "device" / "blobs"]).strip()
     return {
         "device": trained["decision"]["state_digest"],
         "service": reported["log"]["state_digest"],
@@ -152,18 +147,18 @@ def replays(trained: dict[str, Any]) -> dict[str, str]:
 
 
 def summary(package: dict[str, Any], result: dict[str, Any]) -> str:
-    """The last line. Raises DemoError when the model was not adopted or a replay differs."""
-    metrics, replayed = result["run"]["metrics"], result["replayed"]
+    """The last line. Raises DemoError when the model was not adopted or a digest differs."""
+    metrics, found = result["run"]["metrics"], result["digests"]
     base, personal = metrics["loss_base"], metrics["loss_personal"]
     if result["run"]["outcome"] != "adopted":
         raise DemoError(f"expected the personal model to be adopted, got {result['run']['message']}")
-    for place, digest in replayed.items():
+    for place, digest in found.items():
         print(f"   {place:<13} {digest}")
-    if len(set(replayed.values())) != 1:
-        raise DemoError(f"expected one state everywhere, got {replayed}")
+    if len(set(found.values())) != 1:
+        raise DemoError(f"expected one state everywhere, got {found}")
     return (
         f"demo: held-out loss {base:.3f} -> {personal:.3f} ({100 * (base - personal) / base:.1f}% lower), "
-        f"package {package['size_bytes']} bytes, personal log {metrics['log_bytes']} bytes, replay exact"
+        f"package {package['size_bytes']} bytes, personal state {metrics['personal_bytes']} bytes, exact everywhere"
     )
 
 

@@ -10,6 +10,7 @@ from permille.schemas.fields import Closed, Count, Digest, Finite, Id, Name, Tim
 from permille.schemas.releases import Version
 
 LOG_MEDIA_TYPE: Final = "application/vnd.permille.log"
+STATE_MEDIA_TYPE: Final = "application/vnd.permille.state"
 MAX_LOG_BYTES: Final = 64 * 1024 * 1024
 
 RunId = Annotated[
@@ -102,7 +103,7 @@ class RunMetrics(Closed):
     step_unit_exponent: Annotated[int, Field(strict=True, ge=-1074, le=1023), WholeNumber]
     k: Count
     peak_rss_bytes: Count
-    log_bytes: Count
+    personal_bytes: Count = Field(description="of the log, or where that is shorter of the packed state")
     state_digest: Digest | None = Field(description="only with a shared log; null otherwise")
     agent_version: AgentVersion
     engine: EngineName
@@ -116,6 +117,13 @@ class RunCreate(Closed):
 
     run_id: RunId
     metrics: RunMetrics
+
+
+class LogForm(StrEnum):
+    """What a device shares of a run: its log, or the packed state where that is shorter."""
+
+    LOG = "log"
+    STATE = "state"
 
 
 class LogState(StrEnum):
@@ -132,8 +140,10 @@ class LogState(StrEnum):
 
 
 class RunLog(Closed):
-    """An uploaded log: personal data of its device, replayed once and deleted on request."""
+    """An uploaded log, or a packed state in its place: personal data of its device, checked once and deleted
+    on request."""
 
+    form: LogForm
     state: LogState
     log_digest: Digest
     state_digest: Digest | None
@@ -153,12 +163,13 @@ class Run(Closed):
 
 
 class ReplayRequest(Closed):
-    """Replay the log that a run has shared: the payload of a job that the service starts itself."""
+    """Replay the log, or read the state, that a run has shared: the payload of a job that the service starts
+    itself."""
 
     run_id: RunId
 
 
 class LogAccepted(Closed):
-    """The job that replays an uploaded log."""
+    """The job that checks an uploaded log or state."""
 
     job_id: Id

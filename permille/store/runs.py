@@ -1,4 +1,4 @@
-"""Runs that devices report, and the logs that some share.
+"""Runs that devices report, and the logs that some share, or packed states in their place.
 
 A log is personal data: it hangs on one run of one device, is replayed once, and is deleted with its blob on
 request. A blob that another run still refers to (the same bytes) stays.
@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import ENDED, JobKind, JobState
-from permille.schemas.runs import LogState
+from permille.schemas.runs import LogForm, LogState
 from permille.store import artifacts, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
@@ -63,10 +63,19 @@ def list_runs(
     return fetch_page(session, query, window, Run.run_id, Run.created_at)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentLog:
+    """What a device has sent: a log, or a packed state in its place; its blob is in the blob store."""
+
+    form: LogForm
+    digest: str
+    size_bytes: int
+
+
 def attach_log(
-    session: Session, *, tenant_id: str, device_id: str, run_id: str, log_digest: str, size_bytes: int
+    session: Session, *, tenant_id: str, device_id: str, run_id: str, log: SentLog
 ) -> tuple[Run, Job]:
-    """Store that a log has come (its blob is in the blob store) and queue its replay.
+    """Store that a log has come and queue its replay.
 
     The same log again: the same job, queued again where it has ended without a verdict.
 
@@ -80,9 +89,10 @@ def attach_log(
         job = queue.lock(session, tenant_id=tenant_id, job_id=run.log_job_id)
     run = _lock(session, run)
     if run.log_state is None:
-        return run, _queue_replay(session, run, log_digest, size_bytes)
-    if run.log_digest != log_digest or run.log_job_id is None:
-        raise ConflictError(f"run {run_id!r} has another log: expected {run.log_digest}, got {log_digest}")
+        return run, _queue_replay(session, run, log)
+    if (run.log_form, run.log_digest) != (log.form, log.digest) or run.log_job_id is None:
+        had, came = f"{run.log_form} {run.log_digest}", f"{log.form} {log.digest}"
+        raise ConflictError(f"run {run_id!r} has another log: expected {had}, got {came}")
     if job is None or job.id != run.log_job_id:  # sent at the same moment: that job is new
         return run, rows.get(session, Job, tenant_id=tenant_id, row_id=run.log_job_id)
     if job.state in ENDED and job.state != JobState.SUCCEEDED:
@@ -130,7 +140,8 @@ def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     digest = _lock(session, run).log_digest  # with the verdict, if one came while its job was waited for
     if digest is None:
         return None
-    run.log_state = run.log_digest = run.log_size_bytes = run.log_reason = run.state_digest = None
+    run.log_state = run.log_form = run.log_digest = run.log_size_bytes = None
+    run.log_reason = run.state_digest = None
     run.log_deleted_at = now(session)
     session.flush()
     return None if log_is_kept(session, log_digest=digest) else digest
@@ -155,12 +166,12 @@ def _lock(session: Session, run: Run) -> Run:
     return run
 
 
-def _queue_replay(session: Session, run: Run, log_digest: str, size_bytes: int) -> Job:
+def _queue_replay(session: Session, run: Run, log: SentLog) -> Job:
     """Write into a locked run that its log has come."""
     new = NewJob(tenant_id=run.tenant_id, kind=JobKind.REPLAY, payload={"run_id": run.run_id})
     job = queue.submit(session, new)
-    run.log_state = LogState.PENDING.value
-    run.log_digest, run.log_size_bytes, run.log_job_id = log_digest, size_bytes, job.id
+    run.log_state, run.log_form, run.log_job_id = LogState.PENDING.value, log.form.value, job.id
+    run.log_digest, run.log_size_bytes = log.digest, log.size_bytes
     run.log_sent_at, run.log_deleted_at = now(session), None
     run.log_reason = run.state_digest = None
     session.flush()

@@ -344,6 +344,7 @@ class Run(_Owned, Base):
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), index=True)
     metrics: Mapped[dict[str, object]]
     log_state: Mapped[str | None]
+    log_form: Mapped[str | None]  # log, or state
     log_digest: Mapped[str | None]
     log_sent_at: Mapped[datetime | None]
     log_size_bytes: Mapped[int | None] = mapped_column(BigInteger)

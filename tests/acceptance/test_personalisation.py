@@ -1,4 +1,4 @@
-"""From the command line to a better model, on the real engine: train, compare, generate, export, replay."""
+"""From the command line to a better model, on the real engine: train, compare, generate, export, share."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from permille.zo.lattice import state_digest, values
-from permille.zo.log import decode_canonical
-from permille.zo.replay import replay
+from permille.zo.packed_state import decode_state
 from permille_agent.cli import main as cli
 from permille_agent.state.home import Home
 from permille_agent.state.models import active_model
-from permille_agent.training.personal import canonical_log, model_values
+from permille_agent.training.personal import model_values, shareable
 from permille_agent.training.run import find_run
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
@@ -56,9 +55,8 @@ def test_a_users_text_makes_the_model_better_on_text_it_never_saw(
     assert generated["completion_tokens"] <= 5
 
     run = find_run(home, trained["run"])
-    log = decode_canonical(canonical_log(run), max_bytes=1 << 20, max_steps=1000)
-    s_K = replay(log.header, log.coefficients_TQ)
-    exponent = log.header.step_unit_exponent
+    state = decode_state(shareable(run), max_bytes=1 << 20, max_k=package.k)
+    s_K, exponent = state.s_K, state.header.step_unit_exponent
     digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
     assert digest == decision["state_digest"]
     active = active_model(home)

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from permille.digests import digest_of
-from permille.schemas.runs import LOG_MEDIA_TYPE
+from permille.schemas.runs import LOG_MEDIA_TYPE, STATE_MEDIA_TYPE
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
 
 
@@ -67,7 +67,7 @@ def test_log_is_stored_and_queued_once(api: Api) -> None:
     assert api.get(f"/v1/jobs/{first.json()['job_id']}").json()["kind"] == "replay"
     log = api.get(f"/v1/runs/{run_id}", token).json()["log"]
     assert (log["state"], log["log_digest"]) == ("pending", digest_of(b"log bytes"))
-    assert log["size_bytes"] == 9
+    assert (log["form"], log["size_bytes"]) == ("log", 9)
     assert log["job_id"] == first.json()["job_id"]
 
 
@@ -105,6 +105,26 @@ def test_the_document_says_what_the_job_of_a_log_is_for(api: Api) -> None:
     kinds = {kind["type"]: kind for kind in field["anyOf"]}
     assert set(kinds) == {"string", "null"}
     assert [example.partition("_")[0] for example in kinds["string"]["examples"]] == ["job"]
+
+
+def test_a_state_comes_in_a_logs_place_and_is_erased_as_one(api: Api) -> None:
+    device = api.device()
+    run_id, token = reported(api, device)
+    assert put_log(api, run_id, b"state bytes", token, STATE_MEDIA_TYPE).status_code == 202
+    assert api.get(f"/v1/runs/{run_id}").json()["log"]["form"] == "state"
+    assert put_log(api, run_id, b"state bytes", token).status_code == 409, "the same bytes as a log"
+    assert api.delete(f"/v1/runs/{run_id}/log", token).status_code == 204
+    assert not api.service.blobs.has(digest_of(b"state bytes"))
+    assert put_log(api, run_id, b"log bytes", token).status_code == 202
+    assert api.get(f"/v1/runs/{run_id}").json()["log"]["form"] == "log"
+
+
+@pytest.mark.attack(13, "sends a state for another device's run")
+def test_a_state_for_another_devices_run_leaves_no_bytes(api: Api) -> None:
+    run_id, _ = reported(api, api.device())
+    assert put_log(api, run_id, b"state", api.device().token(), STATE_MEDIA_TYPE).status_code == 404
+    assert not api.service.blobs.has(digest_of(b"state"))
+    assert api.get(f"/v1/runs/{run_id}").json()["log"] is None
 
 
 def test_second_log_of_a_run_is_refused_and_leaves_no_bytes(api: Api) -> None:

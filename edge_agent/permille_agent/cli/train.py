@@ -62,8 +62,8 @@ def train(
         bool | None,
         typer.Option(
             "--share-log/--no-share-log",
-            help="Send the training log with the report, also of a run that has ended. It is personal data. "
-            "Default: as `share-log` says.",
+            help="Send the training log, or the packed state where that is shorter, with the report, also of "
+            "a run that has ended. It is personal data. Default: as `share-log` says.",
         ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
@@ -111,9 +111,7 @@ def train(
     kind = DEFAULT_ESTIMATOR if estimator is None else estimator_named(estimator)
     consent = read_consent(home)
     sharing = consent.share_log if share_log is None else share_log
-    options = TrainOptions.of(
-        kind, share_log=sharing, seed=seed, steps=steps, minutes=minutes, start=start_named(start)
-    )
+    options = TrainOptions.of(kind, seed=seed, steps=steps, minutes=minutes, start=start_named(start))
     data_paths = [path.expanduser() for path in paths] if paths else list(read_references(home))
     if not data_paths:
         raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")
@@ -173,7 +171,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
     if result.known:
         console.print("This run had ended before; nothing was computed.")
     if log.value == "queued":
-        console.print("Its log is shared with the next `permille-agent report`.")
+        console.print("It is shared with the next `permille-agent report`.")
     if result.data is not None:
         console.print(f"text: {result.data.summary()}", markup=False, highlight=False)
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
@@ -189,6 +187,6 @@ def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
     table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")
-    if metrics.log_bytes:
-        table.add_row("personal log", f"{metrics.log_bytes} bytes")
+    if metrics.personal_bytes:
+        table.add_row("personal part", f"{metrics.personal_bytes} bytes")
     console.print(table)

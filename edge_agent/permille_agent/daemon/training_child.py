@@ -114,7 +114,7 @@ def _train(order: _Order, stop: threading.Event) -> str:
             progress=progress,
             engine_of=EngineChoice(name=request.engine),
         )
-        options = TrainOptions.of(DEFAULT_ESTIMATOR, share_log=request.share_log, minutes=request.minutes)
+        options = TrainOptions.of(DEFAULT_ESTIMATOR, minutes=request.minutes)
         result = run_training(home, request.data_paths, options, context)
     return str(result.outcome)
 

@@ -31,6 +31,7 @@ from permille import __version__
 from permille.errors import OperatorError
 from permille.files import write_atomic
 from permille.schemas import devices, releases, runs
+from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille_agent.link.client import (
     AccessRefusedError,
     Body,
@@ -185,8 +186,9 @@ class DeviceApi:
         self._call("POST", "/v1/runs", body=body)
 
     def upload_log(self, run_id: str, log: bytes) -> None:
-        """Send the canonical log of a run. Only ever called with the user's consent."""
-        headers = {"content-type": runs.LOG_MEDIA_TYPE}
+        """Send the canonical log or the packed state of a run. Only ever called with the user's consent."""
+        is_state = log.startswith(STATE_MAGIC)
+        headers = {"content-type": runs.STATE_MEDIA_TYPE if is_state else runs.LOG_MEDIA_TYPE}
         self._call("PUT", f"/v1/runs/{run_id}/log", body=log, headers=headers)
 
     def delete_log(self, run_id: str) -> None:

@@ -1,10 +1,11 @@
 """Reports to the service: kept on disk until they are delivered, each run once.
 
 By default only metrics leave the device: the closed schema of `permille.schemas.runs`, numbers and enums. A
-log is queued only where the user agreed to share it, on this device; withdrawing the consent removes every
-log that waits. One file a run, `reports/<run_id>.json`, is queue entry and receipt in one; the log that waits
-lies beside it. `collect_reports` queues what finished runs say, once; a run that ended while nothing could
-queue it (a kill between the two) is found there the next time.
+log, or the packed state in its place where that is shorter, is queued only where the user agreed to share it,
+on this device; withdrawing the consent removes every one that waits. One file a run, `reports/<run_id>.json`,
+is queue entry and receipt in one; the log that waits lies beside it. `collect_reports` queues what finished
+runs say, once; a run that ended while nothing could queue it (a kill between the two) is found there the next
+time.
 """
 
 import re
@@ -22,7 +23,7 @@ from permille_agent.state.choices import read_consent
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.training.decision import Decision
 from permille_agent.training.outcome import RunOutcome
-from permille_agent.training.personal import canonical_log
+from permille_agent.training.personal import shareable
 from permille_agent.training.run import AgreedTo, RunFolder, find_run, list_runs
 
 RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
@@ -78,7 +79,7 @@ def enqueue(
     """Keep a report until it is delivered. The same run again changes nothing.
 
     Args:
-        shared_log: the canonical log where, and only where, the user shares it.
+        shared_log: log or packed state where, and only where, the user shares it.
         withdrawals: how often consent had been withdrawn when the user agreed to that.
 
     Raises:
@@ -134,7 +135,7 @@ def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
         withdrawals: how often consent had been withdrawn when the user said so.
 
     Returns:
-        How far the log has come. `NONE`: the run has no log, or its report was refused or is not queued.
+        How far the log has come. `NONE`: the run found no state, or its report was refused or is not queued.
 
     Raises:
         OperatorError: there is no such run, or the disk is full.
@@ -145,11 +146,11 @@ def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
     report = read_report(home, run.run_id)
     if report is None:
         return Delivery.NONE
-    shareable = report.log_delivery in (Delivery.NONE, Delivery.DELETED)
+    may_follow = report.log_delivery in (Delivery.NONE, Delivery.DELETED)
     decision = run.load("decision", Decision)
-    has_log = decision is not None and decision.step > 0 and run.journal(decision.descent).exists()
-    if shareable and has_log and report.metrics_delivery is not Delivery.REFUSED:
-        report = queue_log(home, report, canonical_log(run), withdrawals=withdrawals)
+    has_state = decision is not None and decision.step > 0
+    if may_follow and has_state and report.metrics_delivery is not Delivery.REFUSED:
+        report = queue_log(home, report, shareable(run), withdrawals=withdrawals)
     return report.log_delivery
 
 

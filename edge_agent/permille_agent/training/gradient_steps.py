@@ -17,6 +17,7 @@ from permille.errors import InputError, OperatorError
 from permille.files import write_atomic
 from permille.training.adam import Moments, sketched_step, unlogged_step
 from permille.zo.estimators import Descent
+from permille.zo.header import LogHeader
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateHeader, StateOrigin, decode_state, encode_state
 from permille_agent.training.run import Run
@@ -80,14 +81,19 @@ def load_moments(path: Path) -> Moments | None:
 
 def store_best_state(run: Run, descent: Descent, number: int, s_K: NDArray[np.int64]) -> None:
     """Keep the best state of a descent without a log, as it is shared and backed up; durable on return."""
-    header = StateHeader(
-        package_digest=run.package.digest,
-        mask_digest=run.package.mask_digest,
-        step_unit_exponent=descent.header.step_unit_exponent,
-        k=run.package.k,
+    write_atomic(run.folder.best_state(number), packed_state(descent.header, s_K), mode=0o600)
+
+
+def packed_state(header: LogHeader, s_K: NDArray[np.int64]) -> bytes:
+    """Encode a personal state that a log of this header leads to, or would (FORMAT 11)."""
+    of_state = StateHeader(
+        package_digest=header.package_digest,
+        mask_digest=header.mask_digest,
+        step_unit_exponent=header.step_unit_exponent,
+        k=header.k,
         origin=StateOrigin.PERSONAL,
     )
-    write_atomic(run.folder.best_state(number), encode_state(header, s_K), mode=0o600)
+    return encode_state(of_state, s_K)
 
 
 def load_best_state(run: Run, number: int) -> NDArray[np.int64]:

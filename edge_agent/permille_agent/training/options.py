@@ -13,7 +13,10 @@ from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
 DEFAULT_ESTIMATOR = EstimatorKind.SKETCH
-# Groups whose integers a log holds of each step along a gradient. Without a log there is no need for groups.
+# A shared run along a gradient sends its packed state where this is short, two bytes a weight. Where it is
+# not, it takes steps that a log can hold: so many groups a step.
+SHORT_STATE_BYTES = 1 << 20
+BYTES_A_WEIGHT = 2
 LOGGED_GROUPS = 1024
 # Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0009).
 DEFAULT_QUERIES = {
@@ -94,12 +97,10 @@ class TrainOptions:
             raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
 
     @classmethod
-    def of(cls, estimator: EstimatorKind, *, share_log: bool, **others: Any) -> Self:
-        """Return the defaults of an estimator; a log that is shared needs groups."""
-        queries = DEFAULT_QUERIES[estimator]
-        if share_log and estimator is EstimatorKind.SKETCH:
-            queries = LOGGED_GROUPS
-        return cls(estimator=estimator, queries=queries, batch_rows=DEFAULT_ROWS[estimator], **others)
+    def of(cls, estimator: EstimatorKind, **others: Any) -> Self:
+        """Return the defaults of an estimator."""
+        queries, rows = DEFAULT_QUERIES[estimator], DEFAULT_ROWS[estimator]
+        return cls(estimator=estimator, queries=queries, batch_rows=rows, **others)
 
     @property
     def has_log(self) -> bool:
@@ -109,6 +110,10 @@ class TrainOptions:
     def within(self, positions: int) -> "TrainOptions":
         """Return the same choices, with rows no longer than the model's `positions`."""
         return replace(self, row_tokens=min(self.row_tokens, positions))
+
+    def shared(self, k: int) -> "TrainOptions":
+        """Return the same choices, with steps that a log can hold where the state of k weights is long."""
+        return self if self.has_log or has_short_state(k) else replace(self, queries=LOGGED_GROUPS)
 
     def definition(self) -> JSON:
         """Name the choices for the digest of a run: all of them decide its results.
@@ -125,7 +130,8 @@ class RunContext:
     """Who trains, beside what is trained: nothing here decides a result but the engine.
 
     Attributes:
-        share_log: put the log of the selected state beside the outcome, to be uploaded with the report.
+        share_log: put the log of the selected state, or the packed state where that is shorter, beside the
+            outcome, to be uploaded with the report.
         withdrawals: how often consent had been withdrawn when the user agreed to that.
         stop: once set, the run stops within one call of the engine, resumable.
         progress: told what happens.
@@ -138,6 +144,11 @@ class RunContext:
     stop: threading.Event | None = None
     progress: RunProgress = SILENT
     engine_of: OpenEngine = ANY_ENGINE
+
+
+def has_short_state(k: int) -> bool:
+    """Say whether the packed state of k weights is short enough to be sent in a log's place."""
+    return BYTES_A_WEIGHT * k <= SHORT_STATE_BYTES
 
 
 def start_named(name: str) -> Start:

@@ -26,7 +26,7 @@ from permille_agent.text.reading import DataReport
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import EngineUsed
 from permille_agent.training.options import TrainOptions
-from permille_agent.training.personal import canonical_log
+from permille_agent.training.personal import shareable
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import Run, RunFolder
 from permille_agent.training.steps import SelectedState
@@ -90,13 +90,18 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFacts:
-    """What the metrics say of the log of the selected state. `state_digest` only where the log is shared."""
+    """What the metrics say of the steps to the selected state.
+
+    Attributes:
+        personal_bytes: of its log, or where that is shorter of the packed state.
+        state_digest: only where that is shared.
+    """
 
     rejected_steps: int = 0
     tokens_trained: int = 0
     learning_rate: float = 0.0
     step_unit_exponent: int = 0
-    log_bytes: int = 0
+    personal_bytes: int = 0
     state_digest: str | None = None
 
 
@@ -159,17 +164,17 @@ def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
 
 
 def lay_out_log(run: Run, selected: SelectedState, decision: Decision, *, share_log: bool) -> LogFacts:
-    """Measure the log of the selected state. Where the user shares it, it is put beside the outcome."""
-    log = canonical_log(run.folder) if run.options.has_log else b""
-    shared = share_log and bool(log) and selected.step > 0
+    """Measure the log or state of a run. Where the user shares it, it is put beside the outcome."""
+    data = shareable(run.folder) if selected.step else b""
+    shared = share_log and bool(data)
     if shared:
-        write_atomic(run.folder.path / "shared.log", log, mode=0o600)
+        write_atomic(run.folder.path / "shared.log", data, mode=0o600)
     return LogFacts(
         rejected_steps=selected.rejected,
         tokens_trained=run.batches.tokens(selected.steps),
         learning_rate=selected.header.learning_rate,
         step_unit_exponent=selected.header.step_unit_exponent,
-        log_bytes=len(log),
+        personal_bytes=len(data),
         state_digest=decision.state_digest if shared else None,
     )
 
@@ -206,7 +211,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         step_unit_exponent=log.step_unit_exponent,
         k=facts.k,
         peak_rss_bytes=peak_rss_bytes(),
-        log_bytes=log.log_bytes,
+        personal_bytes=log.personal_bytes,
         state_digest=log.state_digest,
         agent_version=__version__,
         engine=EngineName(facts.engine.name) if facts.engine else EngineName.LIGHT,

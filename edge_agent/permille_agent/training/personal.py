@@ -21,6 +21,8 @@ from permille.zo.replay import replay
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active
 from permille_agent.training.decision import Decision
+from permille_agent.training.gradient_steps import packed_state
+from permille_agent.training.options import has_short_state
 from permille_agent.training.run import RunFolder, StartState, find_run
 
 
@@ -77,8 +79,28 @@ def _unlogged_state(folder: RunFolder, decision: Decision, package: Package) -> 
     return StartState(s_K=found.s_K, step_unit_exponent=exponent)
 
 
+def shareable(folder: RunFolder) -> bytes:
+    """Return what is uploaded of a run's selected state: its log, or where that is shorter its packed state.
+
+    Either is personal data, and with the package the personal model. A state that only the package's scale
+    exponents could tell is not made.
+
+    Raises:
+        PackageError: the journal is damaged or shorter than the decision says.
+    """
+    decision = folder.require("decision", Decision)
+    path = folder.best_state(decision.descent)
+    if path.exists():
+        return path.read_bytes()
+    log = canonical_log(folder)
+    header, records = _selected_log(folder, decision)
+    if header.exponents is not None or not has_short_state(header.k):
+        return log
+    return min(log, packed_state(header, replay(header, coefficients_of(records, header))), key=len)
+
+
 def canonical_log(folder: RunFolder) -> bytes:
-    """Encode the log of the run's selected state for upload: personal data, see FORMAT 9.
+    """Encode the log of the run's selected state (FORMAT 9).
 
     Raises:
         PackageError: the journal is damaged or shorter than the decision says.

@@ -15,7 +15,7 @@
     losses-*.json        losses by document of the test split
     decision.json        which step, which state, adopted or not, and why
     state.i64            the selected state, a cache of the journal's replay
-    shared.log           the log, where the user shares it, until the report is queued
+    shared.log           the log or the packed state, where the user shares it, until the report is queued
     outcome.json         the end: what the user is told, and the metrics of the report
 
 A result is a function of the run's definition and of earlier results. It is written once, whole, before

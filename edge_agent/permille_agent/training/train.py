@@ -90,6 +90,8 @@ def run_training(
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
         package.check_blocks()
     options = options.within(_positions(package))
+    if context.share_log:
+        options = options.shared(package.k)
     context.progress.phase("reading the text")
     documents, report = read_documents(data_paths)
     context.progress.phase(f"text: {report.summary()}")

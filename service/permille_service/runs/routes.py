@@ -1,5 +1,5 @@
 """Routes of runs. A device writes and reads its own; operators read those of their tenant; either deletes a
-log."""
+log. What stands for one, a packed state, comes and goes the same way."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,17 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import Role
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
-from permille.schemas.runs import LOG_MEDIA_TYPE, LogAccepted, LogState, Run, RunCreate, RunLog, RunMetrics
+from permille.schemas.runs import (
+    LOG_MEDIA_TYPE,
+    STATE_MEDIA_TYPE,
+    LogAccepted,
+    LogForm,
+    LogState,
+    Run,
+    RunCreate,
+    RunLog,
+    RunMetrics,
+)
 from permille.store import runs, tables
 from permille.store.jobs.dispatch import dispatch
 from permille_service.access.principals import (
@@ -30,13 +40,11 @@ from permille_service.problems import PRIVATE, ApiError, documented
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
-LOG_MEDIA_TYPES = (LOG_MEDIA_TYPE, "application/octet-stream")
+_FORMS = {LOG_MEDIA_TYPE: LogForm.LOG, STATE_MEDIA_TYPE: LogForm.STATE}
 _LOG_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {
-            media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in LOG_MEDIA_TYPES
-        },
+        "content": {media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in _FORMS},
     }
 }
 
@@ -93,20 +101,20 @@ def get_run(run_id: RunId, service: Served, principal: Anyone) -> Run:
     responses=documented(ProblemType.CONFLICT, ProblemType.UNSUPPORTED_MEDIA_TYPE),
 )
 async def put_run_log(run_id: RunId, request: Request, service: Served, device: CallingDevice) -> LogAccepted:
-    """Share the log of a run, by the user's choice: stored, replayed once, kept private, deleted on
-    request."""
+    """Share the log of a run, or the packed state where that is shorter, by the user's choice: stored,
+    checked once, kept private, deleted on request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in LOG_MEDIA_TYPES:
+    if media_type not in _FORMS:
         raise ApiError(
-            ProblemType.UNSUPPORTED_MEDIA_TYPE, f"expected {LOG_MEDIA_TYPE}, got {media_type[:60]!r}"
+            ProblemType.UNSUPPORTED_MEDIA_TYPE, f"expected {' or '.join(_FORMS)}, got {media_type[:60]!r}"
         )
     await run_in_threadpool(_check_run, service, device, run_id)
     with service.blobs.writer() as writer:
         async for chunk in request.stream():
             await run_in_threadpool(writer.write, chunk)
         digest = await run_in_threadpool(writer.commit)
-        size_bytes = writer.size_bytes
-    job_id = await run_in_threadpool(_attach, service, device, run_id, digest, size_bytes)
+        log = runs.SentLog(form=_FORMS[media_type], digest=digest, size_bytes=writer.size_bytes)
+    job_id = await run_in_threadpool(_attach, service, device, run_id, log)
     await run_in_threadpool(dispatch, service.dispatcher, [job_id])
     return LogAccepted(job_id=job_id)
 
@@ -136,8 +144,9 @@ def delete_run(run_id: RunId, service: Served, principal: Anyone) -> None:
 def present(row: tables.Run) -> Run:
     """The record of a row."""
     log = None
-    if row.log_state is not None and row.log_digest is not None:
+    if row.log_state is not None and row.log_form is not None and row.log_digest is not None:
         log = RunLog(
+            form=LogForm(row.log_form),
             state=LogState(row.log_state),
             log_digest=row.log_digest,
             state_digest=row.state_digest,
@@ -176,7 +185,7 @@ def _check_run(service: Service, device: DevicePrincipal, run_id: str) -> None:
         runs.get(session, tenant_id=device.tenant_id, run_id=run_id, device_id=device.device_id)
 
 
-def _attach(service: Service, device: DevicePrincipal, run_id: str, digest: str, size_bytes: int) -> str:
+def _attach(service: Service, device: DevicePrincipal, run_id: str, log: runs.SentLog) -> str:
     """Store that the log has come; where that is refused or fails, its bytes go again."""
     try:
         with service.database.write() as session:
@@ -185,13 +194,12 @@ def _attach(service: Service, device: DevicePrincipal, run_id: str, digest: str,
                 tenant_id=device.tenant_id,
                 device_id=device.device_id,
                 run_id=run_id,
-                log_digest=digest,
-                size_bytes=size_bytes,
+                log=log,
             )
             return job.id
     except BaseException:
         with service.database.read() as session:
-            kept = runs.log_is_kept(session, log_digest=digest)
+            kept = runs.log_is_kept(session, log_digest=log.digest)
         if not kept:
-            service.blobs.delete(digest)
+            service.blobs.delete(log.digest)
         raise

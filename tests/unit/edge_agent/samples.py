@@ -33,7 +33,7 @@ def metrics(**changes: Any) -> RunMetrics:
         "step_unit_exponent": -30,
         "k": 100,
         "peak_rss_bytes": 1_000_000,
-        "log_bytes": 500,
+        "personal_bytes": 500,
         "state_digest": "sha256:" + "b" * 64,
         "agent_version": "0.1.0",
         "engine": "torch",

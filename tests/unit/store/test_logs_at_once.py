@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from permille.schemas.runs import LogState
+from permille.schemas.runs import LogForm, LogState
 from permille.store import runs
 from permille.store.database import Database
 from permille.store.errors import NotFoundError
@@ -38,8 +38,7 @@ class Log:
             tenant_id=self.tenant_id,
             device_id=self.device_id,
             run_id="run",
-            log_digest=LOG,
-            size_bytes=9,
+            log=runs.SentLog(form=LogForm.LOG, digest=LOG, size_bytes=9),
         )
         return job.id
 

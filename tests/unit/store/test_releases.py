@@ -8,7 +8,7 @@ import pytest
 from permille.errors import InputError
 from permille.schemas.access import Role
 from permille.schemas.jobs import JobKind
-from permille.schemas.runs import LogState
+from permille.schemas.runs import LogForm, LogState
 from permille.store import access, artifacts, releases, rows, runs
 from permille.store.artifacts import Blob, Made
 from permille.store.database import Database, now
@@ -195,7 +195,11 @@ def report(db: Database, tenant_id: str, device_id: str, run_id: str = "run", st
 def attach(db: Database, tenant_id: str, device_id: str, run_id: str = "run", log: str = LOG) -> str:
     with db.write() as session:
         _, job = runs.attach_log(
-            session, tenant_id=tenant_id, device_id=device_id, run_id=run_id, log_digest=log, size_bytes=9
+            session,
+            tenant_id=tenant_id,
+            device_id=device_id,
+            run_id=run_id,
+            log=runs.SentLog(form=LogForm.LOG, digest=log, size_bytes=9),
         )
         return job.id
 

@@ -1,5 +1,6 @@
 """The real tasks on a tiny random model: from a registered folder to a verified package; replayed logs."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
+from permille.schemas.runs import LogForm
 from permille.sensitivity.scores import load_scores
 from permille.store import artifacts, devices, rows, runs
 from permille.store.jobs import claims, queue
@@ -22,6 +24,7 @@ from permille.zo.exponents import exponents_of
 from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical, encode_canonical
+from permille.zo.packed_state import StateHeader, StateOrigin, encode_state
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
 from permille_workers.runtime.context import JobCancelledError, TaskContext
@@ -323,7 +326,9 @@ def state_of(data: bytes) -> str:
     )
 
 
-def queued_replay(bench: Bench, package: Artifact, data: bytes, claimed: str | None) -> Job:
+def queued_replay(
+    bench: Bench, package: Artifact, data: bytes, claimed: str | None, form: LogForm = LogForm.LOG
+) -> Job:
     with bench.db.write() as session:
         _, code = devices.invite(session, tenant_id=bench.tenant_id, release="r", alias="stable")
         device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="1.0.0").device
@@ -334,14 +339,15 @@ def queued_replay(bench: Bench, package: Artifact, data: bytes, claimed: str | N
             tenant_id=bench.tenant_id,
             device_id=device.id,
             run_id=RUN_ID,
-            log_digest=bench.blobs.put_bytes(data),
-            size_bytes=len(data),
+            log=runs.SentLog(form=form, digest=bench.blobs.put_bytes(data), size_bytes=len(data)),
         )
     return job
 
 
-def replayed(bench: Bench, package: Artifact, data: bytes, claimed: str | None) -> Run:
-    job = queued_replay(bench, package, data, claimed)
+def replayed(
+    bench: Bench, package: Artifact, data: bytes, claimed: str | None, form: LogForm = LogForm.LOG
+) -> Run:
+    job = queued_replay(bench, package, data, claimed, form)
     bench.run_queued()
     succeeded(bench.read(job))
     with bench.db.read() as session:
@@ -485,3 +491,103 @@ def test_the_same_mask_gives_the_same_report_and_picture(bench: Bench) -> None:
     first, second = mask_of(bench), mask_of(bench)
     for role in ("report", "picture"):
         assert digest_of_role(first, role) == digest_of_role(second, role)
+
+
+# --- packed states in a log's place
+
+OTHER = "sha256:" + "1" * 64
+
+
+def sent_state(bench: Bench, package: Artifact, **changes: Any) -> tuple[bytes, str]:
+    """A packed state of every masked weight, and the digest of the state."""
+    manifest = manifest_of(bench, package)
+    fields: dict[str, Any] = {
+        "package_digest": package.digest,
+        "mask_digest": manifest.layer(Role.MASK).digest,
+        "step_unit_exponent": -20,
+        "k": manifest.mask.k,
+        "origin": StateOrigin.PERSONAL,
+        **changes,
+    }
+    s_K = np.arange(fields["k"], dtype=np.int64) - 7
+    data = encode_state(StateHeader(**fields), s_K)
+    return data, state_digest(s_K, mask_digest=fields["mask_digest"], step_unit_exponent=-20)
+
+
+def test_a_packed_state_is_verified_by_its_digest(bench: Bench, package: Artifact) -> None:
+    data, digest = sent_state(bench, package)
+    run = replayed(bench, package, data, digest, LogForm.STATE)
+    assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, digest)
+    assert run.log_form == "state"
+
+
+FOREIGN_STATES: list[tuple[str, dict[str, Any]]] = [
+    ("state-binding", {"package_digest": OTHER}),
+    ("state-binding", {"mask_digest": OTHER}),
+    ("state-binding", {"k": 3}),
+    ("state-limit", {"k": 20_000}),
+    ("state-binding", {"origin": StateOrigin.POOLED}),
+]
+
+
+@pytest.mark.attack(13, "uploads a state of another package, mask, size or origin")
+@pytest.mark.parametrize(("code", "changes"), FOREIGN_STATES)
+def test_a_foreign_state_is_refused(
+    bench: Bench, package: Artifact, code: str, changes: dict[str, Any]
+) -> None:
+    data, digest = sent_state(bench, package, **changes)
+    run = replayed(bench, package, data, digest, LogForm.STATE)
+    assert (run.log_state, run.state_digest) == ("refused", None)
+    assert code in str(run.log_reason)
+
+
+def resealed(data: bytes) -> bytes:
+    return data + hashlib.sha256(data).digest()
+
+
+MALFORMED_STATES: list[tuple[str, Callable[[bytes], bytes]]] = [
+    ("state-corrupt", lambda data: data[:-1]),
+    ("state-corrupt", lambda data: data[:-33] + bytes([data[-33] ^ 1]) + data[-32:]),
+    ("state-content", lambda data: resealed(data[:-33])),
+    ("state-content", lambda data: resealed(data[:-32] + b"\0")),
+    ("state-corrupt", lambda data: b""),
+]
+
+
+@pytest.mark.attack(13, "uploads a state that is cut, flipped or followed by more")
+@pytest.mark.parametrize(("code", "change"), MALFORMED_STATES)
+def test_a_malformed_state_is_refused(
+    bench: Bench, package: Artifact, code: str, change: Callable[[bytes], bytes]
+) -> None:
+    data, digest = sent_state(bench, package)
+    run = replayed(bench, package, change(data), digest, LogForm.STATE)
+    assert run.log_state == "refused"
+    assert code in str(run.log_reason)
+
+
+@pytest.mark.attack(13, "uploads a state with an integer beyond 2^53")
+def test_a_state_beyond_the_exact_range_is_refused(bench: Bench, package: Artifact) -> None:
+    data, digest = sent_state(bench, package)
+    head = data[: 12 + int.from_bytes(data[8:12], "little")]
+    k = manifest_of(bench, package).mask.k
+    block = b"\x37" + (2**54 + 1).to_bytes(-(-55 * k // 8), "little")
+    run = replayed(bench, package, resealed(head + block), digest, LogForm.STATE)
+    assert run.log_state == "refused"
+    assert "state-content" in str(run.log_reason)
+
+
+@pytest.mark.attack(13, "uploads another state than the one it reported")
+def test_another_state_than_the_reported_one_is_refused(bench: Bench, package: Artifact) -> None:
+    data, digest = sent_state(bench, package)
+    run = replayed(bench, package, data, OTHER, LogForm.STATE)
+    assert (run.log_state, run.state_digest) == ("refused", digest)
+    assert "state-differs" in str(run.log_reason)
+
+
+@pytest.mark.attack(13, "uploads a log as a state, and a state as a log")
+@pytest.mark.parametrize("form", list(LogForm))
+def test_the_form_that_was_said_is_the_one_that_is_read(
+    bench: Bench, package: Artifact, form: LogForm
+) -> None:
+    data = shared_log(bench, package) if form is LogForm.STATE else sent_state(bench, package)[0]
+    assert replayed(bench, package, data, None, form).log_state == "refused"

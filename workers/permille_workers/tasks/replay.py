@@ -1,7 +1,8 @@
 """The replay job: an uploaded log, replayed from its integers, compared with what the device says it reached.
 
-A log that is malformed, of another package, or too large is refused with the reason; the job itself then
-succeeds. The log is foreign bytes: read with a limit, decoded by the strict reader, never executed.
+A packed state that came in a log's place is decoded instead, and compared the same way. What is malformed, of
+another package, or too large is refused with the reason; the job itself then succeeds. Log and state are
+foreign bytes: read with a limit, decoded by the strict reader, never executed.
 """
 
 from sqlalchemy.orm import Session
@@ -11,7 +12,7 @@ from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.schemas.jobs import JobKind
-from permille.schemas.runs import MAX_LOG_BYTES, LogState, ReplayRequest
+from permille.schemas.runs import MAX_LOG_BYTES, LogForm, LogState, ReplayRequest
 from permille.store import artifacts, runs
 from permille.store.errors import NotFoundError
 from permille.store.runs import LogVerdict
@@ -20,6 +21,7 @@ from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
 from permille.zo.log import CanonicalLog, decode_canonical
+from permille.zo.packed_state import StateOrigin, decode_state
 from permille.zo.replay import replay
 from permille_workers.runtime.context import Publish, TaskContext
 
@@ -28,7 +30,7 @@ MAX_WORK = 10**13
 
 
 def run(context: TaskContext, request: ReplayRequest) -> Publish:
-    """Replay the log of a run.
+    """Replay the log of a run, or read its state.
 
     Raises:
         InputError: the run or its log is gone.
@@ -61,28 +63,37 @@ def verdict_of_replay(context: TaskContext, run_row: Run, log_digest: str) -> Lo
     Raises:
         OperatorError: the log or the exponents that it needs cannot be read from our own blobs.
     """
+    digest_of = _digest_of_state if run_row.log_form == LogForm.STATE else _digest_of_log
     try:
-        data = _stored_log(context, log_digest)
-        log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
-        manifest = _manifest(context, run_row)
-        _check_bound_to(log, manifest)
-        _check_work(log)
+        found = digest_of(context, _stored_log(context, log_digest), _manifest(context, run_row))
     except (PackageError, InputError) as exc:
         return LogVerdict(state=LogState.REFUSED, reason=str(exc))
-    context.progress(0.1, "replaying")
-    exponents = _exponents(context, manifest, log)
-    try:
-        s_K = replay(log.header, log.coefficients_TQ, exponents, threads=context.settings.threads or 1)
-    except (PackageError, InputError) as exc:
-        return LogVerdict(state=LogState.REFUSED, reason=str(exc))
-    found = state_digest(
-        s_K, mask_digest=log.header.mask_digest, step_unit_exponent=log.header.step_unit_exponent
-    )
     claimed = run_row.metrics.get("state_digest")
     if claimed is not None and claimed != found:
         reason = f"state-differs: expected the device's {claimed}, got {found} by replay"
         return LogVerdict(state=LogState.REFUSED, reason=reason, state_digest=found)
     return LogVerdict(state=LogState.VERIFIED, state_digest=found)
+
+
+def _digest_of_log(context: TaskContext, data: bytes, manifest: Manifest) -> str:
+    log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
+    _check_bound_to(log, manifest)
+    _check_work(log)
+    context.progress(0.1, "replaying")
+    exponents = _exponents(context, manifest, log)
+    s_K = replay(log.header, log.coefficients_TQ, exponents, threads=context.settings.threads or 1)
+    header = log.header
+    return state_digest(s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent)
+
+
+def _digest_of_state(_: TaskContext, data: bytes, manifest: Manifest) -> str:
+    state = decode_state(data, max_bytes=MAX_LOG_BYTES, max_k=manifest.mask.k)
+    mask_digest = manifest.layer(Role.MASK).digest
+    state.check_binding(package_digest=manifest.digest, mask_digest=mask_digest, k=manifest.mask.k)
+    if state.header.origin is not StateOrigin.PERSONAL:
+        raise PackageError("state-binding", f"expected a personal state, got {state.header.origin}")
+    exponent = state.header.step_unit_exponent
+    return state_digest(state.s_K, mask_digest=mask_digest, step_unit_exponent=exponent)
 
 
 def _manifest(context: TaskContext, run_row: Run) -> Manifest:

@@ -211,6 +211,7 @@ def upgrade() -> None:
         _column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
         _column("metrics", sa.JSON()),
         sa.Column("log_state", TEXT),
+        sa.Column("log_form", TEXT),
         sa.Column("log_digest", TEXT),
         sa.Column("log_sent_at", BIG),
         sa.Column("log_size_bytes", BIG),

@@ -16,10 +16,13 @@ from permille.training.adam import unit_exponent
 from permille.zo.estimators import Batch
 from permille.zo.header import EstimatorKind
 from permille.zo.journal import Journal, encode_header, parse_journal, read_journal
-from permille.zo.lattice import values
+from permille.zo.lattice import state_digest, values
+from permille.zo.log import MAGIC, decode_canonical
+from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille.zo.packed_state import decode_state
 from permille.zo.records import coefficients_of
 from permille.zo.replay import replay
+from permille_agent.link.report import Delivery, collect_reports, share_log
 from permille_agent.training import durable_steps, gradient_steps
 from permille_agent.training.decision import Decision
 from permille_agent.training.gradient_steps import load_moments
@@ -239,12 +242,12 @@ def test_time_and_passes_bound_the_steps() -> None:
 
 
 def test_options_of_a_gradient_know_whether_there_is_a_log() -> None:
-    private = TrainOptions.of(EstimatorKind.SKETCH, share_log=False, steps=5)
-    shared = TrainOptions.of(EstimatorKind.SKETCH, share_log=True, steps=5)
-    assert (private, private.has_log, shared.has_log, shared.queries) == (
-        TrainOptions(steps=5), False, True, 1024,
-    )  # fmt: skip
-    assert TrainOptions.of(EstimatorKind.SPSA, share_log=True, steps=5).queries == 8
+    private = TrainOptions.of(EstimatorKind.SKETCH, steps=5)
+    assert (private, private.has_log) == (TrainOptions(steps=5), False)
+    assert private.shared(2**19) == private, "a mebibyte of state is sent instead of a log"
+    assert private.shared(2**19 + 1).queries == 1024
+    spsa = TrainOptions.of(EstimatorKind.SPSA, steps=5)
+    assert (spsa.shared(1), spsa.shared(2**30), spsa.queries) == (spsa, spsa, 8)
     assert private.definition() != replace(private, start=Start.BASE).definition()
     assert start_named("base") is Start.BASE
     with pytest.raises(InputError, match="expected a start of active, base"):
@@ -260,12 +263,20 @@ def writer(device: Device, tmp_path: Path) -> Device:
     return replace(device, text=user_text(tmp_path, 900))
 
 
+def first_run_state(writer: Device, name: str) -> Path:
+    """The packed state that a run without a log has kept."""
+    folder = find_run(writer.home, name)
+    return folder.best_state(folder.require("decision", Decision).descent)
+
+
 def test_a_private_run_is_adopted_reopened_and_gone_on_from(writer: Device) -> None:
     first = writer.train(**GRADIENT)
     assert first.outcome.value == "adopted"
     assert (writer.used_values() != writer.package.values()).any()
     assert first.metrics is not None
-    assert (first.metrics.estimator.value, first.metrics.queries, first.metrics.log_bytes) == ("sketch", 0, 0)
+    size = first_run_state(writer, first.run).stat().st_size
+    assert (first.metrics.estimator.value, first.metrics.queries) == ("sketch", 0)
+    assert (first.metrics.personal_bytes, first.metrics.state_digest) == (size, None)
     again = writer.train(**GRADIENT)
     assert (again.run, again.known) == (first.run, True)
     writer.text.write_text(writer.text.read_text() + "\n\nA line more, of rivers and days.")
@@ -284,8 +295,30 @@ def test_a_damaged_private_state_is_not_used(writer: Device) -> None:
         writer.used_values()
 
 
-def test_a_shared_run_lays_out_its_log(writer: Device) -> None:
-    result = writer.train(**GRADIENT | {"queries": 16}, share_log=True)
-    assert result.metrics is not None
-    assert result.metrics.log_bytes > 0
-    assert (find_run(writer.home, result.run).path / "shared.log").stat().st_size == result.metrics.log_bytes
+@pytest.mark.parametrize(("groups", "shorter"), [(1, MAGIC), (64, STATE_MAGIC), (0, STATE_MAGIC)])
+def test_a_shared_run_lays_out_the_shorter_of_log_and_state(
+    writer: Device, groups: int, shorter: bytes
+) -> None:
+    result = writer.train(**GRADIENT | {"queries": groups}, share_log=True)
+    assert result.metrics is not None and result.decision is not None
+    shared = (find_run(writer.home, result.run).path / "shared.log").read_bytes()
+    assert (shared[:8], len(shared)) == (shorter, result.metrics.personal_bytes)
+    if shorter == MAGIC:
+        log = decode_canonical(shared, max_bytes=1 << 20, max_steps=100)
+        s_K, header = replay(log.header, log.coefficients_TQ), log.header
+        exponent, mask = header.step_unit_exponent, header.mask_digest
+    else:
+        state = decode_state(shared, max_bytes=1 << 20, max_k=writer.package.k)
+        s_K, exponent, mask = state.s_K, state.header.step_unit_exponent, state.header.mask_digest
+    digest = state_digest(s_K, mask_digest=mask, step_unit_exponent=exponent)
+    assert digest == result.decision.state_digest == result.metrics.state_digest
+
+
+def test_a_private_run_is_shared_afterwards_without_another_step(writer: Device) -> None:
+    first = writer.train(**GRADIENT)
+    again = writer.train(**GRADIENT, share_log=True)
+    assert (again.run, again.known) == (first.run, True)
+    collect_reports(writer.home)
+    assert share_log(writer.home, first.run) is Delivery.QUEUED
+    queued = writer.home.reports / f"{first.run_id}.log"
+    assert queued.read_bytes() == first_run_state(writer, first.run).read_bytes()

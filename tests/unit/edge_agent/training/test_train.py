@@ -84,7 +84,7 @@ def test_without_consent_neither_log_nor_state_digest_and_never_text_or_a_path_i
     folder = device.home.runs / str(result.run)
     assert result.metrics is not None
     assert result.metrics.state_digest is None
-    assert result.metrics.log_bytes > 0
+    assert result.metrics.personal_bytes > 0
     assert not (folder / "shared.log").exists()
     assert result.data is not None and result.data.bad_rows == {"not JSON": 1}
     assert result.bad_row_examples == (f"{bad}:1: not JSON",)
