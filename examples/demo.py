@@ -158,7 +158,7 @@ def summary(package: dict[str, Any], result: dict[str, Any]) -> str:
         raise DemoError(f"expected one state everywhere, got {found}")
     return (
         f"demo: held-out loss {base:.3f} -> {personal:.3f} ({100 * (base - personal) / base:.1f}% lower), "
-        f"package {package['size_bytes']} bytes, personal state {metrics['personal_bytes']} bytes, exact everywhere"
+        f"package {package['size_bytes']} bytes, personal state {metrics['personal_bytes']} bytes, exact"
     )
 
 

@@ -2,7 +2,7 @@
 
 The logits of the next token are a bias of every token plus entries of a table of token pairs. The first
 masked values of the package are the biases, the others are table entries. Gradients are exact, so forward
-mode is, too.
+mode is, too. A package has the engine of its parent: a pooled state changes values alone.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class BigramEngine:
         self._k = package.k
         self._nan_above = nan_above
         pairs = self._k - min(self._k, self._vocabulary)
-        seed = int.from_bytes(hashlib.sha256(package.digest.encode()).digest()[:8], "big")
+        seed = int.from_bytes(hashlib.sha256(package.manifest.parent().digest.encode()).digest()[:8], "big")
         rng = np.random.Generator(np.random.PCG64(seed))
         self._pairs_P = np.sort(rng.choice(self._vocabulary**2, size=pairs, replace=False))
 

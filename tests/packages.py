@@ -21,6 +21,7 @@ from permille.package.manifest import sort_layers
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
+from permille.training.pooling import Pooled, write_pooled
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 TINY_LLAMA: dict[str, Any] = {
@@ -129,6 +130,15 @@ def layered_package(package: Package, *, exponents_K: NDArray[np.int8]) -> Packa
     counts = {tensor.name: tensor.count for tensor in manifest.tensors}
     layers = sort_layers([*manifest.layers, write_exponents(folder, exponents_K, counts)])
     return Package.open(folder, write_manifest(folder, replace(manifest, layers=layers)))
+
+
+def pooled_package(package: Package, s_K: NDArray[np.int64], step_unit_exponent: int) -> Package:
+    """The package with a pooled state added, in the same folder; nobody has judged it."""
+    found = Pooled(
+        s_K=s_K, step_unit_exponent=step_unit_exponent, loss_base=1.0, loss_pooled=0.5, gain=0.5, error=0.1
+    )
+    manifest = write_pooled(package.blobs, package.manifest, found, {"corpus": "made up"})
+    return Package.open(package.blobs, manifest.digest)
 
 
 def _random_weight(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -17,6 +17,8 @@ MAX_K = (1 << 32) - 1  # FORMAT 8.1: what the header of a log can say
 MAX_EXPONENT = 15  # FORMAT 4.6
 BLOCK_BYTES = 1 << 20  # FORMAT 4.7
 BLOCK_HASH_BYTES = 32
+POOLING = "pooling"  # FORMAT 4.9: the key of provenance that a pooled state adds
+STATE_BLOCK_WEIGHTS = 4096  # FORMAT 11.2
 GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
 
 # FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.
@@ -46,6 +48,7 @@ class Role(StrEnum):
     MASK = "mask"
     VALUES = "values"
     EXPONENTS = "exponents"
+    POOLED = "pooled"
     FILE = "file"
 
 
@@ -56,10 +59,11 @@ MEDIA_TYPES = {
     Role.MASK: "application/vnd.permille.mask+safetensors",
     Role.VALUES: "application/vnd.permille.values+safetensors",
     Role.EXPONENTS: "application/vnd.permille.exponents+safetensors",
+    Role.POOLED: "application/vnd.permille.state",
     Role.FILE: "application/vnd.permille.file",
 }
 
-# FORMAT 3.3: one of each in every package; exponents and files besides.
+# FORMAT 3.3: one of each in every package; exponents, a pooled state and files besides.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS, Role.MASK, Role.VALUES)
 # FORMAT 4.7: whose blocks are hashed, in the order of the list.
 BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

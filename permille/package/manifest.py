@@ -7,7 +7,7 @@ downloaded for one that cannot be true. Nothing here reads a blob or a clock.
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -29,7 +29,9 @@ from permille.package.limits import (
     MAX_TENSORS,
     MAX_WEIGHTS_OF_A_TENSOR,
     MEDIA_TYPES,
+    POOLING,
     REQUIRED_ROLES,
+    STATE_BLOCK_WEIGHTS,
     VERSION,
     Role,
 )
@@ -172,6 +174,18 @@ class Manifest:
         """The FILE layers by name."""
         return {layer.path: layer for layer in self.layers if layer.path is not None}
 
+    def pooled(self, layer: Layer, pooling: Mapping[str, JSON]) -> "Manifest":
+        """This package with a pooled state, and how that was made, in place of what it had of both."""
+        parent = self.parent()
+        layers = sort_layers([*parent.layers, layer])
+        return replace(parent, layers=layers, provenance={**parent.provenance, POOLING: dict(pooling)})
+
+    def parent(self) -> "Manifest":
+        """This package without a pooled state (FORMAT 4.9): what the state is bound to, and was made from."""
+        provenance = {key: value for key, value in self.provenance.items() if key != POOLING}
+        layers = tuple(layer for layer in self.layers if layer.role is not Role.POOLED)
+        return replace(self, layers=layers, provenance=provenance)
+
     def to_bytes(self) -> bytes:
         """Canonical bytes (FORMAT 3.1)."""
         return canonical_json(
@@ -246,6 +260,7 @@ class Manifest:
         code_book = 320 * len(self.tensors) if scheme.name is Scheme.NF4 else 0
         overhead = MAX_HEADER_BYTES + 8
         blocks = BLOCK_HASH_BYTES * sum(-(-self.layer(r).size_bytes // BLOCK_BYTES) for r in BLOCKED_ROLES)
+        blocks_of_state = -(-k // STATE_BLOCK_WEIGHTS)
         bounds = {
             Role.DENSE: (dense, dense + code_book + overhead),
             Role.PLAIN: (0, MAX_LAYER_BYTES),
@@ -253,6 +268,7 @@ class Manifest:
             Role.MASK: (4 * k, 4 * k + overhead),
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.EXPONENTS: (k, k + overhead),
+            Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
             Role.FILE: (0, MAX_FILE_BYTES),
         }
         for layer in self.layers:

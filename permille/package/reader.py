@@ -194,6 +194,17 @@ class Package:
             )
         return exponents_K
 
+    def pooled(self) -> bytes | None:
+        """The bytes of the pooled state, hashed, for `permille.zo.packed_state` to read; None: it has none.
+
+        Raises:
+            PackageError: `blob-digest`.
+        """
+        if not self.manifest.has_layer(Role.POOLED):
+            return None
+        layer = self.manifest.layer(Role.POOLED)
+        return self.blobs.read(layer.digest, limit=layer.size_bytes)
+
     def file(self, path: str) -> bytes:
         """A file's bytes, hashed (KeyError: the package has no such file)."""
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)

@@ -14,6 +14,7 @@ class JobKind(StrEnum):
     MASK = "mask"
     QUANTIZATION = "quantization"
     PACKAGE = "package"
+    POOLING = "pooling"
     BUILD = "build"
     REPLAY = "replay"
 

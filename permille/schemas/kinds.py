@@ -14,7 +14,14 @@ from permille.errors import InputError
 from permille.schemas.fields import EXAMPLE_ULID, Closed
 from permille.schemas.jobs import JobKind
 from permille.schemas.masks import Mask, MaskCreate
-from permille.schemas.packages import Build, BuildCreate, PackageCreate, PackageRecord
+from permille.schemas.packages import (
+    Build,
+    BuildCreate,
+    PackageCreate,
+    PackageRecord,
+    Pooling,
+    PoolingCreate,
+)
 from permille.schemas.quantizations import Quantization, QuantizationCreate
 from permille.schemas.runs import ReplayRequest
 
@@ -142,8 +149,23 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             key="digest",
             prefix=None,
         ),
+        WorkKind(
+            kind=JobKind.POOLING,
+            request=PoolingCreate,
+            record=Pooling,
+            collection="poolings",
+            about="States trained on public text, which a package may carry.",
+            starts="Start training a pooled state of a package.",
+            examples={
+                "400 steps on a corpus": {"package_digest": "sha256:" + "0" * 64, "corpus_id": _CORPUS},
+            },
+            key="pooling_id",
+            prefix="job",
+        ),
     )
 }
+MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLING})
+"""Kinds of jobs whose result is a package."""
 _REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
     JobKind.REPLAY: TypeAdapter(ReplayRequest),
     **{kind: TypeAdapter(one.request) for kind, one in WORK.items()},
@@ -167,5 +189,5 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
 
 def result_path(kind: JobKind, result_id: str) -> str:
     """Where the API shows what a job of this kind has made."""
-    made = JobKind.PACKAGE if kind is JobKind.BUILD else kind
+    made = JobKind.PACKAGE if kind in MAKES_PACKAGES else kind
     return f"/v1/{WORK[made].collection if made in WORK else 'runs'}/{result_id}"

@@ -1,10 +1,10 @@
 """Packages: what a device downloads; and builds, which make one in a single request."""
 
-from typing import Final
+from typing import Annotated, Final
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp
+from permille.schemas.fields import Closed, Count, Digest, Id, Seed, Timestamp, WholeNumber
 from permille.schemas.jobs import JobState, Made
 from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, WeightMaskCreate
 from permille.schemas.quantizations import (
@@ -27,6 +27,28 @@ class PackageCreate(Closed):
     fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
 
 
+class PoolingCreate(Closed):
+    """Train a pooled state of a package on public text, and make a package that carries it."""
+
+    package_digest: Digest = Field(description="the package; the new one differs in the pooled state alone")
+    corpus_id: Id = Field(description="public text to train on; its last part judges the state")
+    steps: Annotated[
+        int,
+        Field(strict=True, ge=1, le=100_000, description="steps along the gradient"),
+        WholeNumber,
+    ] = 400
+    rows: Annotated[int, Field(strict=True, ge=1, le=256, description="sequences a step"), WholeNumber] = 4
+    sequences: Annotated[
+        int,
+        Field(strict=True, ge=8, le=1_000_000, description="sequences to take of the corpus"),
+        WholeNumber,
+    ] = 2000
+    length: Annotated[
+        int, Field(strict=True, ge=8, le=8192, description="tokens of a sequence"), WholeNumber
+    ] = 128
+    seed: Seed = Field(default=0, description="of the choice of sequences and their order")
+
+
 class PackageLayer(Closed):
     """One layer of a package."""
 
@@ -38,9 +60,9 @@ class PackageLayer(Closed):
 
 
 class PackageRecord(Made):
-    """A package, addressed by the digest of its manifest."""
+    """A package, addressed by the digest of its manifest. A layer `pooled` is what devices begin with."""
 
-    request: PackageCreate
+    request: PackageCreate | PoolingCreate
     k: Count
     layers: list[PackageLayer]
 
@@ -84,4 +106,14 @@ class Build(Closed):
     mask_id: Id | None
     quantization_id: Id | None
     package_digest: Digest | None
+    created_at: Timestamp
+
+
+class Pooling(Closed):
+    """One training of a pooled state; its id is its job's."""
+
+    id: Id
+    state: JobState
+    request: PoolingCreate
+    package_digest: Digest | None = Field(description="the package that carries the state, once it is made")
     created_at: Timestamp

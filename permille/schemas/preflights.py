@@ -6,7 +6,7 @@ from pydantic import Field
 
 from permille.schemas.fields import Closed
 from permille.schemas.masks import MaskCreate
-from permille.schemas.packages import BuildCreate, PackageCreate
+from permille.schemas.packages import BuildCreate, PackageCreate, PoolingCreate
 from permille.schemas.problems import Figure
 from permille.schemas.quantizations import QuantizationCreate
 
@@ -39,8 +39,16 @@ class BuildPreflight(Closed):
     request: BuildCreate
 
 
+class PoolingPreflight(Closed):
+    """Ask for a pooling job."""
+
+    kind: Literal["pooling"]
+    request: PoolingCreate
+
+
 PreflightCreate = Annotated[
-    MaskPreflight | QuantizationPreflight | PackagePreflight | BuildPreflight, Field(discriminator="kind")
+    MaskPreflight | QuantizationPreflight | PackagePreflight | BuildPreflight | PoolingPreflight,
+    Field(discriminator="kind"),
 ]
 
 

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from permille.digests import JSON
 from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import MAKES_PACKAGES
 from permille.store.database import now
 from permille.store.errors import NotFoundError
 from permille.store.ids import Prefix, new_id
@@ -59,7 +60,7 @@ class Made:
 
 def add(session: Session, *, job: Claim, made: Made) -> Artifact:
     """Add what a job has made; of a package that was made before, return the row that is there."""
-    kind = JobKind(job.kind)
+    kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind is JobKind.PACKAGE:
         earlier = _package(session, job.tenant_id, made.digest)
         if earlier is not None:

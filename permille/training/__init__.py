@@ -1,1 +1,1 @@
-"""Steps along a gradient, for a device and for a job alike: Adam on the lattice."""
+"""Training along a gradient, for a device and for a job alike: Adam on the lattice, and pooled states."""

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from permille.digests import canonical_json, is_digest
 from permille.errors import InputError, PackageError
+from permille.package.limits import STATE_BLOCK_WEIGHTS
+from permille.package.reader import Package
 from permille.zo.header import MAX_K
 from permille.zo.lattice import STATE_LIMIT, check_step_unit_exponent
 from permille.zo.varints import unzigzag, zigzag
@@ -25,7 +27,7 @@ from permille.zo.varints import unzigzag, zigzag
 MAGIC = b"PMLSTA1\n"
 FORMAT = "permille-state"
 VERSION = 1
-BLOCK_WEIGHTS = 4096
+BLOCK_WEIGHTS = STATE_BLOCK_WEIGHTS
 MAX_HEADER_BYTES = 1024
 
 _HEAD = struct.Struct("<8sI")
@@ -108,6 +110,24 @@ class PackedState:
         if found != (package_digest, mask_digest, k):
             expected = f"package {package_digest}, mask {mask_digest} and {k} weights"
             raise PackageError("state-binding", f"expected a state of {expected}, got one of {found}")
+
+
+def pooled_state(package: Package) -> PackedState | None:
+    """Read the package's pooled state (FORMAT 4.9); None where it has none.
+
+    Raises:
+        PackageError: `blob-digest`, or a rule of FORMAT 11 is broken: `state-binding` also where the state is
+            of another parent, or not a pooled one.
+    """
+    data = package.pooled()
+    if data is None:
+        return None
+    state = decode_state(data, max_bytes=len(data), max_k=package.k)
+    parent = package.manifest.parent().digest
+    state.check_binding(package_digest=parent, mask_digest=package.mask_digest, k=package.k)
+    if state.header.origin is not StateOrigin.POOLED:
+        raise PackageError("state-binding", f"expected a pooled state, got a {state.header.origin} one")
+    return state
 
 
 def encode_state(header: StateHeader, s_K: NDArray[np.int64]) -> bytes:

@@ -56,6 +56,11 @@ _VIEWS: Final[Mapping[JobKind, View]] = {
         example="--mask mask_01jd3kq8z7 --quantization quant_01jd3kq8z9",
         then="permille releases publish NAME --package {} --alias stable",
     ),
+    JobKind.POOLING: View(
+        columns=("id", "state", "package_digest", "created_at"),
+        example="--package 577a9004 --corpus stories --steps 400",
+        then="permille releases publish NAME --package {} --alias stable",
+    ),
 }
 FIGURES = ("name", "needed", "available", "enough", "explanation")
 

@@ -10,6 +10,7 @@ from math import prod
 
 from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.masks import FisherMask, WeightMask
+from permille.schemas.packages import PoolingCreate
 from permille.schemas.quantizations import AnyOptions, AutoRound
 
 FLOAT_BYTES = 4
@@ -112,4 +113,18 @@ def package_needs(sizes: Sizes) -> Needs:
         memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
         disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
         seconds=sizes.scoped * SECONDS_A_WEIGHT,
+    )
+
+
+def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, flops_per_s: float) -> Needs:
+    """What training a pooled state needs: the package mapped, a hidden vector of each token and decoder
+    layer, the activations of one decoder layer, and what Adam remembers."""
+    tokens = request.rows * request.length
+    activations = tokens * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
+    adam = 16 * (sizes.scoped // 100)
+    work = float(request.steps) * tokens * sizes.parameters * FISHER_FLOPS
+    return Needs(
+        memory_bytes=PROCESS_BYTES + package_bytes + activations + 2 * adam,
+        disk_bytes=adam + 32 * 1024 * 1024,
+        seconds=work / flops_per_s,
     )

@@ -9,7 +9,7 @@ from permille.errors import InputError
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import JobKind
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
-from permille.schemas.packages import BuildCreate, PackageCreate
+from permille.schemas.packages import BuildCreate, PackageCreate, PoolingCreate
 from permille.schemas.preflights import Preflight
 from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import AutoRound, QuantizationCreate
@@ -22,6 +22,7 @@ from permille_service.preflights.estimates import (
     Sizes,
     mask_needs,
     package_needs,
+    pooling_needs,
     quantization_needs,
     sizes_of,
 )
@@ -101,6 +102,8 @@ class _Planner:
                 return self._package(request)
             case BuildCreate():
                 return self._build(request)
+            case PoolingCreate():
+                return self._pooling(request)
         raise TypeError(f"expected a request for work, got {type(request).__name__}")
 
     def _mask(self, mask: FisherMask | WeightMask, model_id: str) -> Needs:
@@ -154,6 +157,18 @@ class _Planner:
         quantization = self._quantization(request.quantization_request())
         sizes = self._sizes(request.model_id)
         return NOTHING if sizes is None else mask.then(quantization).then(package_needs(sizes))
+
+    def _pooling(self, request: PoolingCreate) -> Needs:
+        package = artifacts.get(
+            self._session, tenant_id=self._tenant_id, kind=JobKind.PACKAGE, key=request.package_digest
+        )
+        self._check_corpus(request.corpus_id)
+        sizes = self._sizes(package.model_id)
+        if sizes is None:
+            return NOTHING
+        return pooling_needs(
+            sizes, request, package_bytes=package.size_bytes, flops_per_s=self._machine.flops_per_s
+        )
 
     def _sizes(self, model_id: str, scope: str = "all") -> Sizes | None:
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)

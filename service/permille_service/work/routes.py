@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from permille.schemas.fields import Closed, Page
 from permille.schemas.jobs import Job, JobKind, JobState
 from permille.schemas.kinds import WorkKind
-from permille.schemas.packages import Build
+from permille.schemas.packages import Build, Pooling
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts, rows, tables
 from permille.store.artifacts import PICTURE, REPORT
@@ -32,8 +32,8 @@ def router_of(work: WorkKind) -> APIRouter:
         responses=documented(*PRIVATE, ProblemType.NOT_FOUND),
     )
     _add_create(router, work)
-    if work.kind is JobKind.BUILD:
-        _add_builds(router, work)
+    if work.kind in _PRESENTED:
+        _add_jobs(router, work)
     else:
         _add_artifacts(router, work)
     if work.shows is not None:
@@ -85,20 +85,23 @@ def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
     _add_reads(router, work, list_rows, read_row)
 
 
-def _add_builds(router: APIRouter, work: WorkKind) -> None:
+def _add_jobs(router: APIRouter, work: WorkKind) -> None:
+    """Of a kind whose records are its jobs: what they make is of another collection."""
+    present = _PRESENTED[work.kind]
+
     def list_rows(service: Served, operator: Viewer, window: Paging) -> Page[Closed]:
         with service.database.read() as session:
-            page = queue.list_jobs(session, tenant_id=operator.tenant_id, kind=JobKind.BUILD, window=window)
-            return page_of(page, lambda row: present_build(session, row))
+            page = queue.list_jobs(session, tenant_id=operator.tenant_id, kind=work.kind, window=window)
+            return page_of(page, lambda row: present(session, row))
 
     def read_row(
         key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Viewer
     ) -> Closed:
         with service.database.read() as session:
             row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=key)
-            if row.kind != JobKind.BUILD:
-                raise ApiError(ProblemType.NOT_FOUND, f"expected a build, got a job of kind {row.kind}")
-            return present_build(session, row)
+            if row.kind != work.kind:
+                raise ApiError(ProblemType.NOT_FOUND, f"expected a {work.kind}, got a job of kind {row.kind}")
+            return present(session, row)
 
     _add_reads(router, work, list_rows, read_row)
 
@@ -187,3 +190,19 @@ def present_build(session: Session, row: tables.Job) -> Build:
             "created_at": row.created_at,
         }
     )
+
+
+def present_pooling(_: Session, row: tables.Job) -> Pooling:
+    """The record of a pooling's row."""
+    return Pooling.model_validate(
+        {
+            "id": row.id,
+            "state": JobState(row.state),
+            "request": row.payload,
+            "package_digest": row.result_id,
+            "created_at": row.created_at,
+        }
+    )
+
+
+_PRESENTED = {JobKind.BUILD: present_build, JobKind.POOLING: present_pooling}

@@ -15,16 +15,18 @@ from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import MAKES_PACKAGES
 from permille.schemas.runs import LogForm
 from permille.sensitivity.scores import load_scores
 from permille.store import artifacts, devices, rows, runs
 from permille.store.jobs import claims, queue
 from permille.store.tables import Artifact, Job, Model, Run
+from permille.training.pooling import Pooled
 from permille.zo.exponents import exponents_of
 from permille.zo.header import EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical, encode_canonical
-from permille.zo.packed_state import StateHeader, StateOrigin, encode_state
+from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, pooled_state
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
 from permille_workers.runtime.context import JobCancelledError, TaskContext
@@ -59,7 +61,7 @@ def made_by(bench: Bench, kind: JobKind, request: dict[str, Any]) -> Artifact:
 
 
 def artifact_of(bench: Bench, job: Job) -> Artifact:
-    kind = JobKind.PACKAGE if job.kind == JobKind.BUILD else JobKind(job.kind)
+    kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     with bench.db.read() as session:
         return artifacts.get(session, tenant_id=bench.tenant_id, kind=kind, key=str(job.result_id))
 
@@ -290,6 +292,89 @@ def test_the_first_job_stores_what_the_model_is(bench: Bench) -> None:
         model = rows.get(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
     assert (model.family, model.parameter_count) == ("llama", 28_832)
     assert model.digest is not None
+
+
+# --- pooling
+
+
+def pooling_request(bench: Bench, package: Artifact, **changes: Any) -> dict[str, Any]:
+    return {
+        "package_digest": package.digest,
+        "corpus_id": bench.corpus.id,
+        "steps": 40,
+        "rows": 2,
+        "sequences": 60,
+        "length": 24,
+        **changes,
+    }
+
+
+def test_a_pooling_makes_a_package_that_carries_a_better_state(bench: Bench, package: Artifact) -> None:
+    made = made_by(bench, JobKind.POOLING, pooling_request(bench, package))
+    new = verify_package(bench.blobs, made.digest)
+    state = pooled_state(new)
+    assert state is not None and state.s_K.any()
+    parent = manifest_of(bench, package)
+    assert new.manifest.parent() == parent
+    extra = set(new.manifest.layers) - set(parent.layers)
+    assert {layer.role for layer in extra} == {Role.POOLED}
+    assert (made.kind, made.model_id, made.k) == ("package", package.model_id, package.k)
+    assert {blob.digest for blob in made.blobs} == {made.digest, *(x.digest for x in new.manifest.layers)}
+    pooling = new.manifest.provenance["pooling"]
+    assert isinstance(pooling, dict)
+    assert (pooling["parent"], pooling["steps"], pooling["sequences"]) == (package.digest, 40, 60)
+    assert float(str(pooling["loss_pooled"])) < float(str(pooling["loss_base"]))
+    again = made_by(bench, JobKind.POOLING, pooling_request(bench, made, steps=30))
+    assert manifest_of(bench, again).parent() == parent, "another state takes the first one's place"
+
+
+def test_a_pooling_that_is_killed_goes_on(bench: Bench, package: Artifact) -> None:
+    whole = made_by(bench, JobKind.POOLING, pooling_request(bench, package))
+    job = bench.submit(JobKind.POOLING, pooling_request(bench, package))
+    with bench.db.write() as session:
+        claim = claims.claim(session, worker="bench", lease_s=600)
+    assert claim is not None and claim.job_id == job.id
+    seen: list[str] = []
+
+    def dies(_: float, message: str) -> None:
+        seen.append(message)
+        if message == "step 33/40":
+            raise JobCancelledError(job.id)
+
+    def context(folder: Path, progress: Callable[[float, str], None]) -> TaskContext:
+        return TaskContext(
+            claim=claim,
+            db=bench.db,
+            blobs=bench.blobs,
+            settings=bench.settings,
+            work_folder=folder,
+            progress=progress,
+        )
+
+    with locked_work_folder(bench.settings.work_root, job.id) as folder, pytest.raises(JobCancelledError):
+        TASKS[JobKind.POOLING](context(folder, dies))
+    first, seen[:] = list(seen), []
+    with locked_work_folder(bench.settings.work_root, job.id) as folder:
+        publish = TASKS[JobKind.POOLING](context(folder, lambda _, message: seen.append(message)))
+    steps = [message for message in seen if message.startswith("step")]
+    assert (first[-1], steps[0], steps[-1]) == ("step 33/40", "step 21/40", "step 40/40")
+    with bench.db.write() as session:
+        assert publish(session) == whole.digest
+
+
+def test_a_pooling_that_helps_nothing_publishes_nothing(bench: Bench, package: Artifact) -> None:
+    def nothing(*_: object, **__: object) -> Pooled:
+        s_K = np.zeros(package.k or 0, np.int64)
+        return Pooled(s_K=s_K, step_unit_exponent=-14, loss_base=1.0, loss_pooled=0.99, gain=0.01, error=0.02)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("permille_workers.tasks.pooling.pool", nothing)
+        failed = bench.finish(JobKind.POOLING, pooling_request(bench, package))
+    assert failed.state == "failed"
+    assert "surely better than the base" in str(failed.error)
+    with bench.db.read() as session:
+        page = artifacts.list_artifacts(session, tenant_id=bench.tenant_id, kind=JobKind.PACKAGE)
+    assert [row.digest for row in page.items] == [package.digest]
 
 
 # --- replay

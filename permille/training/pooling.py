@@ -1,0 +1,186 @@
+"""A pooled state: the masked weights of a package, trained on a public corpus (FORMAT 4.9).
+
+    rows = token sequences of the corpus
+    judged = pool(engine, package.values(), rows, PoolingPlan(steps=400), checkpoint=folder / "moments")
+    manifest = write_pooled(blobs, package.manifest, judged, {"corpus": "c4"})
+
+The steps are a device's (`permille.training.adam`), every weight by its own integer. The last tenth of the
+rows is trained on by nobody and judges the result. A call with the same arguments and checkpoint goes on
+after a kill, to the same bits.
+
+Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weights.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.digests import JSON
+from permille.engines.interface import GradientEngine
+from permille.errors import InputError
+from permille.files import write_atomic
+from permille.package.blobs import BlobFolder
+from permille.package.build import write_manifest
+from permille.package.limits import Role
+from permille.package.manifest import Layer, Manifest
+from permille.package.reader import Package
+from permille.training.adam import Moments, learning_rate, unit_exponent, unlogged_step
+from permille.zo.estimators import Batch
+from permille.zo.lattice import values
+from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, pooled_state
+
+HELD_OUT_SHARE = 10  # one row of so many, at least two
+STEPS_A_CHECKPOINT = 20
+SURE = 2.0  # standard errors by which a pooled state is better
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingPlan:
+    """How a pooled state is trained.
+
+    Attributes:
+        steps: the rate falls to 0 over them.
+        batch_rows: rows a step.
+        seed: of the order of the rows.
+    """
+
+    steps: int
+    batch_rows: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pooled:
+    """A state and what held-out rows say of it, in nats a token.
+
+    Attributes:
+        gain: mean over the rows of what the state takes off the loss.
+        error: standard error of that mean.
+    """
+
+    s_K: NDArray[np.int64]
+    step_unit_exponent: int
+    loss_base: float
+    loss_pooled: float
+    gain: float
+    error: float
+
+    @property
+    def better(self) -> bool:
+        """Whether the state is surely better than the base on text that it was not trained on."""
+        return self.gain > SURE * self.error
+
+
+def pool(
+    engine: GradientEngine,
+    w_base_K: NDArray[np.float32],
+    rows_NT: NDArray[np.int64],
+    plan: PoolingPlan,
+    *,
+    checkpoint: Path,
+    progress: Progress = lambda _done, _total: None,
+) -> Pooled:
+    """Train on rows and judge on the last tenth of them.
+
+    Args:
+        engine: with a reverse pass.
+        w_base_K: the package's values.
+        rows_NT: int64 [n, t] token ids, whole rows, in the order of the corpus.
+        checkpoint: file that keeps what is needed to go on; what is thrown by `progress` costs a few steps.
+        progress: called after each step.
+
+    Raises:
+        InputError: fewer rows than a batch and its judgement need, or masked weights that are all 0.
+    """
+    held_out = max(2, len(rows_NT) // HELD_OUT_SHARE)
+    train_NT, held_NT = rows_NT[:-held_out], rows_NT[-held_out:]
+    if len(train_NT) < plan.batch_rows:
+        raise InputError(f"expected at least {plan.batch_rows + held_out} sequences, got {len(rows_NT)}")
+    rate = learning_rate(w_base_K)
+    if not 0 < rate < math.inf:
+        raise InputError(f"expected masked weights other than 0, got a rate of {rate}")
+    exponent = unit_exponent(rate)
+    moments = Moments.first(len(w_base_K), np.zeros(len(w_base_K), np.int64))
+    if checkpoint.exists():
+        moments = Moments.from_bytes(checkpoint.read_bytes())
+    while moments.step < plan.steps:
+        step = moments.step
+        batch = _batch(train_NT[_order(len(train_NT), plan, step)])
+        loss, gradient_K = engine.gradient(values(w_base_K, moments.s_K, exponent), batch)
+        step_rate = rate * (1 - step / plan.steps)
+        moments = unlogged_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
+        if moments.step % STEPS_A_CHECKPOINT == 0 or moments.step == plan.steps:
+            write_atomic(checkpoint, moments.to_bytes())
+        progress(moments.step, plan.steps)
+    base_N = _losses(engine, w_base_K, held_NT, plan.batch_rows)
+    pooled_N = _losses(engine, values(w_base_K, moments.s_K, exponent), held_NT, plan.batch_rows)
+    gain_N = base_N - pooled_N
+    return Pooled(
+        s_K=moments.s_K,
+        step_unit_exponent=exponent,
+        loss_base=float(base_N.mean()),
+        loss_pooled=float(pooled_N.mean()),
+        gain=float(gain_N.mean()),
+        error=float(gain_N.std(ddof=1)) / math.sqrt(held_out),
+    )
+
+
+def write_pooled(
+    blobs: BlobFolder, manifest: Manifest, found: Pooled, pooling: Mapping[str, JSON]
+) -> Manifest:
+    """Store a package with a pooled state: the layers that are there, the state, another manifest.
+
+    Args:
+        manifest: of the package, with a pooled state or without.
+        pooling: how the state was made, for people.
+
+    Raises:
+        PackageError, OSError: as `write_manifest`.
+    """
+    parent = manifest.parent()
+    header = StateHeader(
+        package_digest=parent.digest,
+        mask_digest=parent.layer(Role.MASK).digest,
+        step_unit_exponent=found.step_unit_exponent,
+        k=parent.mask.k,
+        origin=StateOrigin.POOLED,
+    )
+    data = encode_state(header, found.s_K)
+    layer = Layer(role=Role.POOLED, digest=blobs.put_bytes(data), size_bytes=len(data))
+    made = parent.pooled(layer, pooling)
+    pooled_state(Package(blobs, made))
+    write_manifest(blobs, made)
+    return made
+
+
+def _order(rows: int, plan: PoolingPlan, step: int) -> NDArray[np.int64]:
+    """Which rows a step takes: all once, in an order by the seed, then all again in another."""
+    place = step * plan.batch_rows
+    first, last = place // rows, (place + plan.batch_rows - 1) // rows
+    orders = [np.random.default_rng([plan.seed, turn]).permutation(rows) for turn in range(first, last + 1)]
+    begin = place - first * rows
+    return np.concatenate(orders)[begin : begin + plan.batch_rows]
+
+
+def _batch(rows_BT: NDArray[np.int64]) -> Batch:
+    target_BT = np.ones(rows_BT.shape, np.bool_)
+    target_BT[:, 0] = False
+    return Batch(input_ids_BT=rows_BT, attention_BT=np.ones(rows_BT.shape, np.bool_), target_BT=target_BT)
+
+
+def _losses(
+    engine: GradientEngine, values_K: NDArray[np.float32], rows_NT: NDArray[np.int64], batch_rows: int
+) -> NDArray[np.float64]:
+    """The mean loss of each row, float64 [n]."""
+    parts = [
+        engine.token_losses(values_K, _batch(rows_NT[first : first + batch_rows]))
+        for first in range(0, len(rows_NT), batch_rows)
+    ]
+    losses_N: NDArray[np.float64] = np.concatenate(parts).reshape(len(rows_NT), -1).mean(1, dtype=np.float64)
+    return losses_N

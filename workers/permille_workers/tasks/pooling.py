@@ -1,0 +1,93 @@
+"""The pooling job: a state of a package's weights, trained on public text, and a package that carries it.
+
+A light engine computes; what it needs of the model is in the package. A state that is not surely better than
+the base on held-out text of the corpus is not published.
+"""
+
+from typing import cast
+
+from permille.engines.factory import open_engine
+from permille.engines.interface import GradientEngine
+from permille.errors import InputError
+from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.package.manifest import Manifest, decimal_text
+from permille.package.reader import Package
+from permille.schemas.jobs import JobKind
+from permille.schemas.packages import MANIFEST_MEDIA_TYPE, PoolingCreate
+from permille.store import artifacts
+from permille.store.artifacts import MANIFEST, Blob, Made
+from permille.training.pooling import PoolingPlan, pool, write_pooled
+from permille_workers.runtime.context import Publish, TaskContext
+from permille_workers.tasks.layers import blob_of_layer, publishes
+from permille_workers.tasks.sources import Sampling, open_corpus, versions
+
+_TRAINED = 0.95  # of the time
+
+
+def run(context: TaskContext, request: PoolingCreate) -> Publish:
+    """Train, judge, and publish a package with the state.
+
+    Raises:
+        InputError: too little text, or a state that is not surely better than the base.
+        PackageError: the package is damaged.
+        RetryableError: a data set that cannot be reached.
+    """
+    from permille.models.loading import FileTokenizer
+
+    tenant_id, digest = context.claim.tenant_id, request.package_digest
+    with context.db.read() as session:
+        row = artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
+    manifest = Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
+    package = Package(context.blobs, manifest.parent())
+    context.progress(0.0, "reading the corpus")
+    corpus = open_corpus(context, request.corpus_id)
+    (context.work_folder / "tokenizer.json").write_bytes(package.file("tokenizer.json"))
+    length = min(request.length, int(package.config.get("max_position_embeddings") or request.length))
+    sampling = Sampling(number=request.sequences, length=length, seed=request.seed)
+    sequences = corpus.sequences(context, FileTokenizer(context.work_folder), sampling)
+    context.progress(0.02, "loading the package")
+    engine = cast("GradientEngine", open_engine(package, threads=context.settings.threads))
+
+    def progress(done: int, total: int) -> None:
+        context.progress(0.03 + (_TRAINED - 0.03) * done / total, f"step {done}/{total}")
+
+    found = pool(
+        engine,
+        package.values(),
+        sequences.tokens_NT,
+        PoolingPlan(steps=request.steps, batch_rows=request.rows, seed=request.seed),
+        checkpoint=context.work_folder / "moments",
+        progress=progress,
+    )
+    losses = f"{found.loss_base:.4f} -> {found.loss_pooled:.4f} nats a token"
+    if not found.better:
+        raise InputError(f"expected a state surely better than the base on held-out text, got {losses}")
+    context.progress(_TRAINED, f"publishing: held-out loss {losses}")
+    made = write_pooled(
+        context.blobs,
+        manifest,
+        found,
+        {
+            "parent": package.digest,
+            "corpus": corpus.provenance,
+            "steps": request.steps,
+            "rows": request.rows,
+            "sequences": request.sequences,
+            "length": length,
+            "seed": request.seed,
+            "loss_base": decimal_text(round(found.loss_base, 4)),
+            "loss_pooled": decimal_text(round(found.loss_pooled, 4)),
+            "versions": versions("tokenizers"),
+        },
+    )
+    whole = Blob(
+        role=MANIFEST,
+        media_type=MANIFEST_MEDIA_TYPE,
+        digest=made.digest,
+        size_bytes=len(made.to_bytes()),
+    )
+    blobs = (whole, *(blob_of_layer(layer) for layer in made.layers))
+    return publishes(
+        context,
+        Made(model_id=row.model_id, digest=made.digest, k=made.mask.k, provenance={}, blobs=blobs),
+    )
