@@ -141,6 +141,8 @@ _HEAD = (
     b'"role":"dense","size_bytes":1300},'
     b'{"digest":"sha256:%(d)s","media_type":"application/vnd.permille.plain+safetensors","path":null,'
     b'"role":"plain","size_bytes":9},'
+    b'{"digest":"sha256:%(d)s","media_type":"application/vnd.permille.blocks","path":null,'
+    b'"role":"blocks","size_bytes":64},'
     b'{"digest":"sha256:%(d)s","media_type":"application/vnd.permille.mask+safetensors","path":null,'
     b'"role":"mask","size_bytes":100},'
     b'{"digest":"sha256:%(d)s","media_type":"application/vnd.permille.values+safetensors","path":null,'
