@@ -44,7 +44,7 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     (context.work_folder / "tokenizer.json").write_bytes(package.file("tokenizer.json"))
     length = min(request.length, int(package.config.get("max_position_embeddings") or request.length))
     sampling = Sampling(number=request.sequences, length=length, seed=request.seed)
-    sequences = corpus.sequences(context, FileTokenizer(context.work_folder), sampling)
+    sequences = corpus.sequences(FileTokenizer(context.work_folder), sampling)
     context.progress(0.02, "loading the package")
     engine = cast("GradientEngine", open_engine(package, threads=context.settings.threads))
 
