@@ -27,6 +27,7 @@ from permille_agent.text.reading import read_documents
 from permille_agent.text.tokens import package_tokenizer
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.options import TrainOptions
+from permille_agent.training.personal import canonical_log
 from permille_agent.training.plan import make_plan
 from permille_agent.training.run import Run, find_run
 from permille_agent.training.steps import SelectedState, train
@@ -114,15 +115,15 @@ def test_status_and_the_page_say_how_it_was_judged(device: Device) -> None:
     assert "on text that was judged before it trained" in page
 
 
-def test_the_log_that_is_shared_is_that_of_the_adopted_state(device: Device) -> None:
+def test_what_is_shared_is_of_the_adopted_state_as_its_log_is(device: Device) -> None:
     result = device.train(**{**OPTIONS, "queries": 64}, share_log=True)
     assert result.outcome is Outcome.ADOPTED
-    log = decode_canonical(
-        (device.home.runs / result.run / "shared.log").read_bytes(), max_bytes=1 << 20, max_steps=1000
-    )
-    s_K = replay(log.header, log.coefficients_TQ)
-    used_K = values(device.package.values(), s_K, log.header.step_unit_exponent)
+    run = find_run(device.home, result.run)
+    state = decode_state((run.path / "shared.log").read_bytes(), max_bytes=1 << 20, max_k=device.package.k)
+    used_K = values(device.package.values(), state.s_K, state.header.step_unit_exponent)
     np.testing.assert_array_equal(used_K, device.used_values())
+    log = decode_canonical(canonical_log(run), max_bytes=1 << 20, max_steps=1000)
+    np.testing.assert_array_equal(replay(log.header, log.coefficients_TQ), state.s_K)
 
 
 class ByHeart(BigramEngine):
