@@ -1,32 +1,51 @@
-# One image for the API and the workers; the device agent is installed from the wheel on the device itself.
-#   docker build -t permille .
-#   docker build --build-arg TORCH_INDEX=<address of PyTorch's wheels for your accelerator> -t permille .
+# Two images: the API, without torch, and the worker. The agent is installed from the wheel on the device itself.
+#   docker build --target api -t permille-api .
+#   docker build --target worker --build-arg TORCH_INDEX=<address of PyTorch's CPU wheels> -t permille-worker .
+# Without TORCH_INDEX the worker gets the default build of torch with the libraries of CUDA.
 # The service binds an address other than loopback only with TLS, so mount a certificate and its key:
-#   docker run -p 8321:8321 -v permille:/var/lib/permille -v ./tls:/run/tls:ro permille \
-#     up --data-dir /var/lib/permille --host 0.0.0.0 --allow-host models.example.org \
+#   docker run -p 8321:8321 -v permille:/var/lib/permille -v ./tls:/run/tls:ro permille-api \
+#     up --no-worker --data-dir /var/lib/permille --host 0.0.0.0 --allow-host models.example.org \
 #     --tls-certificate /run/tls/cert.pem --tls-key /run/tls/key.pem
-FROM python:3.12-slim AS build
+#   docker run -v permille:/var/lib/permille permille-worker
+FROM python:3.11-slim AS wheel
 WORKDIR /src
-# The native kernels are compiled here; the second image needs no compiler.
+# The native kernels are compiled here; the images need no compiler.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
+COPY requirements requirements
+RUN pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY permille permille
 COPY service service
 COPY workers workers
 COPY edge_agent edge_agent
 COPY lab/permille_lab lab/permille_lab
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
+
+FROM wheel AS api-environment
+RUN python -m venv /opt/permille \
+ && /opt/permille/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements/api.txt \
+ && /opt/permille/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl
+
+FROM wheel AS worker-environment
 ARG TORCH_INDEX=
 RUN python -m venv /opt/permille \
- && /opt/permille/bin/pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
- && /opt/permille/bin/pip install --no-cache-dir -c constraints.txt '.[service,workers,celery,postgres]'
+ && /opt/permille/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements/worker.txt \
+      ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} $([ -n "$TORCH_INDEX" ] || echo -r requirements/cuda.txt) \
+ && /opt/permille/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl
 
-FROM python:3.12-slim
+FROM python:3.11-slim AS base
 RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/permille permille
-COPY --from=build /opt/permille /opt/permille
-ENV PATH=/opt/permille/bin:$PATH PYTHONUNBUFFERED=1
+ENV PATH=/opt/permille/bin:$PATH PYTHONUNBUFFERED=1 PERMILLE_DATA_DIR=/var/lib/permille
 USER permille
 WORKDIR /var/lib/permille
 VOLUME /var/lib/permille
+
+FROM base AS worker
+COPY --from=worker-environment /opt/permille /opt/permille
+ENTRYPOINT ["python", "-P", "-m", "permille_workers"]
+
+FROM base AS api
+COPY --from=api-environment /opt/permille /opt/permille
 EXPOSE 8321
 ENTRYPOINT ["permille"]
-CMD ["up", "--data-dir", "/var/lib/permille", "--host", "0.0.0.0", "--tls-certificate", "/run/tls/cert.pem", "--tls-key", "/run/tls/key.pem"]
+CMD ["up", "--no-worker", "--data-dir", "/var/lib/permille", "--host", "0.0.0.0", "--tls-certificate", "/run/tls/cert.pem", "--tls-key", "/run/tls/key.pem"]

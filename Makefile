@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages test-slow attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -56,6 +56,16 @@ check-imports: $(VENV)/.installed
 
 pytest: $(VENV)/.native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+lock: $(VENV)/.installed  ## Write requirements/ again: what API, worker and agent install, with hashes
+	$(BIN)/python -m scripts.lock
+
+# From the locks, so that it lists what is installed from them, and of this environment, with its licences.
+sbom: $(VENV)/.installed  ## Write lists of components (CycloneDX) to build/sbom
+	@mkdir -p build/sbom
+	@for name in agent api worker cuda; do $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file build/sbom/$$name.cdx.json requirements/$$name.txt || exit 1; done
+	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom/environment.cdx.json $(BIN)/python
+	@ls build/sbom
 
 test-slow: $(VENV)/.native system-packages  ## Long kills, chaos and fuzz: what `make test` does in short
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
