@@ -35,6 +35,7 @@ POLL_LIMIT_S = 6 * 3600.0
 POLICY_CHECK_S = 60.0
 JITTER = 0.25
 RETRY_TRAINING_S = 3600.0
+LONGEST_PAUSE_S = 24 * 3600.0
 
 log = logging.getLogger("permille.agent")
 
@@ -133,7 +134,8 @@ class Daemon:
         now = self._world.now()
         decision = decide(policy, self._world.machine(), now=now, minutes_used=state.seconds_used / 60.0)
         reasons = decision.reasons
-        if state.not_before > now.timestamp():
+        # What is further away was written under another clock.
+        if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
             reasons += ("the last try failed; it is made again later",)
         if reasons != state.waiting_for:
             self._note(waiting_for=reasons)
@@ -210,7 +212,7 @@ class Daemon:
         told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
         log.warning("training: %s: %s", type(error).__name__, told)
         failures = read_daemon_state(self._home).failures + 1
-        pause_s = min(24 * 3600.0, RETRY_TRAINING_S * 2.0 ** (failures - 1))
+        pause_s = min(LONGEST_PAUSE_S, RETRY_TRAINING_S * 2.0 ** (failures - 1))
         self._note(training_error=f"{type(error).__name__}: {error}"[:500])
         if isinstance(error, RetryableError):
             self._note(failures=failures, not_before=self._world.now().timestamp() + pause_s)
@@ -220,7 +222,7 @@ class Daemon:
     def _pause_after(self, error: PermilleError) -> float:
         pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))
         if isinstance(error, ServiceUnavailableError) and error.retry_after_s is not None:
-            pause_s = max(error.retry_after_s, POLICY_CHECK_S)
+            pause_s = min(POLL_LIMIT_S, max(error.retry_after_s, POLICY_CHECK_S))
         return pause_s * (1.0 + self._world.rng.uniform(0.0, JITTER))
 
     def charge(self, seconds: float) -> float:

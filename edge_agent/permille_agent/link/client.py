@@ -5,16 +5,17 @@ Rules:
   `User-Agent: permille-agent/<version>`. Proxies, `.netrc` and certificate variables of the environment are
   not read.
 - Redirects are not followed. Bodies are read up to a limit, never decompressed.
+- A request has a time in all (`transport.py`), not only between two bytes.
 - What may succeed later (no connection, a timeout, 408, 425, 429, 5xx) is tried again with exponential
-backoff and full
-  jitter, or after what `Retry-After` says; everything else is raised at once. Every call of the contract is
-  idempotent.
+  backoff and full jitter, or after what `Retry-After` says, a day at most; everything else is raised at once.
+  Every call of the contract is idempotent.
 
 Which calls there are is in `api.py`.
 """
 
 import ipaddress
 import json
+import math
 import random
 import ssl
 import time
@@ -26,16 +27,25 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpcore
 import httpx
 
 from permille import __version__
 from permille.errors import InputError, OperatorError, RetryableError
+from permille_agent.link.transport import LimitedTransport
 
 JSON_LIMIT_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 ATTEMPTS = 5
 BACKOFF_FIRST_S = 0.5
 WAIT_LIMIT_S = 60.0
+LONGEST_RETRY_AFTER_S = 24 * 3600.0
+_TRANSPORT_ERRORS = (
+    httpx.TransportError,
+    httpcore.TimeoutException,
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+)
 LATER_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 Body = bytes | Mapping[str, Any] | None
@@ -108,7 +118,7 @@ class Connection:
             timeout=TIMEOUT,
             trust_env=False,
             follow_redirects=False,
-            verify=_tls_context(ca_file),
+            transport=LimitedTransport(_tls_context(ca_file)),
             headers={"user-agent": f"permille-agent/{__version__}", "accept-encoding": "identity"},
         )
 
@@ -225,7 +235,7 @@ def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
 def _network_errors(server: str) -> Iterator[None]:
     try:
         yield
-    except httpx.TransportError as exc:
+    except _TRANSPORT_ERRORS as exc:
         if _is_certificate_error(exc):
             message = f"expected a certificate that this device trusts at {server}: {exc}"
             raise OperatorError(f"{message}; a private authority is named by `enroll --ca-file`") from exc
@@ -258,9 +268,7 @@ def _refuse(response: httpx.Response, data: bytes) -> None:
     problem, detail = _read_problem(data)
     message = f"{response.request.method} {response.request.url.path}: {status} {detail}".rstrip()
     if status in LATER_STATUSES:
-        raise ServiceUnavailableError(
-            message, retry_after_s=_retry_after(response.headers.get("retry-after"))
-        )
+        raise ServiceUnavailableError(message, retry_after_s=_retry_after(response.headers))
     if status in (401, 403):
         raise AccessRefusedError(message)
     if status in (421, 507) or status < 400:
@@ -276,14 +284,25 @@ def _read_problem(data: bytes) -> tuple[str, str]:
         return "", ""
 
 
-def _retry_after(text: str | None) -> float | None:
-    if text is None:
-        return None
+def _retry_after(headers: httpx.Headers) -> float | None:
+    """Seconds to wait; None where the service says nothing, at most a day whatever it says.
+
+    A date is counted from the service's own, where it says that: the device's clock may be wrong.
+    """
+    text = headers.get("retry-after", "")
     try:
-        return max(0.0, float(text))
+        wait_s = float(text)
     except ValueError:
-        pass
+        until = _date(text)
+        if until is None:
+            return None
+        wait_s = (until - (_date(headers.get("date", "")) or datetime.now(UTC))).total_seconds()
+    return 0.0 if math.isnan(wait_s) else min(LONGEST_RETRY_AFTER_S, max(0.0, wait_s))
+
+
+def _date(text: str) -> datetime | None:
     try:
-        return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
+        date = parsedate_to_datetime(text)
     except (ValueError, TypeError):
         return None
+    return date if date.tzinfo else date.replace(tzinfo=UTC)

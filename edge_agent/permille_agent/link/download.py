@@ -8,6 +8,7 @@ absent or right.
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from permille.files import fsync_folder, write_atomic
 from permille.package.blobs import BlobFolder
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError, ServiceUnavailableError
+from permille_agent.link.transport import LEAST_RATE
 
 Progress = Callable[[int], None]
 
@@ -81,7 +83,7 @@ class Download:
         self._etag.unlink(missing_ok=True)
 
     def _fetch(self) -> None:
-        failures = 0
+        failures, since_s = 0, time.monotonic()
         refused_token = False
         while (stored := self._stored_bytes()) < self._size_bytes or not self._part.exists():
             try:
@@ -97,7 +99,10 @@ class Download:
                 got = f"a service that has no byte {stored} of it"
                 raise PackageError("blob-size", self._expected(got)) from exc
             except ServiceUnavailableError as exc:
-                failures = 0 if self._stored_bytes() > stored else failures + 1
+                # A try that was worth its time, and the wait before it, does not count as one that failed.
+                grown, now_s = self._stored_bytes() - stored, time.monotonic()
+                failures = 0 if grown > LEAST_RATE * (now_s - since_s) else failures + 1
+                since_s = now_s
                 wait_s = self._api.connection.wait_before_retry(failures, exc)
                 if wait_s is None:
                     raise

@@ -13,6 +13,7 @@ import pytest
 from permille.digests import digest_of
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
+from permille_agent.link import download
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.download import Download
@@ -60,7 +61,9 @@ class Device:
 
 
 @pytest.fixture
-def device(home: Home, api: DeviceApi) -> Device:
+def device(home: Home, api: DeviceApi, monkeypatch: pytest.MonkeyPatch) -> Device:
+    # However busy the machine is, no try of these tests is too slow.
+    monkeypatch.setattr(download, "LEAST_RATE", 1)
     return Device(home, api)
 
 
@@ -99,6 +102,17 @@ def test_what_goes_wrong_on_the_way_costs_bytes_only(
     assert not any(fault.times for fault in service.faults)
     if service.faults[-1].ignore_range:
         assert min(added) == -50_000
+
+
+@pytest.mark.attack(9, "a download of which each connection brings a byte")
+def test_a_download_that_gets_nowhere_ends(
+    device: Device, service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "LEAST_RATE", 1 << 30)
+    service.faults = [Fault(path="blobs", cut_after=1, times=99)]
+    with pytest.raises(ServiceUnavailableError):
+        device.download()
+    assert sum(fault.times for fault in service.faults) > 80
 
 
 def test_a_cut_connection_is_continued_where_it_broke(device: Device, service: DeviceService) -> None:

@@ -1,0 +1,156 @@
+"""HTTP whose requests end: a limit on each as a whole, however slowly bytes drop in.
+
+A timeout of a socket begins anew with every byte, so a server that sends one now and then holds a request,
+and whoever waits for it, for ever. Here a request has `GRACE_S` seconds for connection, headers and body,
+and a second more for each `LEAST_RATE` bytes that it moved. What is slower has failed as a timeout does. The
+clock is the monotonic one: nobody can put it forward or back.
+
+httpx has no such limit; its timeouts are those of a socket. So this is httpx's interface over httpcore's
+pool, whose sockets are watched.
+"""
+
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import httpcore
+import httpx
+
+GRACE_S = 60.0
+LEAST_RATE = 4096
+"""Bytes a second: a request that moves fewer on the whole, after its grace, is ended."""
+
+Clock = Callable[[], float]
+
+
+class _Allowance:
+    """What is left of one request's time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until_s = clock() + GRACE_S
+
+    def renew(self) -> None:
+        """A new request begins."""
+        self._until_s = self._clock() + GRACE_S
+
+    def moved(self, size_bytes: int) -> None:
+        """Allow for bytes that came or went."""
+        self._until_s += size_bytes / LEAST_RATE
+
+    def within(self, timeout_s: float | None) -> float:
+        """Shorten a socket's timeout to what is left.
+
+        Raises:
+            httpcore.ReadTimeout: nothing is.
+        """
+        left_s = self._until_s - self._clock()
+        if left_s <= 0:
+            raise httpcore.ReadTimeout(f"slower than {LEAST_RATE} bytes a second")
+        return left_s if timeout_s is None else min(left_s, timeout_s)
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection whose every wait is within the allowance."""
+
+    def __init__(self, stream: httpcore.NetworkStream, allowance: _Allowance) -> None:
+        self._stream = stream
+        self._allowance = allowance
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """See `httpcore.NetworkStream`."""
+        data = self._stream.read(max_bytes, self._allowance.within(timeout))
+        self._allowance.moved(len(data))
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """See `httpcore.NetworkStream`; in pieces, so that each has a time of its own."""
+        for start in range(0, len(buffer), 1 << 16):
+            piece = buffer[start : start + (1 << 16)]
+            self._stream.write(piece, self._allowance.within(timeout))
+            self._allowance.moved(len(piece))
+
+    def close(self) -> None:
+        """See `httpcore.NetworkStream`."""
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        """See `httpcore.NetworkStream`."""
+        within_s = self._allowance.within(timeout)
+        return _Stream(self._stream.start_tls(ssl_context, server_hostname, within_s), self._allowance)
+
+    def get_extra_info(self, info: str) -> Any:
+        """See `httpcore.NetworkStream`."""
+        return self._stream.get_extra_info(info)
+
+
+class _Backend(httpcore.NetworkBackend):
+    """Opens watched connections."""
+
+    def __init__(self, allowance: _Allowance) -> None:
+        self._backend = httpcore.SyncBackend()
+        self._allowance = allowance
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        """See `httpcore.NetworkBackend`."""
+        within_s = self._allowance.within(timeout)
+        stream = self._backend.connect_tcp(host, port, within_s, local_address, socket_options)
+        return _Stream(stream, self._allowance)
+
+
+class _Body(httpx.SyncByteStream):
+    """The body of an answer."""
+
+    def __init__(self, response: httpcore.Response) -> None:
+        self._response = response
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._response.iter_stream()
+
+    def close(self) -> None:
+        self._response.close()
+
+
+class LimitedTransport(httpx.BaseTransport):
+    """One request at a time, each within its time; its errors are httpcore's."""
+
+    def __init__(self, context: ssl.SSLContext, *, clock: Clock = time.monotonic) -> None:
+        self._allowance = _Allowance(clock)
+        self._pool = httpcore.ConnectionPool(ssl_context=context, network_backend=_Backend(self._allowance))
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """See `httpx.BaseTransport`."""
+        self._allowance.renew()
+        url = request.url
+        assert isinstance(request.stream, httpx.SyncByteStream)  # the client is no asynchronous one
+        response = self._pool.handle_request(
+            httpcore.Request(
+                method=request.method,
+                url=httpcore.URL(
+                    scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+                ),
+                headers=request.headers.raw,
+                content=request.stream,
+                extensions=request.extensions,
+            )
+        )
+        return httpx.Response(
+            status_code=response.status,
+            headers=response.headers,
+            stream=_Body(response),
+            extensions=response.extensions,
+        )
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._pool.close()
