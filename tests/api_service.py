@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from permille.package.reader import Package
 from permille.schemas.access import Role
-from permille.schemas.devices import token_message
+from permille.schemas.devices import enrolment_message, token_message
 from permille.store import access
 from permille.store.database import Clock, Database
 from permille_service.app import create_app
@@ -109,9 +109,16 @@ class TestDevice:
     def public_key(self) -> str:
         return encode(self.key.public_key().public_bytes_raw())
 
-    def enrol(self, invitation: str) -> Any:
-        body = {"invitation": invitation, "public_key": self.public_key, "name": "test laptop"}
-        return self.api.client.post("/v1/enrolments", json={**body, "agent_version": "0.1.0"})
+    def enrol(self, invitation: str, *, signer: Ed25519PrivateKey | None = None) -> Any:
+        message = enrolment_message(invitation, self.public_key)
+        body = {
+            "invitation": invitation,
+            "public_key": self.public_key,
+            "name": "test laptop",
+            "agent_version": "0.1.0",
+            "signature": encode((signer or self.key).sign(message)),
+        }
+        return self.api.client.post("/v1/enrolments", json=body)
 
     def nonce(self) -> str:
         answer = self.api.client.post("/v1/device-tokens/nonces", json={"device_id": self.id})

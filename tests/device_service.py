@@ -11,34 +11,27 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
-from permille.package.signing import (
-    Release,
-    SignedRelease,
-    decode_base64url,
-    encode_base64url,
-    generate_key,
-    key_id_of,
-    public_bytes,
-    sign_release,
-)
-from permille.schemas.devices import token_message
+from permille.schemas.devices import enrolment_message, token_message
 from permille.schemas.runs import RunMetrics
+from permille.trust.metadata import root_digest
+from permille.trust.repository import Repository
+from permille_agent.link.api import decode_bytes, encode_bytes
 
-INVITATION = "q83vASNFZ4mrze8BI0VniQ"
+CODE = "q83vASNFZ4mrze8BI0VniQ"
 RELEASE_NAME = "tiny-llama"
 ANY_DEVICE = "d"
-FAR_FUTURE_S = 4_000_000_000
 
 
 def new_id(prefix: str, text: str | None = None) -> str:
@@ -56,6 +49,7 @@ class Fault:
         slow: seconds to wait before every 4 KiB of a blob.
         extra: bytes to append to a blob.
         ignore_range: answer a range request with the whole blob.
+        endless: answer with bytes until the client hangs up (1 GiB at most).
     """
 
     path: str
@@ -68,6 +62,7 @@ class Fault:
     slow: float = 0.0
     extra: bytes = b""
     ignore_range: bool = False
+    endless: bool = False
 
 
 class DeviceService:
@@ -75,8 +70,10 @@ class DeviceService:
 
     def __init__(self, blobs: BlobFolder) -> None:
         self.blobs = blobs
-        self.key: Ed25519PrivateKey = generate_key()
-        self.invitations = {INVITATION}
+        self.repository = Repository.create(now=datetime.now(UTC))
+        self.metadata: dict[str, bytes] = {}
+        self.keep_metadata()
+        self.invitations = {CODE}
         self.devices: dict[str, str] = {}
         self.revoked: set[str] = set()
         self.nonces: dict[str, str] = {}
@@ -90,6 +87,8 @@ class DeviceService:
         self.ranges: list[str] = []
         self.traffic: list[bytes] = []
         self.blob_bytes_sent = 0
+        self.endless_bytes_sent = 0
+        self.forced_root: str | None = None
         self.url = ""
 
     def publish(
@@ -98,17 +97,36 @@ class DeviceService:
         version: int,
         *,
         name: str = RELEASE_NAME,
-        expires_at: int = FAR_FUTURE_S,
-        yanked: bool = False,
-        key: Ed25519PrivateKey | None = None,
-        changes: Mapping[str, Any] | None = None,
+        alias: str = "stable",
     ) -> None:
-        """Sign a release of a package and let every alias point at it; `changes` are made after signing."""
-        release = Release(name=name, version=version, manifest_digest=digest, expires_at=expires_at)
-        signed: SignedRelease = sign_release(key or self.key, release)
-        answer = {"key_id": signed.key_id, "signature": encode_base64url(signed.signature), "yanked": yanked}
-        size = {"size_bytes": self._package_size(digest)}
-        self.release = {**asdict(release), **answer, **size, **(changes or {})}
+        """List a package as a version that is signed for one alias; all aliases point at it."""
+        manifest = self.blobs.read(digest, limit=MAX_MANIFEST_BYTES)
+        self.repository.publish(name, version, manifest, aliases=[alias])
+        self.keep_metadata()
+        self.point(digest, version)
+
+    def point(self, digest: str, version: int) -> None:
+        """Let every alias mean this version, whatever is signed."""
+        self.release = {
+            "name": RELEASE_NAME,
+            "version": version,
+            "manifest_digest": digest,
+            "size_bytes": Manifest.from_bytes(self.blobs.read(digest, limit=MAX_MANIFEST_BYTES)).size_bytes,
+            "yanked": False,
+            "expires_at": 4_000_000_000,
+            "key_id": "",
+            "signature": "A" * 86,
+        }
+
+    def keep_metadata(self) -> None:
+        """Serve what changes of the repository have made."""
+        self.metadata.update(self.repository.changed)
+        self.repository.changed.clear()
+
+    @property
+    def invitation(self) -> str:
+        """What the operator hands over: a code, and the digits of the newest root."""
+        return f"{CODE}.{self.repository.root_digest}"
 
     def take_fault(self, path: str) -> Fault | None:
         """The fault for this request, if any; its count goes down."""
@@ -117,11 +135,6 @@ class DeviceService:
                 fault.times -= 1
                 return fault
         return None
-
-    def _package_size(self, digest: str) -> int:
-        if not self.blobs.has(digest):
-            return 0
-        return Manifest.from_bytes(self.blobs.read(digest, limit=MAX_MANIFEST_BYTES)).size_bytes
 
 
 @contextmanager
@@ -165,6 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.status:
             self._send(fault.status, fault.body, "application/problem+json", fault.headers)
             return
+        if fault is not None and fault.endless:
+            self._send_endlessly()
+            return
         for pattern, method, respond in _ROUTES:
             match = re.fullmatch(pattern, self.path)
             if match and method == self.command:
@@ -178,17 +194,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _enrol(self, _fault: Fault | None) -> None:
         service, asked = self.service, json.loads(self.body)
-        known = asked["public_key"] in service.devices
-        if not known and asked["invitation"] not in service.invitations:
+        public_key, (code, _, digits) = asked["public_key"], asked["invitation"].partition(".")
+        known = public_key in service.devices
+        signed = _is_signed(
+            public_key, asked["signature"], enrolment_message(asked["invitation"], public_key)
+        )
+        if not signed or (not known and code not in service.invitations):
             self._problem(403, "forbidden")
             return
-        service.invitations.discard(asked["invitation"])
-        device_id = service.devices.setdefault(asked["public_key"], new_id("dev"))
-        raw = public_bytes(service.key)
+        service.invitations.discard(code)
+        device_id = service.devices.setdefault(public_key, new_id("dev"))
         ids = {"device_id": device_id, "tenant_id": new_id("ten", "0" * 26)}
         follows = {"release": RELEASE_NAME, "alias": "stable", "server_time": "2026-01-01T00:00:00Z"}
-        keys = [{"key_id": key_id_of(raw), "public_key": encode_base64url(raw)}]
-        answer = {**ids, **follows, "signing_keys": keys, "a_field_of_a_later_version": True}
+        roots = [data for file, data in service.metadata.items() if file.endswith(".root.json")]
+        root = service.forced_root
+        if root is None:
+            root = next(data.decode() for data in roots if root_digest(data) == digits)
+        answer = {**ids, **follows, "root": root, "a_field_of_a_later_version": True}
         self._json(200 if known else 201, answer)
 
     def _nonce(self, _fault: Fault | None) -> None:
@@ -197,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         if device_id not in known and device_id != ANY_DEVICE:
             self._problem(404, "not-found")
             return
-        nonce = encode_base64url(uuid.uuid4().bytes)
+        nonce = encode_bytes(uuid.uuid4().bytes)
         self.service.nonces[nonce] = device_id
         self._json(201, {"nonce": nonce, "expires_at": "2099-01-01T00:00:00Z"})
 
@@ -207,11 +229,8 @@ class _Handler(BaseHTTPRequestHandler):
         if service.nonces.pop(asked["nonce"], None) != asked["device_id"] or asked["device_id"] not in keys:
             self._problem(401, "unauthenticated")
             return
-        key = Ed25519PublicKey.from_public_bytes(decode_base64url(keys[asked["device_id"]]))
         message = token_message(asked["device_id"], asked["nonce"])
-        try:
-            key.verify(decode_base64url(asked["signature"]), message)
-        except InvalidSignature:
+        if not _is_signed(keys[asked["device_id"]], asked["signature"], message):
             self._problem(401, "unauthenticated")
             return
         token = str(uuid.uuid4())
@@ -228,6 +247,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._problem(404, "not-found")
             return
         self._json(200, self.service.release)
+
+    def _metadata(self, _fault: Fault | None, file: str) -> None:
+        if file not in self.service.metadata:
+            self._problem(404, "not-found")
+            return
+        self._send(200, self.service.metadata[file], "application/json")
+
+    def _target(self, fault: Fault | None, digits: str) -> None:
+        self._manifest(fault, f"sha256:{digits}")
 
     def _manifest(self, _fault: Fault | None, digest: str) -> None:
         if not self.service.blobs.has(digest):
@@ -310,6 +338,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
 
+    def _send_endlessly(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        piece = b" " * (1 << 16)
+        try:
+            while self.service.endless_bytes_sent < 1 << 30:
+                self.wfile.write(piece)
+                self.service.endless_bytes_sent += len(piece)
+        except OSError:
+            return
+
     def _json(self, status: int, document: object) -> None:
         self._send(status, json.dumps(document).encode(), "application/json")
 
@@ -337,6 +377,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+def _is_signed(public_key: str, signature: str, message: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(decode_bytes(public_key)).verify(decode_bytes(signature), message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     (r"/v1/enrolments", "POST", _Handler._enrol),
     (r"/v1/device-tokens/nonces", "POST", _Handler._nonce),
@@ -344,6 +392,8 @@ _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     (r"/v1/device", "DELETE", _Handler._unenrol),
     (r"/v1/releases/([^/]+)/aliases/([^/]+)", "GET", _Handler._release),
     (r"/v1/packages/([^/]+)/manifest", "GET", _Handler._manifest),
+    (r"/v1/trust/metadata/([^/]+)", "GET", _Handler._metadata),
+    (r"/v1/trust/targets/releases/[^/]+/([0-9a-f]{64})\.[0-9]+\.json", "GET", _Handler._target),
     (r"/v1/packages/([^/]+)/blobs/([^/]+)", "GET", _Handler._blob),
     (r"/v1/runs", "POST", _Handler._run),
     (r"/v1/runs/([^/]+)/log", "PUT", _Handler._put_log),

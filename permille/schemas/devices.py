@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints
 from permille.schemas.fields import TEXT_PATTERN, Closed, Id, Name, Positive, Timestamp
 
 TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
+ENROLMENT_CONTEXT: Final = b"permille-enrolment-1\0"
 
 PublicKey = Annotated[
     str,
@@ -24,8 +25,12 @@ Signature = Annotated[
 ]
 InvitationCode = Annotated[
     str,
-    StringConstraints(pattern=r"^[A-Za-z0-9_-]{21}[AQgw]$"),
-    Field(description="128 random bits, base64url without padding.", examples=["q83vASNFZ4mrze8BI0VniQ"]),
+    StringConstraints(pattern=r"^[A-Za-z0-9_-]{21}[AQgw]\.[0-9a-f]{32}$"),
+    Field(
+        description="128 random bits, base64url without padding; a dot; the first 32 hexadecimal digits of "
+        "the SHA-256 of the tenant's root metadata, from which the device begins to trust.",
+        examples=["q83vASNFZ4mrze8BI0VniQ.0123456789abcdef0123456789abcdef"],
+    ),
 ]
 Nonce = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{22,86}$"), Field(examples=["q83vASNFZ4mrze8BI0VniQ"])
@@ -43,6 +48,11 @@ AgentVersion = Annotated[
 def token_message(device_id: str, nonce: str) -> bytes:
     """What a device signs to get a token: context, device id, NUL, nonce."""
     return TOKEN_CONTEXT + device_id.encode("ascii") + b"\0" + nonce.encode("ascii")
+
+
+def enrolment_message(invitation: str, public_key: str) -> bytes:
+    """What a device signs to enrol: context, invitation with the digits of the root, NUL, public key."""
+    return ENROLMENT_CONTEXT + invitation.encode("ascii") + b"\0" + public_key.encode("ascii")
 
 
 class DeviceState(StrEnum):
@@ -92,29 +102,26 @@ class InvitationRecord(Closed):
 
 
 class EnrolmentCreate(Closed):
-    """What a device sends to enrol itself."""
+    """What a device sends to enrol itself; the signature, over `enrolment_message`, proves that the key is
+    its own."""
 
     invitation: InvitationCode
     public_key: PublicKey
     name: DeviceName
     agent_version: AgentVersion
-
-
-class SigningKey(Closed):
-    """A public key that signs releases; the device pins it."""
-
-    key_id: str = Field(examples=["sha256:" + "0123456789abcdef" * 4])
-    public_key: PublicKey
+    signature: Signature
 
 
 class Enrolment(Closed):
-    """What a device keeps: who it is, what it follows, which keys it trusts."""
+    """What a device keeps: who it is, what it follows, where its trust begins."""
 
     device_id: Id
     tenant_id: Id
     release: Name
     alias: Name
-    signing_keys: list[SigningKey]
+    root: str = Field(
+        max_length=512_000, description="the signed root metadata whose digest the invitation names, as text"
+    )
     server_time: Timestamp
 
 

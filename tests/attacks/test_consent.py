@@ -21,7 +21,7 @@ from permille_agent.link.enrolment import enroll, open_api
 from permille_agent.link.report import collect_reports, deliver
 from permille_agent.state.home import Home
 from tests.bigram_engine import BigramEngine
-from tests.device_service import INVITATION, DeviceService, serving
+from tests.device_service import DeviceService, serving
 from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 FAR_AHEAD_S = 4_000_000_000.0
@@ -36,7 +36,7 @@ def _device(folder: Path) -> Iterator[tuple[Home, DeviceService]]:
     home, package = home_with_package(folder / "home")
     with serving(package.blobs.root) as service:
         service.publish(package.digest, 1)
-        enroll(home, service.url, INVITATION, connection=_connect)
+        enroll(home, service.url, service.invitation, connection=_connect)
         yield home, service
 
 

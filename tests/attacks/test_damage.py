@@ -23,7 +23,7 @@ from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease, installed_release, require_active
 from permille_agent.training.engines import ANY_ENGINE
 from tests.attacks.forge import Forge
-from tests.device_service import INVITATION, Fault, serving
+from tests.device_service import Fault, serving
 from tests.packages import tiny_package
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.package.tiny import Tiny
@@ -156,7 +156,7 @@ def test_verify_names_what_is_damaged_and_mends_it_with_the_damaged_bytes_alone(
     with serving(published.blobs.root) as service:
         service.publish(published.digest, 1)
         home = open_home(tmp_path / "home")
-        enrolment = enroll(home, service.url, INVITATION, connection=fast_connection)
+        enrolment = enroll(home, service.url, service.invitation, connection=fast_connection)
         api = open_api(home, connection=fast_connection)
         with api.connection:
             pull(home, api, enrolment, now_s=1_800_000_000)

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import permille
-from tests.attacks import test_logs, test_packages, test_releases, test_rounds, test_states
+from permille_agent.link import enrolment, pull, trust
+from tests.attacks import test_logs, test_packages, test_releases, test_rounds, test_states, test_trust_device
 
 LIBRARY = Path(permille.__file__).parent
+TRUST = [Path(str(module.__file__)) for module in (enrolment, pull, trust)]
 
 
 def documented_codes() -> set[str]:
@@ -17,8 +19,12 @@ def documented_codes() -> set[str]:
 
 
 def raised_codes() -> Iterator[str]:
-    """The first argument of every `PackageError(...)` in the library."""
-    for path in sorted(LIBRARY.rglob("*.py")):
+    """The first argument of every `PackageError(...)` in the library, and in the agent's trust."""
+    yield from _codes(*sorted(LIBRARY.rglob("*.py")), *TRUST)
+
+
+def _codes(*paths: Path) -> Iterator[str]:
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "PackageError":
                 code = node.args[0]
@@ -36,7 +42,9 @@ def attacked_codes() -> set[str]:
         *test_states.ATTACKS,
         *test_rounds.ATTACKS,
     ]
-    return {code for code, _ in registered}
+    tried = ast.walk(ast.parse(Path(test_trust_device.__file__).read_text()))
+    named = {str(node.value) for node in tried if isinstance(node, ast.Constant)}
+    return {code for code, _ in registered} | (named & set(_codes(*TRUST)))
 
 
 def test_every_code_that_is_raised_is_documented() -> None:

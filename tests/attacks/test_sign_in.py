@@ -45,10 +45,11 @@ def test_forwarded_addresses_are_believed_of_named_proxies_only(tmp_path: Path) 
 
 def _junk_from(running: Running, forwarded: str) -> int:
     body = {
-        "invitation": secrets.token_urlsafe(15) + "AA",
+        "invitation": secrets.token_urlsafe(15) + "AA." + "0" * 32,
         "public_key": "A" * 43,
         "name": "x",
         "agent_version": "0.1.0",
+        "signature": "A" * 86,
     }
     answer = httpx.post(
         f"{running.url}/v1/enrolments",

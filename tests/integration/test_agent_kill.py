@@ -17,7 +17,7 @@ from permille_agent.link.report import read_reports
 from permille_agent.state.choices import add_references, set_share_log
 from permille_agent.state.home import open_home
 from permille_agent.state.models import active_model, installed_release
-from tests.device_service import INVITATION, DeviceService, Fault, serving
+from tests.device_service import CODE, DeviceService, Fault, serving
 from tests.integration.agent_site import ROOT, AgentSite
 from tests.packages import sentences, tiny_package
 
@@ -62,7 +62,7 @@ def test_a_download_that_is_killed_again_and_again_ends_with_the_right_package(
     with serving(tmp_path / "published") as service:
         service.publish(package.digest, 1)
         service.faults = [Fault(path="/blobs/", slow=0.01, times=10_000)]
-        assert site.run("enroll", service.url, INVITATION).code == 0
+        assert site.run("enroll", service.url, service.invitation).code == 0
         size = package.manifest.size_bytes
         killed = 0
         while killed < kills:
@@ -91,8 +91,8 @@ class Daemons:
         self.home = open_home(folder / "home")
         self._log = folder / "daemon.log"
         folder.joinpath("notes.txt").write_text("\n\n".join(sentences(800)))
-        service.invitations.add(INVITATION)
-        enroll(self.home, service.url, INVITATION)
+        service.invitations.add(CODE)
+        enroll(self.home, service.url, service.invitation)
         add_references(self.home, [folder / "notes.txt"])
         set_share_log(self.home, True)
 

@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 import pytest
 
-from tests.device_service import INVITATION, DeviceService, serving
+from tests.device_service import DeviceService, serving
 from tests.integration.agent_site import AgentSite, Ended
 from tests.packages import sentences, tiny_package
 
@@ -109,7 +109,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
     with serving(folder / "published") as service:
         service.publish(package.digest, 1)
         by_hand = (
-            site.run("enroll", service.url, INVITATION),
+            site.run("enroll", service.url, service.invitation),
             site.run("pull"),
             site.run("--log-level", "debug", "train", data, "--steps", "3"),
             site.run("--log-level", "debug", "report"),

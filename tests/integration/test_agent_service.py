@@ -100,7 +100,7 @@ def invite(operator: Operator) -> str:
 
 
 def test_the_certificate_is_checked(device: Device, up: Running) -> None:
-    code, answer = device("enroll", up.url, "A" * 22)
+    code, answer = device("enroll", up.url, "A" * 22 + "." + "0" * 32)
     assert code == 6
     assert "certificate" in answer["error"]["message"]
     assert "--ca-file" in answer["error"]["message"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from permille.trust.metadata import root_digest
 from tests.api_service import Api, TestDevice, running_api
 
 
@@ -16,7 +17,7 @@ def test_device_enrols_and_reads_its_own_record(api: Api) -> None:
     enrolment = answer.json()
     device.id = enrolment["device_id"]
     assert (enrolment["release"], enrolment["alias"]) == ("tiny", "canary")
-    assert len(enrolment["signing_keys"]) == 1
+    assert root_digest(enrolment["root"].encode()) == invitation["invitation"].partition(".")[2]
     own = api.get("/v1/device", device.token()).json()
     assert (own["id"], own["state"], own["name"]) == (device.id, "active", "test laptop")
     assert api.get(f"/v1/devices/{device.id}").json()["last_seen_at"] is not None
@@ -94,9 +95,9 @@ def test_device_leaves_and_comes_back_with_a_new_invitation(api: Api) -> None:
 def test_guessing_is_slowed_by_address_and_a_valid_invitation_is_not(tmp_path: Path) -> None:
     with running_api(tmp_path, sign_ins_per_minute=3) as api:
         device = TestDevice(api=api, key=Ed25519PrivateKey.generate())
-        codes = [device.enrol("A" * 21 + "A").status_code for _ in range(5)]
+        codes = [device.enrol("A" * 22 + "." + "0" * 32).status_code for _ in range(5)]
         assert codes == [403, 403, 403, 429, 429]
-        answer = device.enrol("A" * 22)
+        answer = device.enrol("A" * 22 + "." + "0" * 32)
         assert int(answer.headers["retry-after"]) >= 1
         assert api.device().token()
         assert api.get("/v1/models").status_code == 200

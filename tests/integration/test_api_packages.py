@@ -3,10 +3,7 @@ withdrawn."""
 
 import hashlib
 
-from permille.package.signing import decode_base64url, signed_release_from_json, verify_release
 from tests.api_service import Api
-
-NOW = 1_800_000_000
 
 
 def test_device_fetches_its_release_from_alias_to_last_byte(api: Api) -> None:
@@ -25,18 +22,6 @@ def test_device_fetches_its_release_from_alias_to_last_byte(api: Api) -> None:
         assert len(blob.content) == layer.size_bytes
         total += len(blob.content)
     assert total == release["size_bytes"]
-
-
-def test_signature_of_a_release_holds_for_the_keys_of_the_enrolment(api: Api) -> None:
-    package = api.package()
-    api.publish(package)
-    code = api.post("/v1/invitations", {"release": "tiny"}).json()["invitation"]
-    device = api.device()
-    answer = device.enrol(code).json()
-    keys = {key["key_id"]: decode_base64url(key["public_key"]) for key in answer["signing_keys"]}
-    signed = signed_release_from_json(api.get("/v1/releases/tiny/aliases/stable", device.token()).json())
-    release = verify_release(signed, keys, NOW, None, name="tiny")
-    assert (release.version, release.manifest_digest) == (1, package.digest)
 
 
 def test_range_and_conditions_of_a_blob(api: Api) -> None:

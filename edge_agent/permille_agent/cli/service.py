@@ -39,7 +39,10 @@ def enroll(
     server: Annotated[str, typer.Argument(help="The service, such as https://models.example.org.")],
     invitation: Annotated[
         str,
-        typer.Argument(envvar="PERMILLE_INVITATION", help="The one-time code that the operator gave you."),
+        typer.Argument(
+            envvar="PERMILLE_INVITATION",
+            help="The line that the operator gave you, whole.",
+        ),
     ],
     name: Annotated[str | None, typer.Option(help="What the operator sees. Default: a neutral name.")] = None,
     ca_file: Annotated[
@@ -47,12 +50,12 @@ def enroll(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make this device known to a service and pin the keys that sign its models.
+    """Make this device known to a service, and begin to trust the root that the invitation names.
 
     [bold]Examples[/bold]
 
-      permille-agent enroll https://models.example.org q83vASNFZ4mrze8BI0VniQ
-      permille-agent enroll https://10.0.0.5:8443 q83vASNFZ4mrze8BI0VniQ --ca-file server.pem --name kitchen
+      permille-agent enroll https://models.example.org INVITATION
+      permille-agent enroll https://10.0.0.5:8443 INVITATION --ca-file server.pem --name kitchen
     """
     from permille_agent.link.enrolment import enroll as enroll_device
     from permille_agent.state.lock import hold_lock

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 from permille import __version__
 from permille.errors import OperatorError
 from permille.files import write_atomic
+from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas import devices, releases, runs
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille_agent.link.client import (
@@ -43,7 +44,6 @@ from permille_agent.state.home import Home
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MANIFEST_LIMIT_BYTES = 64 << 20
 TOKEN_MARGIN_S = 60.0
 
 
@@ -57,6 +57,10 @@ class Identity:
     def public_key(self) -> str:
         """base64url without padding of the 32 raw bytes, as it travels."""
         return encode_bytes(self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
+
+    def sign_enrolment(self, invitation: str) -> str:
+        """base64url signature that proves this key to whoever gave the invitation."""
+        return encode_bytes(self._key.sign(devices.enrolment_message(invitation, self.public_key)))
 
     def sign_nonce(self, device_id: str, nonce: str) -> str:
         """base64url signature that buys a token."""
@@ -139,12 +143,13 @@ class DeviceApi:
         self._token_until = 0.0
 
     def enrol(self, invitation: str, identity: Identity, name: str) -> devices.Enrolment:
-        """Present an invitation and this device's public key."""
+        """Present an invitation and this device's public key, signed by the private one."""
         body = {
             "invitation": invitation,
             "public_key": identity.public_key,
             "name": name,
             "agent_version": __version__,
+            "signature": identity.sign_enrolment(invitation),
         }
         return _parse(devices.Enrolment, self.connection.call("POST", "/v1/enrolments", body=body))
 
@@ -153,12 +158,16 @@ class DeviceApi:
         self._call("DELETE", "/v1/device")
 
     def release(self, name: str, alias: str) -> releases.Release:
-        """The signed release that an alias points at; the signature is not checked here."""
+        """The version that an alias points at. Nobody signed this: whether it may be installed is signed."""
         return _parse(releases.Release, self._call("GET", f"/v1/releases/{name}/aliases/{alias}"))
 
     def manifest(self, package_digest: str) -> bytes:
         """The bytes of a manifest, whatever they are: the caller compares the digest."""
-        return self._call("GET", f"/v1/packages/{package_digest}/manifest", limit_bytes=MANIFEST_LIMIT_BYTES)
+        return self._call("GET", f"/v1/packages/{package_digest}/manifest", limit_bytes=MAX_MANIFEST_BYTES)
+
+    def signed_file(self, path: str, limit_bytes: int) -> bytes:
+        """The bytes of a metadata file or of a target, whatever they are: the caller verifies them."""
+        return self._call("GET", path, limit_bytes=limit_bytes)
 
     @contextmanager
     def blob(

@@ -1,7 +1,9 @@
-"""Enrolment: which server this device belongs to, what it follows, and which signing keys it trusts.
+"""Enrolment: which server this device belongs to, what it follows, and where its trust begins.
 
-The keys are pinned here, once, over the connection that the user chose. No later answer of the server changes
-them; only enrolling again, by hand, does. Enrolling the same key again gives the same device.
+An invitation carries digits of the digest of the operator's root metadata. The server's answer must be that
+root: so whoever stands between can refuse, but not put keys of its own in place. No later answer changes it;
+only enrolling again, by hand, does. The device signs its enrolment: a key that it does not hold it cannot
+enrol. Enrolling the same key again gives the same device.
 """
 
 import re
@@ -10,35 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permille.errors import InputError, OperatorError
+from permille.digests import digest_of
+from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
 from permille.schemas import devices
 from permille_agent.link.api import (
     Credentials,
     DeviceApi,
     Identity,
-    decode_bytes,
     load_identity,
     load_or_create_identity,
 )
 from permille_agent.link.client import AccessRefusedError, Connection, RequestRefusedError, check_server
 from permille_agent.state.home import Home, read_record, write_record
 
-INVITATION = re.compile(r"[A-Za-z0-9_-]{22}", re.ASCII)
+INVITATION = re.compile(r"[A-Za-z0-9_-]{22}\.([0-9a-f]{32})", re.ASCII)
 CA_LIMIT_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SigningKey:
-    """A pinned key: its id and 32 raw bytes in base64url."""
-
-    key_id: str
-    public_key: str
-
-    @property
-    def raw(self) -> bytes:
-        """The 32 bytes of the Ed25519 public key."""
-        return decode_bytes(self.public_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +37,7 @@ class Enrolment:
     Attributes:
         server: base URL.
         release: name of the release that the device follows, by `alias`.
+        root: the signed root metadata that the invitation named, as text.
         private_ca: whether the server's certificate is checked against `ca.pem` in the home folder.
     """
 
@@ -57,18 +47,18 @@ class Enrolment:
     name: str
     release: str
     alias: str
-    signing_keys: tuple[SigningKey, ...]
+    root: str
     private_ca: bool
 
     def document(self) -> dict[str, Any]:
-        """What commands show of it: keys by their ids."""
+        """What commands show of it: the root by the digits that an invitation carries."""
         return {
             "server": self.server,
             "device_id": self.device_id,
             "name": self.name,
             "release": self.release,
             "alias": self.alias,
-            "signing_keys": [key.key_id for key in self.signing_keys],
+            "root": _root_digits(self.root),
         }
 
 
@@ -131,12 +121,14 @@ def enroll(
 
     Raises:
         InputError: the invitation is refused, or the device is enrolled with another server.
+        PackageError: `trust-root`: the server's root is not the one that the invitation names.
         RetryableError, OperatorError: as `client.py` has them.
     """
     server = check_server(server)
     _refuse_other_server(home, server)
-    if INVITATION.fullmatch(invitation) is None:
-        raise InputError("expected an invitation of 22 characters (A-Z a-z 0-9 _ -), as the operator got it")
+    if (parts := INVITATION.fullmatch(invitation)) is None:
+        form = "22 characters (A-Z a-z 0-9 _ -), a dot and 32 hexadecimal digits"
+        raise InputError(f"expected an invitation of {form}, whole, as the operator got it")
     identity = load_or_create_identity(home)
     name = name or f"device-{identity.public_key[:8]}"
     with connection(server, ca_file) as opened:
@@ -144,10 +136,15 @@ def enroll(
             answer = DeviceApi(opened).enrol(invitation, identity, name)
         except (RequestRefusedError, AccessRefusedError) as exc:
             raise InputError(f"expected an invitation that is valid and unused: {exc}") from exc
-    if not answer.signing_keys:
-        raise OperatorError("expected at least one signing key from the service, got none: it cannot publish")
+    if (got := _root_digits(answer.root)) != parts[1]:
+        raise PackageError("trust-root", f"expected the root {parts[1]} that the invitation names, got {got}")
     _keep_ca(home, ca_file)
     return _store(home, server, name, answer, private_ca=ca_file is not None)
+
+
+def _root_digits(root: str) -> str:
+    """The digits of a root's digest that invitations carry."""
+    return digest_of(root.encode()).removeprefix("sha256:")[:32]
 
 
 def _refuse_other_server(home: Home, server: str) -> None:
@@ -168,7 +165,6 @@ def _keep_ca(home: Home, ca_file: Path | None) -> None:
 
 
 def _store(home: Home, server: str, name: str, answer: devices.Enrolment, *, private_ca: bool) -> Enrolment:
-    keys = tuple(SigningKey(key_id=key.key_id, public_key=key.public_key) for key in answer.signing_keys)
     enrolment = Enrolment(
         server=server,
         device_id=answer.device_id,
@@ -176,7 +172,7 @@ def _store(home: Home, server: str, name: str, answer: devices.Enrolment, *, pri
         name=name,
         release=answer.release,
         alias=answer.alias,
-        signing_keys=keys,
+        root=answer.root,
         private_ca=private_ca,
     )
     write_record(home.enrolment, enrolment)

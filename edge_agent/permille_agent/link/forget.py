@@ -8,6 +8,7 @@ so.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -19,7 +20,6 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError
 from permille_agent.link.report import Delivery, Report, deliver, read_reports, want_deletion, withdraw_logs
 from permille_agent.state.home import Home, open_home, write_record
-from permille_agent.state.models import forget_versions
 
 CHUNK_BYTES = 1 << 20
 
@@ -89,7 +89,7 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
         for path in (home.identity_key, home.enrolment, home.ca_file, *home.reports.iterdir()):
             if path.is_file():
                 _erase(path)
-        forget_versions(home)
+        shutil.rmtree(home.trust)  # signed by keys that this device follows no longer
         fsync_folder(home.root)
     except OSError as exc:
         raise OperatorError(f"expected to erase the enrolment in {home.root}: {exc}") from exc
@@ -129,7 +129,8 @@ def _erasable(home: Home) -> Iterator[Path]:
     kept |= {path.with_name(path.name + ".holder") for path in (home.lock, home.daemon_lock)}
     for folder, folders, names in os.walk(home.root, followlinks=False):
         if Path(folder) == home.root:
-            folders[:] = [name for name in folders if home.root / name not in (home.blobs, home.partial)]
+            kept_folders = (home.blobs, home.partial, home.trust)
+            folders[:] = [name for name in folders if home.root / name not in kept_folders]
         for name in [*names, *(name for name in folders if (Path(folder) / name).is_symlink())]:
             if (path := Path(folder) / name) not in kept:
                 yield path
@@ -158,7 +159,7 @@ def _overwrite(file: FileIO) -> int:
 def _remove_folders(home: Home) -> None:
     for folder, _folders, _names in os.walk(home.root, topdown=False, followlinks=False):
         path = Path(folder)
-        kept = path in (home.root, home.partial, home.reports) or home.blobs in (path, *path.parents)
-        if not kept:
+        kept = path in (home.root, home.partial, home.reports)
+        if not kept and not {home.blobs, home.trust} & {path, *path.parents}:
             path.rmdir()
     fsync_folder(home.root)

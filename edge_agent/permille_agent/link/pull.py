@@ -1,35 +1,38 @@
 """From an alias to an installed package: ask, believe nothing, download what is missing, switch.
 
-Order: signed release -> signature by a pinned key, name, expiry, version -> manifest by its digest -> plan
-against the disk -> blobs -> the package as a whole -> installed. Each step leaves a state from which the next
-`pull` goes on, so a kill at any moment costs at most the bytes that were in flight. The active
-personalisation is never touched: it keeps its own package until training on the new one beats it.
+Order: the version that the alias means -> signed metadata, which must list this version for this alias ->
+manifest by its signed digest -> plan against the disk -> blobs -> the package as a whole -> installed. The
+alias is the operator's unsigned choice among what is signed; an earlier version may be chosen again. Each
+step leaves a state from which the next `pull` goes on, so a kill at any moment costs at most the bytes that
+were in flight. The active personalisation is never touched: it keeps its own package until training on the
+new one beats it.
 """
 
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from permille.errors import OperatorError, PackageError
+from tuf.api.metadata import TargetFile
+
+from permille.errors import InputError, OperatorError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.reader import Package
-from permille.package.signing import Release, signed_release_from_json, verify_release
+from permille.trust.roles import aliases_of, target_path
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.install import install
+from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
     DAMAGED,
-    AcceptedVersion,
     InstalledRelease,
     installed_release,
     read_releases,
-    record_accepted,
     referenced_models,
 )
 
@@ -66,7 +69,7 @@ def pull(
     """Install the package that the device's alias points at; the caller holds the writers' lock.
 
     Args:
-        now_s: Unix time, against which the release's expiry is held.
+        now_s: Unix time, by which what killed writers left is old.
         progress: called with bytes that are here and bytes of the download.
 
     Raises:
@@ -75,20 +78,19 @@ def pull(
         RetryableError: the service cannot be reached; the download goes on next time.
     """
     blobs = BlobFolder(home.blobs)
-    release = _accept_release(home, api, enrolment, now_s)
+    trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
+    release, target = _choose(api, trusted, enrolment)
     try:
-        plan = _plan(home, api, blobs, release.manifest_digest)
+        manifest = _fetch_manifest(home, trusted, blobs, target, release.manifest_digest)
+        plan = check_plan(manifest, release.manifest_digest, _free_bytes(home), present=set(blobs.iterate()))
         _download(home, api, blobs, plan, release.manifest_digest, progress)
     except RequestRefusedError as exc:
         raise OperatorError(f"expected the files of {release.name} {release.version}: {exc}") from exc
-    installed = InstalledRelease(
-        name=release.name, version=release.version, manifest_digest=release.manifest_digest
-    )
     before = installed_release(home)
-    _install(home, blobs, installed, plan.package_bytes)
+    _install(home, blobs, release, plan.package_bytes)
     return Pulled(
-        release=installed,
-        changed=before is None or before.manifest_digest != installed.manifest_digest,
+        release=release,
+        changed=before is None or before.manifest_digest != release.manifest_digest,
         download_bytes=plan.download_bytes,
         package_bytes=plan.package_bytes,
         collected_bytes=collect_garbage(home, now_s=now_s),
@@ -120,52 +122,55 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
 
 
 def packages_in_use(home: Home) -> set[str]:
-    """Digests of packages that are installed, being downloaded, active, or can be gone back to."""
+    """Digests of packages that are installed, active, or can be gone back to."""
     releases = read_releases(home)
-    used = {accepted.manifest_digest for accepted in releases.last_versions.values()}
-    used |= {model.package for model in referenced_models(home)}
+    used = {model.package for model in referenced_models(home)}
     return used | {kept.manifest_digest for kept in (releases.installed, releases.previous) if kept}
 
 
-def _accept_release(home: Home, api: DeviceApi, enrolment: Enrolment, now_s: float) -> Release:
-    name = enrolment.release
-    last = read_releases(home).last_versions.get(name)
+def _choose(
+    api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment
+) -> tuple[InstalledRelease, TargetFile]:
+    """Ask which version the alias means, and look whether it is signed for this device."""
+    name, alias = enrolment.release, enrolment.alias
     try:
-        answer = api.release(name, enrolment.alias)
+        version = api.release(name, alias).version
     except RequestRefusedError as exc:
-        raise OperatorError(
-            f"expected a published release {name!r} with alias {enrolment.alias!r}: {exc}"
-        ) from exc
-    release = verify_release(
-        signed_release_from_json(answer.model_dump()),
-        {key.key_id: key.raw for key in enrolment.signing_keys},
-        int(now_s),
-        last.version if last else None,
-        name=name,
-        last_digest=last.manifest_digest if last else None,
-    )
-    if answer.yanked:
+        raise OperatorError(f"expected a published release {name!r} with alias {alias!r}: {exc}") from exc
+    target = trusted.find(target_path(name, version))
+    if target is None:
         raise PackageError(
-            "release-yanked", f"expected a release that stands, {name} {release.version} is withdrawn"
+            "release-unlisted",
+            f"expected {name} {version} among the versions that are signed: it was withdrawn, or is not ours",
         )
-    accepted = AcceptedVersion(version=release.version, manifest_digest=release.manifest_digest)
-    if last is None or last.version != release.version:
-        record_accepted(home, name, accepted)
-    return release
-
-
-def _plan(home: Home, api: DeviceApi, blobs: BlobFolder, package_digest: str) -> DownloadPlan:
     try:
-        manifest = blobs.read(package_digest, limit=MAX_MANIFEST_BYTES)
+        aliases, digest = aliases_of(target), f"sha256:{target.hashes['sha256']}"
+    except (InputError, KeyError) as exc:
+        raise PackageError("release-malformed", f"expected aliases and a SHA-256 of {target.path}") from exc
+    if alias not in aliases:
+        raise PackageError(
+            "release-alias", f"expected a version for {alias!r}, {name} {version} is for {sorted(aliases)}"
+        )
+    if target.length > MAX_MANIFEST_BYTES:
+        got = target.length
+        raise PackageError("json-size", f"expected a manifest of {MAX_MANIFEST_BYTES} bytes, got {got}")
+    return InstalledRelease(name=name, version=version, manifest_digest=digest), target
+
+
+def _fetch_manifest(
+    home: Home, trusted: TrustedReleases, blobs: BlobFolder, target: TargetFile, package_digest: str
+) -> bytes:
+    """The manifest, from the blobs where it is good there."""
+    try:
+        return blobs.read(package_digest, limit=MAX_MANIFEST_BYTES)
     except PackageError:
-        manifest = api.manifest(package_digest)
-    plan = check_plan(manifest, package_digest, _free_bytes(home), present=set(blobs.iterate()))
-    if not blobs.has(package_digest):
-        try:
-            blobs.put_bytes(manifest, expected=package_digest)
-        except OSError as exc:
-            raise OperatorError(f"expected to write {home.blobs}: {exc}") from exc
-    return plan
+        part = home.partial / f"{blobs.path(package_digest).name}.manifest"
+    trusted.download(target, part)
+    try:
+        blobs.adopt_file(part, package_digest)
+    except OSError as exc:
+        raise OperatorError(f"expected to write {home.blobs}: {exc}") from exc
+    return blobs.read(package_digest, limit=MAX_MANIFEST_BYTES)
 
 
 def _download(

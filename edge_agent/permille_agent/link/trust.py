@@ -10,7 +10,6 @@ lost with the power would be a floor lost. And only "no such file" tells it that
 would take a refusal (403) for that too, so refusals pass through it as they are.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -20,34 +19,22 @@ from tuf.api.exceptions import (
     BadVersionNumberError,
     DownloadHTTPError,
     ExpiredMetadataError,
+    LengthOrHashMismatchError,
     RepositoryError,
     UnsignedMetadataError,
 )
 from tuf.api.metadata import TargetFile
 from tuf.ngclient import FetcherInterface, Updater
 
-from permille.digests import digest_of
 from permille.errors import OperatorError, PackageError
 from permille.files import fsync_folder, write_atomic
 from permille_agent.link.client import JSON_LIMIT_BYTES, RequestRefusedError, ServiceUnavailableError
 
 METADATA_URL = "/v1/trust/metadata/"
 TARGETS_URL = "/v1/trust/targets/"
-ROOT_DIGITS = 32
 
 # Reads what lies at a path, or at a URL, in at most so many bytes.
 Read = Callable[[str, int], bytes]
-
-
-def check_root(root: bytes, digits: str) -> None:
-    """Hold a root against the digits of its digest that came with the invitation.
-
-    Raises:
-        PackageError: `trust-root`: it is another root.
-    """
-    got = digest_of(root).removeprefix("sha256:")[:ROOT_DIGITS]
-    if not re.fullmatch(r"[0-9a-f]{32}", digits, re.ASCII) or got != digits:
-        raise PackageError("trust-root", f"expected the root {digits} of the invitation, got {got}")
 
 
 class TrustedReleases:
@@ -87,7 +74,8 @@ class TrustedReleases:
         """Bring roots, timestamp, snapshot and the top role up to date. `find` does it by itself.
 
         Raises:
-            PackageError: `trust-signature`, `trust-rollback`, `trust-expired` or `trust-malformed`.
+            PackageError: `trust-signature`, `trust-rollback`, `trust-expired`, `trust-digest` or
+                `trust-malformed`.
             ServiceUnavailableError, AccessRefusedError, OperatorError: as `client.py` has them.
         """
         with _in_our_words(self._folder):
@@ -159,9 +147,11 @@ def _in_our_words(folder: Path) -> Iterator[None]:
         raise PackageError("trust-rollback", f"expected metadata no older than seen before: {exc}") from exc
     except UnsignedMetadataError as exc:
         raise PackageError("trust-signature", f"expected metadata signed by its role's keys: {exc}") from exc
+    except LengthOrHashMismatchError as exc:
+        raise PackageError("trust-digest", f"expected the bytes that are signed: {exc}") from exc
     except RepositoryError as exc:
         raise PackageError("trust-malformed", f"expected metadata that holds together: {exc}"[:500]) from exc
     except DownloadHTTPError as exc:
-        raise ServiceUnavailableError(f"expected the service to have its signed metadata: {exc}") from exc
+        raise ServiceUnavailableError(f"expected the service to have what is signed: {exc}") from exc
     except OSError as exc:
         raise OperatorError(f"expected to write {folder}: {exc}") from exc

@@ -40,9 +40,10 @@ class Home:
     root: Path
 
     identity_key = _Below("identity.key")  # Ed25519 private key of this device; never leaves it
-    enrolment = _Below("enrolment.json")  # server, device, release, pinned signing keys
+    enrolment = _Below("enrolment.json")  # server, device, release, the root that the invitation named
     ca_file = _Below("ca.pem")  # certificate authority of the server, where it has its own
-    releases = _Below("releases.json")  # what is installed; the highest version ever accepted
+    releases = _Below("releases.json")  # what is installed
+    trust = _Below("trust")  # signed metadata that was accepted: nothing older is believed again
     blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
     partial = _Below("partial")  # downloads that are not complete yet
     runs = _Below("runs")  # one folder a training run
@@ -66,7 +67,7 @@ def open_home(root: Path) -> Home:
     """
     home = Home(root)
     try:
-        for folder in (root, home.blobs, home.partial, home.runs, home.reports):
+        for folder in (root, home.trust, home.blobs, home.partial, home.runs, home.reports):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if hasattr(os, "getuid") and (owner := root.stat().st_uid) != os.getuid():
             raise OperatorError(

@@ -1,7 +1,6 @@
-"""Which packages this device has accepted and installed, and which model is in use.
+"""Which package this device has installed, and which model is in use.
 
-`releases.json` holds, for each release name, the highest version ever accepted, which is never lowered, not
-even when its download fails; and the package that is installed. `current.json` holds the active model and the
+`releases.json` holds the package that is installed. `current.json` holds the active model and the
 history that `rollback` goes back through, in one file, so that they change together.
 
 Nothing here deletes a package or a run, so every step back is possible as long as those are kept. Whoever
@@ -10,7 +9,7 @@ calls a function that writes holds the writers' lock.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille_agent.state.home import Home, read_record, write_record
@@ -28,19 +27,11 @@ class InstalledRelease:
 
     Attributes:
         name: the release's name.
-        version: its version, a number that only grows.
+        version: its version; an operator may point back to an earlier one.
         manifest_digest: digest of the package's manifest; the package is opened by it.
     """
 
     name: str
-    version: int
-    manifest_digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptedVersion:
-    """The highest version of a release that was ever accepted, and the digest of its manifest."""
-
     version: int
     manifest_digest: str
 
@@ -61,13 +52,11 @@ class Releases:
         installed: the release in use.
         previous: the one before it, kept until `installed` was opened for use the first time.
         refused: the package that was taken back last.
-        last_versions: by the release's name.
     """
 
     installed: InstalledRelease | None = None
     previous: InstalledRelease | None = None
     refused: RefusedPackage | None = None
-    last_versions: dict[str, AcceptedVersion] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,25 +85,13 @@ class Current:
 
 
 def read_releases(home: Home) -> Releases:
-    """Read what was accepted and installed."""
+    """Read what is installed."""
     return read_record(home.releases, Releases) or Releases()
 
 
 def installed_release(home: Home) -> InstalledRelease | None:
     """Read what is installed; None before the first `pull`."""
     return read_releases(home).installed
-
-
-def forget_versions(home: Home) -> None:
-    """Forget which versions were accepted: they belong to the signing keys of an enrolment that ended."""
-    write_record(home.releases, replace(read_releases(home), last_versions={}))
-
-
-def record_accepted(home: Home, name: str, accepted: AcceptedVersion) -> None:
-    """Remember a version as accepted, before its download: nothing older is accepted from now on."""
-    releases = read_releases(home)
-    versions = {**releases.last_versions, name: accepted}
-    write_record(home.releases, replace(releases, last_versions=versions))
 
 
 def record_installed(home: Home, release: InstalledRelease) -> None:

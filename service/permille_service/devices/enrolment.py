@@ -5,11 +5,12 @@ are limited by invitation and by device, which a stranger does not know; only re
 by address, so that nobody behind a shared address is locked out by another.
 """
 
+from base64 import urlsafe_b64decode
+
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fastapi import APIRouter, Request, Response
 
-from permille.package.signing import decode_base64url
 from permille.schemas.devices import (
     Device,
     DeviceNonce,
@@ -18,18 +19,17 @@ from permille.schemas.devices import (
     Enrolment,
     EnrolmentCreate,
     NonceCreate,
-    SigningKey,
+    enrolment_message,
     token_message,
 )
 from permille.schemas.problems import ProblemType
-from permille.store import database, devices, releases, rows, tables
+from permille.store import database, devices, rows, tables, trust
 from permille.store.devices import InvitationError
 from permille_service.access.principals import CallingDevice
 from permille_service.context import Served, Service
 from permille_service.devices.records import present
 from permille_service.limits import address_key
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
-from permille_service.releases.routes import register_key
 
 router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*OPEN))
 own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRIVATE))
@@ -46,13 +46,18 @@ own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRI
 def create_enrolment(
     body: EnrolmentCreate, request: Request, response: Response, service: Served
 ) -> Enrolment:
-    """Enrol a device by an invitation and its public key. The same key again is the same device."""
-    _limit_enrolment(service, request, body.invitation)
+    """Enrol a device by an invitation and its public key, signed by the private one. The same key again is
+    the same device."""
+    code, _, root_digest = body.invitation.partition(".")
+    _limit_enrolment(service, request, code)
+    message = enrolment_message(body.invitation, body.public_key)
+    if not _is_signed(body.public_key, body.signature, message):
+        raise ApiError(ProblemType.FORBIDDEN, "expected an enrolment signed by the key that it enrols")
     with service.database.write() as session:
         try:
             enrolment = devices.enrol(
                 session,
-                code=body.invitation,
+                code=code,
                 public_key=body.public_key,
                 name=body.name,
                 agent_version=body.agent_version,
@@ -60,8 +65,9 @@ def create_enrolment(
         except InvitationError as exc:
             raise ApiError(ProblemType.FORBIDDEN, str(exc)) from exc
         device = enrolment.device
-        register_key(service, session, device.tenant_id)
-        keys = releases.list_signing_keys(session, tenant_id=device.tenant_id)
+        root = trust.root_by_digest(session, tenant_id=device.tenant_id, digest=root_digest)
+        if root is None:
+            raise ApiError(ProblemType.FORBIDDEN, "expected the invitation whole, as it was given")
         at = database.now(session)
     response.status_code = 201 if enrolment.created else 200
     return Enrolment(
@@ -69,7 +75,7 @@ def create_enrolment(
         tenant_id=device.tenant_id,
         release=device.release,
         alias=device.alias,
-        signing_keys=[SigningKey(key_id=key.key_id, public_key=key.public_key) for key in keys],
+        root=root.decode(),
         server_time=at,
     )
 
@@ -92,7 +98,8 @@ def create_device_token(body: DeviceTokenCreate, response: Response, service: Se
     """Get a token for one hour by a signed nonce. A nonce is used up even by a wrong signature."""
     with service.database.write() as session:
         device = devices.use_nonce(session, device_id=body.device_id, nonce=body.nonce)
-        proved = device is not None and _is_signed(device.public_key, body)
+        message = token_message(body.device_id, body.nonce)
+        proved = device is not None and _is_signed(device.public_key, body.signature, message)
         issued = devices.issue_token(session, device=device) if device is not None and proved else None
         at = database.now(session)
     if issued is None:
@@ -129,10 +136,15 @@ def _limit_enrolment(service: Service, request: Request, code: str) -> None:
     raise ApiError(ProblemType.FORBIDDEN, str(InvitationError()))
 
 
-def _is_signed(public_key: str, body: DeviceTokenCreate) -> bool:
-    key = Ed25519PublicKey.from_public_bytes(decode_base64url(public_key))
+def _is_signed(public_key: str, signature: str, message: bytes) -> bool:
+    key = Ed25519PublicKey.from_public_bytes(_decode(public_key))
     try:
-        key.verify(decode_base64url(body.signature), token_message(body.device_id, body.nonce))
+        key.verify(_decode(signature), message)
     except InvalidSignature:
         return False
     return True
+
+
+def _decode(text: str) -> bytes:
+    """Bytes of base64url without padding, whose pattern the schema has checked."""
+    return urlsafe_b64decode(text + "=" * (-len(text) % 4))

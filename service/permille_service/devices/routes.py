@@ -6,28 +6,35 @@ from sqlalchemy.orm import Session
 from permille.schemas.devices import Device, Invitation, InvitationCreate, InvitationRecord
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
-from permille.store import database, devices, rows, tables
+from permille.store import database, devices, rows, tables, trust
+from permille.trust.metadata import root_digest
 from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import Creating
 from permille_service.devices.records import present, present_invitation
 from permille_service.parameters import DeviceId, InvitationId, Paging, page_of
 from permille_service.problems import PRIVATE, documented
+from permille_service.trust import repositories
 
 router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*PRIVATE))
 
 
 @router.post("/invitations", status_code=201, responses=documented(ProblemType.IDEMPOTENCY_CONFLICT))
 def create_invitation(body: InvitationCreate, creating: Creating) -> Invitation:
-    """Invite one device to follow a release. The code is shown here only, is good for 24 hours and for one
-    device."""
+    """Invite one device to follow a release. The invitation is shown here only, is good for 24 hours and for
+    one device, and names the root from which the device begins to trust."""
+    tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> Invitation:
-        row, code = devices.invite(
-            session, tenant_id=creating.operator.tenant_id, release=body.release, alias=body.alias
-        )
+        repositories.ensure(creating.service, session, tenant_id)
+        root = root_digest(trust.newest_root(session, tenant_id=tenant_id))
+        row, code = devices.invite(session, tenant_id=tenant_id, release=body.release, alias=body.alias)
         return Invitation(
-            id=row.id, invitation=code, release=row.release, alias=row.alias, expires_at=row.expires_at
+            id=row.id,
+            invitation=f"{code}.{root}",
+            release=row.release,
+            alias=row.alias,
+            expires_at=row.expires_at,
         )
 
     invitation = creating.once(Invitation, body, make, private=True)

@@ -11,7 +11,7 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import Connection
 from permille_agent.link.enrolment import Enrolment, enroll, open_api
 from permille_agent.state.home import Home, open_home
-from tests.device_service import INVITATION, DeviceService, serving
+from tests.device_service import DeviceService, serving
 from tests.packages import tiny_package
 
 
@@ -42,7 +42,7 @@ def fast_connection(server: str, ca_file: Path | None) -> Connection:
 @pytest.fixture
 def enrolment(home: Home, service: DeviceService) -> Enrolment:
     """This device, enrolled with `service`."""
-    return enroll(home, service.url, INVITATION, connection=fast_connection)
+    return enroll(home, service.url, service.invitation, connection=fast_connection)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from permille_agent.cli.main import app, main
 from permille_agent.link.report import enqueue, read_report
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active, activate, active_model
-from tests.device_service import INVITATION, DeviceService, Fault
+from tests.device_service import CODE, DeviceService, Fault
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 from tests.unit.edge_agent.state.test_lock import another_process_holds
 
@@ -73,7 +73,7 @@ def agent(home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 @pytest.fixture
 def enrolled(agent: Agent, service: DeviceService) -> Iterator[Agent]:
     """`permille-agent` of a device that is enrolled."""
-    assert agent("enroll", service.url, INVITATION).code == ExitCode.OK
+    assert agent("enroll", service.url, service.invitation).code == ExitCode.OK
     yield agent
 
 
@@ -83,14 +83,14 @@ def test_enroll_pull_status_tell_what_they_did(
     # Status needs no network and no enrolment.
     status = agent("status", "--json")
     assert (status.code, status.document["enrolment"]) == (0, None)
-    enrolled = agent("enroll", service.url, INVITATION, "--name", "kitchen", "--json")
+    enrolled = agent("enroll", service.url, service.invitation, "--name", "kitchen", "--json")
     told = enrolled.document
     assert (enrolled.code, told["name"], told["release"]) == (0, "kitchen", "tiny-llama")
     pulled = agent("pull", "--json")
     assert (pulled.code, pulled.document["package"], pulled.document["changed"]) == (0, package.digest, True)
     document = agent("status", "--json").document
     assert document["enrolment"] == told
-    assert set(told) == {"server", "device_id", "name", "release", "alias", "signing_keys"}
+    assert set(told) == {"server", "device_id", "name", "release", "alias", "root"}
     assert document["release"] == {"name": "tiny-llama", "version": 1, "package": package.digest}
     assert document["active"] == {"package": package.digest, "run": None, "personal": False}
     assert document["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
@@ -99,9 +99,10 @@ def test_enroll_pull_status_tell_what_they_did(
         assert text in shown
 
 
-@pytest.mark.parametrize("invitation", ["-" + INVITATION[1:], "--" + INVITATION[2:], "-h" + INVITATION[2:]])
+@pytest.mark.parametrize("invitation", ["-" + CODE[1:], "--" + CODE[2:], "-h" + CODE[2:]])
 def test_an_invitation_may_begin_with_a_dash(agent: Agent, service: DeviceService, invitation: str) -> None:
     service.invitations.add(invitation)
+    invitation += service.invitation[22:]
     assert agent("enroll", service.url, invitation, "--name", "kitchen").code == ExitCode.OK
     assert agent("enroll", service.url, invitation, "--nmae", "kitchen").code == ExitCode.USAGE
 
@@ -121,8 +122,8 @@ def test_errors_come_with_their_code_and_as_json(agent: Agent, service: DeviceSe
     error = json.loads(refused.errors)["error"]
     assert (error["kind"], error["exit_code"]) == ("operator", 6)
     assert "permille-agent enroll" in error["message"]
-    assert agent("enroll", service.url, "A" * 22).code == ExitCode.INPUT_REFUSED
-    insecure = agent("enroll", "http://models.example.org", INVITATION)
+    assert agent("enroll", service.url, "A" * 22 + service.invitation[22:]).code == ExitCode.INPUT_REFUSED
+    insecure = agent("enroll", "http://models.example.org", CODE)
     assert insecure.code == ExitCode.INPUT_REFUSED
     assert "input refused" in insecure.errors
     assert agent("nonsense").code == ExitCode.USAGE
@@ -132,10 +133,10 @@ def test_errors_come_with_their_code_and_as_json(agent: Agent, service: DeviceSe
 def test_a_refused_package_and_a_service_that_is_away_have_codes_of_their_own(
     enrolled: Agent, service: DeviceService, package: Package
 ) -> None:
-    service.publish(package.digest, 1, expires_at=1)
+    service.publish(package.digest, 1, alias="canary")
     refused = enrolled("pull")
     assert refused.code == ExitCode.PACKAGE_REFUSED
-    assert "release-expired" in refused.errors
+    assert "release-alias" in refused.errors
     service.faults = [AWAY]
     assert enrolled("pull").code == ExitCode.TRY_LATER
 

@@ -241,7 +241,7 @@ def test_a_refused_package_is_noted_and_the_old_one_trained(
     assert service.release is not None
     service.release["version"] = 2
     daemon.poll()
-    assert "release-signature" in read_daemon_state(home).poll_error
+    assert "release-unlisted" in read_daemon_state(home).poll_error
     assert installed_release(home) == installed
 
 

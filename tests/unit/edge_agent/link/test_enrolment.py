@@ -1,4 +1,4 @@
-"""Enrolment: once by invitation, again by the same key, with pinned keys that no answer changes."""
+"""Enrolment: once by invitation, again by the same key, with a pinned root that no answer changes."""
 
 import json
 import stat
@@ -7,38 +7,36 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError, RetryableError
-from permille.package.signing import key_id_of, public_bytes
 from permille_agent.link.api import Credentials, DeviceApi, load_identity, load_or_create_identity
 from permille_agent.link.client import AccessRefusedError, ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment, enroll, load_enrolment, open_api, require_enrolment
 from permille_agent.state.home import Home, open_home
-from tests.device_service import INVITATION, DeviceService, Fault, new_id
+from tests.device_service import CODE, DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 
-OTHER_INVITATION = "A" * 22
+OTHER_INVITATION = "A" * 22 + "." + "0" * 32
 
 
-def test_enrolment_is_kept_without_secrets_and_pins_the_signing_key(
+def test_enrolment_is_kept_without_secrets_and_pins_the_root(
     home: Home, service: DeviceService, enrolment: Enrolment
 ) -> None:
     assert load_enrolment(home) == enrolment
     assert not list(home.root.glob(".enrolment*"))
     private = home.identity_key.read_text().splitlines()[1].encode()
     assert not any(private in sent for sent in service.traffic)
-    assert INVITATION not in home.enrolment.read_text()
+    assert CODE not in home.enrolment.read_text()
     identity = load_identity(home)
     assert identity is not None
     assert enrolment.name == f"device-{identity.public_key[:8]}"  # tells nothing about the machine
     assert stat.S_IMODE(home.enrolment.stat().st_mode) == 0o600
-    raw = public_bytes(service.key)
-    assert [(key.key_id, key.raw) for key in enrolment.signing_keys] == [(key_id_of(raw), raw)]
+    assert enrolment.root.encode() == service.repository.newest["root"]
 
 
 def test_the_same_key_enrols_again_as_the_same_device(
     home: Home, service: DeviceService, enrolment: Enrolment
 ) -> None:
     service.faults = [Fault(path="enrolments", status=503, times=2)]  # lost answers are asked for again
-    again = enroll(home, service.url, INVITATION, connection=fast_connection)
+    again = enroll(home, service.url, service.invitation, connection=fast_connection)
     assert again == enrolment
     assert len(service.devices) == 1
 
@@ -47,10 +45,13 @@ def test_a_used_invitation_is_refused_for_another_device(
     home: Home, service: DeviceService, enrolment: Enrolment, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match="valid and unused"):
-        enroll(open_home(tmp_path / "other"), service.url, INVITATION, connection=fast_connection)
+        enroll(open_home(tmp_path / "other"), service.url, service.invitation, connection=fast_connection)
 
 
-@pytest.mark.parametrize("invitation", ["", "short", "A" * 23, "A" * 21 + "\n", "../../../../etc/passwd"])
+@pytest.mark.parametrize(
+    "invitation",
+    ["", "short", CODE, "A" * 23 + "." + "0" * 32, OTHER_INVITATION[:-1] + "\n", "../../" + OTHER_INVITATION],
+)
 def test_what_cannot_be_an_invitation_is_not_sent(
     home: Home, service: DeviceService, invitation: str
 ) -> None:
@@ -64,21 +65,11 @@ def test_another_server_needs_unenroll_first(home: Home, enrolment: Enrolment) -
         enroll(home, "https://other.example.org", OTHER_INVITATION, connection=fast_connection)
 
 
-def test_a_service_that_names_no_signing_key_is_refused(home: Home, service: DeviceService) -> None:
-    ids = {"device_id": new_id("dev"), "tenant_id": new_id("ten")}
-    names = {"release": "r", "alias": "stable", "server_time": "2026-01-01T00:00:00Z"}
-    answer = {**ids, **names, "signing_keys": []}
-    service.faults = [Fault(path="enrolments", status=201, body=json.dumps(answer).encode())]
-    with pytest.raises(OperatorError, match="signing key"):
-        enroll(home, service.url, INVITATION, connection=fast_connection)
-    assert load_enrolment(home) is None
-
-
 @pytest.mark.parametrize("body", [b"<html>welcome to the hotel</html>", b"[]", b"{}"])
 def test_an_answer_of_somebody_else_is_try_later(home: Home, service: DeviceService, body: bytes) -> None:
     service.faults = [Fault(path="enrolments", status=200, body=body)]
     with pytest.raises(RetryableError):
-        enroll(home, service.url, INVITATION, connection=fast_connection)
+        enroll(home, service.url, service.invitation, connection=fast_connection)
     assert load_enrolment(home) is None
 
 

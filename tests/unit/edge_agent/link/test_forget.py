@@ -16,7 +16,7 @@ from permille_agent.link.pull import pull
 from permille_agent.link.report import deliver, enqueue, read_reports
 from permille_agent.state.choices import add_references, read_references, set_share_log, shares_log
 from permille_agent.state.home import Home
-from permille_agent.state.models import active_model, installed_release, read_releases
+from permille_agent.state.models import active_model, installed_release
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
 
@@ -153,7 +153,7 @@ def test_unenroll_leaves_at_the_service_and_here(
     assert (load_enrolment(home), load_identity(home)) == (None, None)
     assert list(read_reports(home)) == []
     assert installed_release(home) is not None
-    assert read_releases(home).last_versions == {}
+    assert not home.trust.exists()
 
 
 def test_unenroll_keeps_the_key_while_the_service_is_away(

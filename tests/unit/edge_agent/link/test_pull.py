@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -11,9 +10,7 @@ from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
-from permille.package.signing import generate_key
 from permille_agent.link.api import DeviceApi
-from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.pull import Pulled, collect_garbage, pull
 from permille_agent.state.home import Home
@@ -23,11 +20,9 @@ from permille_agent.state.models import (
     active_model,
     installed_release,
     opening,
-    read_releases,
 )
-from tests.device_service import DeviceService, Fault, serving
+from tests.device_service import DeviceService, Fault
 from tests.packages import tiny_package
-from tests.unit.edge_agent.conftest import fast_connection
 
 NOW_S = 1_800_000_000
 
@@ -86,59 +81,18 @@ def test_only_what_changed_is_fetched(device: Device, package: Package, second: 
     assert any(layer.digest in have for layer in second.manifest.layers)
 
 
-def test_an_older_version_is_refused_and_what_is_installed_stays(
+def test_an_operator_may_point_back_to_a_version_that_is_listed(
     device: Device, package: Package, second: Package
 ) -> None:
-    device.service.publish(second.digest, 5)
     device.pull()
-    device.service.publish(package.digest, 4)
-    assert device.refusal() == "release-rollback"
-    installed = installed_release(device.home)
-    assert installed is not None and installed.version == 5
-    device.service.publish(package.digest, 5)
-    assert device.refusal() == "release-changed"
-
-
-def test_a_version_counts_from_the_moment_it_was_accepted(
-    device: Device, package: Package, second: Package
-) -> None:
-    device.service.publish(second.digest, 5)
-    device.service.faults = [Fault(path="blobs", status=503, headers={"retry-after": "900"}, times=99)]
-    with pytest.raises(ServiceUnavailableError):
-        device.pull()
-    assert installed_release(device.home) is None
-    assert read_releases(device.home).last_versions[device.enrolment.release].version == 5
-    device.service.publish(package.digest, 4)
-    assert device.refusal() == "release-rollback"
-
-
-def test_releases_that_are_not_to_be_believed_are_refused_before_anything_is_fetched(
-    device: Device, package: Package
-) -> None:
-    digest, service = package.digest, device.service
-    pinned = {"key_id": device.enrolment.signing_keys[0].key_id}
-    cases: list[tuple[str, Callable[[], None]]] = [
-        ("release-expired", lambda: service.publish(digest, 1, expires_at=NOW_S)),
-        ("release-key", lambda: service.publish(digest, 1, key=generate_key())),
-        ("release-name", lambda: service.publish(digest, 1, name="another-model")),
-        ("release-yanked", lambda: service.publish(digest, 1, yanked=True)),
-        ("release-signature", lambda: service.publish(digest, 1, changes={"version": 2})),
-        # A pinned key's id does not make a foreign signature hold.
-        ("release-signature", lambda: service.publish(digest, 1, key=generate_key(), changes=pinned)),
-    ]
-    for code, publish in cases:
-        publish()
-        assert device.refusal() == code
-    assert installed_release(device.home) is None
-    assert read_releases(device.home).last_versions == {}
-    assert not [path for _, path, _ in service.requests if "/packages/" in path]
-
-
-def test_a_manifest_of_another_package_is_refused(device: Device, second: Package) -> None:
-    other = device.service.blobs.read(second.digest, limit=1 << 20)
-    device.service.faults = [Fault(path="manifest", status=200, body=other)]
-    assert device.refusal() == "blob-digest"
-    assert device.service.blob_bytes_sent == 0
+    device.service.publish(second.digest, 2)
+    assert device.pull().release.version == 2
+    device.service.repository.move_alias(device.enrolment.release, "stable", 1)
+    device.service.keep_metadata()
+    device.service.point(package.digest, 1)
+    back = device.pull()
+    assert (back.changed, back.release.version) == (True, 1)
+    assert installed_release(device.home) == back.release
 
 
 def test_a_disk_that_is_too_small_is_found_before_the_download(
@@ -216,16 +170,3 @@ def test_progress_ends_at_the_whole(device: Device) -> None:
     pull(device.home, device.api, device.enrolment, now_s=NOW_S, progress=lambda *at: seen.append(at))
     assert seen[-1][0] == seen[-1][1] > 0
     assert all(done <= total for done, total in seen)
-
-
-def test_another_service_that_answers_in_the_name_of_the_first_changes_nothing(
-    device: Device, package: Package
-) -> None:
-    with serving(package.blobs.root) as impostor:
-        impostor.devices = {"k": device.enrolment.device_id}
-        impostor.publish(package.digest, 9)
-        impostor.tokens["t"] = device.enrolment.device_id
-        with fast_connection(impostor.url, None) as connection:
-            foreign = DeviceApi(connection)
-            foreign._authorization = lambda: {"authorization": "Bearer t"}  # type: ignore[method-assign]
-            assert Device(device.home, foreign, device.enrolment, impostor).refusal() == "release-key"
