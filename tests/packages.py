@@ -81,8 +81,12 @@ def tiny_package(
     scheme: Scheme = Scheme.NF4,
     config: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Package:
-    """A package of a random model of `config` (default `TINY_LLAMA`) in the folder `blobs`; a random mask."""
+    """A package of a random model of `config` (default `TINY_LLAMA`) in the folder `blobs`; a random mask.
+
+    `files` take the place of its own.
+    """
     config = {**TINY_LLAMA, **(config or {})}
     rng = np.random.Generator(np.random.PCG64(seed))
     weights = {name: _random_weight(rng, name, shape) for name, shape in expected_tensors(config).items()}
@@ -91,15 +95,17 @@ def tiny_package(
         for name, (n, k) in scoped_tensors(config)
     }
     tokenizer_config = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[1]}
-    files = {
+    own = {
         "tokenizer.json": tiny_tokenizer(config["vocab_size"]).to_str().encode(),
         "tokenizer_config.json": json.dumps(tokenizer_config).encode(),
     }
     if chat_template is not None:
-        files["chat_template.jinja"] = chat_template.encode()
+        own["chat_template.jinja"] = chat_template.encode()
     blobs.mkdir(parents=True, exist_ok=True)
     model = MemoryModel(
-        config=config, tensors={name: _raw(name, w) for name, w in weights.items()}, files=files
+        config=config,
+        tensors={name: _raw(name, w) for name, w in weights.items()},
+        files={**own, **(files or {})},
     )
     chosen = ChosenMask(indices=mask, method="random", density=density)
     return Package.open(BlobFolder(blobs), pack_model(BlobFolder(blobs), model, chosen, scheme))

@@ -13,8 +13,10 @@ from permille.errors import OperatorError
 from permille_agent.daemon.training_child import TrainingRequest, train_in_child
 from permille_agent.state.home import open_home
 from permille_agent.text.chat_template import ChatTemplate
+from permille_agent.text.sandbox import Sandbox
 from permille_service.cli.up import _start
 from permille_workers.runtime.supervisor import CHILD_COMMAND
+from tests.packages import tiny_tokenizer
 
 pytestmark = pytest.mark.attack(13, "code planted in the working folder")
 
@@ -32,9 +34,10 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-def test_the_child_that_renders_chat_templates(marker: Path) -> None:
-    with ChatTemplate(None, {}) as template:
-        assert "hello" in template.render([("user", "hello")])
+def test_the_child_of_tokenizer_and_chat_template(marker: Path) -> None:
+    sandbox = Sandbox(lambda: tiny_tokenizer().to_str().encode())
+    sandbox.start()
+    assert "hello" in ChatTemplate(None, {}, sandbox).render([("user", "hello")])
     assert not marker.exists()
 
 

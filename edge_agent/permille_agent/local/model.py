@@ -17,7 +17,6 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active, opening, require_active
-from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.personal import model_values
 
@@ -50,7 +49,7 @@ class Generated:
 
 
 class LocalModel:
-    """The active package, opened. Close it, or use it as a context: a chat template has a child process."""
+    """The active package, opened. Close it, or use it as a context: its tokenizer has a child process."""
 
     def __init__(
         self, home: Home, engine_of: Callable[[Package], Engine], active: Active | None = None
@@ -70,7 +69,6 @@ class LocalModel:
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
         if active.run is not None:
             self._values[Variant.PERSONAL] = model_values(home, active, self.package)
-        self._template: ChatTemplate | None = None
 
     def __enter__(self) -> "LocalModel":
         return self
@@ -110,14 +108,12 @@ class LocalModel:
             InputError: as `complete`, or a message contains a special token.
             PackageError: the chat template fails.
         """
-        if self._template is None:
-            self._template = self.tokenizer.chat_template()
-        return self._generate(self.tokenizer.chat_prompt(self._template, messages), variant, sampling)
+        template = self.tokenizer.chat_template()
+        return self._generate(self.tokenizer.chat_prompt(template, messages), variant, sampling)
 
     def close(self) -> None:
-        """End the chat template's child."""
-        if self._template is not None:
-            self._template.close()
+        """End the tokenizer's child."""
+        self.tokenizer.close()
 
     def _generate(
         self, prompt_ids: NDArray[np.int64], variant: Variant, sampling: Sampling

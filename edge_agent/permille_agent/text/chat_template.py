@@ -1,26 +1,21 @@
 """Chat messages to text by the package's template, and which characters of it the assistant said.
 
-The template is foreign code and is rendered in a child process with limits of time, memory and size
-(`chat_child.py`); a template that breaks them is an error of the package, never a hang. Packages without a
+The template is foreign code and is rendered in the package's child process, with limits of time, memory and
+size (`sandbox.py`); a template that breaks them is an error of the package, never a hang. Packages without a
 template get `DEFAULT_TEMPLATE`.
 """
 
-import json
-import queue
-import subprocess
-import sys
-import threading
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from permille.errors import InputError, PackageError
+from permille_agent.text.sandbox import Sandbox
 
 MAX_TEMPLATE_CHARACTERS = 64 << 10
 MAX_RENDERED_CHARACTERS = 8 << 20
-RENDER_TIMEOUT_S = 5.0
-# Python and jinja2 are loaded first, on a machine that may be busy.
-START_TIMEOUT_S = 60.0
+# A longer conversation is rendered in windows: each turn needs the text before it, and rendering all of it
+# for each of 20,000 turns takes hours. A row of training holds fewer messages than this.
+WINDOW_MESSAGES = 32
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -33,16 +28,9 @@ Messages = Sequence[tuple[str, str]]
 
 
 class ChatTemplate:
-    """Renders messages with one template. The child starts at the first use; close it, or use `with`."""
+    """Renders messages with one template, in the child of its package."""
 
-    def __init__(
-        self,
-        template: str | None,
-        variables: Mapping[str, str],
-        *,
-        render_timeout_s: float = RENDER_TIMEOUT_S,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, template: str | None, variables: Mapping[str, str], sandbox: Sandbox) -> None:
         """Take a template and its variables (`bos_token`, `eos_token`).
 
         Raises:
@@ -55,19 +43,7 @@ class ChatTemplate:
             )
         self._template = DEFAULT_TEMPLATE if template is None else template
         self._variables = {"bos_token": "", "eos_token": "", **variables}
-        self._render_timeout_s = render_timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._child: subprocess.Popen[str] | None = None
-        self._answers: queue.Queue[str] = queue.Queue()
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._sandbox = sandbox
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
         """The text of `messages`, with the start of an assistant's turn where asked for.
@@ -75,119 +51,77 @@ class ChatTemplate:
         Raises:
             PackageError: the template is not valid, refuses the messages, or breaks a limit.
         """
-        request = {
-            "template": self._template,
-            "messages": [{"role": role, "content": content} for role, content in messages],
-            "add_generation_prompt": add_generation_prompt,
-            "variables": self._variables,
-            "limit": MAX_RENDERED_CHARACTERS,
-        }
-        with self._lock:
-            answer = json.loads(self._ask(json.dumps(request)))
-        if "error" in answer:
-            raise PackageError("chat-template", str(answer["error"]))
-        return str(answer["text"])
+        return str(self._render(messages, add_generation_prompt, ())["text"])
 
     def render_with_targets(self, messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The text of a whole conversation and the character spans of the assistant's turns in it.
 
         A turn starts where the prompt for it ends and goes on to where the conversation up to it ends, so
         that the end of turn is learnt, too. Templates that rewrite earlier turns do not keep those prefixes:
-        there, the turn is looked for.
+        there, the turn is looked for. A long conversation is the text of its windows, one after the other,
+        each with the system's message before it.
 
         Raises:
             InputError: an assistant's turn does not appear in the rendered text.
             PackageError: as `render`.
         """
-        text = self.render(messages)
+        texts: list[str] = []
+        spans: list[tuple[int, int]] = []
+        length = 0
+        for window in _windows(messages):
+            text, found = self._window(window)
+            spans += [(length + start, length + end) for start, end in found]
+            texts.append(text)
+            length += len(text)
+        return "".join(texts), tuple(spans)
+
+    def _window(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        turns = [i for i, (role, said) in enumerate(messages) if role == "assistant" and said.strip()]
+        asked = [prefix for i in turns for prefix in ((i, True), (i + 1, False))]
+        # Before the first message there is no prompt; some templates refuse to render nothing.
+        answer = self._render(messages, False, [prefix for prefix in asked if prefix[0]])
+        text, lengths = str(answer["text"]), list(answer["prefixes"])
+        if turns[:1] == [0]:
+            lengths.insert(0, None)
         spans: list[tuple[int, int]] = []
         position = 0
-        for index, (role, content) in enumerate(messages):
-            if role != "assistant" or not content.strip():
-                continue
-            start = self._turn_start(text, messages[:index], content.strip(), position)
-            end = self._turn_end(text, messages[: index + 1], start, content.strip())
-            spans.append((start, end))
-            position = end
-        return text, tuple(spans)
+        for i, before, through in zip(turns, lengths[::2], lengths[1::2], strict=True):
+            content = messages[i][1].strip()
+            start = before
+            if before is None or before < position or text.find(content, before) < 0:
+                start = text.find(content, position)
+            if start < 0:
+                raise InputError("an assistant message does not appear in what the chat template renders")
+            position = through if through is not None and through > start else 0
+            position = position or text.index(content, start) + len(content)
+            spans.append((start, position))
+        return text, spans
 
-    def close(self) -> None:
-        """End the child."""
-        child, self._child = self._child, None
-        if child is None:
-            return
-        child.kill()
-        for stream in (child.stdin, child.stdout):
-            if stream is not None:
-                stream.close()
-        child.wait()
-
-    def _turn_start(self, text: str, before: Messages, content: str, position: int) -> int:
-        if before:
-            prompt = self.render(before, add_generation_prompt=True)
-            found = text.find(content, len(prompt))
-            if text.startswith(prompt) and len(prompt) >= position and found >= 0:
-                return len(prompt)
-        found = text.find(content, position)
-        if found < 0:
-            raise InputError("an assistant message does not appear in what the chat template renders")
-        return found
-
-    def _turn_end(self, text: str, through: Messages, start: int, content: str) -> int:
-        rendered = self.render(through)
-        if text.startswith(rendered) and len(rendered) > start:
-            return len(rendered)
-        return text.index(content, start) + len(content)
-
-    def _ask(self, request: str) -> str:
-        if self._child is None:
-            self._start()
-        child = self._child
-        try:
-            if child is None or child.stdin is None:
-                raise BrokenPipeError
-            child.stdin.write(request + "\n")
-            child.stdin.flush()
-        except OSError as exc:
-            self.close()
-            raise PackageError(
-                "chat-template-limit", "expected the rendering child to run, it ended"
-            ) from exc
-        return self._answer(self._render_timeout_s)
-
-    def _answer(self, timeout_s: float) -> str:
-        try:
-            answer = self._answers.get(timeout=timeout_s)
-        except queue.Empty as exc:
-            self.close()
-            raise PackageError(
-                "chat-template-limit", f"expected the template to render within {timeout_s:g} s, it did not"
-            ) from exc
-        if not answer:
-            self.close()
-            raise PackageError("chat-template-limit", "expected rendered text, the child that renders ended")
+    def _render(
+        self, messages: Messages, prompt: bool, prefixes: Sequence[tuple[int, bool]]
+    ) -> Mapping[str, Any]:
+        request = {
+            "do": "render",
+            "template": self._template,
+            "variables": self._variables,
+            "messages": [{"role": role, "content": content} for role, content in messages],
+            "prompt": prompt,
+            "prefixes": prefixes,
+            "limit": MAX_RENDERED_CHARACTERS,
+        }
+        answer = self._sandbox.ask(request, characters=sum(len(content) for _, content in messages))
+        if "error" in answer:
+            raise PackageError("chat-template", str(answer["error"]))
         return answer
 
-    def _start(self) -> None:
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "permille_agent.text.chat_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-        )
-        self._answers = queue.Queue()
-        threading.Thread(target=_read_answers, args=(self._child, self._answers), daemon=True).start()
-        self._answer(self._start_timeout_s)  # the child's first line says that it is ready
 
-
-def _read_answers(child: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
-    if child.stdout is None:
-        return
-    try:
-        for line in child.stdout:
-            answers.put(line)
-    except ValueError:
-        return  # closed under our hands by `close`
-    answers.put("")
+def _windows(messages: Messages) -> Iterator[Messages]:
+    """Pieces of a long conversation; they begin where a user speaks, unless that takes too long."""
+    system = [message for message in messages[:1] if message[0] == "system"]
+    first = len(system)
+    while first < len(messages):
+        last = min(first + WINDOW_MESSAGES, len(messages))
+        while last < min(first + 2 * WINDOW_MESSAGES, len(messages)) and messages[last][0] != "user":
+            last += 1
+        yield [*system, *messages[first:last]]
+        first = last

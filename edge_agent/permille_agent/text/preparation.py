@@ -116,7 +116,7 @@ def prepare(
 
     Raises:
         InputError: too little text.
-        PackageError: the chat template breaks a limit.
+        PackageError: the tokenizer or the chat template breaks a limit.
     """
     known, tokenized = tokenize(documents, tokenizer, report, row_tokens=row_tokens)
     tokens = [t.targets for t in tokenized]
@@ -205,30 +205,30 @@ def tokenize(
     """Tokenize the documents that can be shown to the model; the others are counted in `report`.
 
     Raises:
-        PackageError: the chat template breaks a limit.
+        PackageError: the tokenizer or the chat template breaks a limit.
     """
     report = report or DataReport()
     known = []
     tokenized = []
-    with tokenizer.chat_template() as template:
-        for document in documents:
-            try:
-                tokens = tokenizer.tokenize(document.content, template, row_tokens=row_tokens)
-            except InputError as exc:
-                report.bad("conversation", str(exc))
-                report.read -= 1
-                continue
-            except PackageError as exc:
-                if exc.code == "chat-template-limit":
-                    raise
-                report.bad("conversation", "refused by the chat template")
-                report.read -= 1
-                continue
-            if tokens.targets:
-                known.append(document)
-                tokenized.append(tokens)
-            else:
-                report.bad("document", "no token that counts")
+    template = tokenizer.chat_template()
+    for document in documents:
+        try:
+            tokens = tokenizer.tokenize(document.content, template, row_tokens=row_tokens)
+        except InputError as exc:
+            report.bad("conversation", str(exc))
+            report.read -= 1
+            continue
+        except PackageError as exc:
+            if exc.code != "chat-template":
+                raise
+            report.bad("conversation", "refused by the chat template")
+            report.read -= 1
+            continue
+        if tokens.targets:
+            known.append(document)
+            tokenized.append(tokens)
+        else:
+            report.bad("document", "no token that counts")
     return known, tokenized
 
 

@@ -1,27 +1,32 @@
 """Text to tokens and back, by the package's own `tokenizer.json`; transformers is not needed.
 
-Special tokens written in the user's text are text. Only what a chat template writes may be special, and a
-message that contains a special token is refused there.
+The tokenizer is foreign data and works in a child process with limits (`sandbox.py`), which renders the chat
+template, too. Special tokens written in the user's text are text. Only what a chat template writes may be
+special, and a message that contains a special token is refused there.
 """
 
 import json
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.token_bytes import token_bytes
 from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.documents import Completion, Content, Conversation, PlainText
+from permille_agent.text.sandbox import Sandbox
 
 ReadFile = Callable[[str], bytes | None]
+
+# No tokenizer makes more of a character, nor text of a thousand ids that is longer.
+MAX_TOKENS_A_CHARACTER = 80
+MAX_DECODED_CHARACTERS = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +68,35 @@ class TextTokenizer:
         Raises:
             PackageError: no tokenizer, or one that cannot be read.
         """
-        data = read_file("tokenizer.json")
-        if data is None:
-            raise PackageError("tokenizer", "expected a tokenizer.json in the package, found none")
-        try:
-            self._tokenizer = Tokenizer.from_buffer(data)
-        except Exception as exc:
-            raise PackageError("tokenizer", f"expected a tokenizer.json that can be read: {exc}") from exc
-        # Whether special tokens are text is a switch of the tokenizer, and a server has several threads.
-        self._lock = threading.Lock()
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+
+        def load() -> bytes:
+            if (data := read_file("tokenizer.json")) is None:
+                raise PackageError("tokenizer", "expected a tokenizer.json in the package, found none")
+            return data
+
         config = _json(read_file("tokenizer_config.json"))
         names = {**_json(read_file("special_tokens_map.json")), **config}
         self.bos = _token(names.get("bos_token"))
         self.eos = _token(names.get("eos_token"))
         self._add_bos = bool(config.get("add_bos_token")) and self.bos is not None
-        self._special = _special_tokens(self._tokenizer)
         self._template = _template(read_file("chat_template.jinja"), config)
         self.stop_ids = _stop_ids(_json(read_file("generation_config.json")), _json(read_file("config.json")))
-        if self.eos is not None and (eos := self._tokenizer.token_to_id(self.eos)) is not None:
-            self.stop_ids = tuple(sorted({*self.stop_ids, eos}))
+        self._sandbox = Sandbox(load, tokens=(self.bos or "", self.eos or ""))
+        known = self._sandbox.start()
+        self._special = tuple(known["special"])
+        self._bos_id: int | None = known["ids"][0] if self.bos else None
+        self._eos_id: int | None = known["ids"][1] if self.eos else None
+        if self._eos_id is not None:
+            self.stop_ids = tuple(sorted({*self.stop_ids, self._eos_id}))
+
+    def close(self) -> None:
+        """End the child now; it ends with this object anyway."""
+        self._sandbox.close()
 
     def chat_template(self) -> ChatTemplate:
         """The package's chat template, or the default one."""
         variables = {"bos_token": self.bos or "", "eos_token": self.eos or ""}
-        return ChatTemplate(self._template, variables)
+        return ChatTemplate(self._template, variables, self._sandbox)
 
     def prompt(self, text: str) -> NDArray[np.int64]:
         """The ids of a prompt that a text continues; special tokens in it are text.
@@ -96,12 +104,12 @@ class TextTokenizer:
         Raises:
             InputError: no token at all comes out.
         """
-        ids = self._encode_literal(text).ids
-        if not ids and self.bos is not None and (bos := self._tokenizer.token_to_id(self.bos)) is not None:
-            ids = [bos]
-        if not ids:
+        ids_T = self._encode_literal(text).ids_T
+        if not len(ids_T) and self._bos_id is not None:
+            ids_T = np.array([self._bos_id], dtype=np.int64)
+        if not len(ids_T):
             raise InputError("expected a prompt of at least one token, got none")
-        return np.asarray(ids, dtype=np.int64)
+        return ids_T
 
     def chat_prompt(self, template: ChatTemplate, messages: Sequence[tuple[str, str]]) -> NDArray[np.int64]:
         """The ids of a conversation up to the start of the assistant's next turn.
@@ -112,23 +120,27 @@ class TextTokenizer:
         """
         self._refuse_special(messages)
         text = template.render(messages, add_generation_prompt=True)
-        return np.asarray(self._encode_rendered(text).ids, dtype=np.int64)
+        return self._encode(text, rendered=True).ids_T
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        request = {"do": "decode", "ids": list(ids), "limit": MAX_DECODED_CHARACTERS}
+        return str(self._ask(request, len(ids))["text"])
 
     def whole_words(self) -> set[str]:
         """The tokens that begin a word, without regard to case; most are whole words, some are beginnings."""
-        tokens = self._tokenizer.get_vocab(with_added_tokens=False)
-        return {token[1:].casefold() for token in tokens if token[:1] in ("▁", "Ġ") and len(token) > 1}
+        return {word.casefold() for word in self._ask({"do": "words"}, 1 << 20)["words"]}
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Decode `ids` as they come, piece by piece; a piece never ends inside a character."""
-        stream = DecodeStream(skip_special_tokens=True)
-        for token in ids:
-            if piece := stream.step(self._tokenizer, token):
-                yield piece
+        request = {"do": "step", "stream": self._sandbox.new_stream(), "limit": MAX_DECODED_CHARACTERS}
+        try:
+            for token in ids:
+                if piece := self._ask({**request, "ids": [token]}, 1)["text"]:
+                    yield str(piece)
+        finally:
+            with suppress(PackageError):
+                self._ask({**request, "ids": []}, 0)
 
     def tokenize(self, content: Content, template: ChatTemplate, *, row_tokens: int) -> TokenizedDocument:
         """A document in tokens, with the tokens that count.
@@ -155,9 +167,9 @@ class TextTokenizer:
     def _completion(self, prompt: str, completion: str, row_tokens: int) -> TokenizedDocument:
         text = prompt + completion
         whole = _document(self._encode_literal(text), text, ((len(prompt), len(text)),))
-        if self.eos is not None and (eos := self._tokenizer.token_to_id(self.eos)) is not None:
+        if self._eos_id is not None:
             whole = TokenizedDocument(
-                np.append(whole.ids_T, np.int64(eos)),
+                np.append(whole.ids_T, np.int64(self._eos_id)),
                 np.append(whole.target_T, True),
                 np.append(whole.bytes_T, np.int64(0)),
             )
@@ -172,24 +184,37 @@ class TextTokenizer:
     def _conversation(self, messages: Sequence[tuple[str, str]], template: ChatTemplate) -> TokenizedDocument:
         self._refuse_special(messages)
         text, spans = template.render_with_targets(messages)
-        return _document(self._encode_rendered(text), text, spans)
+        return _document(self._encode(text, rendered=True), text, spans)
 
-    def _encode_literal(self, text: str) -> Any:
+    def _encode_literal(self, text: str) -> "_Encoding":
         """Tokens of a user's text: special tokens in it are text. With the tokenizer's own beginning."""
-        with self._lock:
-            self._tokenizer.encode_special_tokens = True
-            encoding = self._tokenizer.encode(text, add_special_tokens=True)
-        if self._add_bos and self.bos is not None:
-            bos = self._tokenizer.token_to_id(self.bos)
-            if bos is not None and encoding.ids[:1] != [bos]:
-                return _Prepended(encoding, bos)
-        return encoding
+        found = self._encode(text, rendered=False)
+        if not self._add_bos or self._bos_id is None or found.ids_T[:1].tolist() == [self._bos_id]:
+            return found
+        first = np.array([self._bos_id], dtype=np.int64)
+        nowhere = np.zeros(1, dtype=np.int64)
+        return _Encoding(
+            np.concatenate([first, found.ids_T]),
+            np.concatenate([nowhere, found.starts_T]),
+            np.concatenate([nowhere, found.ends_T]),
+        )
 
-    def _encode_rendered(self, text: str) -> Any:
-        """Tokens of what a chat template rendered: special tokens in it are special."""
-        with self._lock:
-            self._tokenizer.encode_special_tokens = False
-            return self._tokenizer.encode(text, add_special_tokens=False)
+    def _encode(self, text: str, *, rendered: bool) -> "_Encoding":
+        """Tokens of a text: special tokens in what a chat template rendered are special, else text."""
+        limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
+        request = {"do": "encode", "text": text, "rendered": rendered, "limit": limit}
+        answer = self._ask(request, len(text))
+        found = _Encoding(*(_numbers(answer[name]) for name in ("ids", "starts", "ends")))
+        same = len(found.ids_T) == len(found.starts_T) == len(found.ends_T)
+        if not same or (len(found.ends_T) and found.ends_T.max() > len(text)):
+            raise PackageError("tokenizer", "expected places within the text, got others")
+        return found
+
+    def _ask(self, request: Mapping[str, object], characters: int) -> Mapping[str, Any]:
+        answer = self._sandbox.ask(request, characters=characters)
+        if "error" in answer:
+            raise PackageError("tokenizer", str(answer["error"]))
+        return answer
 
     def _refuse_special(self, messages: Sequence[tuple[str, str]]) -> None:
         for _, content in messages:
@@ -197,17 +222,17 @@ class TextTokenizer:
                 raise InputError("a message contains a special token of the model")
 
 
-class _Prepended:
-    """An encoding with a first token that stands for no text."""
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """Tokens, and the characters that each stands for: from its start to before its end."""
 
-    def __init__(self, encoding: Any, first: int) -> None:
-        self.ids = [first, *encoding.ids]
-        self.offsets = [(0, 0), *encoding.offsets]
+    ids_T: NDArray[np.int64]
+    starts_T: NDArray[np.int64]
+    ends_T: NDArray[np.int64]
 
 
-def _document(encoding: Any, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedDocument:
-    ids_T = np.asarray(encoding.ids, dtype=np.int64)
-    starts_T, ends_T = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+def _document(encoding: _Encoding, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedDocument:
+    ids_T, starts_T, ends_T = encoding.ids_T, encoding.starts_T, encoding.ends_T
     target_T = np.zeros(len(ids_T), dtype=np.bool_)
     for start, end in spans:
         target_T |= (ends_T > start) & (starts_T < end) & (ends_T > starts_T)
@@ -215,9 +240,8 @@ def _document(encoding: Any, text: str, spans: Sequence[tuple[int, int]]) -> Tok
     return TokenizedDocument(ids_T, target_T, token_bytes(text, ends_T))
 
 
-def _special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    added = tokenizer.get_added_tokens_decoder().values()
-    return tuple(token.content for token in added if token.special and token.content)
+def _numbers(packed: str) -> NDArray[np.int64]:
+    return np.frombuffer(b64decode(packed), np.uint32).astype(np.int64)
 
 
 def _json(data: bytes | None) -> dict[str, Any]:

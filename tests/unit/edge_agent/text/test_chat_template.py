@@ -5,7 +5,8 @@ import time
 import pytest
 
 from permille.errors import InputError, PackageError
-from permille_agent.text.chat_template import ChatTemplate
+from permille_agent.text.chat_template import WINDOW_MESSAGES, ChatTemplate
+from permille_agent.text.sandbox import Sandbox
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
@@ -21,8 +22,8 @@ TALK = (
 
 
 def _targets(template: str | None, messages: tuple[tuple[str, str], ...]) -> tuple[str, list[str]]:
-    with ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}) as chat:
-        text, spans = chat.render_with_targets(messages)
+    chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}, Sandbox())
+    text, spans = chat.render_with_targets(messages)
     return text, [text[start:end] for start, end in spans]
 
 
@@ -81,7 +82,8 @@ def test_a_turn_that_the_template_drops_is_refused() -> None:
     ],
 )
 def test_templates_that_break_out_or_fail_are_refused(template: str) -> None:
-    with ChatTemplate(template, {}) as chat, pytest.raises(PackageError, match="chat-template"):
+    chat = ChatTemplate(template, {}, Sandbox())
+    with pytest.raises(PackageError, match="chat-template"):
         chat.render((("user", "Hi"),))
 
 
@@ -90,33 +92,30 @@ def test_an_endless_template_is_stopped_and_the_next_one_works() -> None:
         "{% if messages[0]['content'] == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
         "{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}{% endif %}done"
     )
-    with ChatTemplate(endless, {}, render_timeout_s=0.5, start_timeout_s=30.0) as chat:
-        assert chat.render((("user", "fine"),)) == "done"
-        began = time.monotonic()
-        with pytest.raises(PackageError, match="chat-template-limit"):
-            chat.render((("user", "loop"),))
-        assert time.monotonic() - began < 30.0
-        assert chat.render((("user", "fine"),)) == "done"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(9999) %}{{ 'x' * 10000 }}{% endfor %}",
-        "{{ 'x' * 4000000000 }}",
-        "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
-    ],
-)
-def test_a_template_that_grows_without_end_is_refused(template: str) -> None:
-    with ChatTemplate(template, {}) as chat, pytest.raises(PackageError, match="chat-template"):
-        chat.render((("user", "Hi"),))
+    chat = ChatTemplate(endless, {}, Sandbox())
+    assert chat.render((("user", "fine"),)) == "done"
+    began = time.monotonic()
+    with pytest.raises(PackageError, match="sandbox-limit"):
+        chat.render((("user", "loop"),))
+    assert time.monotonic() - began < 30.0
+    assert chat.render((("user", "fine"),)) == "done"
 
 
 def test_a_template_that_is_too_long_is_refused_before_it_is_rendered() -> None:
     with pytest.raises(PackageError, match="at most 65536 characters, got 70000"):
-        ChatTemplate("x" * 70_000, {})
+        ChatTemplate("x" * 70_000, {}, Sandbox())
 
 
 def test_undefined_names_render_as_nothing_and_json_is_available() -> None:
-    with ChatTemplate("{{ tools }}{{ messages | tojson }}", {}) as chat:
-        assert chat.render((("user", "é"),)) == '[{"role": "user", "content": "é"}]'
+    chat = ChatTemplate("{{ tools }}{{ messages | tojson }}", {}, Sandbox())
+    assert chat.render((("user", "é"),)) == '[{"role": "user", "content": "é"}]'
+
+
+def test_a_long_conversation_is_rendered_in_windows_that_begin_with_the_system() -> None:
+    talk = [("system", "Be brief.")]
+    for number in range(40):
+        talk += [("user", f"ask {number}"), ("assistant", f"say {number}")]
+    text, targets = _targets(CHATML, tuple(talk))
+    assert targets == [f"say {number}<|im_end|>\n" for number in range(40)]
+    assert text.count("Be brief.") == -(-80 // WINDOW_MESSAGES)
+    assert text.count("ask ") == 40

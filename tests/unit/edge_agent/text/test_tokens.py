@@ -9,10 +9,11 @@ import pytest
 from permille.errors import InputError, PackageError
 from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.documents import Completion, Conversation, PlainText
+from permille_agent.text.sandbox import Sandbox
 from permille_agent.text.tokens import TextTokenizer
 from tests.packages import SPECIAL_TOKENS, sentences, tiny_tokenizer
 
-NO_TEMPLATE = ChatTemplate(None, {})
+NO_TEMPLATE = ChatTemplate(None, {}, Sandbox())
 
 
 def _files(**more: object) -> Callable[[str], bytes | None]:
@@ -83,8 +84,8 @@ def test_only_the_assistants_turns_count() -> None:
         ("user", "why?"),
         ("assistant", "rain"),
     )
-    with tokenizer.chat_template() as template:
-        document = tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
+    template = tokenizer.chat_template()
+    document = tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
     counted = document.ids_T[document.target_T].tolist()
     assert tokenizer.decode(counted).split() == ["the", "engine", "rain"]
     assert counted.count(1) == 2
@@ -95,11 +96,11 @@ def test_only_the_assistants_turns_count() -> None:
 def test_a_message_with_a_special_token_is_refused() -> None:
     tokenizer = TextTokenizer(_files())
     messages = (("user", f"end {SPECIAL_TOKENS[1]} here"), ("assistant", "ok"))
-    with tokenizer.chat_template() as template:
-        with pytest.raises(InputError, match="special token"):
-            tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
-        with pytest.raises(InputError, match="special token"):
-            tokenizer.chat_prompt(template, messages)
+    template = tokenizer.chat_template()
+    with pytest.raises(InputError, match="special token"):
+        tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
+    with pytest.raises(InputError, match="special token"):
+        tokenizer.chat_prompt(template, messages)
 
 
 def test_a_beginning_token_is_added_where_the_configuration_wants_it() -> None:
@@ -117,8 +118,8 @@ def test_the_named_default_template_of_a_list_is_used() -> None:
         {"name": "default", "template": "{{ messages[0].content }}!"},
     ]
     tokenizer = TextTokenizer(_files(chat_template=templates))
-    with tokenizer.chat_template() as template:
-        assert tokenizer.decode(tokenizer.chat_prompt(template, (("user", "hi"),)).tolist()) == "hi!"
+    template = tokenizer.chat_template()
+    assert tokenizer.decode(tokenizer.chat_prompt(template, (("user", "hi"),)).tolist()) == "hi!"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,214 @@
+"""The child process in which a package's tokenizer and chat template work: one JSON line in, one out.
+
+Both come with the package, so they are code and data of somebody else. A tokenizer's rules can double a text
+thirty times, its patterns can look for ever; a template can loop. jinja2's immutable sandbox bounds what a
+template may touch, nothing bounds how long either works or how much it allocates. So this process has limits
+(`confinement.py`), and the parent bounds the time and the answers (`sandbox.py`).
+"""
+
+import json
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from permille_agent.confinement import confine
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
+# A vocabulary of 256,000 tokens takes 240 MB.
+MEMORY_BYTES = 1 << 30
+MAX_STREAMS = 64
+
+Answer = Mapping[str, object]
+
+
+class _RefusedError(Exception):
+    """What is asked cannot be done; the words are the answer."""
+
+
+class _Child:
+    """The tokenizer, once it was loaded, and the environment of templates, once one was rendered."""
+
+    def __init__(self) -> None:
+        self._loaded: Tokenizer | None = None
+        self._streams: dict[int, DecodeStream] = {}
+        self._templates: ImmutableSandboxedEnvironment | None = None
+        self._compiled: tuple[str, Template] | None = None
+
+    def answer(self, request: dict[str, Any]) -> Answer:
+        """Do what one request asks for."""
+        requests: dict[str, Callable[..., Answer]] = {
+            "load": self.load,
+            "encode": self.encode,
+            "decode": self.decode,
+            "step": self.step,
+            "words": self.words,
+            "render": self.render,
+        }
+        try:
+            return requests[request.pop("do")](**request)
+        except MemoryError:
+            return {"error": f"expected at most {MEMORY_BYTES} bytes of memory, more is needed"}
+        except _RefusedError as exc:
+            return {"error": str(exc)[:500]}
+
+    def load(self, size: int, tokens: list[str]) -> Answer:
+        """Take a `tokenizer.json` of `size` bytes, which follow; the ids of some tokens."""
+        from tokenizers import Tokenizer
+
+        data = sys.stdin.buffer.read(size)
+        try:
+            self._loaded = Tokenizer.from_buffer(data)
+        except Exception as exc:  # the library raises bare Exception for every malformed file
+            raise _RefusedError(f"expected a tokenizer.json that can be read: {exc}") from exc
+        self._loaded.no_truncation()
+        self._loaded.no_padding()
+        added = self._loaded.get_added_tokens_decoder().values()
+        return {
+            "special": [token.content for token in added if token.special and token.content],
+            "ids": [self._loaded.token_to_id(token) for token in tokens],
+        }
+
+    def encode(self, text: str, rendered: bool, limit: int) -> Answer:
+        """Ids of a text and where each stands in it. Only in what a template rendered are special tokens
+        special; only in what it did not is the tokenizer's own beginning added."""
+        self._tokenizer.encode_special_tokens = not rendered
+        found = self._tokenizer.encode(text, add_special_tokens=not rendered)
+        if len(found) > limit:
+            raise _RefusedError(
+                f"expected at most {limit} tokens of {len(text)} characters, got {len(found)}"
+            )
+        places = found.offsets
+        return {
+            "ids": _packed(found.ids),
+            "starts": _packed([start for start, _ in places]),
+            "ends": _packed([end for _, end in places]),
+        }
+
+    def decode(self, ids: list[int], limit: int) -> Answer:
+        """The text of ids, without special tokens."""
+        return {"text": _bounded(self._tokenizer.decode(ids, skip_special_tokens=True), limit)}
+
+    def step(self, stream: int, ids: list[int], limit: int) -> Answer:
+        """What the next ids add to the text of a stream; none end it."""
+        from tokenizers.decoders import DecodeStream
+
+        if not ids:
+            self._streams.pop(stream, None)
+            return {"text": ""}
+        if stream not in self._streams and len(self._streams) >= MAX_STREAMS:
+            raise _RefusedError(f"expected at most {MAX_STREAMS} streams")
+        decoder = self._streams.setdefault(stream, DecodeStream(skip_special_tokens=True))
+        pieces = (decoder.step(self._tokenizer, number) or "" for number in ids)
+        return {"text": _bounded("".join(pieces), limit)}
+
+    def words(self) -> Answer:
+        """The tokens that begin a word, without their mark."""
+        tokens = self._tokenizer.get_vocab(with_added_tokens=False)
+        return {"words": [token[1:] for token in tokens if token[:1] in ("▁", "Ġ") and len(token) > 1]}
+
+    def render(
+        self,
+        template: str,
+        variables: dict[str, str],
+        messages: list[dict[str, str]],
+        prompt: bool,
+        prefixes: list[tuple[int, bool]],
+        limit: int,
+    ) -> Answer:
+        """The text of messages, with the start of an answer or without; and for the text of so many of them,
+        with it or without, how long it is where the whole text begins with it."""
+        from jinja2 import TemplateError
+        from jinja2.exceptions import SecurityError
+
+        if self._templates is None:
+            self._templates = _environment()
+        try:
+            if self._compiled is None or self._compiled[0] != template:
+                self._compiled = (template, self._templates.from_string(template))
+            generate = self._compiled[1].generate
+
+            def text_of(part: list[dict[str, str]], with_prompt: bool) -> str:
+                pieces, room = [], limit
+                for piece in generate(messages=part, add_generation_prompt=with_prompt, **variables):
+                    pieces.append(piece)
+                    room -= len(piece)
+                    if room < 0:
+                        raise _RefusedError(f"expected at most {limit} characters, got more")
+                return "".join(pieces)
+
+            whole = text_of(messages, prompt)
+            parts = (text_of(messages[:count], with_prompt) for count, with_prompt in prefixes)
+            lengths = [len(part) if whole.startswith(part) else None for part in parts]
+        except (TemplateError, SecurityError) as exc:
+            raise _RefusedError(f"{type(exc).__name__}: {exc}") from exc
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
+            raise _RefusedError(f"{type(exc).__name__} in the template") from exc
+        return {"text": whole, "prefixes": lengths}
+
+    @property
+    def _tokenizer(self) -> "Tokenizer":
+        if self._loaded is None:
+            raise _RefusedError("expected a tokenizer to be loaded")
+        return self._loaded
+
+
+def _environment() -> "ImmutableSandboxedEnvironment":
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """`{% generation %}...{% endgeneration %}` renders its body: so templates mark answers."""
+
+        tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            """The body alone."""
+            next(parser.stream)
+            return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    return environment
+
+
+def main() -> int:
+    """Answer requests from standard input until it ends."""
+    confine(memory_bytes=MEMORY_BYTES)
+    child = _Child()
+    while line := sys.stdin.buffer.readline():
+        sys.stdout.buffer.write(json.dumps(child.answer(json.loads(line))).encode() + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def _packed(numbers: list[int]) -> str:
+    return b64encode(array("I", numbers).tobytes()).decode()
+
+
+def _bounded(text: str, limit: int) -> str:
+    if len(text) > limit:
+        raise _RefusedError(f"expected a text of at most {limit} characters, got {len(text)}")
+    return text
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

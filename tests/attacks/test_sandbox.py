@@ -1,0 +1,164 @@
+"""Tokenizers and chat templates that want all memory or all time: ended by the limits of their child."""
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from permille.errors import PackageError
+from permille_agent.link.install import install
+from permille_agent.state.home import open_home
+from permille_agent.state.models import InstalledRelease, installed_release
+from permille_agent.text import sandbox
+from permille_agent.text.chat_template import ChatTemplate
+from permille_agent.text.documents import Conversation, Document, PlainText
+from permille_agent.text.preparation import tokenize
+from permille_agent.text.sandbox import Sandbox
+from permille_agent.text.tokens import TextTokenizer
+from tests.packages import tiny_package, tiny_tokenizer
+
+SLOW = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{{ messages[0]['content'] }}{{ messages[1]['content'] }}"
+)
+
+
+def hostile(change: Callable[[dict[str, Any]], None]) -> bytes:
+    document = json.loads(tiny_tokenizer().to_str())
+    change(document)
+    return json.dumps(document).encode()
+
+
+def doubling(document: dict[str, Any]) -> None:
+    """Each of 40 nested rules doubles the text."""
+    rule: dict[str, Any] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    document["normalizer"] = rule
+    for _ in range(40):
+        document["normalizer"] = {"type": "Sequence", "normalizers": [document["normalizer"], rule]}
+
+
+def growing_answers(document: dict[str, Any]) -> None:
+    """A token decodes to a gigabyte."""
+    rules = [{"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 50_000} for _ in range(2)]
+    document["decoder"] = {"type": "Sequence", "decoders": [document["decoder"], *rules]}
+
+
+def backtracking(document: dict[str, Any]) -> None:
+    """A pattern that tries 2^n ways to match n letters."""
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "^(a|a|aa|b?a?)*c$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, document["pre_tokenizer"]]}
+
+
+def vast_tokens(document: dict[str, Any]) -> None:
+    """Fifty added tokens of a million letters."""
+    known = document["added_tokens"][0]
+    for number in range(50):
+        token = {**known, "id": 1000 + number, "content": f"{number}" + "x" * 1_000_000, "normalized": True}
+        document["added_tokens"].append(token)
+
+
+def vast_vocabulary(document: dict[str, Any]) -> None:
+    """A million words."""
+    document["model"]["vocab"] |= {f"word{number}": 400 + number for number in range(1_000_000)}
+
+
+ATTACKS = [doubling, growing_answers, backtracking, vast_tokens, vast_vocabulary]
+
+
+def use(data: bytes) -> None:
+    tokenizer = TextTokenizer({"tokenizer.json": data}.get)
+    try:
+        tokenizer.decode(tokenizer.prompt("a" * 4000 + "eeee").tolist())
+    finally:
+        tokenizer.close()
+
+
+@pytest.mark.attack(8, "a tokenizer wants all memory or all time")
+@pytest.mark.parametrize("change", ATTACKS, ids=[change.__name__ for change in ATTACKS])
+def test_a_hostile_tokenizer_costs_neither_memory_nor_time(
+    change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = hostile(change)
+    monkeypatch.setattr(sandbox, "BUDGET_S", 20.0)
+    monkeypatch.setattr(sandbox, "CALL_S", 2.0)
+    used_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    child_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    began = time.monotonic()
+    try:
+        use(data)
+    except PackageError as exc:
+        assert exc.code in ("sandbox-limit", "tokenizer")
+    assert time.monotonic() - began < 60.0
+    limit_kib = max(child_kib, 1 << 20)  # the child's gigabyte
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= limit_kib
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used_kib < 256 << 10
+
+
+@pytest.mark.attack(8, "a package with a hostile tokenizer is installed over a working one")
+def test_a_package_with_a_hostile_tokenizer_is_refused(tmp_path: Path) -> None:
+    home = open_home(tmp_path)
+    good = tiny_package(home.blobs)
+    known = InstalledRelease(name="tiny", version=1, manifest_digest=good.digest)
+    install(home, known, size_bytes=good.size_bytes)
+    bad = tiny_package(home.blobs, files={"tokenizer.json": hostile(doubling)})
+    new = InstalledRelease(name="tiny", version=2, manifest_digest=bad.digest)
+    with pytest.raises(PackageError) as refused:
+        install(home, new, size_bytes=bad.size_bytes)
+    assert refused.value.code in ("sandbox-limit", "tokenizer", "package-trial")
+    assert installed_release(home) == known
+
+
+@pytest.mark.attack(8, "a template takes seconds for each of many conversations")
+def test_all_conversations_of_a_run_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "BUDGET_S", 6.0)
+    monkeypatch.setattr(sandbox, "CALL_S", 2.0)
+    files = {"tokenizer.json": tiny_tokenizer().to_str().encode(), "chat_template.jinja": SLOW.encode()}
+    tokenizer = TextTokenizer(files.get)
+    talk = Conversation((("user", "hello"), ("assistant", "you")))
+    documents = [Document(str(number), talk) for number in range(1000)]
+    began = time.monotonic()
+    with pytest.raises(PackageError, match="sandbox-limit"):
+        tokenize(documents, tokenizer, row_tokens=32)
+    with pytest.raises(PackageError, match="all texts together"):
+        for _ in range(100):
+            try:
+                tokenizer.tokenize(talk, tokenizer.chat_template(), row_tokens=32)
+            except PackageError as exc:
+                if "all texts together" in str(exc):
+                    raise
+    assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.attack(8, "a template repeats a text without end")
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 4000000000 }}",
+        "{% for a in range(9999) %}{{ 'x' * 10000 }}{% endfor %}",
+        "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+    ],
+    ids=["at_once", "in_pieces", "by_doubling"],
+)
+def test_a_template_that_grows_is_refused_and_the_tokenizer_works_on(template: str) -> None:
+    files = {"tokenizer.json": tiny_tokenizer().to_str().encode(), "chat_template.jinja": template.encode()}
+    tokenizer = TextTokenizer(files.get)
+    with pytest.raises(PackageError):
+        tokenizer.chat_template().render((("user", "hello"),))
+    found = tokenizer.tokenize(PlainText("the river"), tokenizer.chat_template(), row_tokens=32)
+    assert tokenizer.decode(found.ids_T.tolist()) == "the river"
+
+
+def test_a_conversation_of_twenty_thousand_messages_is_rendered_within_the_budget() -> None:
+    talk = [(("user", "assistant")[number % 2], f"message {number}") for number in range(20_000)]
+    text, spans = ChatTemplate(None, {"eos_token": "</s>"}, Sandbox()).render_with_targets(talk)
+    assert len(spans) == 10_000
+    assert text[slice(*spans[-1])] == " message 19999</s>\n"
