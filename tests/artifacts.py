@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from permille.package.manifest import Manifest
@@ -13,13 +14,16 @@ from permille.store import artifacts, inputs
 from permille.store.artifacts import MANIFEST, Blob, Made
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
-from permille.store.tables import Artifact
+from permille.store.tables import Artifact, Model
 
 PARTS = {"mask_id": f"mask_{EXAMPLE_ULID}", "quantization_id": f"quant_{EXAMPLE_ULID}"}
 
 
 def some_model(session: Session, tenant_id: str) -> str:
-    """The id of a new model of which nothing is known."""
+    """The id of a model of which nothing is known."""
+    known = session.scalar(select(Model.id).where(Model.tenant_id == tenant_id, Model.name == "tiny"))
+    if known is not None:
+        return known
     source = FolderModel(kind="folder", path="tiny")
     return inputs.add_model(session, tenant_id=tenant_id, name="tiny", source=source).id
 

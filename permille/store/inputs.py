@@ -57,7 +57,11 @@ def add_model(
     source: FolderModel | HubModel,
     facts: ModelFacts | None = None,
 ) -> Model:
-    """Register a model: a folder below the model root, or a hub repository at a commit."""
+    """Register a model: a folder below the model root, or a hub repository at a commit.
+
+    Raises ConflictError when the tenant has one of this name.
+    """
+    _check_name(session, Model, tenant_id, name)
     model = Model(
         id=new_id(Prefix.MODEL),
         tenant_id=tenant_id,
@@ -80,7 +84,11 @@ def add_corpus(
     source: FileCorpus | StreamedCorpus,
     size_bytes: int | None = None,
 ) -> Corpus:
-    """Register a corpus: a file below the corpus root, or a streamed data set."""
+    """Register a corpus: a file below the corpus root, or a streamed data set.
+
+    Raises ConflictError when the tenant has one of this name.
+    """
+    _check_name(session, Corpus, tenant_id, name)
     corpus = Corpus(
         id=new_id(Prefix.CORPUS),
         tenant_id=tenant_id,
@@ -92,6 +100,15 @@ def add_corpus(
     session.add(corpus)
     session.flush()
     return corpus
+
+
+def _check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: str, name: str) -> None:
+    """Commands know inputs by their names, so that two of one name could not be told apart."""
+    query = select(table.id).where(table.tenant_id == tenant_id, table.name == name)
+    if (found := session.scalar(query)) is not None:
+        raise ConflictError(
+            f"there is a {table.__name__.lower()} {name!r} already, {found}: take another name"
+        )
 
 
 def record_facts(session: Session, *, tenant_id: str, model_id: str, facts: ModelFacts) -> Model:

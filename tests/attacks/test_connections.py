@@ -166,7 +166,6 @@ def test_slow_bodies_hold_nothing_and_end(tmp_path: Path) -> None:
         assert all(is_problem(answer, 408, "request-timeout") for answer in answers)
 
 
-@pytest.mark.attack(5, "a client that asks for much and takes none of it, or breaks off, leaves nothing open")
 def test_connections_that_broke_off_are_forgotten(tmp_path: Path) -> None:
     few = {"PERMILLE_MAX_CONNECTIONS": "6", "PERMILLE_MAX_CONNECTIONS_PER_ADDRESS": "4"}
     with running_service(tmp_path, "--no-worker", **few) as running:

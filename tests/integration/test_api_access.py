@@ -21,6 +21,7 @@ PARAMETERS = {
     "corpus_id": f"corpus_{ULID}",
     "job_id": f"job_{ULID}",
     "build_id": f"job_{ULID}",
+    "pooling_id": f"job_{ULID}",
     "mask_id": f"mask_{ULID}",
     "quantization_id": f"quant_{ULID}",
     "device_id": f"dev_{ULID}",
@@ -43,6 +44,7 @@ BODIES: dict[str, Any] = {
     "create_quantization": {"model_id": f"model_{ULID}"},
     "create_build": {"model_id": f"model_{ULID}", "mask": {"method": "random"}},
     "create_package": {"mask_id": f"mask_{ULID}", "quantization_id": f"quant_{ULID}"},
+    "create_pooling": {"package_digest": DIGEST, "corpus_id": f"corpus_{ULID}"},
     "create_release": {"name": "tiny", "package_digest": DIGEST},
     "yank_release": {},
     "put_alias": {"version": 1},
@@ -230,7 +232,7 @@ def test_private_keys_are_readable_by_their_owner_alone(api: Api) -> None:
     keys = api.service.settings.keys_dir
     assert keys.stat().st_mode & 0o777 == 0o700
     files = sorted(keys.iterdir())
-    assert [file.name for file in files] == ["answers.key"]
+    assert [file.name for file in files] == ["answers.key", "release-signing.key"]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 

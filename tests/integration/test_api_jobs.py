@@ -46,6 +46,13 @@ def add_mask(api: Api, **options: Any) -> dict[str, Any]:
     return job
 
 
+def test_more_sequences_than_a_corpus_can_hold_are_refused(stocked: Api) -> None:
+    names = {"model_id": add_model(stocked), "corpus_id": add_corpus(stocked)}
+    answer = stocked.post("/v1/masks", {"method": "fisher", **names, "sequences": 10_000, "length": 512})
+    assert answer.status_code == 409
+    assert "expected a corpus that holds 5120000 tokens" in answer.json()["detail"]
+
+
 def test_job_is_accepted_with_its_place_and_payload(stocked: Api) -> None:
     model_id, corpus_id = add_model(stocked), add_corpus(stocked)
     body = {"method": "fisher", "model_id": model_id, "corpus_id": corpus_id, "sequences": 8, "length": 32}

@@ -1,12 +1,14 @@
 """Registering models and corpora: only what is below its root, of a known family, and nothing that could
 run."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from permille.schemas.access import Role
 from permille.schemas.jobs import JobKind
 from permille.store.artifacts import Made
 from tests.api_service import Api, running_api
@@ -106,8 +108,9 @@ def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> 
     with running_api(tmp_path, corpus_root=tmp_path / "corpora") as api:
 
         def add(source: dict[str, str]) -> Any:
-            return api.post("/v1/corpora", {"name": "c", "source": source})
+            return api.post("/v1/corpora", {"name": f"c{next(numbers)}", "source": source})
 
+        numbers = itertools.count()
         made = add({"kind": "file", "path": "texts.jsonl"})
         assert made.status_code == 201
         assert made.json()["size_bytes"] == (tmp_path / "corpora" / "texts.jsonl").stat().st_size
@@ -117,6 +120,46 @@ def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> 
         assert add({"kind": "file", "path": "../secret.txt"}).status_code == 422
         assert add({"kind": "streamed", "dataset": "c4"}).status_code == 201
         assert add({"kind": "streamed", "dataset": "https://evil.example"}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b"Once upon a time\nthere was plain text.\n", "plain text is named .txt"),
+        ("b.jsonl", b'{"body": "x"}\n', "no-text-field"),
+        ("c.jsonl", b"Plain text in one line.", "not-json"),
+        ("d.jsonl.gz", b'{"text": "not packed"}\n', "whole gzip file"),
+        ("e.txt", b"\xff\xfe\x00\x01\n", "not-utf8"),
+        ("f.txt", b" \n\n", "expected text"),
+        ("g.jsonl", b"", "expected text"),
+    ],
+)
+def test_corpus_that_is_not_what_its_name_says_is_refused(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / "corpora").mkdir()
+    (tmp_path / "corpora" / name).write_bytes(content)
+    with running_api(tmp_path, corpus_root=tmp_path / "corpora") as api:
+        answer = api.post("/v1/corpora", {"name": "c", "source": {"kind": "file", "path": name}})
+        assert answer.status_code == 409
+        assert says in answer.json()["detail"]
+
+
+def test_a_second_input_of_a_name_is_refused_and_another_tenants_is_not(api: Api) -> None:
+    other = api.operator(Role.OPERATOR, tenant="other")
+    for path, source in (
+        ("/v1/corpora", {"kind": "streamed", "dataset": "c4"}),
+        ("/v1/models", {"kind": "hub", "repository": "owner/name", "commit": "0" * 40}),
+    ):
+        body = {"name": "same", "source": source}
+        first = api.post(path, body)
+        assert first.status_code == 201
+        again = api.post(path, body)
+        assert again.status_code == 409
+        assert first.json()["id"] in again.json()["detail"]
+        assert api.post(path, body, other).status_code == 201
+        assert api.delete(f"{path}/{first.json()['id']}").status_code == 204
+        assert api.post(path, body).status_code == 201
 
 
 @pytest.mark.parametrize("field", ["evaluation_corpus_id", "calibration_corpus_id"])

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.corpora.files import ReadReport
 from permille.corpora.sequences import token_sequences
-from permille.corpora.sources import FileCorpus, ReadReport, read_texts
+from permille.corpora.sources import FileCorpus, read_texts
 from permille.errors import InputError
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask, MaskMethod

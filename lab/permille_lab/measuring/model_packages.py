@@ -58,8 +58,9 @@ def model_package(
 
 def _written(blobs: BlobFolder, sources: Sources, model: str, density: float, scheme: Scheme) -> str:
     # Here, so that who finds the package made needs no torch: its memory is measured.
+    from permille.corpora.files import ReadReport
     from permille.corpora.sequences import token_sequences
-    from permille.corpora.sources import FileCorpus, ReadReport, read_texts
+    from permille.corpora.sources import FileCorpus, read_texts
     from permille.models.checkpoint import Checkpoint
     from permille.models.loading import FileTokenizer, load_model
     from permille.package.build import ChosenMask, pack_model

@@ -39,7 +39,7 @@ _RUNS = (
 
 @command(releases, "publish", form=form_of(ReleaseCreate, "name"))
 def publish_release(session: Session, body: dict[str, Any], key: Key = None) -> None:
-    """Publish a package: list it for devices.
+    """Sign and publish a package.
 
     Example:
 
@@ -181,7 +181,7 @@ def _entries(session: Session) -> Iterator[AuditEntry]:
 add_list(invitations, "invitations", ("id", "release", "alias", "state", "used_by", "expires_at"))
 add_action(invitations, "invitations", "revoke", "Make an invitation useless.")
 
-add_list(devices, "devices", ("id", "name", "state", "release", "alias", "agent_version", "last_seen_at"))
+add_list(devices, "devices", ("id", "name", "state", "release", "alias", "last_seen_at"))
 add_show(devices, "devices")
 add_action(devices, "devices", "revoke", "Shut a device out for good, with effect on its next request.")
 

@@ -3,6 +3,7 @@
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
+from permille.corpora.files import check_head
 from permille.errors import InputError
 from permille.models.sources import resolve_inside
 from permille.schemas.corpora import Corpus, CorpusCreate, FileCorpus
@@ -14,8 +15,6 @@ from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import CorpusId, Paging, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-
-SUFFIXES = (".jsonl", ".jsonl.gz", ".txt")
 
 router = APIRouter(
     prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
@@ -85,6 +84,8 @@ def _size_of(creating: Creation, relative: str) -> int:
         path = resolve_inside(roots.corpora, relative, what="file")
     except InputError as exc:
         raise ApiError(ProblemType.NOT_FOUND, str(exc)) from exc
-    if not path.name.endswith(SUFFIXES):
-        raise ApiError(ProblemType.CONFLICT, f"expected a file named {', '.join(SUFFIXES)}, got {relative!r}")
+    try:
+        check_head(path)
+    except InputError as exc:
+        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
     return path.stat().st_size

@@ -109,7 +109,7 @@ class _Planner:
     def _mask(self, mask: FisherMask | WeightMask, model_id: str) -> Needs:
         sizes = self._sizes(model_id, mask.scope)
         if isinstance(mask, FisherMask):
-            self._check_corpus(mask.corpus_id)
+            self._check_corpus(mask.corpus_id, mask.sequences * mask.length)
         if sizes is None:
             return NOTHING
         machine = self._machine
@@ -119,7 +119,9 @@ class _Planner:
         sizes = self._sizes(request.model_id)
         self._check_corpus(request.evaluation_corpus_id)
         if isinstance(request.options, AutoRound):
-            self._check_corpus(request.options.calibration_corpus_id)
+            options = request.options
+            tokens = options.calibration_sequences * options.calibration_length
+            self._check_corpus(options.calibration_corpus_id, tokens)
         if sizes is None:
             return NOTHING
         evaluated = request.evaluation_corpus_id is not None
@@ -179,6 +181,18 @@ class _Planner:
         except InputError as exc:
             raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
 
-    def _check_corpus(self, corpus_id: str | None) -> None:
-        if corpus_id is not None:
-            rows.get(self._session, Corpus, tenant_id=self._tenant_id, row_id=corpus_id)
+    def _check_corpus(self, corpus_id: str | None, tokens: int = 0) -> None:
+        """Refuse a corpus that cannot hold so many tokens, each of which takes a byte at least.
+
+        How many it has is known when it was read.
+        """
+        if corpus_id is None:
+            return
+        corpus = rows.get(self._session, Corpus, tenant_id=self._tenant_id, row_id=corpus_id)
+        packed = str(corpus.source.get("path", "")).endswith(".gz")
+        if corpus.size_bytes is not None and not packed and tokens > corpus.size_bytes:
+            raise ApiError(
+                ProblemType.CONFLICT,
+                f"expected a corpus that holds {tokens} tokens (sequences times length), got {corpus.name!r} "
+                f"of {corpus.size_bytes} bytes: ask for fewer or shorter sequences",
+            )

@@ -8,15 +8,9 @@ from typing import Any
 import datasets
 import pytest
 
-from permille.corpora import sources
-from permille.corpora.sources import (
-    BadRow,
-    FileCorpus,
-    ReadReport,
-    StreamedCorpus,
-    StreamedDataset,
-    read_texts,
-)
+from permille.corpora import files
+from permille.corpora.files import BadRow, ReadReport
+from permille.corpora.sources import FileCorpus, StreamedCorpus, StreamedDataset, read_texts
 from permille.errors import InputError, RetryableError
 
 
@@ -92,7 +86,7 @@ def test_a_file_that_ends_in_the_middle_of_a_row_is_refused(tmp_path: Path, kept
 def test_a_row_above_the_limit_is_counted_and_never_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "LARGEST_ROW", 64)
+    monkeypatch.setattr(files, "LARGEST_ROW", 64)
     content = rows("short") + rows("x" * 1000) + rows("again") + rows("y" * 50) + rows("z" * 500)
     texts, report = read(tmp_path, "a.jsonl", content + rows(*["good"] * 15))
     assert texts == ["short", "again", "y" * 50, *["good"] * 15]
@@ -105,19 +99,19 @@ def test_plain_text_is_cut_at_blank_lines_and_loses_no_character(tmp_path: Path)
     texts, report = read(tmp_path, "a.txt", content.encode())
     assert "".join(texts) == content
     assert len(texts) > 3
-    assert all(len(text) >= sources.TEXT_CHARACTERS and text.endswith("\n\n") for text in texts[:-1])
+    assert all(len(text) >= files.TEXT_CHARACTERS and text.endswith("\n\n") for text in texts[:-1])
     assert (report.rows, report.bad.total()) == (len(texts), 0)
 
 
 def test_plain_text_counts_lines_that_are_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "TEXT_CHARACTERS", 4)
+    monkeypatch.setattr(files, "TEXT_CHARACTERS", 4)
     texts, report = read(tmp_path, "a.txt", b"good\n\xff\xfe\nstill good\n\n" + b"good\n\n" * 9)
     assert texts == ["good\nstill good\n\n", *["good\n\n"] * 9]
     assert report.bad == {BadRow.NOT_UTF8: 1}
 
 
 def test_a_huge_paragraph_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "LARGEST_ROW", 100)
+    monkeypatch.setattr(files, "LARGEST_ROW", 100)
     texts, _ = read(tmp_path, "a.txt", b"word word\n" * 50)
     assert "".join(texts) == "word word\n" * 50
     assert max(map(len, texts)) <= 110
@@ -143,7 +137,7 @@ def test_files_outside_the_root_are_refused(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "root" / "link.txt").symlink_to(tmp_path / "secret.txt")
     for path in ("../secret.txt", "link.txt", str(tmp_path / "secret.txt")):
-        with pytest.raises(InputError, match="expected a path"):
+        with pytest.raises(InputError, match="expected a file at"):
             read_texts(FileCorpus(path=path), tmp_path / "root", ReadReport())
 
 

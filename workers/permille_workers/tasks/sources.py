@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 import permille
 from permille.corpora import sources
+from permille.corpora.files import ReadReport
 from permille.corpora.sequences import Tokenizer, token_sequences
 from permille.digests import JSON, digest_of_file
 from permille.errors import InputError
@@ -75,7 +76,7 @@ class SourceCorpus:
             InputError: too little text, too many rows that cannot be used, or a file that is cut.
             RetryableError: a data set that cannot be reached.
         """
-        report = sources.ReadReport()
+        report = ReadReport()
         texts = sources.read_texts(self.ref, self.root, report)
         asked = (sampling.number, sampling.length, sampling.seed)
         return Sequences(
