@@ -1,10 +1,9 @@
-"""Releases: signed pointers from a name and a growing version to a package, and aliases of them."""
+"""Releases: a name and a growing version for a package, and aliases of them."""
 
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import Field
 
-from permille.schemas.devices import Signature
 from permille.schemas.fields import (
     MAX_INTEGER,
     TEXT_PATTERN,
@@ -16,33 +15,23 @@ from permille.schemas.fields import (
     WholeNumber,
 )
 
-RELEASE_CONTEXT: Final = b"permille-release-1\0"
-
 Version = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1]), WholeNumber]
 
 
 class ReleaseCreate(Closed):
-    """Publish a package under a name. The version is the next one unless named; versions only grow."""
+    """Publish a package under a name, as its next version."""
 
     name: Name = Field(description="of the release")
     package_digest: Digest = Field(description="the package to publish")
-    version: Version | None = Field(default=None, description="larger than all before; else the next one")
-    expires_in_days: Annotated[
-        int, Field(strict=True, ge=1, le=3650, description="after which devices refuse it"), WholeNumber
-    ] = 365
     alias: Name | None = Field(default=None, description="alias to point at this version, e.g. `stable`")
 
 
 class Release(Closed):
-    """One published version. `signature` is over the canonical JSON of
-    {name, version, manifest_digest, expires_at}, prefixed with `permille-release-1` and NUL."""
+    """One published version. Devices believe none of it: they hold it against the signed trust metadata."""
 
     name: Name
     version: Version
     manifest_digest: Digest
-    expires_at: Annotated[int, Field(ge=0, le=MAX_INTEGER, description="unix seconds", examples=[1893456000])]
-    key_id: str
-    signature: Signature
     size_bytes: Count = Field(description="bytes of the manifest and all layers")
     yanked: bool
 

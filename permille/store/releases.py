@@ -1,58 +1,41 @@
-"""Releases (signed, named, numbered), their aliases, and the public keys that sign them."""
+"""Releases (named, numbered) and their aliases, as rows; what devices may believe of them is `trust`."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from permille.errors import InputError
+from permille.schemas.jobs import JobKind
+from permille.store import artifacts
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.rows import FIRST, Page, Window, fetch_page
-from permille.store.tables import Alias, Artifact, Release, SigningKey
+from permille.store.tables import Alias, Artifact, Release
+from permille.trust.metadata import Listed
+
+Listing = Mapping[tuple[str, int], Listed]
+MAX_NEW_VERSIONS: Final = 1000
+"""A version is at most so far above the newest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """Who signed, and the base64url signature."""
-
-    key_id: str
-    signature: str
-
-
-SignVersion = Callable[[int], Signature]
-
-
-def publish(
-    session: Session,
-    *,
-    name: str,
-    package: Artifact,
-    expires_at: datetime,
-    sign: SignVersion,
-    version: int | None = None,
-) -> Release:
-    """Publish a package under the next version of `name` (or the one given, which must be higher than all).
-
-    Args:
-        expires_at: in whole seconds: it is signed so.
-        sign: called with the version, inside the transaction.
+def publish(session: Session, *, name: str, package: Artifact, version: int | None = None) -> Release:
+    """Publish a package under the next version of `name`, or the one given, which must be higher than all.
 
     Raises:
         ConflictError: the version does not grow.
-        ValueError: expires_at has a fraction of a second.
+        InputError: it is far above the newest: no jump uses a name up.
     """
-    if expires_at.microsecond:
-        raise ValueError(f"expected expires_at in whole seconds, got {expires_at.isoformat()}")
     tenant_id = package.tenant_id
     newest = latest_version(session, tenant_id=tenant_id, name=name)
     if version is None:
         version = newest + 1
     if version <= newest:
         raise ConflictError(f"expected a version of {name!r} above {newest}, got {version}")
-    signature = sign(version)
+    if version > newest + MAX_NEW_VERSIONS:
+        raise InputError(f"expected a version of {name!r} near {newest}, got {version}")
     release = Release(
         id=new_id(Prefix.RELEASE),
         tenant_id=tenant_id,
@@ -60,14 +43,30 @@ def publish(
         version=version,
         package_id=package.id,
         package_digest=package.digest,
-        expires_at=expires_at,
-        key_id=signature.key_id,
-        signature=signature.signature,
         created_at=now(session),
     )
     session.add(release)
     session.flush()
     return release
+
+
+def follow(session: Session, *, tenant_id: str, before: Listing, after: Listing) -> None:
+    """Let rows follow a list that was signed elsewhere: publish what is new, withdraw what is gone.
+
+    Raises:
+        NotFoundError: a listed package does not exist.
+        ConflictError, InputError: as `publish`.
+    """
+    for name, version in sorted(before.keys() - after.keys()):
+        yank(session, tenant_id=tenant_id, name=name, version=version, reason="no longer listed")
+    for name, version in sorted(after.keys() - before.keys()):
+        digest = after[name, version].digest
+        package = artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
+        publish(session, name=name, package=package, version=version)
+    for (name, version), listed in sorted(after.items()):
+        known = before.get((name, version))
+        for alias in sorted(listed.aliases - (known.aliases if known else frozenset())):
+            set_alias(session, tenant_id=tenant_id, name=name, alias=alias, version=version)
 
 
 def latest_version(session: Session, *, tenant_id: str, name: str) -> int:
@@ -147,19 +146,3 @@ def resolve_alias(session: Session, *, tenant_id: str, name: str, alias: str) ->
     if row is None:
         raise NotFoundError(f"no alias {alias!r} of release {name!r}")
     return get(session, tenant_id=tenant_id, name=name, version=row.version)
-
-
-def register_signing_key(session: Session, *, tenant_id: str, key_id: str, public_key: str) -> SigningKey:
-    """Add a key that devices pin at enrolment; idempotent."""
-    key = session.get(SigningKey, (tenant_id, key_id))
-    if key is None:
-        key = SigningKey(tenant_id=tenant_id, key_id=key_id, public_key=public_key, created_at=now(session))
-        session.add(key)
-        session.flush()
-    return key
-
-
-def list_signing_keys(session: Session, *, tenant_id: str) -> Sequence[SigningKey]:
-    """The keys that devices should trust, the oldest first."""
-    query = select(SigningKey).where(SigningKey.tenant_id == tenant_id)
-    return session.scalars(query.order_by(SigningKey.created_at, SigningKey.key_id)).all()

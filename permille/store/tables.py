@@ -119,18 +119,6 @@ class TrustMetadata(Base):
     __table_args__ = (UniqueConstraint("tenant_id", "role", "version"),)
 
 
-class SigningKey(_Owned, Base):
-    """The public half of a release key: devices pin these at enrolment. The private half is never in the
-    database.
-    """
-
-    __tablename__ = "signing_keys"
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
-    key_id: Mapped[str] = mapped_column(primary_key=True)
-    public_key: Mapped[str]  # base64url of 32 raw bytes
-    __table_args__ = (UniqueConstraint("tenant_id", "public_key"),)
-
-
 class Model(Named):
     """A registered base model: a hub id pinned to a commit, or a folder under the model root."""
 
@@ -254,7 +242,7 @@ class ArtifactSource(Base):
 
 
 class Release(Named):
-    """A signed, named version of a package. Versions of a name only grow."""
+    """A named version of a package. Versions of a name only grow."""
 
     __tablename__ = "releases"
     noun = "release"
@@ -262,9 +250,6 @@ class Release(Named):
     version: Mapped[int] = mapped_column(BigInteger)
     package_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), index=True)
     package_digest: Mapped[str]
-    expires_at: Mapped[datetime]  # whole seconds: they are signed
-    key_id: Mapped[str]
-    signature: Mapped[str]  # base64url
     yanked_at: Mapped[datetime | None]
     yanked_reason: Mapped[str | None] = mapped_column(Text)
     __table_args__ = (UniqueConstraint("tenant_id", "name", "version"),)

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from securesystemslib.signer import CryptoSigner, Key
 from tuf.api.exceptions import RepositoryError, UnsignedMetadataError
-from tuf.api.metadata import Metadata, Root, Snapshot, Targets, Timestamp
+from tuf.api.metadata import Metadata, Root, Snapshot, TargetFile, Targets, Timestamp
 
 from permille.errors import InputError
-from permille.trust.roles import ROOT_DIGEST_DIGITS, aliases_of, life_of, parse_target_path
+from permille.trust.roles import ROOT_DIGEST_DIGITS, aliases_of, life_of, parse_target_path, target_path
 
 KEY_TYPE = "ed25519"
 
@@ -123,6 +123,22 @@ def hand_over(delegator: Delegator, role: str, holders: Holders) -> None:
     for key in holders.keys:
         delegator.add_key(key, role)
     rule.threshold = holders.threshold
+
+
+def list_version(
+    targets: Targets, version: tuple[str, int], manifest: bytes | None, aliases: Iterable[str]
+) -> None:
+    """List a version by name and number; None for the manifest of one that is listed already.
+
+    Devices take it under these aliases, which other versions of the name lose.
+    """
+    path = target_path(*version)
+    if manifest is not None:
+        target = TargetFile.from_data(path, manifest, ["sha256"])
+        target.unrecognized_fields["custom"] = {"aliases": []}
+        targets.targets[path] = target
+    for alias in aliases:
+        name_alias(targets, version[0], alias, path)
 
 
 def name_alias(targets: Targets, name: str, alias: str, path: str | None) -> None:

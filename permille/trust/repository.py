@@ -46,6 +46,7 @@ from permille.trust.metadata import (
     hand_over,
     is_due,
     lacking_signatures,
+    list_version,
     name_alias,
     new_signer,
     parse,
@@ -188,16 +189,8 @@ class Repository:
         Raises:
             KeyElsewhereError: the team's key is not here.
         """
-        path = target_path(name, version)
-        target = TargetFile.from_data(path, manifest, ["sha256"])
-        target.unrecognized_fields["custom"] = {"aliases": []}
-
-        def add(targets: Targets) -> None:
-            targets.targets[path] = target
-            for alias in aliases:
-                name_alias(targets, name, alias, path)
-
-        self._edit(self._role_of(path), add)
+        role = self._role_of(target_path(name, version))
+        self._edit(role, lambda targets: list_version(targets, (name, version), manifest, aliases))
 
     def withdraw(self, name: str, version: int) -> None:
         """List a version no longer: no device installs it. Idempotent. Raises KeyElsewhereError."""

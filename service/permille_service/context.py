@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from anyio import CapacityLimiter
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fastapi import Depends, Request
 
 from permille.package.blobs import BlobFolder
@@ -31,7 +30,6 @@ class Service:
     settings: Settings
     database: Database
     blobs: BlobFolder
-    signing_key: Ed25519PrivateKey
     seal: keys.Seal
     sign_ins: RateLimit
     streams: Slots
@@ -41,7 +39,7 @@ class Service:
 
     @classmethod
     def open(cls, settings: Settings) -> "Service":
-        """Make the folders, bring the database up to date, read or make the signing key."""
+        """Make the folders, bring the database up to date, read or make the sealing key."""
         settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (settings.blob_root, settings.model_root, settings.corpus_root):
             folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +50,6 @@ class Service:
             settings=settings,
             database=Database(url),
             blobs=BlobFolder(settings.blob_root),
-            signing_key=keys.signing_key(settings.keys_dir),
             seal=keys.Seal(settings.keys_dir),
             sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
             streams=Slots(settings.max_streams, of_one=settings.max_streams_per_token),

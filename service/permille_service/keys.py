@@ -16,14 +16,6 @@ KEY_BYTES = 32
 NONCE_BYTES = 12
 
 
-def signing_key(folder: Path) -> Ed25519PrivateKey:
-    """The Ed25519 key that signs releases. Raises OperatorError when its file is not as it was made."""
-    raw = _load_or_make(
-        folder / "release-signing.key", lambda: Ed25519PrivateKey.generate().private_bytes_raw()
-    )
-    return Ed25519PrivateKey.from_private_bytes(raw)
-
-
 class TrustKeys:
     """The private keys of tenants' TUF roles: a folder a tenant, a file a key, named by its id."""
 

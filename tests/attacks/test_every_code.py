@@ -7,7 +7,7 @@ from pathlib import Path
 
 import permille
 from permille_agent.link import enrolment, pull, trust
-from tests.attacks import test_logs, test_packages, test_releases, test_rounds, test_states, test_trust_device
+from tests.attacks import test_logs, test_packages, test_rounds, test_states, test_trust_device
 
 LIBRARY = Path(permille.__file__).parent
 TRUST = [Path(str(module.__file__)) for module in (enrolment, pull, trust)]
@@ -36,7 +36,6 @@ def attacked_codes() -> set[str]:
     registered = [
         *test_packages.ATTACKS,
         *test_packages.PLAN_ATTACKS,
-        *test_releases.ATTACKS,
         *test_logs.ATTACKS,
         *test_logs.JOURNAL_ATTACKS,
         *test_states.ATTACKS,
@@ -56,4 +55,4 @@ def test_every_documented_code_has_an_attack() -> None:
 
 
 def test_there_are_codes_at_all() -> None:
-    assert {"mask-range", "release-rollback", "log-corrupt", "journal-corrupt"} <= documented_codes()
+    assert {"mask-range", "log-corrupt", "journal-corrupt"} <= documented_codes()

@@ -232,7 +232,7 @@ def test_private_keys_are_readable_by_their_owner_alone(api: Api) -> None:
     keys = api.service.settings.keys_dir
     assert keys.stat().st_mode & 0o777 == 0o700
     files = sorted(keys.iterdir())
-    assert [file.name for file in files] == ["answers.key", "release-signing.key"]
+    assert [file.name for file in files] == ["answers.key"]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 

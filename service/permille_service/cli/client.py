@@ -81,6 +81,11 @@ class Client:
         """The JSON of a PUT. Raises CommandError."""
         return _json(self._send("PUT", path, json=body))
 
+    def put_bytes(self, path: str, data: bytes) -> Any:
+        """The JSON of a PUT of JSON that must arrive byte for byte. Raises CommandError."""
+        headers = {"Content-Type": "application/json"}
+        return _json(self._send("PUT", path, content=data, headers=headers))
+
     def delete(self, path: str) -> None:
         """A DELETE. Raises CommandError."""
         self._send("DELETE", path)

@@ -39,7 +39,7 @@ _RUNS = (
 
 @command(releases, "publish", form=form_of(ReleaseCreate, "name"))
 def publish_release(session: Session, body: dict[str, Any], key: Key = None) -> None:
-    """Sign and publish a package.
+    """Publish a package: list it for devices.
 
     Example:
 

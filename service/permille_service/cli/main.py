@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from permille import __version__
+from permille.errors import InputError
 from permille_service.cli import fleet, inputs
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
@@ -19,6 +20,7 @@ from permille_service.cli.jobs import jobs
 from permille_service.cli.output import make_output, print_json
 from permille_service.cli.session import Place
 from permille_service.cli.tables import figures_of, table_of
+from permille_service.cli.trust import trust
 from permille_service.cli.work import FIGURES, add_work
 from permille_service.settings import DEFAULT_PORT
 
@@ -160,6 +162,7 @@ app.add_typer(inputs.corpora, name="corpora")
 add_work(app)
 app.add_typer(jobs, name="jobs")
 app.add_typer(fleet.releases, name="releases")
+app.add_typer(trust, name="trust")
 app.add_typer(fleet.invitations, name="invitations")
 app.add_typer(fleet.devices, name="devices")
 app.add_typer(fleet.runs, name="runs")
@@ -175,6 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         app(args=arguments, prog_name="permille")
+    except InputError as exc:  # of commands that work on files alone
+        _show_error(CommandError(str(exc), Exit.REFUSED), as_json="--json" in arguments)
+        return int(Exit.REFUSED)
     except CommandError as exc:
         _show_error(exc, as_json="--json" in arguments)
         return int(exc.code)

@@ -1,17 +1,14 @@
 """Routes of releases: operators publish, yank and alias; devices ask what their alias means."""
 
-from datetime import UTC, datetime, timedelta
-
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
-from permille.package import signing
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas.fields import Name, Page
 from permille.schemas.jobs import JobKind
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import Alias, AliasPut, Release, ReleaseCreate, ReleaseRecord, ReleaseYank
-from permille.store import artifacts, database, releases, tables
+from permille.store import artifacts, releases, tables
 from permille.trust.repository import Repository
 from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer
 from permille_service.context import Served, Service
@@ -27,7 +24,7 @@ router = APIRouter(
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_release(body: ReleaseCreate, creating: Creating) -> ReleaseRecord:
-    """Publish a package: sign it as the next version of a name, and point an alias at it if one is named."""
+    """Publish a package as the next version of a name, and point an alias at it if one is named."""
     service, tenant_id = creating.service, creating.operator.tenant_id
     record = creating.once(ReleaseRecord, body, lambda session: _publish(service, session, tenant_id, body))
     creating.response.headers["Location"] = f"/v1/releases/{record.name}/versions/{record.version}"
@@ -124,9 +121,6 @@ def present(session: Session, row: tables.Release) -> Release:
         name=row.name,
         version=row.version,
         manifest_digest=row.package_digest,
-        expires_at=int(row.expires_at.timestamp()),
-        key_id=row.key_id,
-        signature=row.signature,
         size_bytes=package.size_bytes,
         yanked=row.yanked_at is not None,
     )
@@ -149,26 +143,7 @@ def _package(session: Session, tenant_id: str, digest: str) -> tables.Artifact:
 
 def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCreate) -> ReleaseRecord:
     package = _package(session, tenant_id, body.package_digest)
-    expires_s = int(database.now(session).timestamp()) + int(
-        timedelta(days=body.expires_in_days).total_seconds()
-    )
-    register_key(service, session, tenant_id)
-
-    def sign(version: int) -> releases.Signature:
-        release = signing.Release(
-            name=body.name, version=version, manifest_digest=package.digest, expires_at=expires_s
-        )
-        signed = signing.sign_release(service.signing_key, release)
-        return releases.Signature(key_id=signed.key_id, signature=signing.encode_base64url(signed.signature))
-
-    row = releases.publish(
-        session,
-        name=body.name,
-        package=package,
-        expires_at=datetime.fromtimestamp(expires_s, UTC),
-        sign=sign,
-        version=body.version,
-    )
+    row = releases.publish(session, name=body.name, package=package)
     if body.alias is not None:
         releases.set_alias(
             session, tenant_id=tenant_id, name=body.name, alias=body.alias, version=row.version
@@ -177,14 +152,3 @@ def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCr
     with repositories.changing(service, session, tenant_id) as repository:
         repository.publish(body.name, row.version, manifest, aliases=[body.alias] if body.alias else [])
     return present_record(session, row)
-
-
-def register_key(service: Service, session: Session, tenant_id: str) -> None:
-    """Store the public half of the signing key for a tenant, so that its devices pin it."""
-    public_key = signing.public_bytes(service.signing_key)
-    releases.register_signing_key(
-        session,
-        tenant_id=tenant_id,
-        key_id=signing.key_id_of(public_key),
-        public_key=signing.encode_base64url(public_key),
-    )

@@ -8,15 +8,19 @@ import base64
 from typing import Annotated, Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Depends, Path, Request, Response
 from securesystemslib.signer import Key, SSlibKey
+from sqlalchemy.orm import Session
 
+from permille.digests import digest_of
 from permille.errors import InputError
 from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.schemas.fields import Closed, Digest
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
 from permille.schemas.trust import (
     FILE_PATTERN,
+    ROLE_PATTERN,
     TARGET_PATTERN,
     RoleKeys,
     Trust,
@@ -46,6 +50,7 @@ TargetPath = Annotated[
     str,
     Path(alias="path", pattern=TARGET_PATTERN, examples=["releases/tiny-llama/" + "0" * 64 + ".1.json"]),
 ]
+Role = Annotated[str, Path(alias="role", pattern=ROLE_PATTERN, examples=["targets"])]
 
 
 @router.get("")
@@ -89,11 +94,46 @@ def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Re
     return Response(data, media_type=MANIFEST_MEDIA_TYPE, headers={"Cache-Control": CACHE_CONTROL})
 
 
+class _Accepted(Closed):
+    """What the audit log holds of metadata that was sent."""
+
+    digest: Digest
+
+
+async def _body(request: Request) -> bytes:
+    return await request.body()
+
+
+@router.put(
+    "/metadata/{role}",
+    responses=documented(ProblemType.CONFLICT, ProblemType.NOT_FOUND),
+    openapi_extra={
+        "requestBody": {"required": True, "content": {JSON: {"schema": {"type": "object"}}}},
+    },
+)
+def put_trust_metadata(
+    role: Role, service: Served, operator: Admin, data: Annotated[bytes, Depends(_body)]
+) -> Trust:
+    """Take a role's next metadata, signed elsewhere by enough of its keys.
+
+    What `releases` lists anew is published, what it lists no longer is withdrawn. Keys of the service that no
+    role names afterwards are deleted.
+    """
+
+    def accept(session: Session, repository: Repository) -> Trust:
+        before = repository.listed()
+        repository.accept(role, data)
+        releases.follow(session, tenant_id=operator.tenant_id, before=before, after=repository.listed())
+        return present(repository)
+
+    return repositories.change_by(service, operator, accept, _Accepted(digest=digest_of(data)))
+
+
 @router.post("/rotations", responses=documented(ProblemType.CONFLICT))
 def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> TrustChange:
     """Give roles to new keys; devices follow by themselves. What the service cannot sign comes as drafts."""
 
-    def rotate(_: object, repository: Repository) -> TrustChange:
+    def rotate(_: Session, repository: Repository) -> TrustChange:
         holders = {role.role: _holders(service, operator.tenant_id, repository, role) for role in body.roles}
         if len(holders) != len(body.roles):
             raise InputError("expected each role once")

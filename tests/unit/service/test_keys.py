@@ -1,33 +1,46 @@
 """Private keys: made once, private, refused when they are not."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cryptography.exceptions import InvalidTag
 
 from permille.errors import OperatorError
-from permille_service.keys import Seal, signing_key
+from permille_service.keys import Seal, TrustKeys
 
 
-def test_key_is_made_once_and_kept(tmp_path: Path) -> None:
-    first = signing_key(tmp_path / "keys").private_bytes_raw()
-    assert signing_key(tmp_path / "keys").private_bytes_raw() == first
-    assert signing_key(tmp_path / "other").private_bytes_raw() != first
-    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["release-signing.key"]
+def test_keys_are_kept_by_tenant_and_only_dropped_ones_go(tmp_path: Path) -> None:
+    keys = TrustKeys(tmp_path)
+    one, two = keys.make("tenant_a"), keys.make("tenant_a")
+    other = keys.make("tenant_b")
+    payload = b"metadata"
+    assert keys.signers("tenant_a")[one.public_key.keyid].sign(payload) == one.sign(payload)
+    assert keys.signers("tenant_b").keys() == {other.public_key.keyid}
+    assert keys.signers("tenant_c") == {}
+    keys.drop("tenant_a", [one.public_key.keyid, "none"])
+    assert keys.signers("tenant_a").keys() == {two.public_key.keyid}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.key")} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "trust").rglob("tenant_*")} == {0o700}
 
 
-def test_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    signing_key(tmp_path)
-    (tmp_path / "release-signing.key").chmod(0o644)
-    with pytest.raises(OperatorError, match="0644"):
-        signing_key(tmp_path)
-
-
-def test_key_of_another_size_is_refused(tmp_path: Path) -> None:
-    signing_key(tmp_path)
-    (tmp_path / "release-signing.key").write_bytes(b"short")
-    with pytest.raises(OperatorError, match="expected 32 bytes"):
-        signing_key(tmp_path)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.chmod(0o644), "0644"),
+        (lambda path: path.write_bytes(b"short"), "expected 32 bytes"),
+        (lambda path: path.write_bytes(bytes(32)), "expected the key"),
+    ],
+)
+def test_a_key_file_that_is_not_as_it_was_made_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    keys = TrustKeys(tmp_path)
+    keys.make("tenant_a")
+    [path] = tmp_path.rglob("*.key")
+    damage(path)
+    with pytest.raises(OperatorError, match=message):
+        keys.signers("tenant_a")
 
 
 def test_seal_opens_with_its_key_and_context_only(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.runs import LogForm, LogState
 from permille.store import access, artifacts, releases, rows, runs
 from permille.store.artifacts import Blob, Made
-from permille.store.database import Database, now
+from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import claims, queue
-from permille.store.releases import Signature
 from permille.store.rows import Window
 from permille.store.tables import Artifact, Job, Release
+from permille.trust.metadata import Listed
 from tests.artifacts import PARTS, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 
@@ -37,22 +37,11 @@ def add_package(db: Database, tenant_id: str, name: str = "1") -> Artifact:
         return add_artifact(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, request=PARTS, made=made)
 
 
-def sign(version: int) -> Signature:
-    return Signature(key_id="key", signature=f"signed {version}")
-
-
 def publish(
     db: Database, package: Artifact, *, version: int | None = None, alias: str | None = None
 ) -> Release:
     with db.write() as session:
-        row = releases.publish(
-            session,
-            name="tiny",
-            package=package,
-            expires_at=now(session) + timedelta(days=1),
-            sign=sign,
-            version=version,
-        )
+        row = releases.publish(session, name="tiny", package=package, version=version)
         if alias is not None:
             releases.set_alias(
                 session, tenant_id=row.tenant_id, name="tiny", alias=alias, version=row.version
@@ -60,14 +49,38 @@ def publish(
         return row
 
 
-def test_versions_grow_and_what_is_signed_is_the_version(db: Database, tenant_id: str) -> None:
+def test_versions_grow(db: Database, tenant_id: str) -> None:
     package = add_package(db, tenant_id)
     made = [publish(db, package), publish(db, package, version=7), publish(db, package)]
-    assert [(row.version, row.signature) for row in made] == [
-        (1, "signed 1"),
-        (7, "signed 7"),
-        (8, "signed 8"),
-    ]
+    assert [row.version for row in made] == [1, 7, 8]
+
+
+@pytest.mark.attack(2, "a version of 2^53 - 1, so that the name is dead")
+def test_a_version_jumps_no_further_than_a_thousand(db: Database, tenant_id: str) -> None:
+    package = add_package(db, tenant_id)
+    for version in (2**53 - 1, 1001):
+        with pytest.raises(InputError, match="near 0"):
+            publish(db, package, version=version)
+    assert publish(db, package).version == 1
+
+
+def test_rows_follow_a_list_that_was_signed_elsewhere(db: Database, tenant_id: str) -> None:
+    one, two = add_package(db, tenant_id), add_package(db, tenant_id, "2")
+    publish(db, one, alias="stable")
+    stays = {("tiny", 1): Listed(digest=one.digest, aliases=frozenset({"stable"}))}
+    comes = {("tiny", 2): Listed(digest=two.digest, aliases=frozenset({"stable"}))}
+    with db.write() as session:
+        releases.follow(session, tenant_id=tenant_id, before=stays, after=stays | comes)
+        found = releases.resolve_alias(session, tenant_id=tenant_id, name="tiny", alias="stable")
+        assert (found.version, found.package_digest) == (2, two.digest)
+        releases.follow(session, tenant_id=tenant_id, before=stays | comes, after=comes)
+        withdrawn = releases.get(session, tenant_id=tenant_id, name="tiny", version=1)
+        assert withdrawn.yanked_reason == "no longer listed"
+    with pytest.raises(ConflictError), db.write() as session:
+        releases.follow(session, tenant_id=tenant_id, before=comes, after=comes | stays)
+    missing = {("tiny", 3): Listed(digest="sha256:" + "9" * 64, aliases=frozenset())}
+    with pytest.raises(NotFoundError), db.write() as session:
+        releases.follow(session, tenant_id=tenant_id, before=comes, after=comes | missing)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -141,14 +154,6 @@ def test_a_package_is_stored_once_and_its_size_counts_a_blob_once(db: Database, 
     assert artifacts.blob_with(first, digest=LAYER).size_bytes == 7
     with pytest.raises(NotFoundError):
         artifacts.blob_with(first, digest=LOG)
-
-
-def test_a_signing_key_is_registered_once(db: Database, tenant_id: str) -> None:
-    with db.write() as session:
-        for key_id in ("one", "two", "one"):
-            releases.register_signing_key(session, tenant_id=tenant_id, key_id=key_id, public_key=key_id)
-        keys = releases.list_signing_keys(session, tenant_id=tenant_id)
-    assert [key.key_id for key in keys] == ["one", "two"]
 
 
 def test_operator_tokens_expire_and_are_revoked(db: Database, tenant_id: str, clock: Clock) -> None:

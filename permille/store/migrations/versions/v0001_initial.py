@@ -132,14 +132,6 @@ def upgrade() -> None:
         sa.UniqueConstraint("tenant_id", "role", "version"),
     )
     op.create_table(
-        "signing_keys",
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), primary_key=True),
-        _column("key_id", TEXT, primary_key=True),
-        _column("public_key", TEXT),
-        _column("created_at", BIG),
-        sa.UniqueConstraint("tenant_id", "public_key"),
-    )
-    op.create_table(
         "artifacts",
         _column("kind", TEXT),
         _column("job_id", TEXT, sa.ForeignKey("jobs.id")),
@@ -245,9 +237,6 @@ def upgrade() -> None:
         _column("version", BIG),
         _column("package_id", TEXT, sa.ForeignKey("artifacts.id"), index=True),
         _column("package_digest", TEXT),
-        _column("expires_at", BIG),
-        _column("key_id", TEXT),
-        _column("signature", TEXT),
         sa.Column("yanked_at", BIG),
         sa.Column("yanked_reason", sa.Text()),
         _column("id", TEXT, primary_key=True),
