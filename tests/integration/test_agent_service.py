@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from permille.package.blobs import BlobFolder
+from permille.package.limits import Role
 from permille.package.reader import Package, verify_package
 from permille.store import tables
 from permille.store.database import Database
@@ -112,6 +113,20 @@ def test_a_package_is_pulled_and_verified(enrolled: Device, package: Package) ->
     blobs = BlobFolder(open_home(enrolled.home).blobs)
     assert verify_package(blobs, package.digest).k == package.k
     assert enrolled("pull")[1]["download_bytes"] == 0
+
+
+@pytest.mark.attack(7, "a disk flips bits, and the service mends the blocks by ranges")
+def test_damage_is_mended_by_ranges_of_the_service(enrolled: Device, package: Package) -> None:
+    assert enrolled("pull")[0] == 0
+    path = BlobFolder(open_home(enrolled.home).blobs).path(package.manifest.layer(Role.DENSE).digest)
+    whole = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(whole[:9] + bytes([whole[9] ^ 1]) + whole[10:])
+    code, answer = enrolled("verify")
+    assert (code, len(answer["damaged"]), len(answer["left"])) == (4, 1, 1)
+    code, answer = enrolled("verify", "--repair")
+    assert (code, answer["left"], answer["fetched_bytes"]) == (0, [], len(whole))
+    assert path.read_bytes() == whole
 
 
 def test_a_download_is_continued_by_range(

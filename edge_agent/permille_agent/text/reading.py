@@ -133,8 +133,10 @@ def _source(path: Path, report: DataReport) -> list[Path]:
         texts = [file for file in found if _is_text(file)]
         report.ignored_files += len(found) - len(texts)
         return texts
-    if not path.is_file():
+    if not path.exists():
         raise InputError("not found")
+    if not path.is_file():  # a pipe or a device, which may have no end
+        raise InputError("not a regular file")
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"not {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     return [path]

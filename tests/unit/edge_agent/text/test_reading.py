@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,13 @@ def test_sections_hold_the_whole_text_in_order(text: str) -> None:
     pieces = sections(text, BLOCK_CHARACTERS)
     assert "".join("".join(pieces).split()) == "".join(text.split())
     assert all(BLOCK_CHARACTERS <= len(piece) <= 2 * BLOCK_CHARACTERS for piece in pieces[:-1])
+
+
+def test_pipes_and_devices_are_named_as_what_they_are_and_nothing_waits_for_them(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "zeros.txt").symlink_to("/dev/zero")
+    (tmp_path / "notes.txt").write_text("some text")
+    sources = [tmp_path / name for name in ("pipe.txt", "zeros.txt", "notes.txt", "none.txt")]
+    documents, report = read_documents([*sources, Path("/dev/zero")])
+    assert len(documents) == 1
+    assert dict(report.bad_rows) == {"not a regular file": 3, "not found": 1}
