@@ -164,12 +164,6 @@ def blob_of(artifact: Artifact, role: str) -> ArtifactBlob | None:
     return next((blob for blob in artifact.blobs if blob.role == role), None)
 
 
-def is_referenced(session: Session, *, blob_digest: str) -> bool:
-    """Whether an artifact of any tenant needs this blob: whoever deletes blobs asks this first."""
-    query = select(ArtifactBlob.artifact_id).where(ArtifactBlob.digest == blob_digest)
-    return session.scalar(query.limit(1)) is not None
-
-
 def _package(session: Session, tenant_id: str, digest: str) -> Artifact | None:
     return session.scalar(
         select(Artifact).where(

@@ -1,7 +1,7 @@
 """What the store refuses, beyond the errors of `permille.errors`.
 
-The API maps `NotFoundError` to 404 and `ConflictError` to 409. A row of another tenant does not exist: it is
-a `NotFoundError`, never a "forbidden".
+The API maps `NotFoundError` to 404, `ConflictError` to 409, `QuotaError` to 429. A row of another tenant does
+not exist: it is a `NotFoundError`, never a "forbidden".
 """
 
 from permille.errors import InputError, PermilleError, RetryableError
@@ -19,6 +19,14 @@ class ConflictError(InputError):
 
 class ChangedError(RetryableError):
     """Another transaction changed the same rows first: the same work may succeed on what is there now."""
+
+
+class QuotaError(RetryableError):
+    """A device asks for more than its share: later, after `retry_after_s` seconds, it may ask again."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class StaleClaimError(PermilleError):

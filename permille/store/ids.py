@@ -34,6 +34,7 @@ class Prefix(StrEnum):
     RELEASE = "rel"
     INVITATION = "inv"
     DEVICE = "dev"
+    UPLOAD = "upload"
 
 
 def new_id(prefix: Prefix) -> str:

@@ -1,7 +1,7 @@
 """Runs that devices report, and the logs that some share, or packed states in their place.
 
-A log is personal data: it hangs on one run of one device, is replayed once, and is deleted with its blob on
-request. A blob that another run still refers to (the same bytes) stays.
+A log is personal data: it hangs on one run of one device, is replayed once, and is deleted with its bytes on
+request. They are an upload of its own (`permille.store.uploads`), which nothing else refers to.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import ENDED, JobKind, JobState
 from permille.schemas.runs import LogForm, LogState
-from permille.store import artifacts, rows
+from permille.store import rows, uploads
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import queue
@@ -65,11 +65,12 @@ def list_runs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentLog:
-    """What a device has sent: a log, or a packed state in its place; its blob is in the blob store."""
+    """What a device has sent: a log, or a packed state in its place; its bytes are those of an upload."""
 
     form: LogForm
     digest: str
     size_bytes: int
+    upload_id: str
 
 
 def attach_log(
@@ -77,11 +78,12 @@ def attach_log(
 ) -> tuple[Run, Job]:
     """Store that a log has come and queue its replay.
 
-    The same log again: the same job, queued again where it has ended without a verdict.
+    The same log again: the same job, queued again where it has ended without a verdict; the run then keeps
+    the upload that it has, and the caller gives up the new one.
 
     Raises:
         NotFoundError: no such run of this device.
-        ConflictError: the run has another log already (delete it first).
+        ConflictError: the run has another log already (delete it first), or the upload came too late.
     """
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     job = None
@@ -98,15 +100,6 @@ def attach_log(
     if job.state in ENDED and job.state != JobState.SUCCEEDED:
         job = queue.retry(session, tenant_id=tenant_id, job_id=job.id)
     return run, job
-
-
-def log_is_kept(session: Session, *, log_digest: str) -> bool:
-    """Whether any run, or any artifact, refers to this blob: it must stay.
-
-    A device may send a package's own layer as its "log": deleting that log must not delete the layer.
-    """
-    used = session.scalar(select(Run.run_id).where(Run.log_digest == log_digest).limit(1)) is not None
-    return used or artifacts.is_referenced(session, blob_digest=log_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,29 +123,30 @@ def finish_log(
 
 
 def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
-    """Forget a run's log; return the digest of the blob that the caller must delete now, if any.
+    """Forget a run's log; return the upload whose bytes the caller must erase after the commit, if any.
 
     Idempotent. Raises NotFoundError.
     """
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     if run.log_state is not None and run.log_job_id is not None:
         queue.request_cancel(session, tenant_id=tenant_id, job_id=run.log_job_id)
-    digest = _lock(session, run).log_digest  # with the verdict, if one came while its job was waited for
-    if digest is None:
+    upload_id = _lock(session, run).log_upload_id  # with the verdict, if one came meanwhile
+    if upload_id is None:
         return None
-    run.log_state = run.log_form = run.log_digest = run.log_size_bytes = None
+    uploads.doom(session, upload_id=upload_id)
+    run.log_state = run.log_form = run.log_digest = run.log_upload_id = run.log_size_bytes = None
     run.log_reason = run.state_digest = None
     run.log_deleted_at = now(session)
     session.flush()
-    return None if log_is_kept(session, log_digest=digest) else digest
+    return upload_id
 
 
 def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
-    """Forget a run and its log; return the blob to delete, as `delete_log` does. Raises NotFoundError."""
-    digest = delete_log(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
+    """Forget a run and its log; return the upload to erase, as `delete_log` does. Raises NotFoundError."""
+    upload_id = delete_log(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     run.metrics, run.deleted_at = {}, now(session)
-    return digest
+    return upload_id
 
 
 def _lock(session: Session, run: Run) -> Run:
@@ -168,10 +162,16 @@ def _lock(session: Session, run: Run) -> Run:
 
 def _queue_replay(session: Session, run: Run, log: SentLog) -> Job:
     """Write into a locked run that its log has come."""
-    new = NewJob(tenant_id=run.tenant_id, kind=JobKind.REPLAY, payload={"run_id": run.run_id})
+    uploads.hold(session, tenant_id=run.tenant_id, upload_id=log.upload_id, size_bytes=log.size_bytes)
+    new = NewJob(
+        tenant_id=run.tenant_id,
+        kind=JobKind.REPLAY,
+        payload={"run_id": run.run_id},
+        device_id=run.device_id,
+    )
     job = queue.submit(session, new)
     run.log_state, run.log_form, run.log_job_id = LogState.PENDING.value, log.form.value, job.id
-    run.log_digest, run.log_size_bytes = log.digest, log.size_bytes
+    run.log_digest, run.log_upload_id, run.log_size_bytes = log.digest, log.upload_id, log.size_bytes
     run.log_sent_at, run.log_deleted_at = now(session), None
     run.log_reason = run.state_digest = None
     session.flush()

@@ -7,7 +7,7 @@ Read from the environment with the prefix PERMILLE_ (PERMILLE_DATA_DIR, PERMILLE
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "PERMILLE_"
@@ -24,6 +24,7 @@ class StoreSettings(BaseSettings):
         corpus_root: folder below which the first tenant may register corpora.
         tenant_root: has `<tenant id>/models` and `<tenant id>/corpora` of every other tenant.
         work_root: scratch folder of jobs: checkpoints, spilled scores. May be erased while no job runs.
+        max_replay_work: the largest log that is replayed, in `permille.zo.replay.work_of`: some minutes.
         broker_url: `redis://...` to carry jobs by Celery; None: local workers look into the database.
     """
 
@@ -36,6 +37,7 @@ class StoreSettings(BaseSettings):
     corpus_root: Path
     tenant_root: Path
     work_root: Path
+    max_replay_work: int = Field(default=10**13, ge=1)
     broker_url: SecretStr | None = None
 
     @model_validator(mode="before")

@@ -74,6 +74,7 @@ class Tenant(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[datetime]
+    served_at: Mapped[datetime | None]  # when a job of it last began or ended: whose turn it is
 
 
 class _Owned:
@@ -155,6 +156,9 @@ class Job(Named):
     payload: Mapped[dict[str, object]]
     idempotency_key: Mapped[str | None]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
+    device_id: Mapped[str | None] = mapped_column(
+        ForeignKey("devices.id"), index=True
+    )  # whose upload it checks
     progress: Mapped[float] = mapped_column(default=0.0)  # 0..1
     message: Mapped[str | None] = mapped_column(Text)
     eta_at: Mapped[datetime | None]  # when it should end, by its own estimate
@@ -296,6 +300,7 @@ class Device(Named):
     release: Mapped[str]
     alias: Mapped[str]
     last_seen_at: Mapped[datetime | None]
+    served_at: Mapped[datetime | None]  # as a tenant's
     revoked_at: Mapped[datetime | None]  # by an operator
     unenrolled_at: Mapped[datetime | None]  # by the device itself
     __table_args__ = (UniqueConstraint("tenant_id", "public_key"),)
@@ -320,6 +325,17 @@ class DeviceToken(_Owned, Base):
     expires_at: Mapped[datetime]
 
 
+class Upload(Named):
+    """Bytes that a device sent of a run, a log or a packed state: `permille.store.uploads` has their life."""
+
+    __tablename__ = "uploads"
+    noun = "upload"
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
+    state: Mapped[str] = mapped_column(index=True)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    __table_args__ = (Index("ix_uploads_device_id_created_at", "device_id", "created_at"),)
+
+
 class Run(_Owned, Base):
     """One training run that a device reported, and the log that it may have shared."""
 
@@ -331,6 +347,7 @@ class Run(_Owned, Base):
     log_state: Mapped[str | None]
     log_form: Mapped[str | None]  # log, or state
     log_digest: Mapped[str | None]
+    log_upload_id: Mapped[str | None] = mapped_column(ForeignKey("uploads.id"))  # has its bytes
     log_sent_at: Mapped[datetime | None]
     log_size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))

@@ -32,6 +32,8 @@ from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
 
 MAGIC = b"PMLLOG1\n"
 CHUNK_STEPS = 1024
+MAX_HEAD_BYTES = len(MAGIC) + MAX_HEADER_BYTES + 12
+"""What stands before the first chunk, at most."""
 
 _U32 = struct.Struct("<I")
 
@@ -76,17 +78,7 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
     if len(data) > max_bytes:
         raise PackageError("log-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
     reader = _Reader(data)
-    if reader.take(len(MAGIC)) != MAGIC:
-        raise PackageError("log-header", f"expected the magic {MAGIC!r}, got {data[: len(MAGIC)]!r}")
-    header_size = reader.u32()
-    if header_size > MAX_HEADER_BYTES:
-        raise PackageError(
-            "log-limit", f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {header_size}"
-        )
-    header_bytes = reader.take(header_size)
-    steps = reader.u32()
-    reader.checksum()
-    header = LogHeader.from_bytes(header_bytes)
+    header, steps = _read_head(reader)
     _check_limits(header, steps, max_steps=max_steps, max_k=max_k, left=reader.left)
     coefficients_TQ = np.empty((steps, header.queries), dtype=np.int64)
     flags_T = np.zeros(steps, dtype=np.uint8)
@@ -101,6 +93,30 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
     if weight > STATE_LIMIT:
         raise PackageError("log-limit", f"expected sum |c| * max |z| within 2**53, got {weight} or more")
     return CanonicalLog(header=header, coefficients_TQ=coefficients_TQ, flags_T=flags_T)
+
+
+def read_head(data: bytes) -> tuple[LogHeader, int]:
+    """The header, and how many steps the log says it has, from its first `MAX_HEAD_BYTES`.
+
+    Raises:
+        PackageError: as `decode_canonical`, for what stands before the first chunk.
+    """
+    return _read_head(_Reader(data))
+
+
+def _read_head(reader: "_Reader") -> tuple[LogHeader, int]:
+    magic = reader.take(len(MAGIC))
+    if magic != MAGIC:
+        raise PackageError("log-header", f"expected the magic {MAGIC!r}, got {magic!r}")
+    header_size = reader.u32()
+    if header_size > MAX_HEADER_BYTES:
+        raise PackageError(
+            "log-limit", f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {header_size}"
+        )
+    header_bytes = reader.take(header_size)
+    steps = reader.u32()
+    reader.checksum()
+    return LogHeader.from_bytes(header_bytes), steps
 
 
 class _Reader:

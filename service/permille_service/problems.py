@@ -19,7 +19,7 @@ from starlette.routing import Match
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.schemas.problems import MEDIA_TYPE, FieldError, Figure, Problem, ProblemType
-from permille.store.errors import ConflictError, NotFoundError
+from permille.store.errors import ConflictError, NotFoundError, QuotaError
 from permille.trust.metadata import KeyElsewhereError
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,8 @@ async def _on_validation_error(request: Request, exc: Exception) -> Response:
 
 
 async def _on_permille_error(request: Request, exc: Exception) -> Response:
-    return problem_response(request.url.path, problem_of(exc), str(exc))
+    headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, QuotaError) else None
+    return problem_response(request.url.path, problem_of(exc), str(exc), headers=headers)
 
 
 async def _on_database_error(request: Request, exc: Exception) -> Response:
@@ -178,6 +179,7 @@ def problem_of(exc: Exception) -> ProblemType:
     kinds: tuple[tuple[type[Exception], ProblemType], ...] = (
         (NotFoundError, ProblemType.NOT_FOUND),
         (ConflictError, ProblemType.CONFLICT),
+        (QuotaError, ProblemType.TOO_MANY_REQUESTS),
         (KeyElsewhereError, ProblemType.CONFLICT),
         (PackageError, ProblemType.PACKAGE_REFUSED),
         (InputError, ProblemType.INVALID),

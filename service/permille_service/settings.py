@@ -12,6 +12,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from permille.store.settings import StoreSettings
+from permille.store.uploads import Quota
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024
@@ -52,6 +53,12 @@ class Settings(StoreSettings):
     memory_bytes: int | None = Field(
         default=None, ge=1, description="memory a job may use; default: what is free"
     )
+    runs_per_device_day: int = Field(
+        default=200, ge=1, description="reports; a device's 429 says when to ask again"
+    )
+    uploads_per_device_day: int = Field(default=50, ge=1, description="logs and states, those sent again too")
+    upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1)
+    uploads_per_device_waiting: int = Field(default=4, ge=1, description="logs and states not checked yet")
     flops_per_s: float | None = Field(default=None, gt=0, description="default: 8e9 a processor core")
     max_job_s: float = Field(default=7 * DAY_S, gt=0, description="a job that takes longer is refused")
 
@@ -74,6 +81,16 @@ class Settings(StoreSettings):
     def proxy_networks(self) -> tuple[Network, ...]:
         """The trusted proxies. Raises ValueError: one is no address and no network."""
         return tuple(ipaddress.ip_network(proxy) for proxy in self.trusted_proxies)
+
+    @property
+    def quota(self) -> Quota:
+        """What one device may send."""
+        return Quota(
+            runs_a_day=self.runs_per_device_day,
+            uploads_a_day=self.uploads_per_device_day,
+            bytes_a_day=self.upload_bytes_per_device_day,
+            outstanding=self.uploads_per_device_waiting,
+        )
 
     @property
     def token_path(self) -> Path:

@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import Select, or_, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, ScalarSelect, Select, func, or_, select, update
+from sqlalchemy.orm import Session, aliased
 
 from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
 from permille.store.database import Database, now
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import builds, transitions
-from permille.store.tables import Job
+from permille.store.tables import Device, Job, Tenant
 
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
+_PEER = aliased(Job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +47,30 @@ class SweepReport:
 
 
 def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None = None) -> Claim | None:
-    """Take the oldest queued job, or the one named. None when there is none to take (or another worker won).
+    """Take the queued job whose turn it is, or the one named. None: there is none, or another worker won.
 
-    Builds are never claimed: see `permille.store.jobs.builds`.
+    Turns go round the tenants: first the one with the fewest running jobs, of these the one that was served
+    longest ago. A tenant's own jobs come before the uploads of its devices, and these go round the devices
+    likewise. So nobody waits behind more than one job a worker of whoever sends many. Builds are never
+    claimed: see `permille.store.jobs.builds`.
     """
     at = now(session)
     query = (
         select(Job)
+        .join(Tenant, Tenant.id == Job.tenant_id)
+        .outerjoin(Device, Device.id == Job.device_id)
         .where(Job.state == JobState.QUEUED.value, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
-        .order_by(Job.available_at, Job.id)
+        .order_by(
+            _running(_PEER.tenant_id == Job.tenant_id),
+            Tenant.served_at.asc().nulls_first(),
+            Job.device_id.is_not(None),
+            _running(_PEER.device_id == Job.device_id),
+            Device.served_at.asc().nulls_first(),
+            Job.available_at,
+            Job.id,
+        )
         .limit(1)
-        .with_for_update(skip_locked=True)
+        .with_for_update(skip_locked=True, of=Job)
     )
     if job_id is not None:
         query = query.where(Job.id == job_id)
@@ -79,6 +93,14 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
         attempt=job.attempt,
         max_attempts=job.max_attempts,
     )
+
+
+def _running(same: ColumnElement[bool]) -> ScalarSelect[int]:
+    """How many running jobs have the same owner as a candidate."""
+    query = select(func.count()).where(
+        _PEER.state == JobState.RUNNING.value, _PEER.kind != JobKind.BUILD.value, same
+    )
+    return query.correlate(Job).scalar_subquery()
 
 
 def check(session: Session, held: Claim) -> None:

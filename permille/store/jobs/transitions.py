@@ -5,22 +5,23 @@ A parent is always locked before its child, so that two transactions never wait 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
 from permille.schemas.runs import LogState
 from permille.store.database import now
 from permille.store.ids import Prefix, new_id
-from permille.store.tables import Job, JobEvent, Run
+from permille.store.tables import Device, Job, JobEvent, Run, Tenant
 
 DEFAULT_MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
-    """A job to store: whose it is and what it is to do."""
+    """A job to store: whose it is and what it is to do. `device_id`: of one that checks a device's upload."""
 
     tenant_id: str
     kind: str
@@ -28,6 +29,7 @@ class NewJob:
     idempotency_key: str | None = None
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
     parent_id: str | None = None
+    device_id: str | None = None
 
 
 def insert(session: Session, new: NewJob) -> Job:
@@ -42,6 +44,7 @@ def insert(session: Session, new: NewJob) -> Job:
         idempotency_key=new.idempotency_key,
         max_attempts=new.max_attempts,
         parent_id=new.parent_id,
+        device_id=new.device_id,
         attempt=0,
         fence=0,
         event_seq=0,
@@ -87,6 +90,8 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
     The log that a replay is of follows: without a verdict it is neither refused nor pending for ever.
     """
     at = now(session)
+    if JobState.RUNNING in (job.state, state) and job.kind != JobKind.BUILD:
+        _note_turn(session, job, at)
     job.state = state.value
     job.updated_at = at
     job.ended_at = at if state in ENDED else None
@@ -99,6 +104,13 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
     if job.kind == JobKind.REPLAY:
         _move_log(session, job, state)
     tell(session, job, EventKind.STATE, {"state": state.value, **details})
+
+
+def _note_turn(session: Session, job: Job, at: datetime) -> None:
+    """Note that a tenant, and a device, was served: `claims.claim` lets the others go first."""
+    session.execute(update(Tenant).where(Tenant.id == job.tenant_id).values(served_at=at))
+    if job.device_id is not None:
+        session.execute(update(Device).where(Device.id == job.device_id).values(served_at=at))
 
 
 def tell(session: Session, job: Job, kind: EventKind, data: Mapping[str, object]) -> None:

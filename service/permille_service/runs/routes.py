@@ -1,14 +1,18 @@
 """Routes of runs. A device writes and reads its own; operators read those of their tenant; either deletes a
 log. What stands for one, a packed state, comes and goes the same way."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from anyio import CancelScope
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from permille.package.blobs import BlobFolder
 from permille.schemas.access import Role
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
@@ -23,8 +27,10 @@ from permille.schemas.runs import (
     RunLog,
     RunMetrics,
 )
-from permille.store import runs, tables
+from permille.store import runs, tables, uploads
 from permille.store.jobs.dispatch import dispatch
+from permille.zo.log import MAX_HEAD_BYTES
+from permille.zo.replay import check_replay_work
 from permille_service.access.principals import (
     RANK,
     Anyone,
@@ -38,6 +44,7 @@ from permille_service.context import Served, Service
 from permille_service.parameters import MomentPaging, OfDevice, RunId, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
 
+logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 _FORMS = {LOG_MEDIA_TYPE: LogForm.LOG, STATE_MEDIA_TYPE: LogForm.STATE}
@@ -54,7 +61,7 @@ _LOG_BODY: dict[str, Any] = {
     status_code=201,
     responses={
         200: {"model": Run, "description": "this run was reported before"},
-        **documented(ProblemType.CONFLICT),
+        **documented(ProblemType.CONFLICT, ProblemType.TOO_MANY_REQUESTS),
     },
 )
 def create_run(body: RunCreate, response: Response, service: Served, device: CallingDevice) -> Run:
@@ -68,6 +75,8 @@ def create_run(body: RunCreate, response: Response, service: Served, device: Cal
             run_id=body.run_id,
             metrics=body.metrics.model_dump(mode="json"),
         )
+        if created:
+            uploads.check_runs(session, device_id=device.device_id, quota=service.settings.quota)
     response.status_code = 201 if created else 200
     response.headers["Location"] = f"/v1/runs/{row.run_id}"
     return present(row)
@@ -98,7 +107,12 @@ def get_run(run_id: RunId, service: Served, principal: Anyone) -> Run:
     "/{run_id}/log",
     status_code=202,
     openapi_extra=_LOG_BODY,
-    responses=documented(ProblemType.CONFLICT, ProblemType.UNSUPPORTED_MEDIA_TYPE),
+    responses=documented(
+        ProblemType.CONFLICT,
+        ProblemType.UNSUPPORTED_MEDIA_TYPE,
+        ProblemType.PACKAGE_REFUSED,
+        ProblemType.TOO_MANY_REQUESTS,
+    ),
 )
 async def put_run_log(run_id: RunId, request: Request, service: Served, device: CallingDevice) -> LogAccepted:
     """Share the log of a run, or the packed state where that is shorter, by the user's choice: stored,
@@ -108,37 +122,42 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
         raise ApiError(
             ProblemType.UNSUPPORTED_MEDIA_TYPE, f"expected {' or '.join(_FORMS)}, got {media_type[:60]!r}"
         )
-    await run_in_threadpool(_check_run, service, device, run_id)
-    with service.blobs.writer() as writer:
-        async for chunk in request.stream():
-            await run_in_threadpool(writer.write, chunk)
-        digest = await run_in_threadpool(writer.commit)
-        log = runs.SentLog(form=_FORMS[media_type], digest=digest, size_bytes=writer.size_bytes)
-    job_id = await run_in_threadpool(_attach, service, device, run_id, log)
-    await run_in_threadpool(dispatch, service.dispatcher, [job_id])
-    return LogAccepted(job_id=job_id)
+    upload_id = await run_in_threadpool(_begin, service, device, run_id)
+    folder = uploads.open_folder(service.settings.blob_root, tenant_id=device.tenant_id, upload_id=upload_id)
+    size_bytes = 0
+    try:
+        with uploads.writer(folder) as writer:
+            async for chunk in request.stream():
+                size_bytes += await run_in_threadpool(writer.write, chunk)
+            digest = await run_in_threadpool(writer.commit)
+        log = runs.SentLog(form=_FORMS[media_type], digest=digest, size_bytes=size_bytes, upload_id=upload_id)
+        accepted = await run_in_threadpool(_attach, service, device, run_id, folder, log)
+    except BaseException:
+        with CancelScope(shield=True):
+            await run_in_threadpool(_give_up, service, folder, upload_id, size_bytes)
+        raise
+    await run_in_threadpool(dispatch, service.dispatcher, [accepted.job_id])
+    return accepted
 
 
 @router.delete("/{run_id}/log", status_code=204)
 def delete_run_log(run_id: RunId, service: Served, principal: Anyone) -> None:
     """Forget the log of a run and its bytes. Idempotent."""
     with _erasing(service, principal) as session:
-        digest = runs.delete_log(
+        upload_id = runs.delete_log(
             session, tenant_id=principal.tenant_id, run_id=run_id, device_id=_device_of(principal)
         )
-    if digest is not None:
-        service.blobs.delete(digest)
+    _erase(service, principal.tenant_id, upload_id)
 
 
 @router.delete("/{run_id}", status_code=204)
 def delete_run(run_id: RunId, service: Served, principal: Anyone) -> None:
     """Forget a run, its metrics and its log."""
     with _erasing(service, principal) as session:
-        digest = runs.delete_run(
+        upload_id = runs.delete_run(
             session, tenant_id=principal.tenant_id, run_id=run_id, device_id=_device_of(principal)
         )
-    if digest is not None:
-        service.blobs.delete(digest)
+    _erase(service, principal.tenant_id, upload_id)
 
 
 def present(row: tables.Run) -> Run:
@@ -180,26 +199,49 @@ def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterato
         yield session
 
 
-def _check_run(service: Service, device: DevicePrincipal, run_id: str) -> None:
-    with service.database.read() as session:
-        runs.get(session, tenant_id=device.tenant_id, run_id=run_id, device_id=device.device_id)
+def _begin(service: Service, device: DevicePrincipal, run_id: str) -> str:
+    """Add the row of an upload. Raises NotFoundError: no such run of the device; QuotaError."""
+    tenant_id, device_id = device.tenant_id, device.device_id
+    with service.database.write() as session:
+        runs.get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
+        quota = service.settings.quota
+        return uploads.begin(session, tenant_id=tenant_id, device_id=device_id, quota=quota).id
 
 
-def _attach(service: Service, device: DevicePrincipal, run_id: str, log: runs.SentLog) -> str:
-    """Store that the log has come; where that is refused or fails, its bytes go again."""
+def _attach(
+    service: Service, device: DevicePrincipal, run_id: str, folder: BlobFolder, log: runs.SentLog
+) -> LogAccepted:
+    """Store that the log has come, or give its bytes up where the run has the same already.
+
+    Raises:
+        PackageError: `log-limit`: its replay would take too long.
+    """
+    if log.form is LogForm.LOG:
+        with folder.open(log.digest) as file:
+            check_replay_work(file.read(MAX_HEAD_BYTES), most=service.settings.max_replay_work)
+    with service.database.write() as session:
+        run, job = runs.attach_log(
+            session, tenant_id=device.tenant_id, device_id=device.device_id, run_id=run_id, log=log
+        )
+    if run.log_upload_id != log.upload_id:
+        _give_up(service, folder, log.upload_id, log.size_bytes)
+    return LogAccepted(job_id=job.id)
+
+
+def _give_up(service: Service, folder: BlobFolder, upload_id: str, size_bytes: int) -> None:
+    """Erase the bytes of an upload that no run names. Where the database does not answer a sweep does it."""
     try:
         with service.database.write() as session:
-            _, job = runs.attach_log(
-                session,
-                tenant_id=device.tenant_id,
-                device_id=device.device_id,
-                run_id=run_id,
-                log=log,
-            )
-            return job.id
-    except BaseException:
-        with service.database.read() as session:
-            kept = runs.log_is_kept(session, log_digest=log.digest)
-        if not kept:
-            service.blobs.delete(log.digest)
-        raise
+            ours = uploads.give_up(session, upload_id=upload_id, size_bytes=size_bytes)
+    except DBAPIError as exc:
+        logger.warning("upload %s is left to the sweep: %s", upload_id, exc)
+        return
+    if ours:
+        uploads.erase(folder)
+
+
+def _erase(service: Service, tenant_id: str, upload_id: str | None) -> None:
+    if upload_id is not None:
+        uploads.erase(
+            uploads.open_folder(service.settings.blob_root, tenant_id=tenant_id, upload_id=upload_id)
+        )

@@ -16,7 +16,7 @@ from permille.store.database import Database
 from permille.store.errors import NotFoundError
 from permille.store.jobs import claims, queue
 from permille.store.tables import Job
-from tests.unit.store.test_releases import LOG, attach, claimed, fail_for_good, log_of, report
+from tests.unit.store.test_releases import LOG, attach, begin_upload, claimed, fail_for_good, log_of, report
 
 _WAIT_S = 30.0
 First = TypeVar("First")
@@ -33,12 +33,13 @@ class Log:
 
     def send(self, session: Session) -> str:
         """What the device asks for; the job's id."""
+        upload_id = begin_upload(session, self.tenant_id, self.device_id)
         _, job = runs.attach_log(
             session,
             tenant_id=self.tenant_id,
             device_id=self.device_id,
             run_id="run",
-            log=runs.SentLog(form=LogForm.LOG, digest=LOG, size_bytes=9),
+            log=runs.SentLog(form=LogForm.LOG, digest=LOG, size_bytes=9, upload_id=upload_id),
         )
         return job.id
 
@@ -171,8 +172,8 @@ def test_a_verdict_that_comes_while_its_log_is_deleted_goes_with_it(pending: Log
         )
         claims.complete(session, held, result_id="run")
 
-    _, digest = at_once(pending.db, publish, pending.delete)
-    assert digest == LOG
+    _, upload_id = at_once(pending.db, publish, pending.delete)
+    assert upload_id is not None
     with pending.db.read() as session:
         row = runs.get(session, tenant_id=pending.tenant_id, run_id="run")
     assert (row.log_state, row.log_digest, row.state_digest) == (None, None, None)

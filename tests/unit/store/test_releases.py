@@ -4,12 +4,13 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.schemas.access import Role
 from permille.schemas.jobs import JobKind
 from permille.schemas.runs import LogForm, LogState
-from permille.store import access, artifacts, releases, rows, runs
+from permille.store import access, artifacts, releases, rows, runs, uploads
 from permille.store.artifacts import Blob, Made
 from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
@@ -21,6 +22,7 @@ from tests.artifacts import PARTS, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 
 VERIFIED = runs.LogVerdict(state=LogState.VERIFIED)
+QUOTA = uploads.Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
 LOG, LAYER = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 
 
@@ -197,14 +199,20 @@ def report(db: Database, tenant_id: str, device_id: str, run_id: str = "run", st
         )[1]
 
 
+def begin_upload(session: Session, tenant_id: str, device_id: str) -> str:
+    """The id of an upload that is about to come."""
+    return uploads.begin(session, tenant_id=tenant_id, device_id=device_id, quota=QUOTA).id
+
+
 def attach(db: Database, tenant_id: str, device_id: str, run_id: str = "run", log: str = LOG) -> str:
     with db.write() as session:
+        upload_id = begin_upload(session, tenant_id, device_id)
         _, job = runs.attach_log(
             session,
             tenant_id=tenant_id,
             device_id=device_id,
             run_id=run_id,
-            log=runs.SentLog(form=LogForm.LOG, digest=log, size_bytes=9),
+            log=runs.SentLog(form=LogForm.LOG, digest=log, size_bytes=9, upload_id=upload_id),
         )
         return job.id
 
@@ -250,7 +258,9 @@ def test_a_deleted_log_takes_its_job_and_verdict_along(db: Database, tenant_id: 
     report(db, tenant_id, device_id)
     job_id = attach(db, tenant_id, device_id)
     with db.write() as session:
-        assert runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id) == LOG
+        upload_id = runs.get(session, tenant_id=tenant_id, run_id="run").log_upload_id
+        assert upload_id is not None
+        assert runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id) == upload_id
         assert runs.delete_log(session, tenant_id=tenant_id, run_id="run", device_id=device_id) is None
         assert rows.get(session, Job, tenant_id=tenant_id, row_id=job_id).state == "cancelled"
         runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, verdict=VERIFIED)
@@ -258,24 +268,22 @@ def test_a_deleted_log_takes_its_job_and_verdict_along(db: Database, tenant_id: 
         assert (row.log_state, row.log_digest) == (None, None)
 
 
-def test_a_blob_that_something_else_needs_is_not_given_to_delete(
-    db: Database, tenant_id: str, device_id: str
-) -> None:
-    add_package(db, tenant_id)
-    for run_id, log in (("one", LOG), ("two", LOG), ("layer", LAYER)):
+def test_equal_logs_are_uploads_of_their_own(db: Database, tenant_id: str, device_id: str) -> None:
+    for run_id in ("one", "two"):
         report(db, tenant_id, device_id, run_id)
-        attach(db, tenant_id, device_id, run_id, log)
+        attach(db, tenant_id, device_id, run_id)
     with db.write() as session:
-        assert runs.delete_log(session, tenant_id=tenant_id, run_id="layer") is None
-        assert runs.delete_log(session, tenant_id=tenant_id, run_id="one") is None
-        assert runs.delete_log(session, tenant_id=tenant_id, run_id="two") == LOG
+        gone = runs.delete_log(session, tenant_id=tenant_id, run_id="one")
+        kept = runs.get(session, tenant_id=tenant_id, run_id="two").log_upload_id
+    assert None not in (gone, kept)
+    assert gone != kept
 
 
 def test_a_deleted_run_is_gone(db: Database, tenant_id: str, device_id: str) -> None:
     report(db, tenant_id, device_id)
     attach(db, tenant_id, device_id)
     with db.write() as session:
-        assert runs.delete_run(session, tenant_id=tenant_id, run_id="run") == LOG
+        assert runs.delete_run(session, tenant_id=tenant_id, run_id="run") is not None
     with pytest.raises(NotFoundError), db.read() as session:
         runs.get(session, tenant_id=tenant_id, run_id="run")
 

@@ -1,6 +1,7 @@
 """The real tasks on a tiny random model: from a registered folder to a verified package; replayed logs."""
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from permille.digests import digest_of
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
@@ -18,7 +18,7 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
 from permille.schemas.runs import LogForm
 from permille.sensitivity.scores import load_scores
-from permille.store import artifacts, devices, rows, runs
+from permille.store import artifacts, devices, rows, runs, uploads
 from permille.store.jobs import claims, queue
 from permille.store.tables import Artifact, Job, Model, Run
 from permille.training.pooling import Pooled
@@ -33,6 +33,8 @@ from permille_workers.runtime.context import JobCancelledError, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder
 from permille_workers.tasks import TASKS
 from tests.unit.workers.conftest import Bench, save_model
+
+QUOTA = uploads.Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
 
 FISHER = {"method": "fisher", "density": 0.01, "sequences": 6, "length": 32, "seed": 5}
 NF4 = {"scheme": "nf4"}
@@ -419,12 +421,16 @@ def queued_replay(
         device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="1.0.0").device
         metrics: dict[str, object] = {"package_digest": package.digest, "state_digest": claimed}
         runs.report(session, tenant_id=bench.tenant_id, device_id=device.id, run_id=RUN_ID, metrics=metrics)
+        upload_id = uploads.begin(session, tenant_id=bench.tenant_id, device_id=device.id, quota=QUOTA).id
+        root = bench.settings.blob_root
+        folder = uploads.open_folder(root, tenant_id=bench.tenant_id, upload_id=upload_id)
+        digest = folder.put_bytes(data)
         _, job = runs.attach_log(
             session,
             tenant_id=bench.tenant_id,
             device_id=device.id,
             run_id=RUN_ID,
-            log=runs.SentLog(form=form, digest=bench.blobs.put_bytes(data), size_bytes=len(data)),
+            log=runs.SentLog(form=form, digest=digest, size_bytes=len(data), upload_id=upload_id),
         )
     return job
 
@@ -499,30 +505,30 @@ def test_replay_opens_no_package_for_a_log_that_needs_no_layer(bench: Bench, pac
     assert replayed(bench, package, data, state_of(data)).log_state == "verified"
 
 
-def damaged_dense(bench: Bench, manifest: Manifest, log: str) -> None:
+def damaged_dense(bench: Bench, manifest: Manifest) -> None:
     bench.blobs.delete(manifest.layer(Role.DENSE).digest)
 
 
-def damaged_exponents(bench: Bench, manifest: Manifest, log: str) -> None:
+def damaged_exponents(bench: Bench, manifest: Manifest) -> None:
     path = bench.blobs.path(manifest.layer(Role.EXPONENTS).digest)
     path.chmod(0o644)
     path.write_bytes(bytes(len(path.read_bytes())))
 
 
-def deleted_log(bench: Bench, manifest: Manifest, log: str) -> None:
-    bench.blobs.delete(log)
+def deleted_log(bench: Bench, _: Manifest) -> None:
+    shutil.rmtree(bench.settings.blob_root / "uploads" / bench.tenant_id)
 
 
 @pytest.mark.parametrize("damage", [damaged_dense, damaged_exponents, deleted_log])
 def test_a_damaged_blob_of_the_service_is_no_verdict_on_the_devices_log(
-    bench: Bench, damage: Callable[[Bench, Manifest, str], None]
+    bench: Bench, damage: Callable[[Bench, Manifest], None]
 ) -> None:
     package = package_of(bench, mask_of(bench), fisher_exponents=True)
     exponents = exponents_of(Package.open(bench.blobs, package.digest))
     assert exponents is not None
     data = shared_log(bench, package, exponents=exponents.use)
     job = queued_replay(bench, package, data, None)
-    damage(bench, manifest_of(bench, package), digest_of(data))
+    damage(bench, manifest_of(bench, package))
     bench.run_queued()
     after = bench.read(job)
     assert after.state == "failed" and "whole among the blobs" in str(after.error)

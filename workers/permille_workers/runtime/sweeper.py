@@ -1,4 +1,4 @@
-"""What every worker does now and then: expired leases, builds, lost messages, old work folders."""
+"""What every worker does now and then: expired leases, builds, lost messages, old uploads and folders."""
 
 import logging
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy.exc import DBAPIError
 
 from permille.package.blobs import BlobFolder
-from permille.store import devices
+from permille.store import devices, uploads
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher
@@ -34,8 +34,8 @@ class Sweeper:
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             try:
                 self.sweep()
-            except DBAPIError as exc:
-                _log.warning("cannot sweep, the database is out of reach: %s", exc)
+            except (DBAPIError, OSError) as exc:
+                _log.warning("cannot sweep, database or disk is out of reach: %s", exc)
 
     def sweep(self) -> None:
         """Do everything once."""
@@ -46,6 +46,7 @@ class Sweeper:
         with self.db.write() as session:
             devices.purge_expired(session)
         remove_ended(self.db, self.settings.work_root)
+        uploads.sweep(self.db, self.settings.blob_root)
         BlobFolder(self.settings.blob_root).sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
     def _resend(self) -> None:

@@ -8,25 +8,23 @@ foreign bytes: read with a limit, decoded by the strict reader, never executed.
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError, OperatorError, PackageError
+from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.schemas.jobs import JobKind
 from permille.schemas.runs import MAX_LOG_BYTES, LogForm, LogState, ReplayRequest
-from permille.store import artifacts, runs
+from permille.store import artifacts, runs, uploads
 from permille.store.errors import NotFoundError
 from permille.store.runs import LogVerdict
 from permille.store.tables import Run
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
-from permille.zo.log import CanonicalLog, decode_canonical
+from permille.zo.log import MAX_HEAD_BYTES, CanonicalLog, decode_canonical
 from permille.zo.packed_state import StateOrigin, decode_state
-from permille.zo.replay import replay
+from permille.zo.replay import check_replay_work, replay
 from permille_workers.runtime.context import Publish, TaskContext
-
-# Coefficients times weights: some hours of one core. A night's log of a 7B model has 1e5 times 7e6.
-MAX_WORK = 10**13
 
 
 def run(context: TaskContext, request: ReplayRequest) -> Publish:
@@ -38,11 +36,12 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
     """
     with context.db.read() as session:
         row = runs.get(session, tenant_id=context.claim.tenant_id, run_id=request.run_id)
-    log_digest = row.log_digest
-    if log_digest is None:
+    log_digest, upload_id = row.log_digest, row.log_upload_id
+    if log_digest is None or upload_id is None:
         raise InputError(f"expected a log of run {request.run_id}, got one that was deleted")
     context.progress(0.0, "reading the log")
-    verdict = verdict_of_replay(context, row, log_digest)
+    folder = uploads.open_folder(context.settings.blob_root, tenant_id=row.tenant_id, upload_id=upload_id)
+    verdict = verdict_of_replay(context, row, _stored_log(folder, log_digest))
 
     def publish(session: Session) -> str:
         runs.finish_log(
@@ -57,7 +56,7 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
     return publish
 
 
-def verdict_of_replay(context: TaskContext, run_row: Run, log_digest: str) -> LogVerdict:
+def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVerdict:
     """Decode, compare with the package, replay, compare with the device's state.
 
     Raises:
@@ -65,7 +64,7 @@ def verdict_of_replay(context: TaskContext, run_row: Run, log_digest: str) -> Lo
     """
     digest_of = _digest_of_state if run_row.log_form == LogForm.STATE else _digest_of_log
     try:
-        found = digest_of(context, _stored_log(context, log_digest), _manifest(context, run_row))
+        found = digest_of(context, data, _manifest(context, run_row))
     except (PackageError, InputError) as exc:
         return LogVerdict(state=LogState.REFUSED, reason=str(exc))
     claimed = run_row.metrics.get("state_digest")
@@ -76,9 +75,9 @@ def verdict_of_replay(context: TaskContext, run_row: Run, log_digest: str) -> Lo
 
 
 def _digest_of_log(context: TaskContext, data: bytes, manifest: Manifest) -> str:
+    check_replay_work(data[:MAX_HEAD_BYTES], most=context.settings.max_replay_work)
     log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
     _check_bound_to(log, manifest)
-    _check_work(log)
     context.progress(0.1, "replaying")
     exponents = _exponents(context, manifest, log)
     s_K = replay(log.header, log.coefficients_TQ, exponents, threads=context.settings.threads or 1)
@@ -109,12 +108,10 @@ def _manifest(context: TaskContext, run_row: Run) -> Manifest:
         raise OperatorError(f"expected the manifest {digest} whole among the blobs, got {exc}") from exc
 
 
-def _stored_log(context: TaskContext, log_digest: str) -> bytes:
+def _stored_log(folder: BlobFolder, log_digest: str) -> bytes:
     try:
-        return context.blobs.read(log_digest, limit=MAX_LOG_BYTES)
+        return folder.read(log_digest, limit=MAX_LOG_BYTES)
     except PackageError as exc:
-        if exc.code == "blob-size":  # too large for us: the device's
-            raise
         raise OperatorError(f"expected the log {log_digest} whole among the blobs, got {exc}") from exc
 
 
@@ -136,9 +133,3 @@ def _exponents(context: TaskContext, manifest: Manifest, log: CanonicalLog) -> E
         return exponents_of(Package.open(context.blobs, manifest.digest))
     except PackageError as exc:
         raise OperatorError(f"expected package {manifest.digest} whole among the blobs, got {exc}") from exc
-
-
-def _check_work(log: CanonicalLog) -> None:
-    work = log.coefficients_TQ.size * sum(log.header.counts)
-    if work > MAX_WORK:
-        raise PackageError("log-limit", f"expected at most {MAX_WORK} coefficients times weights, got {work}")

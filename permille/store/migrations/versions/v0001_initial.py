@@ -21,6 +21,7 @@ def upgrade() -> None:
         _column("id", TEXT, primary_key=True),
         _column("name", TEXT, unique=True),
         _column("created_at", BIG),
+        sa.Column("served_at", BIG),
     )
     op.create_table(
         "audit_entries",
@@ -50,6 +51,7 @@ def upgrade() -> None:
         _column("release", TEXT),
         _column("alias", TEXT),
         sa.Column("last_seen_at", BIG),
+        sa.Column("served_at", BIG),
         sa.Column("revoked_at", BIG),
         sa.Column("unenrolled_at", BIG),
         _column("id", TEXT, primary_key=True),
@@ -72,6 +74,7 @@ def upgrade() -> None:
         _column("payload", sa.JSON()),
         sa.Column("idempotency_key", TEXT),
         sa.Column("parent_id", TEXT, sa.ForeignKey("jobs.id"), index=True),
+        sa.Column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
         _column("progress", sa.Double()),
         sa.Column("message", sa.Text()),
         sa.Column("eta_at", BIG),
@@ -197,6 +200,16 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_table(
+        "uploads",
+        _column("device_id", TEXT, sa.ForeignKey("devices.id")),
+        _column("state", TEXT, index=True),
+        _column("size_bytes", BIG),
+        _column("id", TEXT, primary_key=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("created_at", BIG),
+    )
+    op.create_index("ix_uploads_device_id_created_at", "uploads", ["device_id", "created_at"])
+    op.create_table(
         "runs",
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), primary_key=True),
         _column("run_id", TEXT, primary_key=True),
@@ -205,6 +218,7 @@ def upgrade() -> None:
         sa.Column("log_state", TEXT),
         sa.Column("log_form", TEXT),
         sa.Column("log_digest", TEXT),
+        sa.Column("log_upload_id", TEXT, sa.ForeignKey("uploads.id")),
         sa.Column("log_sent_at", BIG),
         sa.Column("log_size_bytes", BIG),
         sa.Column("log_job_id", TEXT, sa.ForeignKey("jobs.id")),

@@ -1,0 +1,198 @@
+"""What devices send of their runs: logs and packed states, as bytes apart from everything else.
+
+An upload's row is there before its bytes and outlives them, and its bytes lie in a folder that no other
+upload ever shares. So no device can delete what another one, or a job, needs, whatever bytes it sends; and
+nobody learns from an upload which bytes the service has. A file without a living row is removed by the sweep.
+
+    coming -> held (attached to its run) -> doomed (forgotten) -> erased (its bytes are gone)
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+
+from sqlalchemy import Select, delete, func, select, update
+from sqlalchemy.orm import Session
+
+from permille.files import fsync_folder
+from permille.package.blobs import BlobFolder, BlobWriter
+from permille.schemas.jobs import ENDED, JobKind
+from permille.store.database import Database, now
+from permille.store.errors import ConflictError, QuotaError
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import Device, Job, Run, Upload
+
+DAY = timedelta(days=1)
+ARRIVAL = timedelta(hours=1)
+"""An upload whose bytes have not come by then is given up."""
+_MOST_SWEPT = 1000
+
+
+class UploadState(StrEnum):
+    """Where an upload stands in its life."""
+
+    COMING = "coming"
+    HELD = "held"
+    DOOMED = "doomed"
+    ERASED = "erased"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What one device may ask for."""
+
+    runs_a_day: int
+    uploads_a_day: int
+    bytes_a_day: int
+    outstanding: int
+
+
+def begin(session: Session, *, tenant_id: str, device_id: str, quota: Quota) -> Upload:
+    """Add the row of an upload that is about to come.
+
+    Raises:
+        QuotaError: the device has sent too much today, or too much of it waits for its check.
+    """
+    _lock_device(session, device_id)
+    at = now(session)
+    today = (Upload.device_id == device_id, Upload.created_at > at - DAY)
+    number, size, oldest = session.execute(
+        select(
+            func.count(), func.coalesce(func.sum(Upload.size_bytes), 0), func.min(Upload.created_at)
+        ).where(*today)
+    ).one()
+    if number >= quota.uploads_a_day:
+        raise _used_up(f"{quota.uploads_a_day} logs or states a day", at, oldest)
+    if size >= quota.bytes_a_day:
+        raise _used_up(f"{quota.bytes_a_day} bytes of logs and states a day", at, oldest)
+    if _outstanding(session, device_id, at) >= quota.outstanding:
+        raise QuotaError(
+            f"expected at most {quota.outstanding} logs or states that wait for their check, got one more",
+            retry_after_s=600,
+        )
+    row = Upload(
+        id=new_id(Prefix.UPLOAD),
+        tenant_id=tenant_id,
+        device_id=device_id,
+        state=UploadState.COMING.value,
+        size_bytes=0,
+        created_at=at,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def check_runs(session: Session, *, device_id: str, quota: Quota) -> None:
+    """Refuse the report that this transaction has added to too many of today. Raises QuotaError."""
+    at = now(session)
+    query = select(func.count(), func.min(Run.created_at)).where(
+        Run.device_id == device_id, Run.created_at > at - DAY
+    )
+    number, oldest = session.execute(query).one()
+    if number > quota.runs_a_day:
+        raise _used_up(f"{quota.runs_a_day} runs a day", at, oldest)
+
+
+def hold(session: Session, *, tenant_id: str, upload_id: str, size_bytes: int) -> None:
+    """Note that the bytes have come and a run names them.
+
+    Raises:
+        ConflictError: they came too late, and were given up.
+    """
+    row = session.get(Upload, upload_id, with_for_update=True)
+    if row is None or row.tenant_id != tenant_id or row.state != UploadState.COMING:
+        raise ConflictError(f"expected the bytes within {ARRIVAL}, got them too late: send them again")
+    row.state, row.size_bytes = UploadState.HELD.value, size_bytes
+
+
+def give_up(session: Session, *, upload_id: str, size_bytes: int) -> bool:
+    """Note that an upload will not be held; return whether the caller must erase its bytes."""
+    row = session.get(Upload, upload_id, with_for_update=True)
+    if row is None or row.state != UploadState.COMING:
+        return False
+    row.state, row.size_bytes = UploadState.DOOMED.value, size_bytes
+    return True
+
+
+def doom(session: Session, *, upload_id: str) -> None:
+    """Note that a run lets its upload go: its bytes go after the commit, by the caller or a sweep."""
+    row = session.get(Upload, upload_id, with_for_update=True)
+    if row is not None and row.state == UploadState.HELD:
+        row.state = UploadState.DOOMED.value
+
+
+def open_folder(blob_root: Path, *, tenant_id: str, upload_id: str) -> BlobFolder:
+    """The blobs of one upload: a folder of its own beside the shared blobs."""
+    return BlobFolder(blob_root / "uploads" / tenant_id / upload_id)
+
+
+@contextmanager
+def writer(folder: BlobFolder) -> Iterator[BlobWriter]:
+    """Write an upload's bytes. Its folder is durable before they are."""
+    for path in (folder.root.parent.parent, folder.root.parent, folder.root):
+        path.mkdir(exist_ok=True)
+        fsync_folder(path.parent)
+    with folder.writer() as writing:
+        yield writing
+
+
+def erase(folder: BlobFolder) -> None:
+    """Remove an upload's bytes; not being there is fine. Its row must be doomed first."""
+    shutil.rmtree(folder.root, ignore_errors=True)
+
+
+def sweep(db: Database, blob_root: Path) -> int:
+    """Erase what is doomed or never came, and forget rows that count for no quota; return how many."""
+    with db.write() as session:
+        at = now(session)
+        session.execute(
+            update(Upload)
+            .where(Upload.state == UploadState.COMING.value, Upload.created_at < at - ARRIVAL)
+            .values(state=UploadState.DOOMED.value)
+        )
+        doomed = session.scalars(_some(UploadState.DOOMED)).all()
+    for row in doomed:
+        erase(open_folder(blob_root, tenant_id=row.tenant_id, upload_id=row.id))
+    with db.write() as session:
+        session.execute(
+            update(Upload)
+            .where(Upload.id.in_([row.id for row in doomed]))
+            .values(state=UploadState.ERASED.value)
+        )
+        session.execute(
+            delete(Upload).where(Upload.state == UploadState.ERASED.value, Upload.created_at < at - DAY)
+        )
+    return len(doomed)
+
+
+def _some(state: UploadState) -> Select[Upload]:
+    return select(Upload).where(Upload.state == state.value).limit(_MOST_SWEPT)
+
+
+def _outstanding(session: Session, device_id: str, at: datetime) -> int:
+    coming = select(func.count()).where(
+        Upload.device_id == device_id,
+        Upload.state == UploadState.COMING.value,
+        Upload.created_at > at - ARRIVAL,
+    )
+    waiting = select(func.count()).where(
+        Job.device_id == device_id,
+        Job.kind == JobKind.REPLAY.value,
+        Job.state.not_in([state.value for state in ENDED]),
+    )
+    return (session.scalar(coming) or 0) + (session.scalar(waiting) or 0)
+
+
+def _lock_device(session: Session, device_id: str) -> None:
+    """Let two requests of one device count one after the other (PostgreSQL)."""
+    session.scalar(select(Device.id).where(Device.id == device_id).with_for_update())
+
+
+def _used_up(allowed: str, at: datetime, oldest: datetime) -> QuotaError:
+    wait_s = max(1, int((oldest + DAY - at).total_seconds()) + 1)
+    return QuotaError(f"expected at most {allowed} of one device, got one more", retry_after_s=wait_s)

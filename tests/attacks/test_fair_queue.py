@@ -1,0 +1,159 @@
+"""A device, or a tenant, that queues without end: nobody waits behind more than one of its jobs a worker.
+
+The queue is driven as workers drive it, by a clock of the test's own, with random arrivals and durations.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from sqlalchemy.orm import Session
+
+from permille.schemas.jobs import JobKind
+from permille.store import access
+from permille.store.database import Database
+from permille.store.jobs import claims, queue
+from permille.store.jobs.claims import Claim
+from permille.store.jobs.transitions import NewJob
+from permille.store.schema import migrate
+from permille.store.tables import Device
+
+START = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class Waiting:
+    """A job of a modest owner, and which greedy jobs each worker was busy with while it waited."""
+
+    owner: str
+    seen: dict[int, set[str]] = field(default_factory=dict)
+
+
+@dataclass
+class Shop:
+    """A queue, its workers and what waits."""
+
+    db: Database
+    greedy: set[str] = field(default_factory=set)  # ids of its jobs
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    running: dict[int, tuple[Claim, int]] = field(default_factory=dict)  # by worker: the claim, ticks left
+    owner_of: dict[str, str] = field(default_factory=dict)
+    began: Counter[str] = field(default_factory=Counter)
+    worst: int = 0
+
+    def submit(self, session: Session, tenant_id: str, device_id: str | None, owner: str) -> None:
+        kind = JobKind.MASK if device_id is None else JobKind.REPLAY
+        new = NewJob(tenant_id=tenant_id, kind=kind, payload={"run_id": "r"}, device_id=device_id)
+        job_id = queue.submit(session, new).id
+        self.owner_of[job_id] = owner
+        if owner == "greedy":
+            self.greedy.add(job_id)
+        else:
+            busy = {worker: {claim.job_id} & self.greedy for worker, (claim, _) in self.running.items()}
+            self.waiting[job_id] = Waiting(owner=owner, seen=busy)
+
+    def is_idle(self, owner: str) -> bool:
+        """Whether a modest owner has no job: it has never two at a time."""
+        here = {waiting.owner for waiting in self.waiting.values()}
+        return owner not in here | {self.owner_of[claim.job_id] for claim, _ in self.running.values()}
+
+    def work(self, worker: int, ticks: int) -> None:
+        """Let a free worker take the next job."""
+        with self.db.write() as session:
+            claim = claims.claim(session, worker=str(worker), lease_s=1e6)
+        if claim is None:
+            return
+        self.running[worker] = (claim, ticks)
+        self.began[self.owner_of[claim.job_id]] += 1
+        self.waiting.pop(claim.job_id, None)
+        if claim.job_id in self.greedy:
+            for waiting in self.waiting.values():
+                waiting.seen.setdefault(worker, set()).add(claim.job_id)
+                self.worst = max(self.worst, len(waiting.seen[worker]))
+
+    def tick(self) -> None:
+        """Let time pass: jobs end."""
+        for worker, (claim, left) in list(self.running.items()):
+            if left > 1:
+                self.running[worker] = (claim, left - 1)
+                continue
+            del self.running[worker]
+            with self.db.write() as session:
+                claims.complete(session, claim, result_id="r")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A migrated database, to copy."""
+    path = tmp_path_factory.mktemp("queue") / "permille.db"
+    migrate(f"sqlite:///{path}")
+    yield path
+
+
+def add_device(db: Database, tenant_id: str, name: str) -> str:
+    with db.write() as session:
+        session.add(
+            Device(
+                id=f"dev_{tenant_id}_{name}",
+                tenant_id=tenant_id,
+                public_key=name,
+                name=name,
+                release="r",
+                alias="stable",
+                created_at=START,
+            )
+        )
+    return f"dev_{tenant_id}_{name}"
+
+
+@pytest.mark.attack(10, "one device, or the operators of one tenant, queue without end")
+@settings(
+    max_examples=8,
+    deadline=None,
+    phases=[Phase.generate],  # to shrink takes minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    workers=st.integers(1, 3),
+    crowd=st.sampled_from(["devices of one tenant", "devices apart", "operators"]),
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=8, max_size=20),
+)
+def test_no_modest_one_waits_behind_more_than_one_greedy_job_a_worker(
+    template: Path, workers: int, crowd: str, arrivals: list[tuple[int, int]]
+) -> None:
+    path = template.with_name("copy.db")
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    shutil.copy(template, path)
+    at = [START]
+    db = Database(f"sqlite:///{path}", clock=lambda: at[0])
+    try:
+        with db.write() as session:
+            tenants = [access.create_tenant(session, name=str(number)).id for number in range(5)]
+        shop = Shop(db=db)
+        greedy = None if crowd == "operators" else add_device(db, tenants[0], "greedy")
+        homes = tenants[:1] * 3 if crowd == "devices of one tenant" else tenants[1:4]
+        modest = [add_device(db, home, str(number)) for number, home in enumerate(homes)]
+        with db.write() as session:
+            for _ in range(2 * len(arrivals)):
+                shop.submit(session, tenants[0], greedy, "greedy")
+        for who, ticks in arrivals:
+            if shop.is_idle(str(who)):
+                with db.write() as session:
+                    home, device_id = (tenants[4], None) if who == 3 else (homes[who], modest[who])
+                    shop.submit(session, home, device_id, str(who))
+            for worker in range(workers):
+                if worker not in shop.running:
+                    shop.work(worker, ticks)
+            at[0] += timedelta(seconds=1)
+            shop.tick()
+        assert shop.began["greedy"] > 0
+        assert shop.worst <= 1
+    finally:
+        db.close()

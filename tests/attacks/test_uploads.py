@@ -1,0 +1,221 @@
+"""A device whose "logs" are bytes that others need, cost hours, or never end.
+
+Uploads lie apart from blobs, one folder each, so whatever a device sends and deletes is its own alone. What a
+device may ask of the workers is bounded before it is queued.
+"""
+
+import struct
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from permille.schemas.runs import LOG_MEDIA_TYPE
+from permille.store import uploads
+from permille.store.tables import Upload
+from permille.store.uploads import UploadState
+from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.log import MAGIC
+from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
+from tests.unit.store.conftest import Clock
+
+LAYER = b"a layer of a public model" * 1000
+
+
+def report(api: Api, token: str) -> str:
+    """The id of a new run."""
+    run_id = new_run_id()
+    assert api.post("/v1/runs", {"run_id": run_id, "metrics": run_metrics()}, token).status_code == 201
+    return run_id
+
+
+def put(api: Api, run_id: str, data: bytes, token: str) -> Any:
+    headers = api.auth(token) | {"Content-Type": LOG_MEDIA_TYPE}
+    return api.client.put(f"/v1/runs/{run_id}/log", content=data, headers=headers)
+
+
+def log_of(steps: int, *, queries: int, k: int) -> bytes:
+    """The beginning of a log in groups that says it has so many steps; none of them follows."""
+    header = LogHeader(
+        package_digest="sha256:" + "0" * 64,
+        mask_digest="sha256:" + "0" * 64,
+        seed=1,
+        directions=DirectionKind.GROUPS,
+        estimator=EstimatorKind.SKETCH,
+        queries=queries,
+        epsilon=1e-3,
+        learning_rate=1e-3,
+        schedule=Schedule.CONSTANT,
+        total_steps=steps,
+        step_unit_exponent=-20,
+        counts=(k,),
+    ).to_bytes()
+    head = MAGIC + struct.pack("<I", len(header)) + header + struct.pack("<I", steps)
+    return head + struct.pack("<I", zlib.crc32(head))
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Any:
+    """A service that lets one device send often."""
+    with running_api(tmp_path, uploads_per_device_day=1000, runs_per_device_day=1000) as running:
+        yield running
+
+
+@pytest.mark.attack(4, "sends and deletes a log equal to a blob of unfinished work, in tight loops")
+def test_no_device_destroys_bytes_that_a_build_or_another_device_has(api: Api) -> None:
+    """While devices send and delete the same bytes, a worker stores them: nobody's are ever missing."""
+    devices = [api.device() for _ in range(2)]
+    tokens = [device.token() for device in devices]
+    kept_run = report(api, api.device().token())
+    stop = threading.Event()
+    rounds = [0, 0]
+
+    def send_and_delete(number: int) -> None:
+        while not stop.is_set():
+            run_id = report(api, tokens[number])
+            assert put(api, run_id, LAYER, tokens[number]).status_code == 202
+            assert api.delete(f"/v1/runs/{run_id}/log", tokens[number]).status_code == 204
+            rounds[number] += 1
+
+    holder = devices[0].token()
+    held = report(api, holder)
+    assert put(api, held, LAYER, holder).status_code == 202
+    missing = 0
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        attackers = [pool.submit(send_and_delete, number) for number in range(2)]
+        try:
+            for _ in range(300):
+                digest = api.service.blobs.put_bytes(LAYER)  # a worker's, whose job has not ended
+                while min(rounds) < 3 and not any(attacker.done() for attacker in attackers):
+                    continue
+                missing += not api.service.blobs.has(digest)
+        finally:
+            stop.set()
+        for attacker in attackers:
+            attacker.result()
+    assert missing == 0
+    with api.service.database.read() as session:
+        row = session.get(Upload, _upload_of(api, held))
+        assert row is not None and row.state == UploadState.HELD
+    folder = uploads.open_folder(
+        api.service.settings.blob_root, tenant_id=api.tenant_id, upload_id=_upload_of(api, held)
+    )
+    assert folder.has(digest)
+    assert api.get(f"/v1/runs/{kept_run}").status_code == 200
+
+
+@pytest.mark.attack(4, "deletes a log while it is sent again")
+def test_one_log_sent_and_deleted_at_once_is_whole_or_gone(api: Api) -> None:
+    device = api.device()
+    token = device.token()
+    run_id = report(api, token)
+
+    def send() -> None:
+        for _ in range(25):
+            assert put(api, run_id, LAYER, token).status_code in (202, 429)
+
+    def delete() -> None:
+        for _ in range(25):
+            assert api.delete(f"/v1/runs/{run_id}/log", token).status_code == 204
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for done in [pool.submit(send), pool.submit(delete)]:
+            done.result()
+    assert put(api, run_id, LAYER, token).status_code == 202
+    upload_id = _upload_of(api, run_id)
+    root = api.service.settings.blob_root
+    folder = uploads.open_folder(root, tenant_id=api.tenant_id, upload_id=upload_id)
+    assert folder.read(str(api.get(f"/v1/runs/{run_id}").json()["log"]["log_digest"]), limit=1 << 20) == LAYER
+    uploads.sweep(api.service.database, root)
+    assert [path.name for path in (root / "uploads" / api.tenant_id).iterdir()] == [upload_id]
+
+
+@pytest.mark.attack(4, "cuts uploads off, or has the service killed between row and bytes")
+def test_bytes_without_a_living_row_are_swept(tmp_path: Path) -> None:
+    clock = Clock()
+    with running_api(tmp_path, clock=clock) as api:
+        device = api.device()
+        root, quota = api.service.settings.blob_root, api.service.settings.quota
+        with api.service.database.write() as session:
+            row = uploads.begin(session, tenant_id=api.tenant_id, device_id=device.id, quota=quota)
+        folder = uploads.open_folder(root, tenant_id=api.tenant_id, upload_id=row.id)
+        with uploads.writer(folder) as writer:
+            writer.write(LAYER)
+            writer.commit()
+        assert uploads.sweep(api.service.database, root) == 0
+        clock.forward(3601)
+        assert uploads.sweep(api.service.database, root) == 1
+        assert not folder.root.exists()
+        with pytest.raises(Exception, match="too late"), api.service.database.write() as session:
+            uploads.hold(session, tenant_id=api.tenant_id, upload_id=row.id, size_bytes=1)
+
+
+@pytest.mark.attack(10, "sends a small log that says it has years of steps")
+def test_a_log_whose_replay_would_take_hours_is_refused_before_it_is_queued(api: Api) -> None:
+    token = api.device().token()
+    run_id = report(api, token)
+    refused = put(api, run_id, log_of(1 << 24, queries=1, k=1 << 20), token)
+    assert refused.status_code == 422
+    assert "log-limit" in refused.text or "replay costs at most" in refused.json()["detail"]
+    assert api.get("/v1/jobs").json()["items"] == []
+    assert [path for path in api.service.settings.blob_root.rglob("*") if path.is_file()] == []
+    assert put(api, run_id, log_of(1000, queries=4096, k=1 << 20), token).status_code == 202
+
+
+@pytest.mark.attack(10, "sends logs without end")
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"uploads_per_device_waiting": 2}, "wait for their check"),
+        ({"uploads_per_device_day": 2}, "logs or states a day"),
+        ({"upload_bytes_per_device_day": 2 * len(LAYER)}, "bytes of logs and states a day"),
+    ],
+)
+def test_a_device_sends_so_much_and_no_more(tmp_path: Path, setting: dict[str, int], told: str) -> None:
+    clock = Clock()
+    with running_api(tmp_path, clock=clock, **setting) as api:
+        greedy, modest = api.device(), api.device()
+        assert _sent(api, greedy) == [202, 202]
+        if "wait" not in told:  # what it deletes counts all the same
+            for run in api.get("/v1/runs").json()["items"]:
+                assert api.delete(f"/v1/runs/{run['run_id']}").status_code == 204
+        token = greedy.token()
+        refused = put(api, report(api, token), LAYER, token)
+        assert (refused.status_code, told in refused.json()["detail"]) == (429, True)
+        assert 1 <= int(refused.headers["retry-after"]) <= 86_401
+        assert _sent(api, modest) == [202, 202]
+        for job in api.get("/v1/jobs").json()["items"]:
+            api.post(f"/v1/jobs/{job['id']}/cancel")
+        clock.forward(86_401)
+        assert _sent(api, greedy) == [202, 202]
+
+
+@pytest.mark.attack(10, "reports runs without end")
+def test_a_device_reports_so_many_runs_a_day(tmp_path: Path) -> None:
+    with running_api(tmp_path, runs_per_device_day=3) as api:
+        greedy, modest = api.device(), api.device()
+        token = greedy.token()
+        made = [report(api, token) for _ in range(3)]
+        again = {"run_id": made[0], "metrics": run_metrics()}
+        assert api.post("/v1/runs", again, token).status_code == 200
+        assert api.delete(f"/v1/runs/{made[1]}", token).status_code == 204
+        more = {"run_id": new_run_id(), "metrics": run_metrics()}
+        assert api.post("/v1/runs", more, token).status_code == 429
+        assert api.post("/v1/runs", more, modest.token()).status_code == 201
+
+
+def _sent(api: Api, device: TestDevice) -> list[int]:
+    token = device.token()
+    return [put(api, report(api, token), LAYER, token).status_code for _ in range(2)]
+
+
+def _upload_of(api: Api, run_id: str) -> str:
+    from permille.store import runs
+
+    with api.service.database.read() as session:
+        upload_id = runs.get(session, tenant_id=api.tenant_id, run_id=run_id).log_upload_id
+    assert upload_id is not None
+    return upload_id
