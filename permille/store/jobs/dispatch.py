@@ -1,8 +1,8 @@
 """Telling workers that a job is there, after its row is committed.
 
-The row is the truth, the message a hint: it carries the job's id, and one that is lost is sent again by the
-sweeper. So `send` never fails a request. Without a broker nothing is sent: local workers look into the
-database. Celery is imported only where a broker is configured.
+The row is the truth, the message a hint: it carries a job's id, whoever gets it takes the job whose turn it
+is, and one that is lost is sent again by the sweeper. So `send` never fails a request. Without a broker
+nothing is sent: local workers look into the database. Celery is imported only where a broker is configured.
 """
 
 import logging
@@ -40,6 +40,17 @@ class CeleryDispatcher:
             _log.warning("broker did not take job %s, the sweeper will send it again: %s", job_id, exc)
             return False
         return True
+
+    def waiting(self) -> int:
+        """How many messages no worker has taken yet; 0 also where the broker cannot be asked."""
+        from kombu.exceptions import OperationalError
+
+        with self._app.connection_for_write() as connection:
+            absent = (*connection.connection_errors, *connection.channel_errors, OperationalError, OSError)
+            try:
+                return int(connection.default_channel.queue_declare(queue=QUEUE, passive=True).message_count)
+            except absent:
+                return 0
 
 
 def dispatch(dispatcher: CeleryDispatcher | None, job_ids: Iterable[str]) -> None:

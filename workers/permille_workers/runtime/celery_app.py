@@ -1,8 +1,8 @@
 """The Celery worker: the same protocol, with ids carried by a broker.
 
-The message is the job's id, acknowledged when it arrives. The row decides: a message whose job is taken,
-ended or not yet due does nothing. Jobs run in child processes, so Celery's own pool is of threads, one for
-each job.
+A message says that a job is there; it is acknowledged when it arrives. The rows decide which one runs: that
+whose turn it is, which need not be the one that the message names, since messages come in the order in which
+somebody filled the queue. Jobs run in child processes, so Celery's own pool is of threads, one for each job.
 """
 
 import logging
@@ -12,9 +12,11 @@ from typing import Any
 
 from celery import signals
 
+from permille.errors import RetryableError
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import QUEUE, TASK_NAME, CeleryDispatcher, celery_app
+from permille_workers.runtime import broker
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
 from permille_workers.runtime.sweeper import Sweeper
@@ -31,16 +33,16 @@ def make_app(
     name: str,
     child_command: Sequence[str] = CHILD_COMMAND,
 ) -> Any:
-    """A Celery app whose one task claims a job by its id and runs it."""
+    """A Celery app whose one task claims a job and runs it."""
     app = celery_app(broker_url)
     supervisor = Supervisor(db=db, settings=settings, shutdown=shutdown, child_command=child_command)
 
     @app.task(name=TASK_NAME)  # type: ignore[untyped-decorator]
     def run_job(job_id: str) -> None:
         with db.write() as session:
-            claim = claims.claim(session, worker=name, lease_s=settings.lease_s, job_id=job_id)
+            claim = claims.claim(session, worker=name, lease_s=settings.lease_s)
         if claim is None:
-            _log.info("nothing to do for %s", job_id)
+            _log.info("nothing to do, told of %s", job_id)
             return
         supervisor.run(claim)
 
@@ -56,7 +58,12 @@ def run_celery_worker(
     name: str,
     child_command: Sequence[str] = CHILD_COMMAND,
 ) -> None:
-    """Work until SIGTERM: running jobs get the drain time, then they are given back."""
+    """Work until SIGTERM: running jobs get the drain time, then they are given back.
+
+    Raises:
+        RetryableError: Celery's worker ended by itself.
+    """
+    broker.install()
     app = make_app(
         broker_url, db=db, settings=settings, shutdown=shutdown, name=name, child_command=child_command
     )
@@ -80,5 +87,8 @@ def run_celery_worker(
         without_heartbeat=True,
     )
     worker.start()
+    asked = shutdown.asked.is_set()
     shutdown.ask(0.0)
     thread.join()
+    if not asked:
+        raise RetryableError("expected the broker's worker to run until it is asked to stop, but it ended")

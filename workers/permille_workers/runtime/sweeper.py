@@ -15,6 +15,7 @@ from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
+_ENOUGH_MESSAGES = 100  # each wakes a worker, whichever job it names: more would only fill the broker
 _UNFINISHED_BLOB_S = 86_400.0  # what a killed writer left; a living one has written within a day
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Sweeper:
         BlobFolder(self.settings.blob_root).sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
     def _resend(self) -> None:
-        if self.dispatcher is None:
+        if self.dispatcher is None or self.dispatcher.waiting() >= _ENOUGH_MESSAGES:
             return
         with self.db.write() as session:
             job_ids = claims.take_undispatched(session, resend_after_s=self.settings.resend_after_s)
