@@ -4,6 +4,7 @@ Read from the environment with the prefix PERMILLE_ (PERMILLE_DATA_DIR, PERMILLE
 `main`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +12,16 @@ from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "PERMILLE_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What one device may send: its reports and its uploads (`permille.store.uploads`)."""
+
+    runs_a_day: int
+    uploads_a_day: int
+    bytes_a_day: int
+    outstanding: int
 
 
 class StoreSettings(BaseSettings):

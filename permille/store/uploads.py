@@ -10,7 +10,6 @@ nobody learns from an upload which bytes the service has. A file without a livin
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +23,7 @@ from permille.schemas.jobs import ENDED, JobKind
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, QuotaError
 from permille.store.ids import Prefix, new_id
+from permille.store.settings import Quota
 from permille.store.tables import Device, Job, Run, Upload
 
 DAY = timedelta(days=1)
@@ -39,16 +39,6 @@ class UploadState(StrEnum):
     HELD = "held"
     DOOMED = "doomed"
     ERASED = "erased"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quota:
-    """What one device may ask for."""
-
-    runs_a_day: int
-    uploads_a_day: int
-    bytes_a_day: int
-    outstanding: int
 
 
 def begin(session: Session, *, tenant_id: str, device_id: str, quota: Quota) -> Upload:

@@ -11,8 +11,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from permille.store.settings import StoreSettings
-from permille.store.uploads import Quota
+from permille.store.settings import Quota, StoreSettings
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024

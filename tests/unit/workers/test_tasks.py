@@ -20,6 +20,7 @@ from permille.schemas.runs import LogForm
 from permille.sensitivity.scores import load_scores
 from permille.store import artifacts, devices, rows, runs, uploads
 from permille.store.jobs import claims, queue
+from permille.store.settings import Quota
 from permille.store.tables import Artifact, Job, Model, Run
 from permille.training.pooling import Pooled
 from permille.zo.exponents import exponents_of
@@ -34,7 +35,7 @@ from permille_workers.runtime.work_folders import locked_work_folder
 from permille_workers.tasks import TASKS
 from tests.unit.workers.conftest import Bench, save_model
 
-QUOTA = uploads.Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
+QUOTA = Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
 
 FISHER = {"method": "fisher", "density": 0.01, "sequences": 6, "length": 32, "seed": 5}
 NF4 = {"scheme": "nf4"}
