@@ -154,5 +154,7 @@ def _in_our_words(folder: Path) -> Iterator[None]:
         raise PackageError("trust-malformed", f"expected metadata that holds together: {exc}"[:500]) from exc
     except DownloadHTTPError as exc:
         raise ServiceUnavailableError(f"expected the service to have what is signed: {exc}") from exc
+    except RequestRefusedError as exc:
+        raise OperatorError(f"expected the service to give what is signed: {exc}") from exc
     except OSError as exc:
         raise OperatorError(f"expected to write {folder}: {exc}") from exc
