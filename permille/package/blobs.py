@@ -168,6 +168,13 @@ class BlobFolder:
         self._install(path, expected)
         return expected
 
+    def check_writable(self, size_bytes: int) -> None:
+        """Write so many bytes and remove them again. Raises OSError as the file system reports it."""
+        with tempfile.TemporaryFile(dir=self.incoming()) as file:
+            file.write(bytes(size_bytes))
+            file.flush()
+            os.fsync(file.fileno())
+
     def delete(self, digest: str) -> None:
         """Remove the blob; not being there is fine."""
         self.path(digest).unlink(missing_ok=True)

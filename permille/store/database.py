@@ -7,6 +7,7 @@ wait for writers (WAL).
 Time is the database's: several workers' clocks may differ, leases may not. Tests hand in a clock instead.
 """
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +21,14 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from permille.store.errors import ChangedError
+from permille.store.tables import Probe
 
 Clock = Callable[[], datetime]
 
 Answer = TypeVar("Answer")
 
 BUSY_TIMEOUT_MS = 30_000
+_PROBE_BYTES = 16 * 1024
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
 _SQLITE_NOW = text("SELECT CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000")
@@ -96,6 +99,12 @@ def now(session: Session) -> datetime:
     sqlite = session.get_bind().dialect.name == "sqlite"
     microseconds = session.execute(_SQLITE_NOW if sqlite else _POSTGRES_NOW).scalar_one()
     return datetime.fromtimestamp(microseconds / 1_000_000, UTC)
+
+
+def check_writable(db: Database) -> None:
+    """Write a row of some pages, for real. Raises SQLAlchemy's DBAPIError as the database reports it."""
+    with db.write() as session:
+        session.merge(Probe(id=1, filler=os.urandom(_PROBE_BYTES), written_at=now(session)))
 
 
 def make_engine(url: str) -> Engine:

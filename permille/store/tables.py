@@ -1,8 +1,9 @@
 """The tables. One class a table, no behaviour; queries live in the store's domain modules.
 
-Rules: every row has `tenant_id`. Instants are UTC, kept as integer microseconds. Secrets are kept as sha256
-hex of the secret, never as themselves. Blobs are named by digest ("sha256:" + 64 hex) and live in the blob
-store. Rows that others may still refer to are marked (`revoked_at`, `yanked_at`, `deleted_at`), not removed.
+Rules: every row of somebody's has `tenant_id`. Instants are UTC, kept as integer microseconds. Secrets are
+kept as sha256 hex of the secret, never as themselves. Blobs are named by digest ("sha256:" + 64 hex) and live
+in the blob store. Rows that others may still refer to are marked (`revoked_at`, `yanked_at`, `deleted_at`),
+not removed.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -118,6 +119,15 @@ class TrustMetadata(Base):
     data: Mapped[bytes] = mapped_column(LargeBinary)
     created_at: Mapped[datetime]
     __table_args__ = (UniqueConstraint("tenant_id", "role", "version"),)
+
+
+class Probe(Base):
+    """One row, written to see whether the database can be: a full disk still reads."""
+
+    __tablename__ = "probes"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    filler: Mapped[bytes] = mapped_column(LargeBinary)
+    written_at: Mapped[datetime]
 
 
 class Model(Named):

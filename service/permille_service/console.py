@@ -1,20 +1,29 @@
 """The admin's console: Swagger UI on the service's own OpenAPI document, from vendored files, without a
-network. And whether the service is well, which anybody may ask."""
+network. And whether the service is well, which anybody may ask: whether it can write, for a database that
+reads and a folder that lists may stand on a full disk."""
 
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from anyio import to_thread
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
+from sqlalchemy.exc import DBAPIError
 
 import permille
+from permille.package.blobs import BlobFolder
 from permille.schemas.fields import Health
-from permille.store import access
+from permille.schemas.problems import ProblemType
+from permille.store.database import Database, check_writable
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
-from permille_service.problems import OPEN, documented
+from permille_service.problems import OPEN, ApiError, documented, words_of_database, words_of_disk
 
 STATIC: Final = Path(__file__).parent / "static"
 PAGE: Final = """<!doctype html>
@@ -35,6 +44,10 @@ PAGE: Final = """<!doctype html>
 </html>
 """
 
+EVERY_S: Final = 2.0
+PROBE_BYTES: Final = 64 * 1024
+
+logger = logging.getLogger(__name__)
 router = APIRouter(include_in_schema=False)
 health = APIRouter(prefix="/v1/health", tags=["health"], responses=documented(*OPEN))
 
@@ -46,15 +59,49 @@ def console() -> HTMLResponse:
 
 
 @health.get("")
-async def get_health(service: Served) -> Health:
-    """Whether the service and its database answer. In a thread of its own: the others may all be busy."""
-    return await to_thread.run_sync(_check, service, limiter=service.health_threads)
+async def get_health(request: Request, service: Served) -> Health:
+    """Whether the service can read and write its database and its blobs.
 
-
-def _check(service: Service) -> Health:
-    with service.database.read() as session:
-        access.first_tenant(session)
+    It looks at most every two seconds.
+    """
+    # In threads of its own: the others may all be busy.
+    writes: WriteCheck = request.app.state.writes
+    problem = await to_thread.run_sync(writes.problem, limiter=service.health_threads)
+    if problem is not None:
+        raise ApiError(ProblemType.UNAVAILABLE, problem)
     return Health(status="ok", version=permille.__version__)
+
+
+@dataclass(slots=True)
+class WriteCheck:
+    """Looks whether blobs and rows can be written: every two seconds at most, one caller at a time."""
+
+    database: Database
+    blobs: BlobFolder
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _looked_at: float | None = None
+    _problem: str | None = None
+
+    def problem(self) -> str | None:
+        """What keeps the service from writing, in words; None: nothing."""
+        with self._lock:
+            if self._looked_at is None or self.clock() - self._looked_at >= EVERY_S:
+                self._problem = self._look()
+                self._looked_at = self.clock()
+                if self._problem is not None:
+                    logger.error("not well: %s", self._problem)
+            return self._problem
+
+    def _look(self) -> str | None:
+        try:
+            self.blobs.check_writable(PROBE_BYTES)
+            check_writable(self.database)
+        except OSError as exc:
+            return words_of_disk(exc)
+        except DBAPIError as exc:
+            return words_of_database(exc)
+        return None
 
 
 @router.get("/")
@@ -65,5 +112,7 @@ def root() -> RedirectResponse:
 
 def install(app: FastAPI) -> None:
     """Add the console and its files."""
+    service: Service = app.state.service
+    app.state.writes = WriteCheck(service.database, service.blobs)
     app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

@@ -5,6 +5,7 @@ Details say what was expected and what came; they never hold what a client sent 
 traceback.
 """
 
+import errno
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
@@ -13,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 
@@ -25,6 +26,10 @@ from permille.trust.metadata import KeyElsewhereError
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO}
+"""What a disk can have: full or over its quota, a limit on files, mounted read-only, broken."""
+_POSTGRES_FULL = "53100"
 _TYPE_OF_STATUS = {
     400: ProblemType.BAD_REQUEST,
     401: ProblemType.UNAUTHENTICATED,
@@ -119,6 +124,7 @@ def install(app: FastAPI, routers: Iterable[APIRouter]) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(PermilleError, _on_permille_error)
     app.add_exception_handler(OperationalError, _on_database_error)
+    app.add_exception_handler(OSError, _on_os_error)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -164,7 +170,15 @@ async def _on_permille_error(request: Request, exc: Exception) -> Response:
 
 async def _on_database_error(request: Request, exc: Exception) -> Response:
     logger.error("database: %s", exc)
-    return problem_response(request.url.path, ProblemType.UNAVAILABLE, "the database did not answer in time")
+    words = words_of_database(exc) if isinstance(exc, DBAPIError) else str(exc)
+    return problem_response(request.url.path, ProblemType.UNAVAILABLE, words)
+
+
+async def _on_os_error(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, OSError) or exc.errno not in _DISK_ERRNOS:
+        raise exc
+    logger.error("blob store: %s", exc)
+    return problem_response(request.url.path, ProblemType.UNAVAILABLE, words_of_disk(exc))
 
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
@@ -187,6 +201,23 @@ def problem_of(exc: Exception) -> ProblemType:
         (OperatorError, ProblemType.UNAVAILABLE),
     )
     return next((problem for kind, problem in kinds if isinstance(exc, kind)), ProblemType.INTERNAL)
+
+
+def words_of_disk(exc: OSError) -> str:
+    """What is wrong with the disk of the blob store. The path stays in the log."""
+    if exc.errno in _FULL_ERRNOS:
+        return "the disk of the blob store is full"
+    return f"the blob store cannot be written: {exc.strerror or type(exc).__name__}"
+
+
+def words_of_database(exc: DBAPIError) -> str:
+    """What is wrong with the database, as far as its error says."""
+    name = getattr(exc.orig, "sqlite_errorname", None) or ""
+    if name == "SQLITE_FULL" or getattr(exc.orig, "sqlstate", None) == _POSTGRES_FULL:
+        return "the disk of the database is full"
+    if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        return f"the database cannot be written: {exc.orig}"
+    return "the database did not answer in time"
 
 
 def _allowed_methods(request: Request) -> list[str]:

@@ -6,6 +6,7 @@ at its next. What a principal may not see does not exist for it (404); what its 
 (403).
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
@@ -25,6 +27,7 @@ from permille.store.ids import DEVICE_TOKEN_PREFIX, OPERATOR_TOKEN_PREFIX
 from permille_service.context import Served, Service
 from permille_service.problems import ApiError
 
+logger = logging.getLogger(__name__)
 RANK = {Role.VIEWER: 0, Role.OPERATOR: 1, Role.ADMIN: 2}
 MAX_TOKEN_CHARACTERS = 200
 _SEEN_EVERY = timedelta(minutes=1)
@@ -146,8 +149,7 @@ def _find_operator(service: Service, secret: str) -> Operator | None:
     if token is None:
         return None
     if _is_stale(token.last_used_at):
-        with service.database.write() as session:
-            access.touch_token(session, token_id=token.id)
+        _note(service, lambda session: access.touch_token(session, token_id=token.id))
     return Operator(tenant_id=token.tenant_id, token_id=token.id, role=Role(token.role))
 
 
@@ -157,11 +159,19 @@ def _find_device(service: Service, secret: str) -> DevicePrincipal | None:
     if device is None:
         return None
     if _is_stale(device.last_seen_at):
-        with service.database.write() as session:
-            devices.touch(session, device_id=device.id)
+        _note(service, lambda session: devices.touch(session, device_id=device.id))
     return DevicePrincipal(
         tenant_id=device.tenant_id, device_id=device.id, release=device.release, alias=device.alias
     )
+
+
+def _note(service: Service, touch: Callable[[Session], None]) -> None:
+    """Note that a principal was seen, where that can be written: on a full disk reading goes on."""
+    try:
+        with service.database.write() as session:
+            touch(session)
+    except OperationalError as exc:
+        logger.warning("cannot note who was seen: %s", exc)
 
 
 def _is_stale(seen_at: datetime | None) -> bool:

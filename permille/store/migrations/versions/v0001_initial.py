@@ -35,6 +35,12 @@ def upgrade() -> None:
         _column("created_at", BIG),
     )
     op.create_table(
+        "probes",
+        _column("id", sa.Integer(), primary_key=True),
+        _column("filler", sa.LargeBinary()),
+        _column("written_at", BIG),
+    )
+    op.create_table(
         "corpora",
         _column("name", TEXT),
         _column("source", sa.JSON()),
