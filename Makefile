@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-personalise bench-users bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -112,10 +112,7 @@ bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a 
 bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.estimators
 
-bench-personalise: $(VENV)/.native  ## Does an untuned agent make a model better? (needs PERMILLE_DATA, PERMILLE_MODELS)
-	$(BIN)/python -m permille_lab.people.personalise
-
-bench-users: $(VENV)/.native  ## Is it personal, or the kind of text? (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-people: $(VENV)/.native  ## What does the agent make of twenty people's text? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.people.users
 
 bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PERMILLE_DATA, PERMILLE_MODELS)

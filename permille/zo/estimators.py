@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.zo.directions import direction
 from permille.zo.exponents import Exponents
-from permille.zo.header import EstimatorKind, LogHeader
+from permille.zo.groups import grouping
+from permille.zo.header import DirectionKind, EstimatorKind, LogHeader
 from permille.zo.lattice import Directions, perturbed, perturbed_pairs, values
 
 
@@ -96,16 +97,20 @@ def directions_of(header: LogHeader, step: int, exponents: Exponents | None = No
     """All directions of a step, integers [q, k]: int8 as they are made, int32 where exponents scale them.
 
     Divided by `header.sigma` they have unit variance; none is larger than `header.bound`. A direction of one
-    block is 0 outside of it (FORMAT 6.3 to 6.5).
+    block is 0 outside of it (FORMAT 6.3 to 6.6).
 
     Raises:
         PackageError: `log-binding`: the header needs exponents that are absent or other ones.
         InputError: a number does not fit its counter word.
     """
     e_K = header.needed_exponents(exponents)
-    z_QK: Directions = np.empty((header.queries, header.k), dtype=np.int8 if e_K is None else np.int32)
-    for query in range(header.queries):
-        z_QK[query] = direction(seed=header.seed, step=step, query=query, counts=header.counts)
+    z_QK: Directions = np.zeros((header.queries, header.k), dtype=np.int8 if e_K is None else np.int32)
+    if header.directions is DirectionKind.GROUPS:
+        found = grouping(header, step)
+        z_QK[found.group_K, np.arange(header.k)] = found.sign_K
+    else:
+        for query in range(header.queries):
+            z_QK[query] = direction(seed=header.seed, step=step, query=query, counts=header.counts)
     if e_K is not None:
         z_QK <<= e_K
     for queries, tensors in header.blocks():

@@ -128,12 +128,14 @@ class LogHeader:
             if not is_digest(digest):
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
         _check_range("seed", self.seed, 0, (1 << 64) - 1)
-        sketch = self.estimator is EstimatorKind.SKETCH
-        if sketch != (self.directions is DirectionKind.GROUPS):
-            raise InputError(f"expected groups for sketch and only there, got {self.directions.value}")
+        groups = self.directions is DirectionKind.GROUPS
+        if self.estimator is not EstimatorKind.ONE_SIDED and groups != (
+            self.estimator is EstimatorKind.SKETCH
+        ):
+            raise InputError(f"expected groups for sketch or one_sided, got {self.directions.value}")
         # FORMAT 8.1: a one-sided difference is one to the mean of the others
         least = 2 if self.estimator is EstimatorKind.ONE_SIDED else 1
-        _check_range("queries", self.queries, least, MAX_GROUPS if sketch else MAX_QUERIES)
+        _check_range("queries", self.queries, least, MAX_GROUPS if groups else MAX_QUERIES)
         _check_range("total_steps", self.total_steps, 1, MAX_STEPS)
         _check_range("number of tensors", len(self.counts), 1, MAX_TENSORS)
         for count in self.counts:
@@ -163,10 +165,10 @@ class LogHeader:
 
     @property
     def sigma(self) -> float:
-        """Root mean square of z, in binary64, the same bits on every machine (FORMAT 6.3, 6.4)."""
-        return (
-            1.0 if self.exponents is None else math.sqrt(float(self.exponents.sum_of_squares) / float(self.k))
-        )
+        """Root mean square of z, in binary64, the same bits on every machine (FORMAT 6.3, 6.4, 6.6)."""
+        squares = 1.0 if self.exponents is None else float(self.exponents.sum_of_squares) / float(self.k)
+        overlaps = self.queries if self.directions is DirectionKind.GROUPS else 1
+        return math.sqrt(squares / float(overlaps))
 
     @property
     def bound(self) -> int:

@@ -26,12 +26,13 @@ def take_step(
     s_K: NDArray[np.int64],
     step: int,
     *,
-    clip: float | None,
+    normalised: bool,
 ) -> StepRecord:
     """Estimate one step at state `s_K`, without changing it.
 
     Args:
-        clip: bound on |projected_grad|, or None. What is clipped is flagged, and logged as applied.
+        normalised: divide the scalars by their root mean square, so that a step is as long as the learning
+            rate says, however steep the loss is (FZOO's division by the losses' deviation).
 
     Returns:
         The record. A non-finite loss or scalar, or a coefficient beyond the format, gives zeros, REJECTED.
@@ -42,21 +43,19 @@ def take_step(
     loss, projected_grad_Q = estimate(engine, batch, descent, s_K, step)
     header = descent.header
     rejected = StepRecord(step=step, coefficients=(0,) * header.queries, loss=loss, flags=StepFlag.REJECTED)
-    # Before any clipping: min(max(-100, nan), 100) is -100
     if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):
         return rejected
-    flags = StepFlag.NONE
-    if clip is not None:
-        if np.abs(projected_grad_Q).max() > clip:
-            flags = StepFlag.CLIPPED
-        projected_grad_Q = np.clip(projected_grad_Q, -clip, clip)
+    if normalised and projected_grad_Q.any():
+        largest = np.abs(projected_grad_Q).max()  # first by this one: squares may overflow
+        projected_grad_Q = projected_grad_Q / largest
+        projected_grad_Q /= np.sqrt(np.mean(projected_grad_Q * projected_grad_Q))
     try:
         coefficients = _coefficients(header, step, projected_grad_Q)
     except InputError:  # the quotient overflowed
         return rejected
     if max(abs(c) for c in coefficients) > MAX_COEFFICIENT:
         return rejected
-    return StepRecord(step=step, coefficients=coefficients, loss=loss, flags=flags)
+    return StepRecord(step=step, coefficients=coefficients, loss=loss)
 
 
 def sketch_step(

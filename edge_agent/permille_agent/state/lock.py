@@ -7,7 +7,7 @@ command that calls another).
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,8 +66,7 @@ def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
     try:
         if lock.lock_counter == 1:
             since = datetime.now(UTC).isoformat(timespec="seconds")
-            with suppress(OperatorError):  # a full disk: the note is for the message only
-                write_record(_note(path), Holder(pid=os.getpid(), purpose=purpose, since=since))
+            write_record(_note(path), Holder(pid=os.getpid(), purpose=purpose, since=since))
         yield
     finally:
         if lock.lock_counter == 1:

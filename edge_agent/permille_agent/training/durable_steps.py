@@ -23,7 +23,6 @@ from permille_agent.training.gradient_steps import (
     store_moments,
     take_gradient_step,
 )
-from permille_agent.training.plan import Plan
 from permille_agent.training.run import Run
 
 
@@ -62,9 +61,8 @@ class Steps(Protocol):
 class LoggedSteps:
     """Steps that a journal holds; its replay is the state."""
 
-    def __init__(self, run: Run, plan: Plan, descent: Descent, journal: Journal) -> None:
+    def __init__(self, run: Run, descent: Descent, journal: Journal) -> None:
         self._run = run
-        self._plan = plan
         self._descent = descent
         self._journal = journal
         self.s_K = self.best(journal.next_step)
@@ -82,7 +80,7 @@ class LoggedSteps:
 
     def take(self) -> float:
         """See `Steps`."""
-        record = self._run.take_step(self._descent, self.s_K, self.step, clip=self._plan.clip)
+        record = self._run.take_step(self._descent, self.s_K, self.step)
         self._append(record)
         return record.loss
 
@@ -103,8 +101,8 @@ class LoggedSteps:
 class SketchedSteps(LoggedSteps):
     """Steps along a gradient, as far as the groups of a log hold them."""
 
-    def __init__(self, run: Run, plan: Plan, descent: Descent, journal: Journal, moments: Path) -> None:
-        super().__init__(run, plan, descent, journal)
+    def __init__(self, run: Run, descent: Descent, journal: Journal, moments: Path) -> None:
+        super().__init__(run, descent, journal)
         self._path = moments
         known = load_moments(moments)
         if known is not None and known.step == self.step + 1:  # killed before the journal had it

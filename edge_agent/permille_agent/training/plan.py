@@ -19,7 +19,7 @@ from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.gradient_steps import gradient_engine
 from permille_agent.training.run import Run, finite_or_none
-from permille_agent.training.step_size import LossFound, SearchFailed, find_scale, find_step_size
+from permille_agent.training.step_size import LossFound, SearchFailed, find_epsilon, find_step_size
 
 EVALUATIONS = 20
 FEWEST_EVALUATIONS = 4
@@ -37,8 +37,6 @@ PASSES = 8
 LEAST_STEPS = 40
 # Stands in the header of a sketch's log, where nothing reads it.
 NO_EPSILON = 1.0
-# A projected gradient so far beyond the usual is an outlier of the batch: its step is bounded, and flagged.
-CLIP_RMS = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +46,8 @@ class Plan:
     Attributes:
         epsilon: scale of perturbations.
         relative_error: of the projected gradients at that epsilon.
-        g_rms: root mean square of the projected gradients at the base.
         learning_rate: of the first descent.
         losses: of the trials of learning rates, by their power.
-        clip: largest projected gradient that a step follows.
         base_loss: of the base on the select split.
         total_steps: the learning rate falls over so many.
         evaluate_every: so many steps.
@@ -60,10 +56,8 @@ class Plan:
 
     epsilon: float
     relative_error: float
-    g_rms: float
     learning_rate: float
     losses: dict[int, float | None]
-    clip: float
     base_loss: float
     total_steps: int
     evaluate_every: int
@@ -179,10 +173,8 @@ def _gradient_plan(run: Run) -> Plan:
     return Plan(
         epsilon=NO_EPSILON,
         relative_error=0.0,
-        g_rms=0.0,
         learning_rate=rate,
         losses={},
-        clip=0.0,
         base_loss=base.loss,
         total_steps=budget.steps,
         evaluate_every=max(1, math.ceil(budget.steps / budget.evaluations)),
@@ -206,17 +198,15 @@ def _gradient_pace(run: Run, start_K: NDArray[np.float32]) -> Pace:
 
 def _plan(run: Run) -> Plan:
     run.progress.phase("finding epsilon")
-    scale = find_scale(run)
-    budget = _budget(run, scale.epsilon)
+    probe = find_epsilon(run)
+    budget = _budget(run, probe.epsilon)
     run.progress.phase("finding the step size")
-    step_size = find_step_size(run, scale, budget.trial_steps)
+    step_size = find_step_size(run, probe.epsilon, budget.trial_steps)
     return Plan(
-        epsilon=scale.epsilon,
-        relative_error=scale.relative_error,
-        g_rms=scale.g_rms,
+        epsilon=probe.epsilon,
+        relative_error=probe.relative_error or 0.0,
         learning_rate=step_size.learning_rate,
         losses=step_size.losses,
-        clip=CLIP_RMS * scale.g_rms,
         base_loss=step_size.base_loss,
         total_steps=budget.steps,
         evaluate_every=max(1, math.ceil(budget.steps / budget.evaluations)),
@@ -242,7 +232,7 @@ def _pace(run: Run, epsilon: float) -> Pace:
     durations = []
     for step in range(3):
         start = run.clock.seconds()
-        run.take_step(descent, s_K, step, clip=None)
+        run.take_step(descent, s_K, step)
         durations.append(run.clock.seconds() - start)
     return Pace(step_s=max(1e-6, sorted(durations)[1]), token_s=_token_s(run))
 

@@ -24,13 +24,14 @@ with the same bits; what was written is never computed again.
 """
 
 import hashlib
+import json
 import math
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -48,7 +49,7 @@ from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHead
 from permille.zo.lattice import values
 from permille.zo.records import StepRecord
 from permille.zo.steps import take_step
-from permille_agent.state.home import Home, Record, encode_record, parse_record, read_record, write_record
+from permille_agent.state.home import Home, Record, parse_record, read_record, write_record
 from permille_agent.text.preparation import Prepared
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.options import SPLIT_QUERIES, TrainOptions
@@ -205,9 +206,10 @@ class RunFolder:
         """Add one evaluation; durable on return."""
         path = self._evaluations_path(descent)
         new = not path.exists()
+        line = json.dumps(asdict(evaluation), allow_nan=False)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "ab") as file:
-            file.write(encode_record(evaluation) + b"\n")
+            file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         if new:
@@ -343,7 +345,8 @@ class Run:
         schedule: Schedule = Schedule.CONSTANT,
     ) -> Descent:
         """Describe steps from the base; the step unit is not fitted yet."""
-        split, sketch = None, self.options.estimator is EstimatorKind.SKETCH
+        split, estimator = None, self.options.estimator
+        groups = estimator in (EstimatorKind.SKETCH, EstimatorKind.ONE_SIDED)
         if self.options.estimator is EstimatorKind.SPLIT:
             decoder_layers = int(self.package.config["num_hidden_layers"])
             split = block_split(self.package.counts, decoder_layers, self.options.queries)
@@ -352,7 +355,7 @@ class Run:
             mask_digest=self.package.mask_digest,
             seed=seed,
             estimator=self.options.estimator,
-            directions=DirectionKind.GROUPS if sketch else DirectionKind.RADEMACHER,
+            directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
             queries=max(1, self.options.queries),
             epsilon=epsilon,
             learning_rate=learning_rate,
@@ -365,11 +368,9 @@ class Run:
         )
         return Descent(header=header, w_base_K=self.w_base_K, exponents=self.exponents)
 
-    def take_step(
-        self, descent: Descent, s_K: NDArray[np.int64], step: int, *, clip: float | None
-    ) -> StepRecord:
+    def take_step(self, descent: Descent, s_K: NDArray[np.int64], step: int) -> StepRecord:
         """Compute one step from state `s_K` on its batch; the state does not change."""
-        return take_step(self.engine, self.batches(step), descent, s_K, step, clip=clip)
+        return take_step(self.engine, self.batches(step), descent, s_K, step, normalised=True)
 
 
 def widest_block(header: LogHeader) -> int:

@@ -5,10 +5,11 @@ at 2 epsilon, as the run's own estimator gives them, must agree,
 `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is tried. Forward mode has
 no epsilon, so nothing is checked there.
 
-The learning rate starts where one step has norm 0.4: `learning_rate * g_rms * sqrt(k / q)`, because the mean
-of q directions is `sqrt(q)` times shorter than one. Trials compare it with a third and three times of it: a
-few steps each from the base, thrown away, and the loss on the select split; while the best is at an end of
-the range, the range grows there. Both rules are in docs/adr/0030.
+Steps are normalised: a step's scalars are divided by their root mean square, so the learning rate alone
+says how long it is. It starts where that is 0.5: `learning_rate * sqrt(k / q)`, because the mean of q
+directions is `sqrt(q)` times shorter than one. Trials compare it with a third and three times of it: a few
+steps each from the base, thrown away, and the loss on the select split; while the best is at an end of the
+range, the range grows there. Both rules are in docs/adr/0030.
 
 Every result is a function of (package, data, seed, options) and of results before it.
 """
@@ -30,7 +31,7 @@ from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.run import Run, finite_or_none, widest_block
 
 EPSILON_NORM = 0.5
-STEP_NORM = 0.4
+STEP_NORM = 0.5
 MAX_RELATIVE_ERROR = 0.3
 PROBE_STEPS = 4
 EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
@@ -64,15 +65,6 @@ class LossFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """How far to look, and how large projected gradients are there."""
-
-    epsilon: float
-    relative_error: float
-    g_rms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
     """The learning rate with the lowest loss, and all losses by the power of `TRIAL_FACTOR` times `start`."""
 
@@ -88,7 +80,7 @@ def search_seed(seed: int, stage: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def find_scale(run: Run) -> Scale:
+def find_epsilon(run: Run) -> Probe:
     """Find an epsilon whose projected gradients can be trusted.
 
     Raises:
@@ -99,13 +91,13 @@ def find_scale(run: Run) -> Scale:
         probe = run.folder.once("search-forward", Probe, lambda: _exact_probe(run, start))
         if not probe.g_rms:
             raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {probe.g_rms}")
-        return Scale(epsilon=start, relative_error=0.0, g_rms=probe.g_rms)
+        return probe
     errors = []
     for number, factor in enumerate(EPSILON_FACTORS, start=1):
         probe = run.folder.once(f"search-epsilon-{number}", Probe, partial(_probe, run, factor * start))
         error = probe.relative_error
         if error is not None and error <= MAX_RELATIVE_ERROR and probe.g_rms:
-            return Scale(epsilon=probe.epsilon, relative_error=error, g_rms=probe.g_rms)
+            return probe
         errors.append(error)
     tried = ", ".join(f"{factor * start:.2g}" for factor in EPSILON_FACTORS)
     raise SearchFailed(
@@ -115,13 +107,13 @@ def find_scale(run: Run) -> Scale:
     )
 
 
-def find_step_size(run: Run, scale: Scale, trial_steps: int) -> StepSize:
+def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
     """Find the learning rate with which a few steps from the base reach the lowest loss.
 
     Raises:
         SearchFailed: no learning rate gave a finite loss.
     """
-    start = STEP_NORM / (scale.g_rms * step_spread(run.descent(seed=0, epsilon=scale.epsilon)))
+    start = STEP_NORM / step_spread(run.descent(seed=0, epsilon=epsilon))
     base = run.folder.once("search-base", LossFound, lambda: _loss_found(_loss(run, run.w_base_K)))
     if base.loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")
@@ -129,7 +121,7 @@ def find_step_size(run: Run, scale: Scale, trial_steps: int) -> StepSize:
     wanted = [-1, 0, 1]
     while wanted:
         for power in wanted:
-            trial = Trial(run, scale, start * TRIAL_FACTOR**power, trial_steps)
+            trial = Trial(run, epsilon, start * TRIAL_FACTOR**power, trial_steps)
             found = run.folder.once(f"search-trial-{power}", LossFound, trial.run_steps)
             losses[power] = math.inf if found.loss is None else found.loss
         best = min(losses, key=lambda power: (losses[power], power))
@@ -150,7 +142,7 @@ class Trial:
     """A few steps from the base with one learning rate. The steps are thrown away."""
 
     run: Run
-    scale: Scale
+    epsilon: float
     learning_rate: float
     steps: int
 
@@ -159,28 +151,28 @@ class Trial:
         run = self.run
         descent = run.descent(
             seed=search_seed(run.options.seed, "race"),
-            epsilon=self.scale.epsilon,
+            epsilon=self.epsilon,
             learning_rate=self.learning_rate,
             total_steps=self.steps,
             schedule=Schedule.LINEAR,
         )
-        descent = with_step_unit(descent, self.scale.g_rms)
+        descent = with_step_unit(descent)
         header, s_K = descent.header, np.zeros(run.package.k, dtype=np.int64)
         for step in range(self.steps):
-            record = run.take_step(descent, s_K, step, clip=None)
+            record = run.take_step(descent, s_K, step)
             apply_record(s_K, record, header, run.exponents)
         return _loss_found(_loss(run, values(run.w_base_K, s_K, header.step_unit_exponent)))
 
 
-def with_step_unit(descent: Descent, g_rms: float) -> Descent:
-    """Fit the step unit to the learning rate and to the size of projected gradients."""
+def with_step_unit(descent: Descent) -> Descent:
+    """Fit the step unit to the learning rate; normalised scalars have the root mean square 1."""
     header = descent.header
-    exponent = step_unit_exponent_for(header.learning_rate, g_rms, widest_block(header), header.sigma)
+    exponent = step_unit_exponent_for(header.learning_rate, 1.0, widest_block(header), header.sigma)
     return replace(descent, header=replace(header, step_unit_exponent=exponent))
 
 
 def step_spread(descent: Descent) -> float:
-    """Compute the length of the first step with learning rate and projected gradients 1.
+    """Compute the length of a step with the learning rate 1.
 
     `sqrt(sum over blocks of n * (1 / q + (1 - 1 / q) / r))`, n a block's sum of variances, r the number of
     dimensions that its directions really fill. Without scale exponents directions have unit variance and fill

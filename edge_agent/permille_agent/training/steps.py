@@ -191,7 +191,7 @@ def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Desc
         schedule=Schedule.LINEAR,
     )
     if run.options.estimator is not EstimatorKind.SKETCH:
-        return with_step_unit(descent, plan.g_rms)
+        return with_step_unit(descent)
     exponent = unit_exponent(rate)
     if run.start is not None:  # a state goes on exactly on a unit that is as fine
         exponent = min(exponent, run.start.step_unit_exponent)
@@ -223,8 +223,8 @@ class _DescentLoop:
         with Journal.open(path) if path.exists() else Journal.create(path, header) as journal:
             if run.options.estimator is EstimatorKind.SKETCH:
                 moments = run.folder.moments(self._number)
-                return self._train(SketchedSteps(run, self._plan, self._descent, journal, moments))
-            return self._train(LoggedSteps(run, self._plan, self._descent, journal))
+                return self._train(SketchedSteps(run, self._descent, journal, moments))
+            return self._train(LoggedSteps(run, self._descent, journal))
 
     def _train(self, steps: Steps) -> SelectedState:
         run, total_steps = self._run, self._descent.header.total_steps

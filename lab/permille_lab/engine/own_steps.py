@@ -92,7 +92,7 @@ class EngineStep:
             Descent(header=self._header, w_base_K=self._w_base_K),
             self._s_K,
             self._step,
-            clip=None,
+            normalised=False,
         )
         if record.flags:
             raise InputError(f"expected a step that counts, got {record}")

@@ -147,7 +147,7 @@ def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Ite
             Descent(header=header, w_base_K=trainable.base_K),
             s_K,
             number,
-            clip=None,
+            normalised=False,
         )
         apply_record(s_K, record, header)
         yield values(trainable.base_K, s_K, header.step_unit_exponent)

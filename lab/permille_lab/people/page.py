@@ -1,14 +1,11 @@
-"""Is it personal? A person's untouched text under the base, their own state, a pooled one and a stranger's.
+"""Is it personal? A person's untouched text under the base, their own state, a pooled and a forward-only one.
 
     domain gain    = loss(base)   - loss(pooled)       what text of the same kind brings
     personal gain  = loss(pooled) - loss(own)          what only the person's own text brings
-    swap           = loss(swapped) - loss(own)         a stranger's state on the same text
-    head start     = loss(own) - loss(pooled-own)      what the own text brings on top of a pooled state
 
-The pooled state learned equally much text, of other people of the collection. People are the unit: tests are
-Wilcoxon's signed-rank test on differences within a person, with Holm's correction over all that are reported
-together. A head start trains twice as many steps; `own-own`, the own state trained on as long, tells how much
-of it that is.
+The pooled state learned equally much text, of other people. People are the unit: tests are Wilcoxon's
+signed-rank test on differences within a person, means over the seeds, with Holm's correction over all that
+are reported together.
 """
 
 from enum import StrEnum
@@ -21,70 +18,65 @@ from permille_lab.measuring.cells import Cells
 
 
 class State(StrEnum):
-    """Whose log the sparse values come from."""
+    """Whose steps the sparse values come from."""
 
     BASE = "base"
     OWN = "own"
+    FORWARD = "forward-only"
     POOLED = "pooled"
-    SWAPPED = "swapped"
-    POOLED_OWN = "pooled-own"
-    OWN_OWN = "own-own"
 
+
+WORTH = 0.05
+"""Nats a token: whoever keeps the base though the own state is so much lower has kept it wrongly."""
 
 FEWEST = 6
 """People of a group that is tested: of five, Wilcoxon's test has no p below 0.05."""
 
 COMPARISONS = (
     (State.OWN, State.BASE),
+    (State.FORWARD, State.BASE),
     (State.POOLED, State.BASE),
+    (State.OWN, State.FORWARD),
     (State.OWN, State.POOLED),
-    (State.OWN, State.SWAPPED),
-    (State.SWAPPED, State.BASE),
-    (State.POOLED_OWN, State.OWN),
-    (State.OWN_OWN, State.OWN),
-    (State.POOLED_OWN, State.OWN_OWN),
-    (State.POOLED_OWN, State.POOLED),
 )
 """Which state is compared to which; a gain is the second's loss less the first's."""
 
 
 def tables(results: Path) -> dict[str, str]:
     """By the name that the template has for them."""
-    losses = losses_of(Cells(results / "users.jsonl"))
-    return {
-        "gains": _markdown(pd.DataFrame(_gain(group, test) for group, test in personal_tests(losses))),
-        "speakers": _markdown(_speakers(Cells(results / "personalisation.jsonl"))),
-    }
+    cells = Cells(results / "people.jsonl")
+    losses = losses_of(cells)
+    gains = (_gain(group, test) for group, test in personal_tests(people_of(losses)))
+    return {"gains": _markdown(pd.DataFrame(gains)), "counts": _markdown(_counts(cells, losses))}
 
 
 def losses_of(cells: Cells) -> pd.DataFrame:
-    """A row for each person and a column for each state: nats a token of the test text, by `group`.
-
-    A group is people of one model, collection and package, trained alike.
-    """
+    """A row for each run, a column for each state: nats a token of the text that was put away, by `group`."""
     rows = [
-        {"group": f"{settings['model']}, {settings['collection']}", "user": person["user"]}
-        | {state: nats / person["tokens"] for state, nats in person["nats"].items()}
-        for settings, result in cells.of("users")
-        for person in result["people"]
+        {"group": settings["model"], "user": result["user"], "adopted": result["adopted"]}
+        | {state: nats / result["tokens"] for state, nats in result["nats"].items()}
+        for settings, result in cells.of("people")
     ]
-    return pd.DataFrame(rows, columns=["group", "user", *(state.value for state in State)])
+    return pd.DataFrame(rows, columns=["group", "user", "adopted", *(state.value for state in State)])
+
+
+def people_of(losses: pd.DataFrame) -> pd.DataFrame:
+    """The mean of each person's seeds."""
+    states = [state.value for state in State]
+    return losses.groupby(["group", "user"], sort=False)[states].mean().reset_index()
 
 
 def personal_tests(losses: pd.DataFrame) -> list[tuple[str, UserTest]]:
     """All comparisons of all groups of people, corrected together.
 
-    A comparison is of the people who have both states; of fewer than `FEWEST` there is none.
+    Of fewer people than `FEWEST` there is none.
     """
     found = []
     for group, people in losses.groupby("group", sort=False):
-        for first, second in COMPARISONS:
-            both = people.dropna(subset=[first.value, second.value])
-            if len(both) >= FEWEST:
-                name = f"{first.value} against {second.value}"
-                found.append(
-                    (str(group), user_test(name, both[first.value].to_numpy(), both[second.value].to_numpy()))
-                )
+        for first, second in COMPARISONS if len(people) >= FEWEST else ():
+            name = f"{first.value} against {second.value}"
+            test = user_test(name, people[first.value].to_numpy(), people[second.value].to_numpy())
+            found.append((str(group), test))
     corrected = holm([test for _, test in found])
     return [(group, test) for (group, _), test in zip(found, corrected, strict=True)]
 
@@ -101,24 +93,28 @@ def _gain(group: str, test: UserTest) -> dict[str, str]:
     }
 
 
-def _speakers(cells: Cells) -> pd.DataFrame:
-    """Runs of the whole agent: what a model gains, mean and range over people and seeds."""
-    rows = [{**settings, **result, "swapped": result["swap"]["improvement"]}
-            for settings, result in cells.of("personalisation")]  # fmt: skip
-    found = []
-    for model, runs in pd.DataFrame(rows).groupby("model", sort=False):
-        falls, sure = runs["improvement"], runs["improvement"] / runs["standard_error"]
-        found.append(
+def _counts(cells: Cells, losses: pd.DataFrame) -> pd.DataFrame:
+    """Runs of the agent: what it kept and adopted, ends above the base, and forward-only runs beside."""
+    rows = []
+    seconds = pd.DataFrame([result["seconds"] for _, result in cells.of("people")])
+    for group, runs in losses.groupby("group", sort=False):
+        gain = runs[State.BASE.value] - runs[State.OWN.value]
+        forward = runs[State.BASE.value] - runs[State.FORWARD.value]
+        spent = seconds.loc[runs.index].mean()
+        rows.append(
             {
-                "model": model,
+                "model": group,
                 "runs": len(runs),
-                "base": f"{runs['loss_base'].mean():.3f}",
-                "fall": f"{falls.mean():.3f} ({falls.min():.3f} to {falls.max():.3f})",
-                "least, in standard errors": f"{sure.min():.1f}",
-                "the same state on another speaker's text": f"{runs['swapped'].mean():.3f}",
+                "own state above the base": int((gain < 0).sum()),
+                "forward-only above it": int((forward < 0).sum()),
+                "adopted": int(runs["adopted"].sum()),
+                "adopted and worse": int((runs["adopted"] & (gain < 0)).sum()),
+                f"kept the base, {WORTH} lower": int((~runs["adopted"].astype(bool) & (gain > WORTH)).sum()),
+                "gain, forward-only's being 1": f"{gain.mean() / forward.mean():.1f}",
+                "seconds, forward-only's": f"{spent['own']:.1f}, {spent['forward']:.1f}",
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(rows)
 
 
 def _markdown(frame: pd.DataFrame) -> str:

@@ -42,13 +42,14 @@ FEWEST_TOKENS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Person:
-    """A user's documents in tokens, each in one part; the words of those that do not train."""
+    """A user's documents in tokens, each in one part; the words of those that do not train, or that judge."""
 
     name: str
     train: list[TokenizedDocument]
     select: list[TokenizedDocument]
     test: list[TokenizedDocument]
     held_out_words: frozenset[str]
+    test_words: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class Study:
             select=parts[1],
             test=parts[2],
             held_out_words=frozenset(words for words, _ in (*test, *select)),
+            test_words=frozenset(words for words, _ in test),
         )
 
     def pooled(self, person: Person, others: Sequence[User]) -> Person:

@@ -1,138 +1,160 @@
-"""Is it personal? Own, pooled and strangers' states of people of three collections: `make bench-users`.
+"""What does the agent make of a person's text? People with tweets, each on a fresh home: `make bench-people`.
 
-    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.people.users --users 20 --minutes 60
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.people.users --users 20 --seeds 0 1
 
-Each person's text trains a state as the agent does by default, on the 4-bit package with the sensitive mask;
-a second state learns equally much text of other people; and people are paired, so that each one's text is
-also read under a stranger's state. Two more states train on, on the person's own text: from the pooled one,
-as on a device that was given one, and, as long, from their own.
+A part of each person's text is put away and judges everything. On the rest the agent trains as its command
+does (`run_training`, private), and decides for itself whether to adopt. Beside it: training by forward
+passes alone, for as many seconds of the processor and some more, its search included; and training along the
+gradient on as many tokens of other people, in as many steps.
 
-A pair is a cell, written once it is whole; within it every run goes on where a kill left it. `--minutes`
-begins no pair after that time.
+A seed is also another division of the text. Seconds are the processor's, evaluations on the way included.
 """
 
+import json
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from permille.engines.factory import open_engine
 from permille.errors import InputError
-from permille_agent.embed import TrainOptions, package_tokenizer
-from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
+from permille.zo.header import EstimatorKind
+from permille.zo.lattice import values
+from permille.zo.packed_state import decode_state
+from permille_agent.embed import (
+    RunContext,
+    TrainOptions,
+    install_package,
+    list_runs,
+    open_home,
+    package_tokenizer,
+    run_training,
+)
+from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.machine import machine
-from permille_lab.measuring.model_packages import Sources, model_package, sources_from_environment
+from permille_lab.measuring.model_packages import DENSITIES, Sources, model_package, sources_from_environment
 from permille_lab.people.page import State
-from permille_lab.people.study import Person, Study, targets
-from permille_lab.people.user_texts import Collection, User, cohort, read_users
+from permille_lab.people.study import Study, targets
+from permille_lab.people.user_texts import Collection, User, cohort, own_words, read_users
 
-_LEAST_CHARACTERS = {Collection.SHAKESPEARE: 8_000, Collection.LAMP7: 4_000, Collection.PERSONACHAT: 500}
-"""Who wrote less is not asked: below it a split of the text says nothing."""
-_STEPS = {"stories260K-hf": 200, "reference-7M": 160}
+_LEAST_CHARACTERS = 4_000
+"""Who wrote less is not asked: below it a division of the text says nothing."""
+_GRADIENT_STEPS = 40
 
 
-def open_study(sources: Sources, model: str, folder: Path, *, steps: int, seed: int, threads: int) -> Study:
-    """The model's package (made once), its engine and the choices of every run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRun:
+    """What the agent made of a text: whether it adopted, the values that it judged, and the seconds."""
+
+    adopted: bool
+    values_K: NDArray[np.float32]
+    seconds: float
+
+
+def open_study(sources: Sources, model: str, folder: Path, *, seed: int) -> Study:
+    """The model's package (made once), its engine, and the options of runs beside the agent's."""
     package = model_package(sources, model, folder)
-    options = TrainOptions(seed=seed, steps=steps)
+    options = TrainOptions(seed=seed, steps=_GRADIENT_STEPS)
     return Study(
         package=package,
-        engine=open_engine(package, threads=threads),
+        engine=open_engine(package, threads=1),
         tokenizer=package_tokenizer(package),
         options=options.within(int(package.config["max_position_embeddings"])),
-        folder=folder / f"users-{model}",
+        folder=folder / f"people-{model}",
     )
 
 
-def pairs(study: Study, users: Sequence[User], wanted: int) -> list[tuple[Person, Person]]:
-    """The first `wanted` people with enough text, two by two; who is paired with whom depends on no count."""
-    found: list[Person] = []
-    for user in users:
-        if len(found) >= wanted + wanted % 2:
-            break
-        try:
-            found.append(study.person(user))
-        except InputError:
-            continue
-    return list(zip(found[0::2], found[1::2], strict=False))
+def agent_run(study: Study, documents: Sequence[str], folder: Path) -> AgentRun:
+    """The agent's own command on a fresh home.
 
-
-def measured(study: Study, pair: tuple[Person, Person], others: Sequence[User]) -> Result:
-    """Eight runs, and the test text of each of the two under the base and five states."""
+    Raises:
+        InputError: it came to no judgement.
+    """
+    home = open_home(folder / "home")
+    install_package(home, study.package)
+    path = folder / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": words}) + "\n" for words in documents))
     begun = time.process_time()
-    own = [study.train(person, "own") for person in pair]
-    people = []
-    for place, person in enumerate(pair):
-        pool = study.pooled(person, others)
-        pooled_K, pooled_told = study.train(pool, "pooled")
-        starts = {State.POOLED_OWN: pooled_K, State.OWN_OWN: own[place][0]}
-        of_state = {
-            State.BASE: study.package.values(),
-            State.OWN: own[place][0],
-            State.POOLED: pooled_K,
-            State.SWAPPED: own[1 - place][0],
-            **{state: study.train(person, state.value, start_K)[0] for state, start_K in starts.items()},
-        }
-        losses = {state: study.nats(person, values_K) for state, values_K in of_state.items()}
-        _, tokens, size = losses[State.BASE]
-        people.append(
-            {
-                "user": person.name,
-                "stranger": pair[1 - place].name,
-                "nats": {state.value: nats for state, (nats, _, _) in losses.items()},
-                "tokens": tokens,
-                "bytes": size,
-                "train_tokens": targets(person.train),
-                "pooled_tokens": targets(pool.train),
-                "own_run": own[place][1],
-                "pooled_run": pooled_told,
-            }
+    found = run_training(home, [path], study.options, RunContext())
+    seconds = time.process_time() - begun
+    if found.decision is None:
+        raise InputError(f"expected a run that is judged, got {found.outcome.value}: {found.message}")
+    (run,) = list_runs(home)
+    data = run.best_state(found.decision.descent).read_bytes()
+    state = decode_state(data, max_bytes=len(data), max_k=study.package.k)
+    return AgentRun(
+        adopted=found.decision.adopted,
+        values_K=values(study.package.values(), state.s_K, state.header.step_unit_exponent),
+        seconds=seconds,
+    )
+
+
+def measured(study: Study, user: User, others: Sequence[User], forward_steps: int) -> Result:
+    """Four states of one person, each on the part that was put away."""
+    person = study.person(user)
+    own_text = [words for words in map(own_words, user.documents) if words not in person.test_words]
+    whole = replace(person, train=[*person.train, *person.select])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        own = agent_run(study, own_text, folder)
+        options = TrainOptions.of(
+            EstimatorKind.ONE_SIDED,
+            seed=study.options.seed,
+            steps=forward_steps,
+            row_tokens=study.options.row_tokens,
         )
-    cpu_seconds = round(time.process_time() - begun, 1)
-    return {"people": people, "k": study.package.k, "cpu_seconds": cpu_seconds, "machine": machine()}
-
-
-def settings_of(study: Study, model: str, collection: Collection, pair: tuple[Person, Person]) -> Settings:
-    """What a pair's cell is known by: everything that decides its numbers, but for this code."""
+        begun = time.process_time()
+        forward = replace(study, folder=folder / "forward", options=options)
+        forward_K, told = forward.train(person, "forward")
+        forward_s = time.process_time() - begun
+        pooled = replace(study, folder=folder / "pooled")
+        pooled_K, _ = pooled.train(study.pooled(whole, others), "pooled")
+    of_state = {
+        State.BASE: study.package.values(),
+        State.OWN: own.values_K,
+        State.FORWARD: forward_K,
+        State.POOLED: pooled_K,
+    }
+    losses = {state: study.nats(person, values_K) for state, values_K in of_state.items()}
     return {
-        "model": model,
-        "collection": collection.value,
-        "people": [person.name for person in pair],
-        "options": study.options.definition(),
-        "package": study.package.digest,
+        "user": user.name,
+        "nats": {state.value: nats for state, (nats, _, _) in losses.items()},
+        "tokens": losses[State.BASE][1],
+        "train_tokens": targets(whole.train),
+        "adopted": own.adopted,
+        "seconds": {"own": round(own.seconds, 2), "forward": round(forward_s, 2)},
+        "forward_run": told,
+        "k": study.package.k,
+        "machine": machine(),
     }
 
 
 def main() -> None:
-    """Measure pairs of all collections in turn, so that a run that is stopped early has some of each."""
-    parser = settings_parser(__doc__, "users")
-    parser.add_argument("--models", nargs="+", default=list(_STEPS))
-    parser.add_argument("--collections", nargs="+", type=Collection, default=list(Collection))
-    parser.add_argument("--users", type=int, default=20, help="of each collection; an odd one is rounded up")
-    parser.add_argument("--steps", type=int, help="of each run; default: by model")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no pair after so long")
+    """Measure what is missing, one person after the other."""
+    parser = settings_parser(__doc__, "people")
+    parser.add_argument("--model", choices=DENSITIES, default="stories260K-hf")
+    parser.add_argument("--users", type=int, default=20)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--forward-steps", type=int, default=60, help="of training by forward passes alone")
     options = parser.parse_args()
     sources, cells = sources_from_environment(), Cells(options.cells)
-    end = time.monotonic() + 60 * options.minutes
-    read: Mapping[Collection, Sequence[User]] = {
-        collection: cohort(
-            read_users(sources.data, collection).users, least_characters=_LEAST_CHARACTERS[collection]
-        )
-        for collection in options.collections
-    }
-    for model in options.models:
-        steps = options.steps or _STEPS.get(model, 200)
-        study = open_study(
-            sources, model, options.folder, steps=steps, seed=options.seed, threads=options.threads
-        )
-        found = {collection: pairs(study, users, options.users) for collection, users in read.items()}
-        for number in range(max(map(len, found.values()))):
-            for collection, of_collection in found.items():
-                if number < len(of_collection) and time.monotonic() < end:
-                    pair = of_collection[number]
-                    settings = settings_of(study, model, collection, pair)
-                    cells.once("users", settings, partial(measured, study, pair, read[collection]))
+    people = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
+    for seed in options.seeds:
+        study = open_study(sources, options.model, options.folder, seed=seed)
+        for user in people[: options.users]:
+            settings = {
+                "model": options.model,
+                "user": user.name,
+                "seed": seed,
+                "steps": _GRADIENT_STEPS,
+                "forward_steps": options.forward_steps,
+            }
+            cells.once("people", settings, partial(measured, study, user, people, options.forward_steps))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.zo.estimators import Descent
-from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.estimators import Descent, directions_of
+from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import STATE_LIMIT, step_unit_exponent_for, values
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
@@ -40,11 +40,11 @@ def loss_of(s_K: NDArray[np.int64], header: LogHeader) -> float:
 
 
 def step_of(
-    losses: list[float], derivatives: list[float] | None = None, *, clip: float | None = None, **changes: Any
+    losses: list[float], derivatives: list[float] | None = None, *, normalised: bool = False, **changes: Any
 ) -> StepRecord:
     """Step 0 of an engine that returns these numbers."""
     descent = Descent(header=make_header(**changes), w_base_K=W_BASE)
-    return take_step(FixedEngine(losses, derivatives or []), BATCH, descent, ZERO, 0, clip=clip)
+    return take_step(FixedEngine(losses, derivatives or []), BATCH, descent, ZERO, 0, normalised=normalised)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATES)
@@ -67,7 +67,7 @@ def test_steps_reduce_the_loss_and_the_log_replays_to_the_same_state(
     s_K = ZERO.copy()
     rows = []
     for step in range(steps):
-        record = take_step(ENGINE, BATCH, descent, s_K, step, clip=None)
+        record = take_step(ENGINE, BATCH, descent, s_K, step, normalised=False)
         assert record.flags is StepFlag.NONE
         apply_record(s_K, record, header, EXPONENTS)
         rows.append(record.coefficients)
@@ -78,8 +78,8 @@ def test_steps_reduce_the_loss_and_the_log_replays_to_the_same_state(
 def test_a_step_is_pure_and_depends_on_its_number() -> None:
     descent = Descent(header=make_header(), w_base_K=W_BASE)
     s_K = np.arange(K, dtype=np.int64)
-    first, again = (take_step(ENGINE, BATCH, descent, s_K, 3, clip=None) for _ in range(2))
-    other = take_step(ENGINE, BATCH, descent, s_K, 4, clip=None)
+    first, again = (take_step(ENGINE, BATCH, descent, s_K, 3, normalised=False) for _ in range(2))
+    other = take_step(ENGINE, BATCH, descent, s_K, 4, normalised=False)
     assert np.array_equal(s_K, np.arange(K))
     assert first == again
     assert first.coefficients != other.coefficients
@@ -87,12 +87,12 @@ def test_a_step_is_pure_and_depends_on_its_number() -> None:
 
 @pytest.mark.parametrize("kind", ESTIMATES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("clip", [None, 100.0])
+@pytest.mark.parametrize("normalised", [False, True])
 def test_one_loss_that_is_not_finite_rejects_the_whole_step(
-    kind: EstimatorKind, bad: float, clip: float | None
+    kind: EstimatorKind, bad: float, normalised: bool
 ) -> None:
     losses = {EstimatorKind.ONE_SIDED: [1.0, bad], EstimatorKind.FORWARD: [bad]}.get(kind, [1.0, 2.0, bad, 1])
-    record = step_of(losses, [1.0, 1.0], clip=clip, **kind_fields(kind))
+    record = step_of(losses, [1.0, 1.0], normalised=normalised, **kind_fields(kind))
     assert record.flags is StepFlag.REJECTED
     assert not any(record.coefficients)
     assert not math.isfinite(record.loss)
@@ -100,7 +100,7 @@ def test_one_loss_that_is_not_finite_rejects_the_whole_step(
 
 @pytest.mark.parametrize("derivatives", [[1.0, math.nan], [-math.inf, 0.0]])
 def test_forward_mode_rejects_a_scalar_that_is_not_finite(derivatives: list[float]) -> None:
-    record = step_of([1.0], derivatives, clip=100.0, estimator=EstimatorKind.FORWARD)
+    record = step_of([1.0], derivatives, normalised=True, estimator=EstimatorKind.FORWARD)
     assert (record.flags, record.coefficients) == (StepFlag.REJECTED, (0, 0))
 
 
@@ -121,23 +121,48 @@ def test_what_the_format_cannot_hold_is_rejected_not_saturated(
     assert (record.flags, record.coefficients) == (StepFlag.REJECTED, (0,))
 
 
-def test_clipping_is_flagged_and_logged_as_applied() -> None:
-    # projected_grad = (2 - 1) / (2 * 0.5) = 1 for the first query, -4 for the second
-    fields: dict[str, Any] = {"epsilon": 0.5, "learning_rate": 1.0, "step_unit_exponent": -4}
-    free, clipped, unclipped = (
-        step_of([2.0, 1.0, 1.0, 5.0], clip=clip, **fields) for clip in (None, 2.0, 4.0)
+def test_a_normalised_step_is_as_long_as_its_learning_rate_says() -> None:
+    # projected_grad = (2 - 1) / (2 * 0.5) = 1 for the first query, -4 for the second: rms sqrt(17 / 2)
+    fields: dict[str, Any] = {"epsilon": 0.5, "learning_rate": 1.0, "step_unit_exponent": -10}
+    free, normalised = (step_of([2.0, 1.0, 1.0, 5.0], normalised=n, **fields) for n in (False, True))
+    steep = step_of([2e30, 1e30, 1e30, 5e30], normalised=True, **fields)
+    assert free.coefficients == (-512, 2048)
+    assert normalised.coefficients == steep.coefficients == (-176, 702)
+    assert step_of([1.0, 1.0, 1.0, 1.0], normalised=True, **fields).coefficients == (0, 0)
+
+
+@pytest.mark.parametrize("use", [None, EXPONENTS.use], ids=["plain", "scaled"])
+def test_one_sided_steps_of_groups_reduce_the_loss_and_replay(use: Any) -> None:
+    header = make_header(
+        estimator=EstimatorKind.ONE_SIDED,
+        directions=DirectionKind.GROUPS,
+        queries=8,
+        schedule=Schedule.LINEAR,
+        learning_rate=0.5 * math.sqrt(8 / K),
+        epsilon=1e-2,
+        total_steps=60,
+        step_unit_exponent=-20,
+        exponents=use,
     )
-    assert free.coefficients == (-8, 32)
-    assert clipped.coefficients == (-8, 16)
-    assert (free.flags, clipped.flags, unclipped.flags) == (StepFlag.NONE, StepFlag.CLIPPED, StepFlag.NONE)
-    assert free.loss == 2.25
+    descent = Descent(header=header, w_base_K=W_BASE, exponents=EXPONENTS)
+    s_K, rows = ZERO.copy(), []
+    for step in range(60):
+        z_QK = directions_of(header, step, EXPONENTS)
+        assert (np.count_nonzero(z_QK, axis=0) == 1).all()
+        record = take_step(ENGINE, BATCH, descent, s_K, step, normalised=True)
+        before_K = s_K.copy()
+        apply_record(s_K, record, header, EXPONENTS)
+        assert np.array_equal(s_K - before_K, np.array(record.coefficients) @ z_QK)
+        rows.append(record.coefficients)
+    assert loss_of(s_K, header) < 0.7 * loss_of(ZERO, header)
+    assert np.array_equal(replay(header, np.array(rows), EXPONENTS), s_K)
 
 
 def test_the_linear_schedule_falls_to_zero_at_the_last_step() -> None:
     fields = {"queries": 1, "epsilon": 0.5, "learning_rate": 1.0, "step_unit_exponent": -10}
     header = make_header(**fields, schedule=Schedule.LINEAR, total_steps=4)
     descent, engine = Descent(header=header, w_base_K=W_BASE), FixedEngine([2.0, 1.0])
-    taken = [take_step(engine, BATCH, descent, ZERO, step, clip=None) for step in range(4)]
+    taken = [take_step(engine, BATCH, descent, ZERO, step, normalised=False) for step in range(4)]
     assert [record.coefficients for record in taken] == [(-1024,), (-768,), (-512,), (-256,)]
 
 

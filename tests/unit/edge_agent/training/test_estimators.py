@@ -19,7 +19,7 @@ from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_named
 from permille_agent.training.personal import canonical_log
 from permille_agent.training.run import block_split, find_run, widest_block
-from permille_agent.training.step_size import STEP_NORM, find_scale, find_step_size, step_spread
+from permille_agent.training.step_size import STEP_NORM, find_step_size, step_spread
 from tests.bigram_engine import BigramEngine
 from tests.packages import layered_package, tiny_package
 from tests.unit.edge_agent.runs import Begin, Device, plan_and_train
@@ -99,14 +99,13 @@ def test_the_first_step_size_has_the_same_length_with_and_without_exponents(
     begin: Begin, layered: Package, scaling: bool
 ) -> None:
     run = begin(of=layered, estimator=EstimatorKind.SPLIT, queries=10, scaling=scaling)
-    scale = find_scale(run)
-    found = find_step_size(run, scale, 2)
+    found = find_step_size(run, 1e-3, 2)
     descent = run.descent(seed=0, epsilon=1e-3)
     header, spread = descent.header, step_spread(descent)
     if not scaling:
         below = header.weights_of(header.blocks()[0][1]).stop
         assert spread == pytest.approx((below / 2 + (layered.k - below) / 8) ** 0.5)
-    assert found.start * scale.g_rms * spread == pytest.approx(STEP_NORM)
+    assert found.start * spread == pytest.approx(STEP_NORM)
     assert widest_block(header) == 8
 
 

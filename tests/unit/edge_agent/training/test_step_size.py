@@ -17,10 +17,8 @@ from permille_agent.training.step_size import (
     EPSILON_NORM,
     STEP_NORM,
     TRIAL_FACTOR,
-    Scale,
     SearchFailed,
-    StepSize,
-    find_scale,
+    find_epsilon,
     find_step_size,
     search_seed,
 )
@@ -72,49 +70,45 @@ def _begin(package: Package, folder: Path, function: Function, **changes: Any) -
     return run_of(package, engine, user_text(folder), folder, **changes)
 
 
-def _step_size(run: Run, *, epsilon: float, g_rms: float, steps: int) -> StepSize:
-    return find_step_size(run, Scale(epsilon=epsilon, relative_error=0.0, g_rms=g_rms), steps)
-
-
 def test_epsilon_starts_at_a_norm_of_a_half(package: Package, tmp_path: Path) -> None:
     run = _begin(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=SPSA)
-    found = find_scale(run)
+    found = find_epsilon(run)
     assert found.epsilon * math.sqrt(package.k) == pytest.approx(EPSILON_NORM)
     assert found.g_rms == pytest.approx(0.5, rel=1e-3)
-    assert found.relative_error < 1e-3
+    assert (found.relative_error or 0.0) < 1e-3
 
 
 def test_epsilon_shrinks_where_the_loss_is_too_curved(package: Package, tmp_path: Path) -> None:
     start = EPSILON_NORM / math.sqrt(package.k)
     # A sine of this frequency turns between start and 2 start, and hardly at a quarter of that.
-    run = _begin(package, tmp_path, lambda d: 3.0 + math.sin(1.4 * float(d[0]) / start))
-    found = find_scale(run)
+    run = _begin(package, tmp_path, lambda d: 3.0 + math.sin(1.4 * float(d[0]) / start), estimator=SPSA)
+    found = find_epsilon(run)
     assert found.epsilon in (pytest.approx(start / 2), pytest.approx(start / 4))
-    assert found.relative_error <= 0.3
+    assert (found.relative_error or 1.0) <= 0.3
 
 
 def test_epsilon_grows_where_the_arithmetic_is_coarse(package: Package, tmp_path: Path) -> None:
     start = EPSILON_NORM / math.sqrt(package.k)
     grid = 1.7 * start
-    run = _begin(package, tmp_path, lambda d: 3.0 + round(float(d[0]) / grid) * grid)
-    assert find_scale(run).epsilon > start
+    run = _begin(package, tmp_path, lambda d: 3.0 + round(float(d[0]) / grid) * grid, estimator=SPSA)
+    assert find_epsilon(run).epsilon > start
 
 
 def test_no_usable_epsilon_is_refused(package: Package, tmp_path: Path) -> None:
     noise = np.random.Generator(np.random.PCG64(0))
     run = _begin(package, tmp_path, lambda _d: float(noise.normal()))
     with pytest.raises(SearchFailed, match=r"relative error of the gradient of at most 0\.3"):
-        find_scale(run)
+        find_epsilon(run)
 
 
 @pytest.mark.parametrize("flat", [0.0, math.nan])
 def test_a_loss_without_gradient_is_refused(package: Package, tmp_path: Path, flat: float) -> None:
     with pytest.raises(SearchFailed):
-        find_scale(_begin(package, tmp_path, lambda _d: flat))
+        find_epsilon(_begin(package, tmp_path, lambda _d: flat))
 
 
 def test_forward_mode_needs_no_epsilon(package: Package, tmp_path: Path) -> None:
-    found = find_scale(_begin(package, tmp_path, lambda _d: 1.0, estimator=EstimatorKind.FORWARD))
+    found = find_epsilon(_begin(package, tmp_path, lambda _d: 1.0, estimator=EstimatorKind.FORWARD))
     assert found.relative_error == 0.0
     assert found.g_rms == pytest.approx(2.0)
 
@@ -127,8 +121,8 @@ def _bowl(package: Package, best_norm: float) -> Function:
 
 def test_trials_start_at_the_norm_rule_and_the_best_is_taken(package: Package, tmp_path: Path) -> None:
     run = _begin(package, tmp_path, _bowl(package, 2.0))
-    found = _step_size(run, epsilon=0.01, g_rms=0.3, steps=3)
-    norm = found.start * 0.3 * math.sqrt(package.k / run.options.queries)
+    found = find_step_size(run, 0.01, 3)
+    norm = found.start * math.sqrt(package.k / run.options.queries)
     assert norm == pytest.approx(STEP_NORM)
     best = min(found.losses, key=lambda power: found.losses[power] or math.inf)
     assert found.learning_rate == pytest.approx(found.start * TRIAL_FACTOR**best)
@@ -137,26 +131,26 @@ def test_trials_start_at_the_norm_rule_and_the_best_is_taken(package: Package, t
 
 def test_the_range_grows_where_the_best_is_at_the_end(package: Package, tmp_path: Path) -> None:
     falling = _begin(package, tmp_path, lambda d: 3.0 + float(d @ d))
-    assert min(_step_size(falling, epsilon=0.01, g_rms=0.001, steps=2).losses) < -1
+    assert min(find_step_size(falling, 0.01, 2).losses) < -1
 
 
 def test_losses_that_are_not_finite_are_never_the_best(package: Package, tmp_path: Path) -> None:
     run = _begin(package, tmp_path, lambda d: 3.0 if np.linalg.norm(d) < 0.4 else math.nan)
-    found = _step_size(run, epsilon=0.001, g_rms=0.3, steps=3)
+    found = find_step_size(run, 0.001, 3)
     assert found.learning_rate > 0
     assert all(loss is None or loss == 3.0 for loss in found.losses.values())
 
 
 def test_a_base_without_a_finite_loss_is_refused(package: Package, tmp_path: Path) -> None:
     with pytest.raises(SearchFailed, match="finite loss of the base"):
-        _step_size(_begin(package, tmp_path, lambda _d: math.inf), epsilon=0.01, g_rms=0.3, steps=2)
+        find_step_size(_begin(package, tmp_path, lambda _d: math.inf), 0.01, 2)
 
 
 def test_what_was_found_is_not_computed_again(package: Package, tmp_path: Path) -> None:
     run = _begin(package, tmp_path, _bowl(package, 2.0))
-    first = find_scale(run), _step_size(run, epsilon=0.01, g_rms=0.3, steps=2)
+    first = find_epsilon(run), find_step_size(run, 0.01, 2)
     calls = run.engine.calls  # type: ignore[attr-defined]
-    assert (find_scale(run), _step_size(run, epsilon=0.01, g_rms=0.3, steps=2)) == first
+    assert (find_epsilon(run), find_step_size(run, 0.01, 2)) == first
     assert run.engine.calls == calls  # type: ignore[attr-defined]
 
 
