@@ -30,7 +30,14 @@ DEVICE_OPERATIONS: tuple[str, ...] = (
     "put_run_log",
     "delete_run_log",
 )
-DEVICE_OPERATIONS += ("resolve_alias", "get_package_manifest", "get_package_blob", "head_package_blob")
+DEVICE_OPERATIONS += (
+    "get_trust_metadata",
+    "get_trust_target",
+    "resolve_alias",
+    "get_package_manifest",
+    "get_package_blob",
+    "head_package_blob",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

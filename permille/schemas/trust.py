@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from permille.schemas.devices import PublicKey
-from permille.schemas.fields import Closed, Count, Positive, Timestamp
+from permille.schemas.fields import Closed, Count, Positive, Timestamp, WholeNumber
 
 ROLE_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,80}$"
 FILE_PATTERN = r"^([1-9][0-9]{0,15}\.)?[a-z0-9][a-z0-9._-]{0,80}\.json$"
@@ -40,7 +40,7 @@ class RoleKeys(Closed):
 
     role: RoleName
     public_keys: Annotated[list[PublicKey], Field(max_length=20)] = Field(default=[])
-    threshold: Annotated[int, Field(strict=True, ge=1, le=20)] = 1
+    threshold: Annotated[int, Field(strict=True, ge=1, le=20), WholeNumber] = 1
 
 
 class TrustRotation(Closed):

@@ -68,6 +68,8 @@ from permille.trust.roles import (
     target_path,
 )
 
+MAX_BYTES = 500_000
+"""Of one file, some 3,000 versions: python-tuf's client reads no larger root."""
 _CLOCK_SLACK = timedelta(days=1)
 
 
@@ -286,6 +288,8 @@ class Repository:
             raise InputError(f"expected root, targets or a role below it, got {role!r:.80}")
         offered: Metadata[Root] | Metadata[Targets]
         offered = parse(Root, data) if role == ROOT else parse(Targets, data)
+        if len(data) > MAX_BYTES:
+            raise InputError(f"expected {role} within {MAX_BYTES} bytes, got {len(data)}")
         self._check_next(role, offered)
         if isinstance(offered.signed, Root):
             self._check_root(offered)
@@ -374,7 +378,10 @@ class Repository:
         self._keep(role, metadata)
 
     def _keep(self, role: str, metadata: Metadata[Any]) -> None:
-        self.newest[role] = self.changed[file_name(role, metadata.signed.version)] = metadata.to_bytes()
+        data = metadata.to_bytes()
+        if len(data) > MAX_BYTES:
+            raise InputError(f"expected {role} within {MAX_BYTES} bytes, got {len(data)}: withdraw versions")
+        self.newest[role] = self.changed[file_name(role, metadata.signed.version)] = data
 
     def _next(self, signed: AnySigned, role: str) -> AnySigned:
         following = deepcopy(signed)

@@ -35,7 +35,6 @@ PARAMETERS = {
     "version": "1",
     "file": "timestamp.json",
     "path": f"releases/tiny/{'0' * 64}.1.json",
-    "role": "targets",
 }
 BODIES: dict[str, Any] = {
     "create_model": {"name": "m", "source": {"kind": "hub", "repository": "a/b", "commit": "0" * 40}},

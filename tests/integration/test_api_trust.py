@@ -139,12 +139,48 @@ def test_rotation_is_for_administrators_and_makes_new_keys(client: Client, api: 
 
 
 @pytest.mark.parametrize(
+    ("file", "data"),
+    [
+        ("2.targets.json", b"{}"),
+        ("2.targets.json", b"no JSON"),
+        ("2.targets.json", b"[" * 100_000),
+        ("3.targets.json", b"{}"),
+        ("timestamp.json", b"{}"),
+        ("2.snapshot.json", b"{}"),
+        ("2.nothing.json", b"{}"),
+    ],
+)
+def test_metadata_that_does_not_follow_is_refused_and_noted_nowhere(api: Api, file: str, data: bytes) -> None:
+    api.get("/v1/trust")
+    before = api.get("/v1/audit?limit=200").json()
+    path = f"/v1/trust/metadata/{file}"
+    answer = api.client.put(path, content=data, headers=api.auth() | {"Content-Type": "application/json"})
+    assert answer.status_code == 409, answer.text
+    assert api.get("/v1/audit?limit=200").json() == before
+
+
+@pytest.mark.attack(2, "an administrator of tenant B sends metadata that tenant A's keys signed")
+def test_metadata_of_another_tenant_is_not_taken(client: Client, api: Api) -> None:
+    stranger = api.operator(Role.ADMIN, tenant="stranger")
+    api.get("/v1/trust", stranger)
+    for file in ("2.targets.json", "2.releases.json"):
+        role = file.split(".")[1]
+        assert api.post("/v1/trust/renewals", {"roles": [role]}).json()["drafts"] == []
+        newest = next(one for one in api.get("/v1/trust").json()["roles"] if one["role"] == role)
+        own = api.get(f"/v1/trust/metadata/{newest['version']}.{role}.json").content
+        headers = api.auth(stranger) | {"Content-Type": "application/json"}
+        answer = api.client.put(f"/v1/trust/metadata/{file}", content=own, headers=headers)
+        assert answer.status_code == 409, answer.text
+    assert api.get("/v1/trust/metadata/2.targets.json", stranger).status_code == 404
+
+
+@pytest.mark.parametrize(
     ("roles", "status"),
     [
-        ([{"role": "nothing"}], 422),
-        ([{"role": "releases"}, {"role": "releases"}], 422),
-        ([{"role": "releases", "threshold": 2}], 422),
-        ([{"role": "timestamp", "public_keys": ["11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"]}], 422),
+        ([{"role": "nothing"}], 409),
+        ([{"role": "releases"}, {"role": "releases"}], 409),
+        ([{"role": "releases", "threshold": 2}], 409),
+        ([{"role": "timestamp", "public_keys": ["11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"]}], 409),
         ([], 422),
     ],
 )

@@ -110,8 +110,8 @@ def send(
 ) -> None:
     """Bring signed drafts to the service, each as it is."""
     for file in files:
-        role, _ = parse_file_name(file.name)
-        session.client.put_bytes(f"/v1/trust/metadata/{role}", _read(file))
+        parse_file_name(file.name)
+        session.client.put_bytes(f"/v1/trust/metadata/{file.name}", _read(file))
         session.output.say(f"accepted {file}")
     show_roles(session)
 

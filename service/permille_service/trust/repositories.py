@@ -43,6 +43,15 @@ def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Rep
     trust.keep(session, tenant_id=tenant_id, repository=repository, seen=seen)
 
 
+def look(service: Service, tenant_id: str) -> Repository:
+    """The tenant's repository to look at; made if it has none."""
+    with service.database.read() as session:
+        found, now = trust.newest(session, tenant_id=tenant_id), database.now(session)
+    if found:
+        return Repository.open(found, service.trust_keys.signers(tenant_id), now)
+    return change(service, tenant_id, lambda _, repository: repository)
+
+
 def ensure(service: Service, session: Session, tenant_id: str) -> None:
     """Make the tenant's repository if it has none."""
     with changing(service, session, tenant_id):

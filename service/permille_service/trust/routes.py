@@ -5,6 +5,8 @@ with a version in their name never change.
 """
 
 import base64
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -20,7 +22,6 @@ from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
 from permille.schemas.trust import (
     FILE_PATTERN,
-    ROLE_PATTERN,
     TARGET_PATTERN,
     RoleKeys,
     Trust,
@@ -31,14 +32,14 @@ from permille.schemas.trust import (
     TrustRotation,
 )
 from permille.store import releases
-from permille.store.errors import NotFoundError
-from permille.trust.metadata import Draft, Holders
+from permille.store.errors import ConflictError, NotFoundError
+from permille.trust.metadata import Draft, Holders, KeyElsewhereError
 from permille.trust.repository import Repository
-from permille.trust.roles import ONLINE, TIMESTAMP_FILE, parse_target_path
+from permille.trust.roles import ONLINE, TIMESTAMP_FILE, parse_file_name, parse_target_path
 from permille_service.access.principals import Admin, Anyone, DevicePrincipal, Viewer
 from permille_service.content import CACHE_CONTROL
 from permille_service.context import Served, Service
-from permille_service.problems import PRIVATE, documented
+from permille_service.problems import PRIVATE, ApiError, documented
 from permille_service.trust import repositories
 
 JSON: Final = "application/json"
@@ -50,13 +51,12 @@ TargetPath = Annotated[
     str,
     Path(alias="path", pattern=TARGET_PATTERN, examples=["releases/tiny-llama/" + "0" * 64 + ".1.json"]),
 ]
-Role = Annotated[str, Path(alias="role", pattern=ROLE_PATTERN, examples=["targets"])]
 
 
 @router.get("")
 def get_trust(service: Served, operator: Viewer) -> Trust:
     """Who signs what, until when, and with which keys."""
-    return repositories.change(service, operator.tenant_id, lambda _, repository: present(repository))
+    return present(repositories.look(service, operator.tenant_id))
 
 
 def _content(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
@@ -105,16 +105,16 @@ async def _body(request: Request) -> bytes:
 
 
 @router.put(
-    "/metadata/{role}",
+    "/metadata/{file}",
     responses=documented(ProblemType.CONFLICT, ProblemType.NOT_FOUND),
     openapi_extra={
         "requestBody": {"required": True, "content": {JSON: {"schema": {"type": "object"}}}},
     },
 )
 def put_trust_metadata(
-    role: Role, service: Served, operator: Admin, data: Annotated[bytes, Depends(_body)]
+    file: MetadataFile, service: Served, operator: Admin, data: Annotated[bytes, Depends(_body)]
 ) -> Trust:
-    """Take a role's next metadata, signed elsewhere by enough of its keys.
+    """Take a role's next metadata, signed elsewhere by enough of its keys, under the name that it will have.
 
     What `releases` lists anew is published, what it lists no longer is withdrawn. Keys of the service that no
     role names afterwards are deleted.
@@ -122,11 +122,15 @@ def put_trust_metadata(
 
     def accept(session: Session, repository: Repository) -> Trust:
         before = repository.listed()
+        role, version = parse_file_name(file)
+        if version != repository.version(role) + 1:
+            raise InputError(f"expected version {repository.version(role) + 1} of {role}, got {file}")
         repository.accept(role, data)
         releases.follow(session, tenant_id=operator.tenant_id, before=before, after=repository.listed())
         return present(repository)
 
-    return repositories.change_by(service, operator, accept, _Accepted(digest=digest_of(data)))
+    with _as_conflicts():
+        return repositories.change_by(service, operator, accept, _Accepted(digest=digest_of(data)))
 
 
 @router.post("/rotations", responses=documented(ProblemType.CONFLICT))
@@ -139,18 +143,31 @@ def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> 
             raise InputError("expected each role once")
         return _changed(repository, repository.rotate(holders))
 
-    return repositories.change_by(service, operator, rotate, body)
+    with _as_conflicts():
+        return repositories.change_by(service, operator, rotate, body)
 
 
 @router.post("/renewals", responses=documented(ProblemType.CONFLICT))
 def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -> TrustChange:
     """Sign again what is due, and the named roles. What the service cannot sign comes as drafts."""
-    return repositories.change_by(
-        service,
-        operator,
-        lambda _, repository: _changed(repository, repository.renew(body.roles)),
-        body,
-    )
+    with _as_conflicts():
+        return repositories.change_by(
+            service,
+            operator,
+            lambda _, repository: _changed(repository, repository.renew(body.roles)),
+            body,
+        )
+
+
+@contextmanager
+def _as_conflicts() -> Iterator[None]:
+    """What the repository refuses contradicts what is signed: a conflict, however well it is formed."""
+    try:
+        yield
+    except (NotFoundError, ConflictError, KeyElsewhereError):
+        raise
+    except InputError as exc:
+        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
 
 
 def present(repository: Repository) -> Trust:

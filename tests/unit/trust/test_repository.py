@@ -9,7 +9,7 @@ from tuf.api.exceptions import ExpiredMetadataError, RepositoryError
 from tuf.api.metadata import Metadata, Targets
 
 from permille.errors import InputError, OperatorError
-from permille.trust.metadata import Draft, Holders, KeyElsewhereError, new_signer
+from permille.trust.metadata import Draft, Holders, KeyElsewhereError, list_version, new_signer
 from permille.trust.repository import Repository
 from permille.trust.roles import aliases_of, parse_target_path, target_path
 from tests.trust_client import TufClient
@@ -255,6 +255,15 @@ def test_a_version_that_is_listed_never_becomes_another_package(repository: Repo
     changed.sign(repository.signers[key_id])
     with pytest.raises(InputError, match="stay what it was"):
         repository.accept("releases", changed.to_bytes())
+
+
+@pytest.mark.attack(2, "an operator publishes until the list is larger than devices read")
+def test_a_list_does_not_outgrow_its_readers(repository: Repository) -> None:
+    targets = repository.targets("releases")
+    for version in range(1, 4000):
+        list_version(targets, ("tiny", version), MANIFEST, [])
+    with pytest.raises(InputError, match="withdraw versions"):
+        repository._edit("releases", lambda edited: edited.targets.update(targets.targets))
 
 
 def test_bytes_that_somebody_changed_are_not_signed_over(repository: Repository) -> None:
