@@ -1,5 +1,8 @@
 """A checked model folder as a torch model or a tokenizer. Nothing in the folder is executed."""
 
+from array import array
+from base64 import b64decode
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,9 +10,13 @@ import torch
 
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint, inside
+from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox, SandboxError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# What a package may carry (FORMAT 3.4).
+MAX_TOKENIZER_BYTES = 64 << 20
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
@@ -36,23 +43,36 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedM
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`, run by the tokenizers library."""
+    """The tokenizer of a `tokenizer.json`, run by the tokenizers library in a confined child."""
 
     def __init__(self, folder: Path) -> None:
         """
         Raises:
             InputError: no tokenizer.json in the folder, or one that cannot be read.
         """
-        import tokenizers
-
         path = inside(folder, "tokenizer.json")
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as exc:  # the library raises bare Exception for every malformed file
-            raise InputError(f"expected a tokenizer.json that the tokenizers library reads: {exc}") from exc
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+            raise InputError(f"expected a tokenizer.json of at most {MAX_TOKENIZER_BYTES} bytes, got {size}")
+        self._sandbox = Sandbox(path.read_bytes)
+        _answer(self._sandbox.start)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        """The ids of a text; special tokens in it are special.
+
+        Raises:
+            InputError: the tokenizer fails or breaks a limit.
+        """
+        limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
+        request = {"do": "encode", "text": text, "literal": False, "ends": True, "limit": limit}
+        found = _answer(lambda: self._sandbox.ask(request, characters=len(text)))
+        return array("I", b64decode(found["ids"])).tolist()
+
+
+def _answer(ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    try:
+        answer = ask()
+    except SandboxError as exc:
+        raise InputError(str(exc)) from exc
+    if "error" in answer:
+        raise InputError(f"expected a tokenizer.json that the tokenizers library reads: {answer['error']}")
+    return answer

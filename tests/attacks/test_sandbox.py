@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from permille.errors import PackageError
+from permille.errors import InputError, PackageError
+from permille.models.loading import FileTokenizer
+from permille.sandbox import process as sandbox
+from permille.sandbox.process import Sandbox
 from permille_agent.link.install import install
 from permille_agent.state.home import open_home
 from permille_agent.state.models import InstalledRelease, installed_release
-from permille_agent.text import sandbox
 from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.documents import Conversation, Document, PlainText
 from permille_agent.text.preparation import tokenize
-from permille_agent.text.sandbox import Sandbox
 from permille_agent.text.tokens import TextTokenizer
 from tests.packages import tiny_package, tiny_tokenizer
 
@@ -100,6 +101,17 @@ def test_a_hostile_tokenizer_costs_neither_memory_nor_time(
     assert time.monotonic() - began < 60.0
     limit_kib = max(child_kib, 1 << 20)  # the child's gigabyte
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= limit_kib
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used_kib < 256 << 10
+
+
+@pytest.mark.attack(8, "the tokenizer of a tenant's model wants all memory of a worker")
+def test_a_worker_refuses_a_hostile_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "CALL_S", 2.0)
+    (tmp_path / "tokenizer.json").write_bytes(hostile(doubling))
+    used_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tokenizer = FileTokenizer(tmp_path)
+    with pytest.raises(InputError):
+        tokenizer.encode("a" * 4000)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used_kib < 256 << 10
 
 

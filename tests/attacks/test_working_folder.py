@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from permille.errors import OperatorError
+from permille.sandbox.process import Sandbox
 from permille_agent.daemon.training_child import TrainingRequest, train_in_child
 from permille_agent.state.home import open_home
 from permille_agent.text.chat_template import ChatTemplate
-from permille_agent.text.sandbox import Sandbox
 from permille_service.cli.up import _start
 from permille_workers.runtime.supervisor import CHILD_COMMAND
 from tests.packages import tiny_tokenizer

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from permille.errors import InputError, PackageError, PermilleError
-from permille_agent.confinement import confine
+from permille.sandbox.confinement import confine
 from permille_agent.state.home import Home, as_json, parse_record
 from permille_agent.state.models import InstalledRelease, installed_release, read_releases, record_installed
 

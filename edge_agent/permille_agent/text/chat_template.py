@@ -1,15 +1,15 @@
 """Chat messages to text by the package's template, and which characters of it the assistant said.
 
 The template is foreign code and is rendered in the package's child process, with limits of time, memory and
-size (`sandbox.py`); a template that breaks them is an error of the package, never a hang. Packages without a
-template get `DEFAULT_TEMPLATE`.
+size (`permille.sandbox`); a template that breaks them is an error of the package, never a hang. Packages
+without a template get `DEFAULT_TEMPLATE`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from permille.errors import InputError, PackageError
-from permille_agent.text.sandbox import Sandbox
+from permille.sandbox.process import Sandbox, SandboxError
 
 MAX_TEMPLATE_CHARACTERS = 64 << 10
 MAX_RENDERED_CHARACTERS = 8 << 20
@@ -109,10 +109,23 @@ class ChatTemplate:
             "prefixes": prefixes,
             "limit": MAX_RENDERED_CHARACTERS,
         }
-        answer = self._sandbox.ask(request, characters=sum(len(content) for _, content in messages))
-        if "error" in answer:
-            raise PackageError("chat-template", str(answer["error"]))
-        return answer
+        characters = sum(len(content) for _, content in messages)
+        return answered(lambda: self._sandbox.ask(request, characters=characters), "chat-template")
+
+
+def answered(ask: Callable[[], Mapping[str, Any]], code: str) -> Mapping[str, Any]:
+    """What a package's child answers.
+
+    Raises:
+        PackageError: `code` where the child refuses, `sandbox-limit` where it broke a limit.
+    """
+    try:
+        answer = ask()
+    except SandboxError as exc:
+        raise PackageError("sandbox-limit", str(exc)) from exc
+    if "error" in answer:
+        raise PackageError(code, str(answer["error"]))
+    return answer
 
 
 def _windows(messages: Messages) -> Iterator[Messages]:

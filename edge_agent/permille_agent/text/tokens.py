@@ -1,8 +1,8 @@
 """Text to tokens and back, by the package's own `tokenizer.json`; transformers is not needed.
 
-The tokenizer is foreign data and works in a child process with limits (`sandbox.py`), which renders the chat
-template, too. Special tokens written in the user's text are text. Only what a chat template writes may be
-special, and a message that contains a special token is refused there.
+The tokenizer is foreign data and works in a child process with limits (`permille.sandbox`), which renders the
+chat template, too. Special tokens written in the user's text are text. Only what a chat template writes may
+be special, and a message that contains a special token is refused there.
 """
 
 import json
@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
+from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox
 from permille.token_bytes import token_bytes
-from permille_agent.text.chat_template import ChatTemplate
+from permille_agent.text.chat_template import ChatTemplate, answered
 from permille_agent.text.documents import Completion, Content, Conversation, PlainText
-from permille_agent.text.sandbox import Sandbox
 
 ReadFile = Callable[[str], bytes | None]
 
-# No tokenizer makes more of a character, nor text of a thousand ids that is longer.
-MAX_TOKENS_A_CHARACTER = 80
 MAX_DECODED_CHARACTERS = 8 << 20
 
 
@@ -82,7 +80,7 @@ class TextTokenizer:
         self._template = _template(read_file("chat_template.jinja"), config)
         self.stop_ids = _stop_ids(_json(read_file("generation_config.json")), _json(read_file("config.json")))
         self._sandbox = Sandbox(load, tokens=(self.bos or "", self.eos or ""))
-        known = self._sandbox.start()
+        known = answered(self._sandbox.start, "tokenizer")
         self._special = tuple(known["special"])
         self._bos_id: int | None = known["ids"][0] if self.bos else None
         self._eos_id: int | None = known["ids"][1] if self.eos else None
@@ -202,7 +200,8 @@ class TextTokenizer:
     def _encode(self, text: str, *, rendered: bool) -> "_Encoding":
         """Tokens of a text: special tokens in what a chat template rendered are special, else text."""
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
-        request = {"do": "encode", "text": text, "rendered": rendered, "limit": limit}
+        own = not rendered
+        request = {"do": "encode", "text": text, "literal": own, "ends": own, "limit": limit}
         answer = self._ask(request, len(text))
         found = _Encoding(*(_numbers(answer[name]) for name in ("ids", "starts", "ends")))
         same = len(found.ids_T) == len(found.starts_T) == len(found.ends_T)
@@ -211,10 +210,7 @@ class TextTokenizer:
         return found
 
     def _ask(self, request: Mapping[str, object], characters: int) -> Mapping[str, Any]:
-        answer = self._sandbox.ask(request, characters=characters)
-        if "error" in answer:
-            raise PackageError("tokenizer", str(answer["error"]))
-        return answer
+        return answered(lambda: self._sandbox.ask(request, characters=characters), "tokenizer")
 
     def _refuse_special(self, messages: Sequence[tuple[str, str]]) -> None:
         for _, content in messages:

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from permille.errors import InputError, PackageError
+from permille.sandbox.process import Sandbox
 from permille_agent.text.chat_template import WINDOW_MESSAGES, ChatTemplate
-from permille_agent.text.sandbox import Sandbox
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError, PackageError
+from permille.sandbox.process import Sandbox
 from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.documents import Completion, Conversation, PlainText
-from permille_agent.text.sandbox import Sandbox
 from permille_agent.text.tokens import TextTokenizer
 from tests.packages import SPECIAL_TOKENS, sentences, tiny_tokenizer
 

@@ -1,4 +1,4 @@
-"""The parent's side of `sandbox_child.py`: one child a package, limits of time for a call and for all calls.
+"""The parent's side of `child.py`: one child a package, limits of time for a call and for all calls.
 
 A call may take some seconds, and more for a long text. All calls together may take a minute, and more for
 much text: so a template that needs five seconds a conversation ends a run after a minute, not after a night.
@@ -17,9 +17,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from permille.errors import PackageError
+from permille.errors import PermilleError
 
-LIMIT = "sandbox-limit"
 START_S = 60.0  # Python and a vocabulary are loaded first, on a machine that may be busy
 CALL_S = 5.0
 BUDGET_S = 60.0
@@ -27,6 +26,12 @@ EARNED_A_CALL_S = 0.01
 # A tenth of what tokenizers and templates do on a small machine.
 CHARACTERS_A_SECOND = 50_000
 MAX_ANSWER_BYTES = 256 << 20
+# No tokenizer makes more of a character.
+MAX_TOKENS_A_CHARACTER = 80
+
+
+class SandboxError(PermilleError):
+    """The child broke a limit, or ended."""
 
 
 class Sandbox:
@@ -35,19 +40,11 @@ class Sandbox:
     Args:
         load: the bytes of `tokenizer.json`; None where only templates are rendered.
         tokens: whose ids are wanted.
-        call_s: longest time of a call over a short text.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], bytes] | None = None,
-        *,
-        tokens: tuple[str, ...] = (),
-        call_s: float = CALL_S,
-    ) -> None:
+    def __init__(self, load: Callable[[], bytes] | None = None, *, tokens: tuple[str, ...] = ()) -> None:
         self._load = load
         self._tokens = tokens
-        self._call_s = call_s
         self._budget_s = BUDGET_S
         self._child: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
@@ -55,10 +52,10 @@ class Sandbox:
         self._streams = itertools.count()
 
     def start(self) -> Mapping[str, Any]:
-        """Begin the child and load the tokenizer; what it says of it.
+        """Begin the child and load the tokenizer; what it says of it, its `error` where it cannot be read.
 
         Raises:
-            PackageError: `sandbox-limit`, or `tokenizer`: it cannot be read.
+            SandboxError: a limit is broken.
         """
         with self._lock:
             return self._start()
@@ -67,14 +64,14 @@ class Sandbox:
         """The answer to a request about so many characters; its `error` where the child refuses.
 
         Raises:
-            PackageError: `sandbox-limit`.
+            SandboxError: a limit is broken.
         """
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._start()
             work_s = characters / CHARACTERS_A_SECOND
             self._budget_s = min(BUDGET_S, self._budget_s + EARNED_A_CALL_S) + work_s
-            return self._exchange(json.dumps(request).encode() + b"\n", self._call_s + work_s)
+            return self._exchange(json.dumps(request).encode() + b"\n", CALL_S + work_s)
 
     def new_stream(self) -> int:
         """A number for a stream of decoded text."""
@@ -88,7 +85,7 @@ class Sandbox:
     def _start(self) -> Mapping[str, Any]:
         self.close()
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "permille_agent.text.sandbox_child"],
+            [sys.executable, "-P", "-m", "permille.sandbox.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -103,16 +100,12 @@ class Sandbox:
             return {}
         data = self._load()
         request = {"do": "load", "size": len(data), "tokens": self._tokens}
-        answer = self._exchange(json.dumps(request).encode() + b"\n" + data, START_S)
-        if "error" in answer:
-            self.close()
-            raise PackageError("tokenizer", str(answer["error"]))
-        return answer
+        return self._exchange(json.dumps(request).encode() + b"\n" + data, START_S)
 
     def _exchange(self, data: bytes, call_s: float) -> Mapping[str, Any]:
         child = self._child
         if child is None:
-            raise PackageError(LIMIT, "expected a child that answers, got none")
+            raise SandboxError("expected a child that answers, got none")
         limit_s = min(call_s, max(0.0, self._budget_s))
         began = time.monotonic()
         try:
@@ -122,9 +115,8 @@ class Sandbox:
         except (TimeoutError, EOFError, ValueError) as exc:
             self.close()
             why = "of all texts together" if limit_s < call_s else "of one text"
-            raise PackageError(
-                LIMIT,
-                f"expected the package's tokenizer or template to keep its limits {why}: {exc}",
+            raise SandboxError(
+                f"expected a tokenizer or template that keeps its limits {why}: {exc}"
             ) from exc
         finally:
             self._budget_s -= time.monotonic() - began

@@ -3,7 +3,7 @@
 Both come with the package, so they are code and data of somebody else. A tokenizer's rules can double a text
 thirty times, its patterns can look for ever; a template can loop. jinja2's immutable sandbox bounds what a
 template may touch, nothing bounds how long either works or how much it allocates. So this process has limits
-(`confinement.py`), and the parent bounds the time and the answers (`sandbox.py`).
+(`confinement.py`), and the parent bounds the time and the answers (`process.py`).
 """
 
 import json
@@ -13,7 +13,7 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from permille_agent.confinement import confine
+from permille.sandbox.confinement import confine
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -75,11 +75,11 @@ class _Child:
             "ids": [self._loaded.token_to_id(token) for token in tokens],
         }
 
-    def encode(self, text: str, rendered: bool, limit: int) -> Answer:
-        """Ids of a text and where each stands in it. Only in what a template rendered are special tokens
-        special; only in what it did not is the tokenizer's own beginning added."""
-        self._tokenizer.encode_special_tokens = not rendered
-        found = self._tokenizer.encode(text, add_special_tokens=not rendered)
+    def encode(self, text: str, literal: bool, ends: bool, limit: int) -> Answer:
+        """Ids of a text and where each stands in it: where `literal`, special tokens in it are text; with the
+        tokenizer's own beginning and end where `ends`."""
+        self._tokenizer.encode_special_tokens = literal
+        found = self._tokenizer.encode(text, add_special_tokens=ends)
         if len(found) > limit:
             raise _RefusedError(
                 f"expected at most {limit} tokens of {len(text)} characters, got {len(found)}"

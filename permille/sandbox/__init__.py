@@ -1,0 +1,1 @@
+"""Foreign tokenizers and templates at work: a confined child process and its parent. No torch, no numpy."""
