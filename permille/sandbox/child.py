@@ -13,7 +13,7 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from permille.sandbox.confinement import confine
+from permille.sandbox.confinement import allow_cpu, confine
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # A vocabulary of 256,000 tokens takes 240 MB.
 MEMORY_BYTES = 1 << 30
 MAX_STREAMS = 64
+# Of one request, where no parent is left to end it.
+ORPHAN_CPU_S = 600
 
 Answer = Mapping[str, object]
 
@@ -191,6 +193,7 @@ def main() -> int:
     confine(memory_bytes=MEMORY_BYTES)
     child = _Child()
     while line := sys.stdin.buffer.readline():
+        allow_cpu(ORPHAN_CPU_S)
         sys.stdout.buffer.write(json.dumps(child.answer(json.loads(line))).encode() + b"\n")
         sys.stdout.buffer.flush()
     return 0

@@ -4,6 +4,7 @@ Linux holds all of it. Elsewhere what the system does not know is left out, and 
 """
 
 import sys
+import time
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # of linux/sched.h
 
@@ -29,6 +30,19 @@ def confine(*, memory_bytes: int, cpu_s: int | None = None) -> None:
         resource.setrlimit(limit, (most, most))
     if sys.platform == "linux":
         _leave_network()
+
+
+def allow_cpu(seconds: int) -> None:
+    """Let the system end this process after so many more seconds of processor time."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(time.process_time()) + seconds
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
+    )
 
 
 def _leave_network() -> None:
