@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from permille_agent.local.compare import SideBySide
     from permille_agent.local.model import LocalModel, Variant
 
-BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model instead of the personal one.")]
+BaseOption = Annotated[bool, typer.Option("--base", help="Use the base, not the personal or pooled model.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")]
 TokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest text, in tokens.")]
 TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely text.")]
@@ -194,7 +194,8 @@ def serve(
 ) -> None:
     """Serve the model to programs on this machine, by the REST interface of OpenAI, on loopback only.
 
-    Clients need the token in the file that is named at the start. Models: `personal` and `base`.
+    Clients need the token in the file that is named at the start. Models: `personal`,
+    `pooled` and `base`, as far as there are such.
 
     [bold]Examples[/bold]
 
@@ -237,19 +238,19 @@ def export(
     from permille.errors import InputError
     from permille.package.blobs import BlobFolder
     from permille.package.reader import Package
-    from permille_agent.state.models import Active, require_active
+    from permille_agent.state.models import require_active
     from permille_agent.training.personal import model_values
 
     home = home_of(context)
     active = require_active(home)
-    if base:
-        active = Active(package=active.package)
     folder = folder.expanduser().absolute()
     if not folder.parent.is_dir():
         raise InputError(f"expected a folder in a folder that exists, got {folder}")
     package = Package.open(BlobFolder(home.blobs), active.package)
-    export_transformers(package, model_values(home, active, package), folder)
-    document = {"folder": str(folder), "package": active.package, "personal": active.run is not None}
+    values_K = package.values() if base else model_values(home, active, package)
+    export_transformers(package, values_K, folder)
+    personal = active.run is not None and not base
+    document = {"folder": str(folder), "package": active.package, "personal": personal}
     show(document, as_json=as_json)
 
 

@@ -12,7 +12,13 @@ from permille_agent.link.enrolment import Enrolment, load_enrolment
 from permille_agent.link.report import Delivery, Report, read_reports
 from permille_agent.state.choices import read_references, shares_log
 from permille_agent.state.home import Home, as_json
-from permille_agent.state.models import Active, InstalledRelease, active_model, installed_release
+from permille_agent.state.models import (
+    Active,
+    InstalledRelease,
+    active_model,
+    carries_pooled,
+    installed_release,
+)
 from permille_agent.training.decision import Decision
 from permille_agent.training.outcome import RunOutcome, outcome_words
 from permille_agent.training.progress import Standing, read_progress
@@ -27,6 +33,7 @@ class Status:
     enrolment: Enrolment | None
     release: InstalledRelease | None
     active: Active | None
+    pooled: bool
     data: tuple[Path, ...]
     share_log: bool
     progress: Standing | None
@@ -44,7 +51,12 @@ class Status:
             "release": release
             and {"name": release.name, "version": release.version, "package": release.manifest_digest},
             "active": active
-            and {"package": active.package, "run": active.run, "personal": active.run is not None},
+            and {
+                "package": active.package,
+                "run": active.run,
+                "personal": active.run is not None,
+                "pooled": active.run is None and self.pooled,
+            },
             "data": [str(path) for path in self.data],
             "share_log": self.share_log,
             "training": self.progress and as_json(self.progress),
@@ -109,7 +121,9 @@ class Status:
     def _active_words(self) -> str:
         if self.active is None:
             return "nothing yet"
-        return f"personal, run {self.active.run}" if self.active.run else "the base model"
+        if self.active.run:
+            return f"personal, run {self.active.run}"
+        return "the pooled model" if self.pooled else "the base model"
 
     def _outcome(self) -> str:
         return self.outcome.metrics.outcome.value if self.outcome else "unfinished"
@@ -131,11 +145,13 @@ def read_status(home: Home) -> Status:
     """Read all that `status` shows."""
     runs = list_runs(home)
     run = runs[-1] if runs else None
+    active = active_model(home)
     return Status(
         home=home.root,
         enrolment=load_enrolment(home),
         release=installed_release(home),
-        active=active_model(home),
+        active=active,
+        pooled=active is not None and carries_pooled(home, active.package),
         data=read_references(home),
         share_log=shares_log(home),
         progress=read_progress(home),

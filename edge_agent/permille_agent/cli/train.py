@@ -54,8 +54,9 @@ def train(
         str,
         typer.Option(
             "--from",
-            help="active: go on from the model in use where it is of the same package. base: begin again. "
-            "Runs whose log is shared begin at the base.",
+            help="active: go on from the model in use where it fits the package, else from the package's "
+            "pooled state where it has one. pooled, base: begin again there. Steps of forward passes alone "
+            "begin at the base.",
         ),
     ] = "active",
     share_log: Annotated[
@@ -183,7 +184,8 @@ def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
     table.add_row("held-out loss", f"{decision.loss_base:.4f} -> {decision.loss_personal:.4f}")
     table.add_row("against the base", str(decision.against_base))
     if decision.against_active is not None:
-        table.add_row("against the active model", str(decision.against_active))
+        active = "the pooled model" if decision.pooled else "the active model"
+        table.add_row(f"against {active}", str(decision.against_active))
     table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")

@@ -129,7 +129,8 @@ def _try(order: _Order) -> None:
 
 
 def _compute(package: "Package") -> None:
-    """One forward pass over a sentence, whose losses must be finite.
+    """A forward pass over a sentence with the values of the base, and one with those of a pooled state; the
+    losses must be finite.
 
     Raises:
         PackageError: the losses are not finite, or the sentence does not come back from the tokenizer.
@@ -139,6 +140,8 @@ def _compute(package: "Package") -> None:
 
     from permille.engines.factory import open_engine
     from permille.zo.estimators import Batch
+    from permille.zo.lattice import values
+    from permille.zo.packed_state import pooled_state
     from permille_agent.text.tokens import package_tokenizer
 
     tokenizer = package_tokenizer(package)
@@ -151,9 +154,12 @@ def _compute(package: "Package") -> None:
     target_BT = np.ones(ids_BT.shape, dtype=np.bool_)
     batch = Batch(input_ids_BT=ids_BT, attention_BT=target_BT.copy(), target_BT=target_BT)
     target_BT[:, 0] = False
-    losses_N = open_engine(package, threads=1).token_losses(package.values(), batch)
-    if not np.isfinite(losses_N).all():
-        raise PackageError("package-trial", "expected finite losses of a sentence, got NaN or infinity")
+    engine, own = open_engine(package, threads=1), [package.values()]
+    if (pooled := pooled_state(package)) is not None:
+        own.append(values(own[0], pooled.s_K, pooled.header.step_unit_exponent))
+    for values_K in own:
+        if not np.isfinite(engine.token_losses(values_K, batch)).all():
+            raise PackageError("package-trial", "expected finite losses of a sentence, got NaN or infinity")
 
 
 def _letters(text: str) -> str:

@@ -1,6 +1,7 @@
-"""The models that can be used here: the package's base and, where there is one, the active personalisation.
+"""The models that can be used here: the package's base, and where there are such its pooled state and the
+active personalisation.
 
-Both share one engine and its weights in four bits; they differ in the sparse values that are handed over.
+All share one engine and its weights in four bits; they differ in the sparse values that are handed over.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +16,18 @@ from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
+from permille.zo.lattice import values
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active, opening, require_active
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
-from permille_agent.training.personal import model_values
+from permille_agent.training.personal import model_values, pooled_start
 
 
 class Variant(StrEnum):
     """Which sparse values are used."""
 
     BASE = "base"
+    POOLED = "pooled"
     PERSONAL = "personal"
 
 
@@ -67,6 +70,8 @@ class LocalModel:
             self.engine = engine_of(self.package)
         base_K = self.package.values()
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
+        if (pooled := pooled_start(self.package)) is not None:
+            self._values[Variant.POOLED] = values(base_K, pooled.s_K, pooled.step_unit_exponent)
         if active.run is not None:
             self._values[Variant.PERSONAL] = model_values(home, active, self.package)
 
@@ -78,7 +83,7 @@ class LocalModel:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """What can be asked for, the active one first."""
+        """What can be asked for, the one that is used unless told first."""
         return tuple(reversed(self._values))
 
     def values(self, variant: Variant) -> NDArray[np.float32]:

@@ -12,6 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
+from permille.package.blobs import BlobFolder
+from permille.package.limits import MAX_MANIFEST_BYTES, Role
+from permille.package.manifest import Manifest
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.lock import LockedError, hold_lock
 
@@ -65,7 +68,8 @@ class Active:
 
     Attributes:
         package: digest of the package.
-        run: folder name of the run below `runs/` whose state personalises it; None is the base model.
+        run: folder name of the run below `runs/` whose state personalises it; None is the package's own
+            model: its pooled state, or its base where it carries none.
     """
 
     package: str
@@ -174,6 +178,15 @@ def require_active(home: Home) -> Active:
     if (active := active_model(home)) is None:
         raise OperatorError(NOTHING_INSTALLED)
     return active
+
+
+def carries_pooled(home: Home, package_digest: str) -> bool:
+    """Say whether a package of this device has a pooled state; not where its manifest cannot be read."""
+    try:
+        data = BlobFolder(home.blobs).read(package_digest, limit=MAX_MANIFEST_BYTES)
+        return Manifest.from_bytes(data).has_layer(Role.POOLED)
+    except PackageError:
+        return False
 
 
 def history(home: Home) -> tuple[Active, ...]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError, PackageError
+from permille.package.limits import Role
 from permille.zo.lattice import state_digest, values
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.models import Active
@@ -64,7 +65,8 @@ class Decision:
         loss_base: of the base on the test split, nats a token.
         number: of this decision among all on this device, from 1.
         against_base: how much lower the state's loss is.
-        against_active: the same against a personalised model that is active.
+        against_active: the same against a personalised model that is active, or the pooled state.
+        pooled: what was active is the package's pooled state.
     """
 
     descent: int
@@ -82,6 +84,7 @@ class Decision:
     bits_per_byte_personal: float | None = None
     against_base: Comparison | None = None
     against_active: Comparison | None = None
+    pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,7 @@ def decide_adoption(
         run: that ended.
         selected: the state that it ended with.
         incumbent: what is active now.
-        open_incumbent: opens it; called only where it is personalised.
+        open_incumbent: opens it; called only where it is not the base.
     """
 
     def decide() -> Decision:
@@ -162,6 +165,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         reason=_no_step(selected.stopped),
         loss_base=finite_or_none(base.per_token),
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
+        pooled=incumbent.model.run is None and run.package.manifest.has_layer(Role.POOLED),
     )
     if selected.step == 0:
         return decision
@@ -180,20 +184,21 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     )
     if not against_base.better:
         return replace(decision, reason=f"not surely better than the base {where}")
-    if incumbent.model.run is None:
+    if incumbent.model.run is None and not decision.pooled:
         return decision
+    active = "the pooled model" if decision.pooled else "the active model"
     try:
         first, second = _losses_beside_active(run, judges, incumbent)
     except (InputError, PackageError, OperatorError) as exc:
         # It cannot be used either: nothing is lost, and it stays in the history.
-        return replace(decision, reason=f"the active model cannot be opened: {exc}")
+        return replace(decision, reason=f"{active} cannot be opened: {exc}")
     if not len(first.tokens_D):
         reason = "the active model has learned from all of this text: more of it is needed to compare them"
         return replace(decision, adopted=False, reason=reason)
     against_active = _compared(first, second, number, least)
-    reason = f"better than the base and than the active model {where}"
+    reason = f"better than the base and than {active} {where}"
     if not against_active.better:
-        reason = f"better than the base, but not surely better than the active model {where}"
+        reason = f"better than the base, but not surely better than {active} {where}"
         if incumbent.learned:
             reason += " that it has not learned from"
     return replace(

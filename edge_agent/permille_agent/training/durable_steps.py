@@ -9,10 +9,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.errors import OperatorError
+from permille.errors import OperatorError, PackageError
 from permille.training.adam import Moments
 from permille.zo.estimators import Descent
 from permille.zo.journal import Journal
+from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord, coefficients_of
 from permille.zo.replay import replay
 from permille.zo.steps import apply_record
@@ -178,7 +179,14 @@ class UnloggedSteps:
 
 
 def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
-    """Return the state that a run begins from on a unit of `2**exponent`."""
+    """Return the state that a run begins from on a unit of `2**exponent`.
+
+    Raises:
+        PackageError: on so fine a unit it would leave the exact range (FORMAT 7.3).
+    """
     if run.start is None:
         return np.zeros(run.package.k, np.int64)
-    return run.start.s_K << (run.start.step_unit_exponent - exponent)
+    s_K, finer = run.start.s_K, run.start.step_unit_exponent - exponent
+    if max(int(s_K.max()), -int(s_K.min())) << finer > STATE_LIMIT:
+        raise PackageError("state-limit", f"expected a state within 2^53 on a unit of 2^{exponent}")
+    return s_K << finer

@@ -36,9 +36,11 @@ SPLIT_QUERIES = 5
 
 
 class Start(StrEnum):
-    """Where a run begins: at the base, or at the active model where that is of the same package."""
+    """Where a run begins. `ACTIVE`: at the active model where that has the package's values, else at the
+    pooled state where the package carries one, else at the base."""
 
     ACTIVE = "active"
+    POOLED = "pooled"
     BASE = "base"
 
 
@@ -53,7 +55,7 @@ class TrainOptions:
         estimator: `SKETCH` follows the gradient of a reverse pass; the others need forward passes alone.
         queries: directions a step, of both blocks together where there are two; of a sketch its groups, and 0
             is none: then every weight moves by its own integer, and there is no log, but a state.
-        start: without a log, a run may go on from the active model; the others begin at the base.
+        start: without a log, a run may go on from a state; the others begin at the base.
         scaling: scale directions by the package's exponents, where it has some.
         batch_rows: rows a step.
         row_tokens: longest row.

@@ -150,7 +150,9 @@ def result_of(folder: RunFolder, end: RunOutcome, *, known: bool) -> RunResult:
 
 def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
     """Say what became of the model that was in use."""
-    current = "your current model" if decision and decision.incumbent.run else "the base model"
+    current = "the base model"
+    if decision and (decision.incumbent.run or decision.pooled):
+        current = "the pooled model" if decision.pooled else "your current model"
     match outcome:
         case Outcome.ADOPTED:
             return "adopted your new model"

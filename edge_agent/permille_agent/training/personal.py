@@ -7,37 +7,60 @@ the replay has to have that digest. So a flipped bit in either is found before a
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.errors import PackageError
+from permille.errors import InputError, PackageError
 from permille.files import write_atomic
+from permille.package.limits import MAX_MANIFEST_BYTES, Role
+from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.zo.exponents import exponents_of
 from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import encode_canonical
-from permille.zo.packed_state import decode_state
+from permille.zo.packed_state import decode_state, pooled_state
 from permille.zo.records import StepRecord, coefficients_of
 from permille.zo.replay import replay
 from permille_agent.state.home import Home
-from permille_agent.state.models import Active
+from permille_agent.state.models import Active, active_model
+from permille_agent.text.preparation import Prepared
 from permille_agent.training.decision import Decision
 from permille_agent.training.gradient_steps import packed_state
-from permille_agent.training.options import has_short_state
-from permille_agent.training.run import RunFolder, StartState, find_run
+from permille_agent.training.options import Start, TrainOptions, has_short_state
+from permille_agent.training.run import (
+    POOLED_START,
+    BegunRun,
+    LearnedText,
+    RunDefinition,
+    RunFolder,
+    StartState,
+    find_run,
+)
 
 
 def model_values(home: Home, active: Active, package: Package) -> NDArray[np.float32]:
-    """Compute the sparse values of the active model, float32 [k]: the base's own, or a run's state on top.
+    """Compute the sparse values of the active model, float32 [k]: a run's state on top of the base, else the
+    package's pooled state, else the base.
 
     Raises:
         OperatorError: the run is gone.
         PackageError: the state is not what was decided, or of another package.
     """
-    w_base_K = package.values()
-    if active.run is None:
-        return w_base_K
-    state = personal_state(home, active.run, package)
-    return values(w_base_K, state.s_K, state.step_unit_exponent)
+    state = pooled_start(package) if active.run is None else personal_state(home, active.run, package)
+    if state is None:
+        return package.values()
+    return values(package.values(), state.s_K, state.step_unit_exponent)
+
+
+def pooled_start(package: Package) -> StartState | None:
+    """Read the package's pooled state, to use or to begin from; None where it carries none.
+
+    Raises:
+        PackageError: the state breaks a rule of FORMAT 4.9 or 11.
+    """
+    found = pooled_state(package)
+    if found is None:
+        return None
+    return StartState(s_K=found.s_K, step_unit_exponent=found.header.step_unit_exponent)
 
 
 def personal_state(home: Home, run: str, package: Package) -> StartState:
@@ -77,6 +100,59 @@ def _unlogged_state(folder: RunFolder, decision: Decision, package: Package) -> 
     if digest != decision.state_digest:
         raise PackageError("state-digest", f"expected the state {decision.state_digest}, got {digest}")
     return StartState(s_K=found.s_K, step_unit_exponent=exponent)
+
+
+def find_start(home: Home, package: Package, prepared: Prepared, options: TrainOptions) -> str | None:
+    """Name what a run goes on from: a run or `POOLED_START`; None begins at the base.
+
+    Raises:
+        InputError: the pooled state was asked for where there is none, or by a run that cannot begin there.
+    """
+    carries = package.manifest.has_layer(Role.POOLED)
+    if options.start is Start.POOLED and not carries:
+        raise InputError("expected an installed package that carries a pooled state, this one has none")
+    if options.start is Start.POOLED and options.has_log:
+        raise InputError("expected steps along the gradient from a pooled state: leave --estimator out")
+    if options.start is Start.BASE or options.has_log:
+        return None
+    pooled = POOLED_START if carries else None
+    active = active_model(home) if options.start is Start.ACTIVE else None
+    if active is None or active.run is None or not _has_values_of(package, active.package):
+        return pooled
+    # What knows the text that judges is not gone on from: little text judges and trains.
+    folder = find_run(home, active.run)
+    if prepared.stages or folder.load("learned", LearnedText) is not None:
+        return pooled
+    # The active run is not gone on from by its own command again: that has ended.
+    known = folder.require("run", BegunRun).definition
+    same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=known.start)
+    return known.start if known == same else active.run
+
+
+def start_state(home: Home, package: Package, start: str | None) -> StartState | None:
+    """Read the state that `find_start` has named.
+
+    Raises:
+        OperatorError, PackageError: as `personal_state`.
+    """
+    if start is None:
+        return None
+    if start == POOLED_START:
+        return pooled_start(package)
+    digest = find_run(home, start).require("run", BegunRun).definition.package
+    of = package if digest == package.digest else Package.open(package.blobs, digest)
+    return personal_state(home, start, of)
+
+
+def _has_values_of(package: Package, other: str) -> bool:
+    """Whether a package of this device is the other one, or differs from it in the pooled state alone."""
+    if other == package.digest:
+        return True
+    try:
+        manifest = Manifest.from_bytes(package.blobs.read(other, limit=MAX_MANIFEST_BYTES))
+    except PackageError:
+        return False
+    return manifest.parent() == package.manifest.parent()
 
 
 def shareable(folder: RunFolder) -> bytes:

@@ -68,10 +68,19 @@ class Evaluation:
     seconds: float = field(default=0.0, compare=False)
 
 
+# No run has this name.
+POOLED_START = "pooled"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDefinition:
-    """What decides the results of a run: the digests of its package and of its rows, the options, and the run
-    whose state it goes on from, if any."""
+    """What decides the results of a run.
+
+    Attributes:
+        package: its digest.
+        data: the digest of its rows.
+        start: the run whose state it goes on from, or `POOLED_START`; None is the base.
+    """
 
     package: str
     data: str

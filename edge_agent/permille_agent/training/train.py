@@ -8,7 +8,7 @@ end durable. The caller holds the writers' lock.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from permille.engines.interface import Engine
@@ -39,7 +39,7 @@ from permille_agent.training.engines import (
     RunInterrupted,
     interruptible,
 )
-from permille_agent.training.options import RunContext, Start, TrainOptions
+from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.outcome import (
     LogFacts,
     RunFacts,
@@ -50,17 +50,15 @@ from permille_agent.training.outcome import (
     result_of,
     run_outcome,
 )
-from permille_agent.training.personal import model_values, personal_state, store_state
+from permille_agent.training.personal import find_start, model_values, start_state, store_state
 from permille_agent.training.plan import Plan, make_plan
 from permille_agent.training.run import (
     AgreedTo,
-    BegunRun,
     LearnedText,
     Run,
     RunClock,
     RunDefinition,
     RunFolder,
-    find_run,
     open_run,
     prune_runs,
 )
@@ -90,8 +88,6 @@ def run_training(
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
         package.check_blocks()
     options = options.within(_positions(package))
-    if context.share_log:
-        options = options.shared(package.k)
     context.progress.phase("reading the text")
     documents, report = read_documents(data_paths)
     context.progress.phase(f"text: {report.summary()}")
@@ -137,7 +133,13 @@ class _Task:
 
     def train(self, prepared: Prepared, data_paths: Sequence[Path]) -> RunResult:
         """Find or begin the run, and go on with it to its end."""
-        start = self._start(prepared)
+        options = self.options
+        start = find_start(self.home, self.package, prepared, options)
+        if self.context.share_log and start is None:  # what went on from a state is shared as a state
+            options = options.shared(self.package.k)
+        return replace(self, options=options)._train(prepared, data_paths, start)
+
+    def _train(self, prepared: Prepared, data_paths: Sequence[Path], start: str | None) -> RunResult:
         folder = self._open_run(prepared.digest, data_paths, start)
         if prepared.stages:
             folder.once("learned", LearnedText, lambda: LearnedText(groups=prepared.groups))
@@ -156,28 +158,9 @@ class _Task:
             prepared=prepared,
             options=self.options,
             progress=self.context.progress,
-            start=None if start is None else personal_state(self.home, start, self.package),
+            start=start_state(self.home, self.package, start),
         )
         return self._run_to_end(run)
-
-    def _start(self, prepared: Prepared) -> str | None:
-        """Name the run whose state this run goes on from; None begins at the base.
-
-        The run that is active is not gone on from by its own command again: that has ended. What knows the
-        text that judges is not gone on from either: little text judges and trains.
-        """
-        active = active_model(self.home)
-        asked = self.options.start is Start.ACTIVE and not self.options.has_log
-        if not asked or active is None or active.run is None or active.package != self.package.digest:
-            return None
-        folder = find_run(self.home, active.run)
-        if prepared.stages or folder.load("learned", LearnedText) is not None:
-            return None
-        known = folder.require("run", BegunRun).definition
-        same = RunDefinition(
-            package=self.package.digest, data=prepared.digest, options=self.options, start=known.start
-        )
-        return known.start if known == same else active.run
 
     def _run_to_end(self, run: Run) -> RunResult:
         """All phases; those with a durable result are not computed again."""
