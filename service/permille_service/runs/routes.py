@@ -47,7 +47,12 @@ from permille_service.problems import PRIVATE, ApiError, documented
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
-_FORMS = {LOG_MEDIA_TYPE: LogForm.LOG, STATE_MEDIA_TYPE: LogForm.STATE}
+# Whoever does not say what bytes are sends a log.
+_FORMS = {
+    LOG_MEDIA_TYPE: LogForm.LOG,
+    STATE_MEDIA_TYPE: LogForm.STATE,
+    "application/octet-stream": LogForm.LOG,
+}
 _LOG_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
