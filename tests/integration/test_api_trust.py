@@ -88,6 +88,7 @@ def test_a_device_reads_no_target_of_another_release(client: Client, api: Api) -
     path = f"/v1/trust/targets/{target.get_prefixed_paths()[0]}"
     assert api.get(path, client.token).status_code == 404
     assert api.get(path).status_code == 200
+    assert api.get(path.replace(".1.json", ".9999999999999999.json")).status_code == 404
     wrong = path.replace(target.hashes["sha256"], "0" * 64)
     assert api.get(wrong).status_code == 404
 

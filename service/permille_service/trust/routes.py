@@ -35,7 +35,7 @@ from permille.store import releases
 from permille.store.errors import ConflictError, NotFoundError
 from permille.trust.metadata import Draft, Holders, KeyElsewhereError
 from permille.trust.repository import Repository
-from permille.trust.roles import ONLINE, TIMESTAMP_FILE, parse_file_name, parse_target_path
+from permille.trust.roles import ONLINE, TIMESTAMP_FILE, is_target_path, parse_file_name, parse_target_path
 from permille_service.access.principals import Admin, Anyone, DevicePrincipal, Viewer
 from permille_service.content import CACHE_CONTROL
 from permille_service.context import Served, Service
@@ -83,6 +83,8 @@ def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Re
     """What a release's target is: `releases/<name>/<SHA-256>.<version>.json`, the package's manifest."""
     folder, _, file = path.rpartition("/")
     hashed, _, rest = file.partition(".")
+    if not is_target_path(f"{folder}/{rest}"):
+        raise NotFoundError(f"no target {path!r:.120}")
     name, version = parse_target_path(f"{folder}/{rest}")
     if isinstance(principal, DevicePrincipal) and principal.release != name:
         raise NotFoundError(f"no target {path!r:.120} for this device")

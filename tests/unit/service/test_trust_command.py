@@ -91,16 +91,16 @@ def test_what_cannot_be_signed_is_said(elsewhere: Elsewhere, team: Holders) -> N
     releases = elsewhere.write("2.releases.json", repository.newest["releases"])
     targets = elsewhere.write("2.targets.json", repository.newest["targets"])
     other = elsewhere.write("other.pem", b"no key")
-    wrong = [
-        (2, "sign", releases, "--key", key, "--add", "tiny/1"),
-        (3, "sign", releases, "--key", key, "--add", "Tiny/1"),
-        (3, "sign", releases, "--key", key, "--remove", "tiny/1"),
-        (2, "sign", targets, "--key", key, "--remove", "tiny/1"),
-        (3, "sign", releases, "--key", other),
-        (3, "sign", releases, "--key", str(elsewhere.folder / "none.pem")),
-        (3, "sign", elsewhere.write("notes.json", b"{}"), "--key", key),
-        (3, "sign", elsewhere.write("3.releases.json", b"{}"), "--key", key),
+    wrong: list[tuple[int, tuple[str, ...]]] = [
+        (2, ("sign", releases, "--key", key, "--add", "tiny/1")),
+        (3, ("sign", releases, "--key", key, "--add", "Tiny/1")),
+        (3, ("sign", releases, "--key", key, "--remove", "tiny/1")),
+        (2, ("sign", targets, "--key", key, "--remove", "tiny/1")),
+        (3, ("sign", releases, "--key", other)),
+        (3, ("sign", releases, "--key", str(elsewhere.folder / "none.pem"))),
+        (3, ("sign", elsewhere.write("notes.json", b"{}"), "--key", key)),
+        (3, ("sign", elsewhere.write("3.releases.json", b"{}"), "--key", key)),
     ]
-    for code, *arguments in wrong:
+    for code, arguments in wrong:
         got, answer = elsewhere(*arguments)
         assert (got, "error" in answer) == (code, True), arguments
