@@ -220,6 +220,7 @@ class LimitedProtocol(H11Protocol):
     _connection: Connection | None = None
     _body_bytes = 0
     _body_s = 0.0
+    _refused = False
     _timing: asyncio.TimerHandle | None = None
     _stalling: asyncio.TimerHandle | None = None
 
@@ -241,7 +242,7 @@ class LimitedProtocol(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         self._body_bytes += len(data)
         super().data_received(data)
@@ -267,8 +268,9 @@ class LimitedProtocol(H11Protocol):
 
     def refuse(self, problem: ProblemType, detail: str) -> None:
         """Answer with a problem, where no answer has begun and a request has, and close."""
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
         begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
         if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             path = self.scope["path"] if self.conn.their_state is h11.SEND_BODY else "/"
@@ -285,7 +287,10 @@ class LimitedProtocol(H11Protocol):
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
-        self.transport.close()
+        if self.conn.their_state is h11.SEND_BODY and self.transport.can_write_eof():
+            self.transport.write_eof()  # closed at once, what still comes would take the answer away
+        else:
+            self.transport.close()
         self.loop.call_later(CLOSE_S, self.transport.abort)
 
     def _look(self) -> None:
@@ -302,7 +307,7 @@ class LimitedProtocol(H11Protocol):
 
     def _time_body(self) -> None:
         self._timing = None
-        if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
+        if self.conn.their_state is not h11.SEND_BODY or self._refused or self.transport.is_closing():
             return
         if not self.flow.read_paused:
             self._body_s += SWEEP_S

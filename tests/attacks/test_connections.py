@@ -3,11 +3,13 @@ house. Health answers under each, and the caller is told where it can be.
 """
 
 import resource
+import select
 import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ import pytest
 
 from permille.schemas.access import Role
 from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE
-from permille.store import access
+from permille.schemas.runs import LOG_MEDIA_TYPE
+from permille.store import access, devices, runs
 from permille.store.database import Database
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from tests.running_service import Running, running_service
+from tests.unit.edge_agent.samples import metrics
 
 FILES = "1024"
 HALF_HEAD = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
@@ -166,6 +170,22 @@ def test_slow_bodies_hold_nothing_and_end(tmp_path: Path) -> None:
         assert all(is_problem(answer, 408, "request-timeout") for answer in answers)
 
 
+@pytest.mark.attack(9, "a log of one byte a second leaves neither a file nor a place behind")
+def test_a_slow_upload_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    with running_service(tmp_path, "--no-worker", PERMILLE_BODY_S="3") as running:
+        token, run_id = _device_and_run(running)
+        head = f"PUT /v1/runs/{run_id}/log HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
+        head += f"Content-Type: {LOG_MEDIA_TYPE}\r\nContent-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
+        before = _files(running.data_dir)
+        with sending(running.url, head.encode(), 3) as sockets:
+            assert all(b" 100 " in opened.recv(65_536) for opened in sockets)
+            _drip(sockets)
+            assert all(is_problem(answer_of(opened), 408, "request-timeout") for opened in sockets)
+        _wait_until(lambda: _files(running.data_dir) == before)
+        with running.client() as operator:
+            assert operator.get(f"/v1/runs/{run_id}").json()["log"] is None
+
+
 def test_connections_that_broke_off_are_forgotten(tmp_path: Path) -> None:
     few = {"PERMILLE_MAX_CONNECTIONS": "6", "PERMILLE_MAX_CONNECTIONS_PER_ADDRESS": "4"}
     with running_service(tmp_path, "--no-worker", **few) as running:
@@ -173,6 +193,27 @@ def test_connections_that_broke_off_are_forgotten(tmp_path: Path) -> None:
             with sending(running.url, HALF_BODY, 4), sending(running.url, HALF_HEAD, 2):
                 pass
         assert httpx.get(f"{running.url}/v1/models", trust_env=False).status_code == 401
+
+
+def _drip(sockets: list[socket.socket]) -> None:
+    """Send a byte a second on each until the server has answered all."""
+    waiting = list(sockets)
+    while waiting:
+        answered = select.select(waiting, [], [], 1.0)[0]
+        waiting = [opened for opened in waiting if opened not in answered]
+        for opened in waiting:
+            opened.sendall(b"x")
+
+
+def _files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("permille.db")}
+
+
+def _wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def _first_answer(opened: socket.socket) -> bytes:
@@ -193,3 +234,21 @@ def _viewer_and_job(running: Running) -> tuple[str, str]:
         job = queue.submit(session, NewJob(tenant_id=tenant.id, kind="mask", payload={"method": "random"}))
     database.close()
     return secret, job.id
+
+
+def _device_and_run(running: Running) -> tuple[str, str]:
+    """An enrolled device's token and a run that it reported, put into the service's database."""
+    database = Database(f"sqlite:///{running.data_dir}/permille.db")
+    run_id = str(uuid.uuid4())
+    with database.write() as session:
+        tenant = access.first_tenant(session)
+        assert tenant is not None
+        _, code = devices.invite(session, tenant_id=tenant.id, release="tiny", alias="stable")
+        device = devices.enrol(
+            session, code=code, public_key="A" * 43, name="d", agent_version="0.1.0"
+        ).device
+        secret, _ = devices.issue_token(session, device=device)
+        reported = metrics(state_digest=None).model_dump(mode="json")
+        runs.report(session, tenant_id=tenant.id, device_id=device.id, run_id=run_id, metrics=reported)
+    database.close()
+    return secret, run_id
