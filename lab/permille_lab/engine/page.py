@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from permille_lab.measuring.cells import Cells, Settings
+from permille_lab.measuring.cells import Cells, Result, Settings
 
 
 def tables(results: Path) -> dict[str, str]:
@@ -52,10 +52,35 @@ def tables(results: Path) -> dict[str, str]:
         for _, result in Cells(results / "replay.jsonl").of("replay")
         for name, way in result["ways"].items()
     ]
-    named = {"steps": steps, "memory": memory, "decoding": decoding, "replay": replay}
-    return {
+    groups = [
+        f"{of['steps']:,} steps of {of['groups']:,} groups take {result['replay_s']['1, processor']:.1f} s"
+        for of, result in Cells(results / "replay.jsonl").of("replay of groups")
+    ]
+    named = {
+        "steps": steps,
+        "gradients": [_gradient(settings, result) for settings, result in cells.of("gradient")],
+        "memory": memory,
+        "decoding": decoding,
+        "replay": replay,
+    }
+    tables = {
         name: str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True))
         for name, rows in named.items()
+    }
+    return tables | {"groups": "; ".join(groups)}
+
+
+def _gradient(settings: Settings, result: Result) -> dict[str, str]:
+    """A step along the gradient; without rounds its memory alone was measured."""
+    found = {"batch": _batch(settings)}
+    forward = result.get("forward_s")
+    found["gradient, forward passes"] = f"{result['gradient_s'] / forward:.2f}" if forward else ""
+    for groups in ("0", "1024", "4096"):
+        rest = f"{100 * result['rest_s'][groups] / result['gradient_s']:.2f} %" if forward else ""
+        found["state adds" if groups == "0" else f"{int(groups):,} groups add"] = rest
+    return found | {
+        "peak, MB": f"{result['peak_bytes'] / 1e6:.0f}",
+        "above the package": f"{result['above_package_bytes'] / 1e6:.0f}",
     }
 
 

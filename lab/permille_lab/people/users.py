@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--model", choices=DENSITIES, default="stories260K-hf")
     parser.add_argument("--users", type=int, default=20)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--forward-steps", type=int, default=60, help="of training by forward passes alone")
+    parser.add_argument("--forward-steps", type=int, default=20, help="of training by forward passes alone")
     options = parser.parse_args()
     sources, cells = sources_from_environment(), Cells(options.cells)
     people = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
