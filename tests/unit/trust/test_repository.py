@@ -257,6 +257,49 @@ def test_a_version_that_is_listed_never_becomes_another_package(repository: Repo
         repository.accept("releases", changed.to_bytes())
 
 
+def test_a_database_that_went_back_is_believed_again_after_one_rotation(
+    repository: Repository, client: TufClient
+) -> None:
+    repository.publish("tiny", 1, MANIFEST)
+    client.publish(repository)
+    backup = dict(repository.newest)
+    for version in (2, 3, 4):
+        repository.publish("tiny", version, MANIFEST)
+    client.publish(repository)
+    assert client.look(target_path("tiny", 4)) is not None
+    restored = Repository.open(backup, repository.signers, NOW)
+    client.publish(restored)
+    with pytest.raises(RepositoryError):
+        client.look(ONE)
+    [fresh] = held(restored)
+    restored.rotate({role: holders(fresh) for role in ("snapshot", "timestamp")})
+    client.publish(restored)
+    assert client.look(ONE) is not None
+    assert client.look(target_path("tiny", 4)) is None
+
+
+def test_all_keys_of_the_service_are_lost_and_the_offline_ones_replace_them(
+    repository: Repository, client: TufClient
+) -> None:
+    repository.publish("tiny", 1, MANIFEST)
+    one, two = new_signer(), new_signer()
+    for draft in repository.rotate({"root": holders(one), "targets": holders(two)}):
+        repository.accept(draft.role, signed(draft, one, two))
+    client.publish(repository)
+    assert client.look(ONE) is not None
+    after = Repository.open(repository.newest, {}, NOW)
+    [online, team] = held(after, 2)
+    [draft] = after.rotate({role: holders(online) for role in ("snapshot", "timestamp")})
+    assert draft.role == "root"
+    after.accept("root", signed(draft, one))
+    [draft] = after.rotate({"releases": holders(team)})
+    assert draft.role == "targets"
+    after.accept("targets", signed(draft, two))
+    after.publish("tiny", 2, MANIFEST)
+    client.publish(after)
+    assert client.look(TWO) is not None
+
+
 @pytest.mark.attack(2, "an operator publishes until the list is larger than devices read")
 def test_a_list_does_not_outgrow_its_readers(repository: Repository) -> None:
     targets = repository.targets("releases")
