@@ -11,6 +11,7 @@ longer again, by `min(g, 2 sqrt(g))`.
 Shapes: K = masked weights.
 """
 
+import hashlib
 import io
 import math
 import zipfile
@@ -78,7 +79,8 @@ class Moments:
             s=self.s_K,
             c=self.coefficients,
         )
-        return file.getvalue()
+        data = file.getvalue()
+        return data + hashlib.sha256(data).digest()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Moments":
@@ -87,6 +89,9 @@ class Moments:
         Raises:
             ValueError: the bytes are damaged.
         """
+        data, checksum = data[:-32], data[-32:]
+        if hashlib.sha256(data).digest() != checksum:
+            raise ValueError("expected moments, their checksum differs")
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as found:
                 step, taken, flags = (int(number) for number in found["numbers"])

@@ -120,6 +120,9 @@ def reset(context: typer.Context, as_json: JsonOption = False) -> None:
 
 def forget(
     context: typer.Context,
+    run: Annotated[
+        str | None, typer.Option("--run", help="Only this run, by its folder's name; also a damaged one.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -132,12 +135,19 @@ def forget(
 
       permille-agent forget
       permille-agent forget --yes --json
+
+      permille-agent forget --run 1d9f36c21e0a4b6f8d2c7a55
     """
-    from permille_agent.link.forget import PROMISE
+    from permille_agent.link.forget import PROMISE, forget_run
     from permille_agent.link.forget import forget as erase
     from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
+    if run is not None:
+        with hold_lock(home, "forget"):
+            gone = forget_run(home, run)
+        show({"files_erased": gone.files, "bytes_overwritten": gone.size_bytes}, as_json=as_json)
+        return
     if not yes and not _agrees(f"Erase data references, runs and personalisation in {home.root}?"):
         raise typer.Exit(ExitCode.INTERRUPTED)
     with hold_lock(home, "forget"):

@@ -1,15 +1,19 @@
 """What `permille-agent status` shows: all that the agent knows, read from its home without a network."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from permille.errors import PermilleError
 from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.link.enrolment import Enrolment, load_enrolment
-from permille_agent.link.report import Delivery, Report, read_reports
+from permille_agent.link.report import RUN_ID, Delivery, Report, read_report
 from permille_agent.state.choices import read_references, shares_log
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import (
@@ -24,10 +28,12 @@ from permille_agent.training.outcome import RunOutcome, outcome_words
 from permille_agent.training.progress import Standing, read_progress
 from permille_agent.training.run import RunFolder, list_runs
 
+Found = TypeVar("Found")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The state of one home folder; None where there is nothing yet."""
+    """The state of one home folder; None where there is nothing yet, or only what is `damaged`."""
 
     home: Path
     enrolment: Enrolment | None
@@ -41,6 +47,9 @@ class Status:
     outcome: RunOutcome | None
     reports: tuple[Report, ...]
     daemon: DaemonState
+    run_id: str | None
+    decision: Decision | None
+    damaged: tuple[str, ...]
 
     def document(self) -> dict[str, object]:
         """Return the status as one JSON document."""
@@ -63,7 +72,7 @@ class Status:
             "last_run": self.run
             and {
                 "run": self.run.name,
-                "run_id": self.run.run_id,
+                "run_id": self.run_id,
                 "outcome": self._outcome(),
                 "metrics": self.outcome and as_json(self.outcome.metrics),
             },
@@ -80,6 +89,7 @@ class Status:
                 "poll_error": daemon.poll_error or None,
                 "training_error": daemon.training_error or None,
             },
+            "damaged": list(self.damaged),
         }
 
     def render(self, console: Console) -> None:
@@ -112,6 +122,7 @@ class Status:
             ("waits because", "; ".join(daemon.waiting_for)),
             ("poll failed", daemon.poll_error),
             ("training failed", daemon.training_error),
+            ("damaged", "\n".join(self.damaged)),
         ]
         return [(name, words) for name, words in rows if words]
 
@@ -134,7 +145,7 @@ class Status:
         metrics = self.outcome.metrics if self.outcome else None
         if metrics is None:
             return self._outcome()
-        words = outcome_words(metrics.outcome, self.run.load("decision", Decision))
+        words = outcome_words(metrics.outcome, self.decision)
         if metrics.loss_base is None or metrics.loss_personal is None:
             return words
         words = f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
@@ -142,21 +153,35 @@ class Status:
 
 
 def read_status(home: Home) -> Status:
-    """Read all that `status` shows."""
+    """Read all that `status` shows; what cannot be read is told, and hides nothing else."""
+    damaged: list[str] = []
+
+    def read(part: Callable[[], Found], otherwise: Found) -> Found:
+        try:
+            return part()
+        except PermilleError as exc:
+            damaged.append(str(exc))
+            return otherwise
+
     runs = list_runs(home)
     run = runs[-1] if runs else None
-    active = active_model(home)
+    active: Active | None = read(lambda: active_model(home), None)
+    names = sorted(path.stem for path in home.reports.glob("*.json") if RUN_ID.fullmatch(path.stem))
+    reports = [read(partial(read_report, home, name), None) for name in names]
     return Status(
         home=home.root,
-        enrolment=load_enrolment(home),
-        release=installed_release(home),
+        enrolment=read(lambda: load_enrolment(home), None),
+        release=read(lambda: installed_release(home), None),
         active=active,
-        pooled=active is not None and carries_pooled(home, active.package),
-        data=read_references(home),
-        share_log=shares_log(home),
+        pooled=active is not None and read(lambda: carries_pooled(home, active.package), False),
+        data=read(lambda: read_references(home), ()),
+        share_log=read(lambda: shares_log(home), False),
         progress=read_progress(home),
         run=run,
-        outcome=run.load("outcome", RunOutcome) if run else None,
-        reports=tuple(read_reports(home)),
-        daemon=read_daemon_state(home),
+        run_id=read(lambda: run.run_id, None) if run else None,
+        outcome=read(lambda: run.load("outcome", RunOutcome), None) if run else None,
+        decision=read(lambda: run.load("decision", Decision), None) if run else None,
+        reports=tuple(report for report in reports if report is not None),
+        daemon=read(lambda: read_daemon_state(home), DaemonState()),
+        damaged=tuple(dict.fromkeys(damaged)),
     )

@@ -4,7 +4,7 @@
 everything else in the home folder, so that a file which a later version adds is erased, too. Contents are
 overwritten before they are removed. That is all a program can do: what a file system or a flash drive copied
 elsewhere (snapshots, journals, worn cells, backups, swap) is out of its reach, and `PROMISE` tells the user
-so.
+so. None of it needs room on the disk: what has to be remembered is written in place where there is none.
 """
 
 import os
@@ -14,12 +14,23 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from permille.errors import OperatorError
+from permille.errors import InputError, OperatorError
 from permille.files import fsync_folder
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError
-from permille_agent.link.report import Delivery, Report, deliver, read_reports, want_deletion, withdraw_logs
-from permille_agent.state.home import Home, open_home, write_record
+from permille_agent.link.report import (
+    RUN_ID,
+    Delivery,
+    Report,
+    deliver,
+    read_report,
+    want_deletion,
+    withdraw_logs,
+)
+from permille_agent.state.choices import set_share_log
+from permille_agent.state.home import Home, open_home, overwrite_record
+from permille_agent.state.models import referenced_models
+from permille_agent.training.run import find_run
 
 CHUNK_BYTES = 1 << 20
 
@@ -40,8 +51,8 @@ class Erased:
 
 
 def forget(home: Home) -> Erased:
-    """Erase data references, runs, active personalisation, reports, consent and logs; the caller holds the
-    lock.
+    """Erase data references, runs, active personalisation, reports and logs, and withdraw consent; the caller
+    holds the lock.
 
     Uploaded logs are marked for deletion at the service: `deliver` asks for it, now or when there is a
     network. The marks are durable before anything is erased.
@@ -49,15 +60,11 @@ def forget(home: Home) -> Erased:
     Raises:
         OperatorError: a file cannot be erased; calling again continues.
     """
-    withdraw_logs(home)
-    want_deletion(home, None)
-    deletions = {
-        home.reports / f"{report.run_id}.json": report.run_id
-        for report in read_reports(home)
-        if report.log_delivery is Delivery.DELETION_WANTED
-    }
     files = size_bytes = 0
+    deletions = _deletions(home)
     try:
+        if home.consent.exists():
+            set_share_log(home, False)
         for path, run_id in deletions.items():
             size_bytes += _keep_deletion(path, run_id)
         for path in _erasable(home):
@@ -69,6 +76,51 @@ def forget(home: Home) -> Erased:
         raise OperatorError(f"expected to erase the files in {home.root}: {exc}") from exc
     open_home(home.root)
     return Erased(files=files, size_bytes=size_bytes, deletions_waiting=len(deletions))
+
+
+def forget_run(home: Home, name: str) -> Erased:
+    """Erase one run, also a damaged one that nothing can read; the caller holds the lock.
+
+    Raises:
+        InputError: the run is active or can be rolled back to.
+        OperatorError: there is no such run, or a file cannot be erased.
+    """
+    folder = find_run(home, name).path
+    if any(model.run == name for model in referenced_models(home)):
+        raise InputError(f"expected a run that is not in use, got {name}: it is active, or was before")
+    files = size_bytes = 0
+    try:
+        for path in sorted(folder.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                size_bytes += _erase(path)
+                files += 1
+        folder.rmdir()
+        fsync_folder(home.runs)
+    except OSError as exc:
+        raise OperatorError(f"expected to erase the files in {folder}: {exc}") from exc
+    return Erased(files=files, size_bytes=size_bytes, deletions_waiting=0)
+
+
+def _deletions(home: Home) -> dict[Path, str]:
+    """The reports whose log is, or may be, at the service; one that cannot be read may be, too."""
+    found = {}
+    for path in home.reports.glob("*.json"):
+        if RUN_ID.fullmatch(path.stem) is None:
+            continue
+        try:
+            report = read_report(home, path.stem)
+        except OperatorError:
+            found[path] = path.stem
+            continue
+        sent = report is not None and report.metrics_delivery is Delivery.SENT
+        match report and report.log_delivery:
+            case Delivery.SENT | Delivery.DELETION_WANTED:
+                found[path] = path.stem
+            case Delivery.QUEUED if sent:  # an upload that was cut off may have arrived
+                found[path] = path.stem
+    return found
 
 
 def unenroll(home: Home, api: DeviceApi | None) -> None:
@@ -112,8 +164,8 @@ def _keep_deletion(path: Path, run_id: str) -> int:
     """Keep of a report only that its log is to be deleted; what it said is overwritten."""
     entry = Report(run_id=run_id, log_delivery=Delivery.DELETION_WANTED)
     with path.open("r+b", buffering=0) as old:
-        write_record(path, entry)
-        return _overwrite(old)
+        overwrite_record(path, entry)
+        return 0 if os.path.samestat(os.fstat(old.fileno()), path.stat()) else _overwrite(old)
 
 
 def _erasable(home: Home) -> Iterator[Path]:
@@ -123,6 +175,8 @@ def _erasable(home: Home) -> Iterator[Path]:
         home.ca_file,
         home.releases,
         home.policy,
+        home.consent,
+        home.consent.with_suffix(".lock"),
         home.lock,
         home.daemon_lock,
     }

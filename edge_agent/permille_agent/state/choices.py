@@ -7,14 +7,15 @@ needs no writers' lock. What was agreed to is known by how often consent had bee
 whose number is not that of now is not sent, whatever any clock says.
 """
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
-from permille.errors import InputError
-from permille_agent.state.home import Home, read_record, write_record
+from permille.errors import InputError, OperatorError
+from permille_agent.state.home import Home, overwrite_record, read_record, write_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +74,17 @@ def read_consent(home: Home) -> Consent:
 
 
 def set_share_log(home: Home, share: bool) -> None:
-    """Store the user's choice; durable on return."""
+    """Store the user's choice; durable on return. A file that is damaged withdraws all that was agreed to.
+
+    Raises:
+        OperatorError: the disk is full, and there was no choice before.
+    """
     with FileLock(home.consent.with_suffix(".lock"), timeout=10.0, mode=0o600):
-        withdrawals = read_consent(home).withdrawals + (not share)
-        write_record(home.consent, Consent(share_log=share, withdrawals=withdrawals))
+        try:
+            withdrawals = read_consent(home).withdrawals + (not share)
+        except OperatorError:
+            withdrawals = secrets.randbits(48)  # a number that nothing was agreed under
+        overwrite_record(home.consent, Consent(share_log=share, withdrawals=withdrawals))
 
 
 def _write(home: Home, paths: Iterable[Path]) -> tuple[Path, ...]:

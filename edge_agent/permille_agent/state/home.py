@@ -2,8 +2,10 @@
 
 Every folder is 0700 and every file 0600, except the blobs, which are nobody's secret. Files are replaced
 atomically. A state file is the JSON of one record: `read_record` parses it once, `write_record` replaces it.
+Beside the record's fields it holds their checksum, so a flipped bit is told, with the file and what to do.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 STATE_LIMIT_BYTES = 16 << 20
+CHECKSUM = "sha256"
+_REMEDIES = {
+    "enrolment.json": "move it away and `permille-agent enroll` again",
+    "releases.json": "move it away and `permille-agent pull`",
+    "current.json": "move it away: the base is used then; the same `train` command brings its model back",
+    "data.json": "move it away and `permille-agent data add` the files again",
+    "decisions.json": "move it away: decisions are counted anew",
+    "consent.json": "`permille-agent share-log off` writes it anew",
+    "daemon.json": "move it away: the daemon begins another",
+}
 
 Record = TypeVar("Record")
 _ADAPTERS: dict[Any, Any] = {}  # by kind: making one takes longer than parsing
@@ -95,7 +107,10 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
         raise OperatorError(f"expected to read {path}: {exc}") from exc
     if len(data) > STATE_LIMIT_BYTES:
         raise OperatorError(f"expected at most {STATE_LIMIT_BYTES} bytes in {path}, got more")
-    return parse_record(data, kind, str(path))
+    try:
+        return parse_record(data, kind, str(path))
+    except OperatorError as exc:
+        raise OperatorError(f"{exc}: {_remedy(path)}") from exc
 
 
 def parse_record(data: bytes, kind: type[Record], source: str) -> Record:
@@ -105,8 +120,13 @@ def parse_record(data: bytes, kind: type[Record], source: str) -> Record:
         OperatorError: it is no such record. The message names the field, never what is in it.
     """
     try:
+        document = json.loads(data)
+        if isinstance(document, dict) and (checksum := document.pop(CHECKSUM, None)) is not None:
+            if checksum != _checksum(document):
+                raise ValueError("it is damaged, its checksum differs")
+            data = json.dumps(document).encode()
         return _adapter(kind).validate_json(data, strict=True)
-    except ValueError as exc:  # pydantic's ValidationError is one
+    except (ValueError, RecursionError) as exc:  # pydantic's ValidationError is one
         raise OperatorError(f"expected {kind.__name__} in {source}: {_words(exc)}") from exc
 
 
@@ -116,11 +136,49 @@ def write_record(path: Path, record: object) -> None:
     Raises:
         OperatorError: the disk is full or read-only; the old content is kept.
     """
-    data = json.dumps(as_json(record), indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
     try:
-        write_atomic(path, data, mode=0o600)
+        write_atomic(path, encode_record(record, indent=2) + b"\n", mode=0o600)
     except OSError as exc:
         raise OperatorError(f"expected to write {path}: {exc}") from exc
+
+
+def overwrite_record(path: Path, record: object) -> None:
+    """Replace the record at `path` also where the disk is full: then in place, where a crash damages it.
+
+    Raises:
+        OperatorError: neither is possible.
+    """
+    try:
+        write_record(path, record)
+    except OperatorError:
+        if not path.is_file():
+            raise
+        data = encode_record(record, indent=2)
+        try:
+            with path.open("r+b", buffering=0) as file:
+                file.write(data.ljust(os.fstat(file.fileno()).st_size - 1) + b"\n")
+                os.fsync(file.fileno())
+        except OSError as exc:
+            raise OperatorError(f"expected to write {path}: {exc}") from exc
+
+
+def encode_record(record: object, *, indent: int | None = None) -> bytes:
+    """Encode a record with the checksum of its fields."""
+    fields = as_json(record)
+    document = {**fields, CHECKSUM: _checksum(fields)}
+    return json.dumps(document, indent=indent, sort_keys=True, allow_nan=False).encode()
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _remedy(path: Path) -> str:
+    """What a user does about a damaged file."""
+    if path.parent.parent.name == "runs":
+        return f"`permille-agent forget --run {path.parent.name}` erases this run"
+    return _REMEDIES.get(path.name, "move it away")
 
 
 def as_json(record: object) -> Mapping[str, Any]:
@@ -137,7 +195,7 @@ def _adapter(kind: type[Record]) -> "TypeAdapter[Record]":
     return known
 
 
-def _words(error: ValueError) -> str:
+def _words(error: ValueError | RecursionError) -> str:
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):

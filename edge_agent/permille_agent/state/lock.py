@@ -7,7 +7,7 @@ command that calls another).
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,7 +66,8 @@ def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
     try:
         if lock.lock_counter == 1:
             since = datetime.now(UTC).isoformat(timespec="seconds")
-            write_record(_note(path), Holder(pid=os.getpid(), purpose=purpose, since=since))
+            with suppress(OperatorError):  # a full disk: the note is for the message only
+                write_record(_note(path), Holder(pid=os.getpid(), purpose=purpose, since=since))
         yield
     finally:
         if lock.lock_counter == 1:

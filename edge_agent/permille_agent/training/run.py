@@ -24,14 +24,13 @@ with the same bits; what was written is never computed again.
 """
 
 import hashlib
-import json
 import math
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -49,7 +48,7 @@ from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHead
 from permille.zo.lattice import values
 from permille.zo.records import StepRecord
 from permille.zo.steps import take_step
-from permille_agent.state.home import Home, Record, parse_record, read_record, write_record
+from permille_agent.state.home import Home, Record, encode_record, parse_record, read_record, write_record
 from permille_agent.text.preparation import Prepared
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.options import SPLIT_QUERIES, TrainOptions
@@ -215,10 +214,9 @@ class RunFolder:
         """Add one evaluation; durable on return."""
         path = self._evaluations_path(descent)
         new = not path.exists()
-        line = json.dumps(asdict(evaluation), allow_nan=False)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "ab") as file:
-            file.write(line.encode() + b"\n")
+            file.write(encode_record(evaluation) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         if new:

@@ -24,7 +24,7 @@ from permille_agent.link.report import (
     withdraw_logs,
 )
 from permille_agent.state.choices import set_share_log, shares_log
-from permille_agent.state.home import Home
+from permille_agent.state.home import CHECKSUM, Home
 from permille_agent.text.reading import DataReport
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.outcome import RunOutcome
@@ -214,6 +214,7 @@ def finished_run(
         path = run.path / "outcome.json"
         outcome = json.loads(path.read_text())
         outcome["metrics"] |= changes
+        del outcome[CHECKSUM]
         path.write_text(json.dumps(outcome))
     if log:
         run.store("consent", AgreedTo(withdrawals=withdrawals))
