@@ -91,6 +91,7 @@ class Sandbox:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the command: it ends the child where it has to
         )
         self._child = child
         self._end = weakref.finalize(self, _end, child)

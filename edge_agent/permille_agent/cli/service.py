@@ -172,7 +172,9 @@ def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
 @share_log.command("delete")
 def share_log_delete(
     context: typer.Context,
-    run_id: Annotated[str | None, typer.Argument(help="The run; all where it is left out.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="The run, by its folder or its id; all where it is left out.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Have the service delete uploaded logs, of one run or of all.
@@ -182,14 +184,18 @@ def share_log_delete(
       permille-agent share-log delete
       permille-agent share-log delete 5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11
     """
+    from permille.errors import InputError
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.report import deliver, want_deletion
     from permille_agent.state.lock import hold_lock
+    from permille_agent.training.run import named_run
 
     home = home_of(context)
     api = open_api(home)
     with hold_lock(home, "share-log"), api.connection:
-        wanted = want_deletion(home, run_id)
+        with contextlib.suppress(InputError):  # its folder may be gone, its report is not
+            run = run and named_run(home, run).run_id
+        wanted = want_deletion(home, run)
         deliver(home, api)
     show({"deleted": wanted}, as_json=as_json)
 

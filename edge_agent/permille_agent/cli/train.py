@@ -173,8 +173,6 @@ def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
         console.print("This run had ended before; nothing was computed.")
     if log.value == "queued":
         console.print("It is shared with the next `permille-agent report`.")
-    if result.data is not None:
-        console.print(f"text: {result.data.summary()}", markup=False, highlight=False)
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
         console.print(f"  {example}", markup=False, highlight=False)
     decision, metrics = result.decision, result.metrics

@@ -30,7 +30,7 @@ from permille_agent.link.report import (
 from permille_agent.state.choices import set_share_log
 from permille_agent.state.home import Home, open_home, overwrite_record
 from permille_agent.state.models import referenced_models
-from permille_agent.training.run import find_run
+from permille_agent.training.run import named_run
 
 CHUNK_BYTES = 1 << 20
 
@@ -82,11 +82,11 @@ def forget_run(home: Home, name: str) -> Erased:
     """Erase one run, also a damaged one that nothing can read; the caller holds the lock.
 
     Raises:
-        InputError: the run is active or can be rolled back to.
-        OperatorError: there is no such run, or a file cannot be erased.
+        InputError: no run, or more than one, begins so; or it is active or can be rolled back to.
+        OperatorError: a file cannot be erased.
     """
-    folder = find_run(home, name).path
-    if any(model.run == name for model in referenced_models(home)):
+    folder = named_run(home, name).path
+    if any(model.run == folder.name for model in referenced_models(home)):
         raise InputError(f"expected a run that is not in use, got {name}: it is active, or was before")
     files = size_bytes = 0
     try:

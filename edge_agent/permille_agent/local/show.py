@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from permille.errors import InputError, OperatorError, PackageError
+from permille.errors import OperatorError, PackageError
 from permille.files import write_atomic
 from permille_agent.link.report import Delivery, read_report
 from permille_agent.local.compare import Sample, test_prompts
@@ -28,7 +28,7 @@ from permille_agent.text.reading import survey
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
 from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
-from permille_agent.training.run import BegunRun, Evaluation, RunFolder, list_runs
+from permille_agent.training.run import BegunRun, Evaluation, RunFolder, list_runs, named_run
 
 PAGE = "show.html"
 PROMPTS = 2
@@ -154,10 +154,7 @@ def words(text: str) -> Iterator[str]:
 def _run(home: Home, name: str | None) -> RunFolder:
     runs = list_runs(home)
     if name is not None:
-        found = [run for run in runs if run.name.startswith(name)]
-        if len(found) != 1:
-            raise InputError(f"expected a run, got {len(found)} whose names begin with {name!r}")
-        return found[0]
+        return named_run(home, name)
     ended = [run for run in runs if run.load("outcome", RunOutcome) is not None]
     if not ended:
         raise OperatorError("expected a run that has ended, there is none: `permille-agent train`")

@@ -214,19 +214,23 @@ def activate(home: Home, new: Active, *, expected: Active | None) -> None:
         raise RetryableError(
             f"expected {expected or 'no model'} to be active still, {now or 'no model'} is: run it again"
         )
-    _write(home, new, (*history(home), *(() if now is None else (now,))))
+    before = [model for model in history(home) if model not in (now, new)]
+    _write(home, new, (*before, *(() if now is None else (now,))))
 
 
 def rollback(home: Home) -> Active:
-    """Go back to what was active before, and return it.
+    """Go back to what was active before, and return it; after the oldest comes what it began from.
+
+    So no model is lost by going back too far.
 
     Raises:
-        InputError: nothing was active before.
+        InputError: nothing else was active before.
     """
-    before = history(home)
+    now = active_model(home)
+    before = [model for model in history(home) if model != now]
     if not before:
         raise InputError("expected an earlier model to go back to, there is none")
-    _write(home, before[-1], before[:-1])
+    _write(home, before[-1], (*(() if now is None else (now,)), *before[:-1]))
     return before[-1]
 
 

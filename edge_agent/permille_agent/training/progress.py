@@ -33,7 +33,7 @@ class RunProgress(Protocol):
         """A training step is durable: `done` of `total`, with the batch's loss."""
         ...
 
-    def evaluated(self, step: int, loss: float, base_loss: float) -> None:
+    def evaluated(self, step: int, loss: float, first_loss: float) -> None:
         """The select split was evaluated before step `step`."""
         ...
 
@@ -47,7 +47,7 @@ class SilentProgress:
     def step(self, done: int, total: int, loss: float) -> None:
         """Nothing."""
 
-    def evaluated(self, step: int, loss: float, base_loss: float) -> None:
+    def evaluated(self, step: int, loss: float, first_loss: float) -> None:
         """Nothing."""
 
 
@@ -56,7 +56,8 @@ SILENT = SilentProgress()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a run stands. `loss` is the smoothed one of its batches; `held_out` and `base` of other text."""
+    """Where a run stands. `loss` is the smoothed one of its batches; `held_out` is of other text, and `first`
+    the same where the run began: at the base, or at the model that it goes on from."""
 
     pid: int
     phase: str = ""
@@ -64,7 +65,7 @@ class Standing:
     total: int = 0
     loss: float | None = None
     held_out: float | None = None
-    base: float | None = None
+    first: float | None = None
     seconds_left: float | None = None
 
     def line(self) -> str:
@@ -74,8 +75,8 @@ class Standing:
         parts = [f"step {self.step} of {self.total}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.3f}")
-        if self.held_out is not None and self.base is not None:
-            parts.append(f"held out {self.held_out:.3f} (first {self.base:.3f})")
+        if self.held_out is not None and self.first is not None:
+            parts.append(f"held out {self.held_out:.3f} (first {self.first:.3f})")
         if self.seconds_left is not None:
             parts.append(f"{_duration(self.seconds_left)} left")
         return ", ".join(parts)[:LINE_COLUMNS]
@@ -137,9 +138,9 @@ class LiveProgress:
             self._write()
         self._print(now)
 
-    def evaluated(self, step: int, loss: float, base_loss: float) -> None:  # noqa: ARG002 - as the interface
-        """Keep the held-out loss beside the base's."""
-        self._standing = replace(self._standing, held_out=loss, base=base_loss)
+    def evaluated(self, step: int, loss: float, first_loss: float) -> None:  # noqa: ARG002 - as the interface
+        """Keep the held-out loss beside the first."""
+        self._standing = replace(self._standing, held_out=loss, first=first_loss)
 
     def _write(self) -> None:
         self._written_s = time.monotonic()

@@ -248,6 +248,19 @@ def find_run(home: Home, name: str) -> RunFolder:
     return folder
 
 
+def named_run(home: Home, name: str) -> RunFolder:
+    """Find the one run that a user names: by its folder or its id in reports, or how either begins.
+
+    Raises:
+        InputError: there is none, or more than one.
+    """
+    runs = [RunFolder(path) for path in home.runs.iterdir() if path.is_dir() and path.name[0] != "."]
+    found = [run for run in runs if run.name.startswith(name) or _id_begins(run, name)]
+    if not name or len(found) != 1:
+        raise InputError(f"expected a run, got {len(found)} whose names begin with {name!r:.60}")
+    return found[0]
+
+
 def list_runs(home: Home) -> list[RunFolder]:
     """List all runs, the one that was begun first in front."""
     found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
@@ -263,6 +276,13 @@ def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
     for path in home.runs.glob(".deleted-*"):
         shutil.rmtree(path)
     return [run.name for run in deleted]
+
+
+def _id_begins(run: RunFolder, name: str) -> bool:
+    try:
+        return run.run_id.startswith(name)
+    except OperatorError:  # damaged; its folder still has a name
+        return False
 
 
 class RunClock:

@@ -72,9 +72,18 @@ def test_rollback_goes_back_step_by_step(home: Home) -> None:
 
     assert rollback(home) == FIRST
     assert rollback(home) == BASE
+    assert active_model(home) == BASE
+
+
+def test_going_back_too_far_loses_no_model(home: Home) -> None:
     with pytest.raises(InputError, match="there is none"):
         rollback(home)
-    assert active_model(home) == BASE
+    activate(home, FIRST, expected=BASE)
+    activate(home, SECOND, expected=FIRST)
+    assert [rollback(home) for _ in range(4)] == [FIRST, BASE, SECOND, FIRST]
+    reset(home)
+    assert [rollback(home) for _ in range(3)] == [FIRST, SECOND, BASE]
+    assert {model.run for model in referenced_models(home)} == {None, "one", "two"}
 
 
 def test_reset_goes_to_the_installed_base_and_can_be_rolled_back(home: Home) -> None:

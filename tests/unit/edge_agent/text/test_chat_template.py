@@ -1,5 +1,6 @@
 """Chat templates: rendered in a sandbox with limits; which characters the assistant said."""
 
+import os
 import time
 
 import pytest
@@ -119,3 +120,12 @@ def test_a_long_conversation_is_rendered_in_windows_that_begin_with_the_system()
     assert targets == [f"say {number}<|im_end|>\n" for number in range(40)]
     assert text.count("Be brief.") == -(-80 // WINDOW_MESSAGES)
     assert text.count("ask ") == 40
+
+
+def test_ctrl_c_in_a_terminal_does_not_reach_the_child() -> None:
+    sandbox = Sandbox()
+    sandbox.start()
+    child = sandbox._child
+    assert child is not None
+    assert os.getpgid(child.pid) != os.getpgrp()
+    sandbox.close()

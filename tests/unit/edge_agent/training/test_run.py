@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from permille.errors import OperatorError
+from permille.errors import InputError, OperatorError
 from permille_agent.state.home import Home, open_home
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.run import (
@@ -16,6 +16,7 @@ from permille_agent.training.run import (
     find_run,
     finite_or_none,
     list_runs,
+    named_run,
     open_run,
     prune_runs,
 )
@@ -117,3 +118,14 @@ def test_old_runs_are_pruned_but_those_in_use(home: Home) -> None:
 
 def test_numbers_that_json_lacks_are_null() -> None:
     assert [finite_or_none(x) for x in (1.5, float("nan"), float("inf"))] == [1.5, None, None]
+
+
+def test_a_run_is_named_by_its_folder_or_its_id_or_how_they_begin(home: Home) -> None:
+    first, second = _begin(home), _begin(home, seed=1)
+    for name in (first.name, first.run_id, first.run_id[:13], first.name[:12]):
+        assert named_run(home, name) == first
+    for name in ("", "none", "../x"):
+        with pytest.raises(InputError, match="expected a run, got"):
+            named_run(home, name)
+    (second.path / "run.json").write_text("damaged")
+    assert named_run(home, second.name) == second
