@@ -165,6 +165,12 @@ def create_nonce(session: Session, *, device_id: str) -> tuple[str, datetime]:
     return nonce, at + NONCE_LIFE
 
 
+def has_nonce(session: Session, *, device_id: str, nonce: str) -> bool:
+    """Whether the device was given this nonce, whatever it is still good for."""
+    query = select(DeviceNonce.device_id).where(DeviceNonce.nonce_hash == hash_secret(nonce))
+    return session.scalar(query) == device_id
+
+
 def use_nonce(session: Session, *, device_id: str, nonce: str) -> Device | None:
     """Use up a nonce; return the device whose key must have signed it.
 

@@ -1,7 +1,9 @@
 """Many devices behind one address against a real API process, and strangers who try to lock them out."""
 
 import secrets
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -10,8 +12,8 @@ import pytest
 from permille.errors import InputError, RetryableError
 from permille_agent.link.client import Connection, RequestRefusedError
 from permille_agent.link.enrolment import enroll, open_api
-from permille_agent.state.home import open_home
-from tests.running_service import Running, running_service
+from permille_agent.state.home import Home, open_home
+from tests.running_service import running_service
 
 AT_ONCE = 24
 
@@ -30,20 +32,29 @@ def test_five_hundred_devices_behind_one_address_among_a_thousand_junk_enrolment
 @pytest.mark.attack(6, "a caller makes up the addresses that it comes from")
 def test_forwarded_addresses_are_believed_of_named_proxies_only(tmp_path: Path) -> None:
     few = {"PERMILLE_SIGN_INS_PER_MINUTE": "5"}
-    with running_service(tmp_path, "--no-worker", **few) as running:
-        assert [_junk_from(running, f"192.0.2.{number}") for number in range(7)] == [403] * 5 + [429] * 2
+    with _stranger_to(tmp_path, **few) as stranger:
+        assert [_junk_from(stranger, f"192.0.2.{number}") for number in range(7)] == [403] * 5 + [429] * 2
     proxies = {"PERMILLE_TRUSTED_PROXIES": '["10.0.0.0/8", "127.0.0.1"]'}
-    with running_service(tmp_path, "--no-worker", **few, **proxies) as running:
-        assert [_junk_from(running, "192.0.2.1") for _ in range(7)] == [403] * 5 + [429] * 2
-        assert _junk_from(running, "192.0.2.2") == 403
+    with _stranger_to(tmp_path, **few, **proxies) as stranger:
+        assert [_junk_from(stranger, "192.0.2.1") for _ in range(7)] == [403] * 5 + [429] * 2
+        assert _junk_from(stranger, "192.0.2.2") == 403
         # What a client writes stands before what the proxy adds, so it chooses no address.
-        assert [_junk_from(running, f"198.51.100.{n}, 192.0.2.3") for n in range(6)] == [403] * 5 + [429]
+        assert [_junk_from(stranger, f"198.51.100.{n}, 192.0.2.3") for n in range(6)] == [403] * 5 + [429]
         # An IPv6 client has a whole /64, and counts as one.
-        assert [_junk_from(running, f"2001:db8::{number}") for number in range(6)] == [403] * 5 + [429]
-        assert _junk_from(running, "2001:db8:0:1::1") == 403
+        assert [_junk_from(stranger, f"2001:db8::{number}") for number in range(6)] == [403] * 5 + [429]
+        assert _junk_from(stranger, "2001:db8:0:1::1") == 403
 
 
-def _junk_from(running: Running, forwarded: str) -> int:
+@contextmanager
+def _stranger_to(folder: Path, **settings: str) -> Iterator[httpx.Client]:
+    with (
+        running_service(folder, "--no-worker", **settings) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60.0) as stranger,
+    ):
+        yield stranger
+
+
+def _junk_from(stranger: httpx.Client, forwarded: str) -> int:
     body = {
         "invitation": secrets.token_urlsafe(15) + "AA." + "0" * 32,
         "public_key": "A" * 43,
@@ -51,13 +62,7 @@ def _junk_from(running: Running, forwarded: str) -> int:
         "agent_version": "0.1.0",
         "signature": "A" * 86,
     }
-    answer = httpx.post(
-        f"{running.url}/v1/enrolments",
-        json=body,
-        headers={"X-Forwarded-For": forwarded},
-        trust_env=False,
-        timeout=60.0,
-    )
+    answer = stranger.post("/v1/enrolments", json=body, headers={"X-Forwarded-For": forwarded})
     return answer.status_code
 
 
@@ -73,28 +78,25 @@ def _enrol_all(folder: Path, *, devices: int, junk: int) -> None:
         with running.client() as operator:
             answers = [operator.post("/v1/invitations", json={"release": "tiny"}) for _ in range(devices)]
         invitations: list[str] = [answer.json()["invitation"] for answer in answers]
+        junk_home, stranger = open_home(folder / "junk"), _Kept(running.url, attempts=1)
         with ThreadPoolExecutor(AT_ONCE) as devices_pool, ThreadPoolExecutor(4) as strangers:
-            refused = [
-                strangers.submit(_try_junk, running.url, folder / f"junk{number % 4}", invitations[0])
-                for number in range(junk)
-            ]
+            refused = [strangers.submit(_try_junk, stranger, junk_home, invitations[0]) for _ in range(junk)]
             signed_in = [
                 devices_pool.submit(_enrol_and_poll, running.url, folder / f"home{number}", invitation)
                 for number, invitation in enumerate(invitations)
             ]
             assert all(one.result() for one in signed_in)
             assert all(one.result() for one in refused)
+        stranger.close()
         listed = running.answer("devices", "list", "--limit", str(devices))
         assert len(listed) == devices
 
 
-def _try_junk(url: str, home: Path, invitation: str) -> bool:
+def _try_junk(stranger: Connection, home: Home, invitation: str) -> bool:
     """Try an invitation that nobody was given; whether it was refused."""
     made_up = secrets.token_urlsafe(15) + "AA" + invitation[22:]
     try:
-        enroll(
-            open_home(home), url, made_up, connection=lambda at, ca: Connection(at, ca_file=ca, attempts=1)
-        )
+        enroll(home, stranger.server, made_up, connection=lambda _server, _ca_file: stranger)
     except (InputError, RetryableError):
         return True
     return False
@@ -102,13 +104,12 @@ def _try_junk(url: str, home: Path, invitation: str) -> bool:
 
 def _enrol_and_poll(url: str, home: Path, invitation: str) -> bool:
     """Enrol, sign in and ask for the release, which there is none of; whether that was the answer."""
-    opened = open_home(home)
-    enroll(opened, url, invitation)
-    api = open_api(opened)
+    opened, kept = open_home(home), _Kept(url)
+    enroll(opened, url, invitation, connection=lambda _server, _ca_file: kept)
     try:
-        api.release("tiny", "stable")
+        open_api(opened, connection=lambda _server, _ca_file: kept).release("tiny", "stable")
     except RequestRefusedError as exc:
         return exc.status == 404
     finally:
-        api.connection.close()
+        kept.close()
     return False

@@ -12,6 +12,7 @@ would take a refusal (403) for that too, so refusals pass through it as they are
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
 
@@ -141,8 +142,8 @@ def _in_our_words(folder: Path) -> Iterator[None]:
     try:
         yield
     except ExpiredMetadataError as exc:
-        what = "; what is installed stays. The service renews it daily; or this device's clock is wrong"
-        raise PackageError("trust-expired", f"expected metadata that is still good: {exc}{what}") from exc
+        clock = f"this device's clock says {datetime.now(UTC):%F %H:%M} UTC, what is installed stays"
+        raise PackageError("trust-expired", f"expected metadata that is still good: {exc}; {clock}") from exc
     except BadVersionNumberError as exc:
         raise PackageError("trust-rollback", f"expected metadata no older than seen before: {exc}") from exc
     except UnsignedMetadataError as exc:
@@ -153,5 +154,7 @@ def _in_our_words(folder: Path) -> Iterator[None]:
         raise PackageError("trust-malformed", f"expected metadata that holds together: {exc}"[:500]) from exc
     except DownloadHTTPError as exc:
         raise ServiceUnavailableError(f"expected the service to have what is signed: {exc}") from exc
+    except RequestRefusedError as exc:
+        raise OperatorError(f"expected the service to give what is signed: {exc}") from exc
     except OSError as exc:
         raise OperatorError(f"expected to write {folder}: {exc}") from exc

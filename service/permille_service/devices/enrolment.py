@@ -96,6 +96,12 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
 @router.post("/device-tokens", status_code=201, responses=documented(ProblemType.UNAUTHENTICATED))
 def create_device_token(body: DeviceTokenCreate, response: Response, service: Served) -> DeviceToken:
     """Get a token for one hour by a signed nonce. A nonce is used up even by a wrong signature."""
+    refusal = ApiError(
+        ProblemType.UNAUTHENTICATED, "expected a fresh nonce signed by the device's key, got none such"
+    )
+    with service.database.read() as session:  # a stranger's guess takes no writer's place
+        if not devices.has_nonce(session, device_id=body.device_id, nonce=body.nonce):
+            raise refusal
     with service.database.write() as session:
         device = devices.use_nonce(session, device_id=body.device_id, nonce=body.nonce)
         message = token_message(body.device_id, body.nonce)
@@ -103,9 +109,7 @@ def create_device_token(body: DeviceTokenCreate, response: Response, service: Se
         issued = devices.issue_token(session, device=device) if device is not None and proved else None
         at = database.now(session)
     if issued is None:
-        raise ApiError(
-            ProblemType.UNAUTHENTICATED, "expected a fresh nonce signed by the device's key, got none such"
-        )
+        raise refusal
     secret, expires_at = issued
     response.headers["Cache-Control"] = "no-store"
     return DeviceToken(access_token=secret, expires_in=int((expires_at - at).total_seconds()))
