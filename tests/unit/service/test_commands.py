@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import typer
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.console import Console
 from permille.schemas.fields import NAME_PATTERN
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
+from permille_service.cli import client as client_module
 from permille_service.cli import commands, main
 from permille_service.cli.client import Client, in_words
 from permille_service.cli.exits import CommandError, Exit
@@ -247,3 +249,22 @@ def test_a_command_from_outside_says_what_it_lacks(capsys: pytest.CaptureFixture
 def lacking(sweep: str) -> None:
     """A command of the lab without its libraries."""
     import nowhere  # type: ignore[import-not-found] # noqa: F401
+
+
+def test_events_are_looked_up_where_no_stream_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter(["running", "succeeded"])
+    events = [{"seq": 1, "kind": "state", "data": {}}, {"seq": 2, "kind": "state", "data": {}}]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        match request.url.path.rpartition("/")[2]:
+            case "stream":
+                return httpx.Response(429)
+            case "events":
+                after = int(request.url.params["after"])
+                return httpx.Response(200, json=[one for one in events if one["seq"] == after + 1])
+        return httpx.Response(200, json={"state": next(states)})
+
+    monkeypatch.setattr(client_module, "LOOK_S", 0.0)
+    client = Client("http://127.0.0.1", "token")
+    client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1")
+    assert [event["seq"] for event in client.events("job_1")] == [1, 2]
