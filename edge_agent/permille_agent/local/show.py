@@ -5,7 +5,7 @@ folder in which it lies. Samples are written by both models once, and kept there
 
 Beside the loss it shows a check of free running: of the words that a model writes by itself, how many are in
 nobody's vocabulary. Known are the words of the user's text, the whole words of the tokenizer, and the words
-of other samples of the base model. The check decides nothing: no rule that would was tested on enough people.
+of other samples of the base model. It decides nothing: what a veto would catch is not known (docs/adr/0031).
 """
 
 import math

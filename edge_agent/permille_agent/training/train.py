@@ -14,6 +14,7 @@ from pathlib import Path
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
+from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.zo.header import EstimatorKind
@@ -100,7 +101,10 @@ def run_training(
             report=report,
         )
     except InputError as exc:
-        return task.refuse(documents, str(exc))
+        meanwhile = ""
+        if package.manifest.has_layer(Role.POOLED):
+            meanwhile = "; until then the package's pooled model is used, which public text trained"
+        return task.refuse(documents, f"{exc}{meanwhile}")
     if prepared.stages and options.estimator is not EstimatorKind.SKETCH:
         got = prepared.counts[Split.TRAIN].tokens
         return task.refuse(

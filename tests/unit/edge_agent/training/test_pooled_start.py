@@ -24,7 +24,7 @@ from permille_agent.training.personal import model_values
 from permille_agent.training.run import POOLED_START, BegunRun, find_run
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import pooled_package, sentences, tiny_tokenizer
-from tests.unit.edge_agent.runs import Device, device_at, user_text
+from tests.unit.edge_agent.runs import Device, device_at, train_quickly, user_text
 
 GRADIENT: dict[str, Any] = {"estimator": EstimatorKind.SKETCH, "queries": 0, "steps": 30}
 
@@ -174,3 +174,10 @@ def test_a_start_beyond_the_exact_range_is_refused(bare: Device) -> None:
     device = install(bare, pooled_package(bare.package, s_K, -4))
     with pytest.raises(PackageError, match=r"^state-limit:"):
         device.train(**GRADIENT)
+
+
+def test_too_little_text_is_told_what_is_used_meanwhile(device: Device, tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("\n\n".join(sentences(10)))
+    result = train_quickly(device.home, [tmp_path / "few.txt"])
+    assert result.message.startswith("expected at least 1000 tokens of text that count, got ")
+    assert "until then the package's pooled model is used" in result.message
