@@ -110,3 +110,11 @@ def show_error(error: PermilleError, *, as_json: bool) -> None:
     else:
         Console(stderr=True).print(f"[red]error[/red] ({code.name.lower().replace('_', ' ')}):", end=" ")
         typer.echo(str(error), err=True)
+        if isinstance(error, PackageError) and _is_damage(error):
+            typer.echo("`permille-agent verify --repair` finds and mends what the disk damaged", err=True)
+
+
+def _is_damage(error: PackageError) -> bool:
+    from permille_agent.state.models import DAMAGED  # here, so that `--help` does not wait for it
+
+    return error.code in DAMAGED

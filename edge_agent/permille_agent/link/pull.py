@@ -27,6 +27,7 @@ from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.install import install
 from permille_agent.link.trust import TrustedReleases
+from permille_agent.link.verify import Verified, verify_package_files
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
     DAMAGED,
@@ -87,7 +88,13 @@ def pull(
     except RequestRefusedError as exc:
         raise OperatorError(f"expected the files of {release.name} {release.version}: {exc}") from exc
     before = installed_release(home)
-    _install(home, blobs, release, plan.package_bytes)
+    try:
+        _install(home, blobs, release, plan.package_bytes)
+    except PackageError as exc:
+        if exc.code not in DAMAGED:
+            raise
+        verify_package_files(home, release.manifest_digest, api, Verified())
+        _install(home, blobs, release, plan.package_bytes)
     return Pulled(
         release=release,
         changed=before is None or before.manifest_digest != release.manifest_digest,
@@ -196,23 +203,8 @@ def _download(
 
 
 def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, package_bytes: int) -> None:
-    """Open the package and install it. A blob that went bad on the disk is dropped, to be fetched again."""
-    try:
-        Package.open(blobs, release.manifest_digest)
-        install(home, release, size_bytes=package_bytes)
-    except PackageError as exc:
-        if exc.code in DAMAGED:
-            _drop_damaged(blobs, release.manifest_digest)
-        raise
-
-
-def _drop_damaged(blobs: BlobFolder, package_digest: str) -> None:
-    manifest = Manifest.from_bytes(blobs.read(package_digest, limit=MAX_MANIFEST_BYTES))
-    for layer in manifest.layers:
-        try:
-            blobs.check(layer.digest)
-        except PackageError:
-            blobs.delete(layer.digest)
+    Package.open(blobs, release.manifest_digest)
+    install(home, release, size_bytes=package_bytes)
 
 
 def _free_bytes(home: Home) -> int:

@@ -1,6 +1,7 @@
 """Damage of the packages on this disk: found by their hashes, mended by fetching the damaged bytes alone.
 
-Who calls it: `permille-agent verify`, and the daemon once a day. What a package needs is hashed again: small
+Who calls it: `permille-agent verify`, the daemon once a day, and `pull` where a package that is here does
+not open. What a package needs is hashed again: small
 blobs whole, big layers by blocks of 1 MiB (FORMAT 4.7). A small blob that is damaged is fetched again; of a
 big layer the damaged blocks are, and put back in place, so that whoever has it mapped sees them, too. Nothing
 is written before its hash is right.
@@ -58,14 +59,24 @@ def verify(home: Home, api: DeviceApi | None = None) -> Verified:
     known = read_releases(home)
     used = {model.package for model in referenced_models(home)}
     used |= {release.manifest_digest for release in (known.installed, known.previous) if release}
-    result = Verified(packages=len(used))
+    result = Verified()
+    for digest in sorted(used):
+        verify_package_files(home, digest, api, result)
+    return result
+
+
+def verify_package_files(home: Home, package_digest: str, api: DeviceApi | None, result: Verified) -> None:
+    """Hash the files of one package and add what was found to `result`; with `api`, mend what is damaged.
+
+    Raises:
+        RetryableError, OperatorError: as `verify`.
+    """
+    result.packages += 1
     try:
-        for digest in sorted(used):
-            for damage in _Package(BlobFolder(home.blobs), home.partial, digest).damages():
-                _mend(damage, api, result)
+        for damage in _Package(BlobFolder(home.blobs), home.partial, package_digest).damages():
+            _mend(damage, api, result)
     except OSError as exc:
         raise OperatorError(f"expected to read and write {home.blobs}: {exc}") from exc
-    return result
 
 
 def _mend(damage: _Damage, api: DeviceApi | None, result: Verified) -> None:

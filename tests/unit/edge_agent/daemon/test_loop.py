@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from permille.errors import InputError, OperatorError, PermilleError, RetryableError
+from permille.package.blobs import BlobFolder
+from permille.package.limits import Role
+from permille.package.reader import Package
 from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, Daemon, World
 from permille_agent.daemon.policy import Machine
 from permille_agent.daemon.state import data_fingerprint, read_daemon_state
@@ -21,8 +24,9 @@ from permille_agent.link.report import enqueue
 from permille_agent.state.choices import add_references
 from permille_agent.state.home import Home
 from permille_agent.state.lock import LockedError, hold_lock
-from permille_agent.state.models import installed_release
+from permille_agent.state.models import Active, activate, active_model, installed_release
 from tests.device_service import DeviceService, Fault
+from tests.packages import tiny_package
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 
@@ -100,6 +104,25 @@ def test_one_pass_pulls_trains_reports_and_notes_it(
     assert (state.last_outcome, state.seconds_used) == ("adopted", 60.0)
     assert (state.poll_error, state.training_error) == ("", "")
     assert set(service.runs) == {RUN_ID}
+
+
+def test_damage_on_the_disk_is_looked_for_and_mended_once_a_day(
+    home: Home, daemon: Daemon, outside: Outside, service: DeviceService, package: Package
+) -> None:
+    daemon.run_once()
+    personal = Active(package=package.digest, run="a-run")
+    activate(home, personal, expected=active_model(home))
+    service.publish(tiny_package(package.blobs.root, seed=1).digest, 2)
+    daemon.run_once()  # the active model keeps a package that `pull` opens no more
+    path = BlobFolder(home.blobs).path(package.manifest.layer(Role.PLAIN).digest)
+    whole = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 8]))
+    daemon.run_once()
+    assert path.read_bytes() != whole
+    outside.pass_time(86_400.0)
+    daemon.run_once()
+    assert path.read_bytes() == whole
 
 
 def test_new_text_is_trained_and_what_was_trained_is_not_trained_again(

@@ -114,13 +114,15 @@ def test_what_the_service_does_not_have_is_for_a_person(device: Device) -> None:
         device.pull()
 
 
-def test_a_blob_that_went_bad_on_the_disk_is_fetched_again(device: Device, package: Package) -> None:
+@pytest.mark.parametrize("role", [Role.MASK, Role.DENSE])
+def test_a_blob_that_went_bad_on_the_disk_is_mended(device: Device, package: Package, role: Role) -> None:
     device.pull()
-    path = device.blobs.path(package.manifest.layer(Role.MASK).digest)
+    path = device.blobs.path(package.manifest.layer(role).digest)
+    whole = path.read_bytes()
     path.chmod(0o600)
-    path.write_bytes(bytes(path.stat().st_size))
-    device.refusal()
-    assert device.pull().download_bytes > 0
+    path.write_bytes(bytes(len(whole)))
+    assert not device.pull().changed
+    assert path.read_bytes() == whole
     assert Package.open(device.blobs, package.digest).mask_digest == package.mask_digest
 
 
