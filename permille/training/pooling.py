@@ -106,9 +106,7 @@ def pool(
     if not 0 < rate < math.inf:
         raise InputError(f"expected masked weights other than 0, got a rate of {rate}")
     exponent = unit_exponent(rate)
-    moments = Moments.first(len(w_base_K), np.zeros(len(w_base_K), np.int64))
-    if checkpoint.exists():
-        moments = Moments.from_bytes(checkpoint.read_bytes())
+    moments = _kept(checkpoint) or Moments.first(len(w_base_K), np.zeros(len(w_base_K), np.int64))
     while moments.step < plan.steps:
         step = moments.step
         batch = _batch(train_NT[_order(len(train_NT), plan, step)])
@@ -157,6 +155,14 @@ def write_pooled(
     pooled_state(Package(blobs, made))
     write_manifest(blobs, made)
     return made
+
+
+def _kept(checkpoint: Path) -> Moments | None:
+    """What an earlier call has kept; None where there is nothing, or damage: the steps are made again."""
+    try:
+        return Moments.from_bytes(checkpoint.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _order(rows: int, plan: PoolingPlan, step: int) -> NDArray[np.int64]:

@@ -97,6 +97,19 @@ def test_a_kill_anywhere_changes_no_bit(
     assert len(engine.trained) == 3 * (50 - (50 if at == 50 else at // 20 * 20))
 
 
+def test_a_damaged_checkpoint_costs_steps_and_no_bit(
+    package: Package, rows: NDArray[np.int64], tmp_path: Path
+) -> None:
+    whole = trained(package, rows, tmp_path / "moments")
+    data = bytearray((tmp_path / "moments").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "moments").write_bytes(data)
+    engine = Recording(package)
+    again = trained(package, rows, tmp_path / "moments", engine=engine)
+    assert again.s_K.tobytes() == whole.s_K.tobytes()
+    assert len(engine.trained) == 3 * 50
+
+
 def test_too_little_text_and_weights_of_zero_are_refused(
     package: Package, rows: NDArray[np.int64], tmp_path: Path
 ) -> None:
