@@ -1,5 +1,6 @@
 """What the engine benchmarks measure is what they say, and a kill loses no cell."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from permille.errors import InputError
 from permille.models.families import layer_of
 from permille.package.reader import verify_package
 from permille.quantization.types import Scheme
-from permille_lab.engine import decode, memory, steps
+from permille_lab.engine import decode, gradients, memory, steps
 from permille_lab.engine.page import tables
 from permille_lab.engine.replay import measure as measure_replay
+from permille_lab.engine.replay import measure_groups
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Cells
 from permille_lab.measuring.dense import batch_loss, dense_model
@@ -91,6 +93,7 @@ def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path) -> None:
         ("lower layers", steps.measure_lower_layers),
         ("memory", memory.measure),
         ("decode", decode.measure),
+        ("gradient", gradients.measure),
     ):
         cells.once(figure, SIZES.settings(), partial(measure, tmp_path, SIZES))
     ((_, step),) = cells.of("step")
@@ -101,6 +104,12 @@ def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path) -> None:
     child = resident["contenders"]["permille light float32"]
     assert child["peak_bytes"] > child["imports_bytes"] > 1 << 20
     assert steps.measure_queries(tmp_path, SIZES)["steps"].keys() >= {"spsa, 1 query", "forward, 8 queries"}
+    ((_, gradient),) = cells.of("gradient")
+    assert gradient["gradient_s"] > gradient["forward_s"] > 0
+    assert gradient["rest_s"].keys() == {"0", "1024", "4096"}
+    assert gradient["peak_bytes"] > gradient["anonymous_peak_bytes"] > 1 << 20
+    memory_alone = gradients.measure(tmp_path, replace(SIZES, rounds=0))
+    cells.keep("gradient", replace(SIZES, rounds=0).settings(), memory_alone)
     text = "\n".join(tables(tmp_path).values())
     assert "tiny, 2x8, upper half masked" in text and "bitsandbytes" in text
 
@@ -108,5 +117,8 @@ def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path) -> None:
 def test_replays_of_all_ways_agree() -> None:
     found = measure_replay(40, 2000, [1, 2])
     assert found["exact"]
+    of_groups = measure_groups(20, 2000, 64, [1, 2])
+    assert of_groups["exact"]
+    assert of_groups["replay_s"].keys() == {"1", "2", "1, processor", "2, processor"}
     assert len({way["state_digest"] for way in found["ways"].values()}) == 1
     assert np.isfinite(found["bytes_per_step"])
