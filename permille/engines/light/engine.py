@@ -161,6 +161,8 @@ class LightEngine:
                 loss, part_K = self._reverse.gradient(joined, values_K, x_1MH)
                 loss_sum += loss
                 gradient_K += part_K
+                del part_K, x_1MH  # or they lie beside the next part
+            self._workspace.clear()  # what the step does next needs memory too
         return loss_sum / targets, gradient_K / np.float32(targets)
 
     def generate(

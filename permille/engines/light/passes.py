@@ -40,6 +40,10 @@ class Workspace:
             kept = self._kept[name] = np.empty(size, np.float32)
         return kept[:size].reshape(shape)
 
+    def clear(self) -> None:
+        """Give all of it back."""
+        self._kept.clear()
+
 
 class _Tokens:
     """What every pass over joined sequences shares: work memory, positions, tasks over rows."""

@@ -24,7 +24,7 @@ from permille.engines.light.sequences import JoinedSequences
 Array = NDArray[np.float32]
 
 # Bounds what the tokens of one part need; more of them make the products faster, up to a few hundred.
-_PART_BYTES = 112 << 20
+_PART_BYTES = 56 << 20
 _FEWEST_TOKENS = 64
 
 
