@@ -30,6 +30,11 @@ def digest_of(data: bytes | memoryview) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
+def digest_bytes(digest: str) -> bytes:
+    """The 32 bytes that a digest writes out."""
+    return bytes.fromhex(digest.removeprefix("sha256:"))
+
+
 def digest_of_file(path: Path) -> str:
     """The digest of a file's bytes, read in pieces."""
     with path.open("rb") as file:

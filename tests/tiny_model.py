@@ -38,14 +38,6 @@ def write_corpus(path: Path, *, rows: int = 600) -> Path:
     return path
 
 
-def write_sst2(path: Path, *, rows: int = 24) -> Path:
-    """Rows of SST-2 as GLUE's table, and a last one that is broken."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f"{text}\t{number % 2}\n" for number, text in enumerate(sentences(rows))]
-    path.write_text("".join(lines) + "no label\n")
-    return path
-
-
 def spoil_weights(folder: Path) -> None:
     """Put a weight that is no number into a model, of whatever type its weights are."""
     weights = load_tensors(folder / "model.safetensors")

@@ -13,6 +13,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from numpy.typing import NDArray
 
+from permille.digests import digest_bytes
 from permille.errors import InputError, PackageError
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
 from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
@@ -67,12 +68,12 @@ def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> b
     payload = encode_varints(zigzag(contribution.c_TQ.reshape(-1)))
     head = _HEAD.pack(
         MAGIC,
-        _raw(contribution.definition.digest),
+        digest_bytes(contribution.definition.digest),
         contribution.round_number,
         contribution.lane,
         contribution.weight,
         len(contribution.c_TQ),
-        _raw(contribution.start_digest),
+        digest_bytes(contribution.start_digest),
         len(payload),
     )
     return head + payload + key.sign(head + payload)
@@ -92,7 +93,7 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
     magic, digest, number, lane, weight, steps, start, size = _HEAD.unpack_from(data)
     if magic != MAGIC or size != len(data) - _HEAD.size - SIGNATURE_BYTES:
         raise PackageError("round-content", f"expected {MAGIC!r} and {size} bytes, got {magic!r}")
-    if digest != _raw(definition.digest):
+    if digest != digest_bytes(definition.digest):
         raise PackageError("round-binding", f"expected federation {definition.digest}, got {digest.hex()}")
     values = steps * definition.queries
     if not values <= size <= values * MAX_BYTES:
@@ -113,7 +114,3 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
         )
     except (PackageError, InputError, ValueError) as exc:
         raise PackageError("round-content", f"expected a contribution of FORMAT 13.2, got {exc}") from exc
-
-
-def _raw(digest: str) -> bytes:
-    return bytes.fromhex(digest.removeprefix("sha256:"))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from permille.digests import canonical_json, digest_of
 from permille.errors import InputError, PackageError
-from permille.zo.header import EstimatorKind, LogHeader
+from permille.zo.header import EstimatorKind, LogHeader, check_range
 
 FORMAT = "permille-federation"
 VERSION = 1
@@ -59,14 +59,14 @@ class Definition:
     max_weight: int = 1
 
     def __post_init__(self) -> None:
-        _check("steps", self.steps, 1, self.log.total_steps)
-        _check("lanes", self.lanes, 1, self.log.queries)
-        _check("guard_bits", self.guard_bits, 0, 8)
-        _check("rate_shift", self.rate_shift, -8, 8)
-        _check("max_weight", self.max_weight, 1, MAX_WEIGHT)
-        _check("trim_percent", self.trim_percent, 0, 50)
+        check_range("steps", self.steps, 1, self.log.total_steps)
+        check_range("lanes", self.lanes, 1, self.log.queries)
+        check_range("guard_bits", self.guard_bits, 0, 8)
+        check_range("rate_shift", self.rate_shift, -8, 8)
+        check_range("max_weight", self.max_weight, 1, MAX_WEIGHT)
+        check_range("trim_percent", self.trim_percent, 0, 50)
         if self.clip is not None:
-            _check("clip", self.clip, 1, (1 << 31) - 1)
+            check_range("clip", self.clip, 1, (1 << 31) - 1)
         if self.log.total_steps % self.steps:
             raise InputError(f"expected whole rounds of {self.steps} steps, got {self.log.total_steps} steps")
         blocks = [self.log.queries] if self.log.split is None else self._block_queries()
@@ -100,7 +100,7 @@ class Definition:
         Raises:
             InputError: there is no such lane.
         """
-        _check("lane", lane, 0, self.lanes - 1)
+        check_range("lane", lane, 0, self.lanes - 1)
         parts = []
         for queries, _ in self.log.blocks():
             share = (queries.stop - queries.start) // self.lanes
@@ -136,8 +136,3 @@ class Definition:
 
     def _block_queries(self) -> list[int]:
         return [queries.stop - queries.start for queries, _ in self.log.blocks()]
-
-
-def _check(name: str, number: object, least: int, most: int) -> None:
-    if type(number) is not int or not least <= number <= most:
-        raise InputError(f"expected {name} as an integer from {least} to {most}, got {number!r}")

@@ -18,6 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from numpy.typing import NDArray
 
+from permille.digests import digest_bytes
 from permille.errors import InputError, PackageError
 from permille.federation.contribution import SIGNATURE_BYTES, Contribution
 from permille.federation.definition import MAX_DEVICES, MAX_WEIGHT, Definition, Rule
@@ -181,8 +182,8 @@ class History:
         return history
 
     def _statement(self) -> bytes:
-        digests = (_raw(self.chain), _raw(self.digest))
-        return _HEAD.pack(MAGIC, _raw(self.definition.digest), self.number, self.reach, *digests)
+        digests = (digest_bytes(self.chain), digest_bytes(self.digest))
+        return _HEAD.pack(MAGIC, digest_bytes(self.definition.digest), self.number, self.reach, *digests)
 
     def _check_next(self, each: Round) -> None:
         rules = self.definition
@@ -290,7 +291,3 @@ def _divide_half_even(numerator: NDArray[np.int64], denominator: NDArray[np.int6
     quotient, rest = np.divmod(numerator, denominator)
     quotient += (2 * rest > denominator) | ((2 * rest == denominator) & (quotient % 2 == 1))
     return np.asarray(quotient, dtype=np.int64)
-
-
-def _raw(digest: str) -> bytes:
-    return bytes.fromhex(digest.removeprefix("sha256:"))

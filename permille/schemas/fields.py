@@ -23,11 +23,6 @@ TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]+$"
 EXAMPLE_ULID: Final = "01jd3kq8z7m4n5p6r7s8t9v0wx"
 
 
-def id_pattern(prefix: str) -> str:
-    """The pattern of ids that begin with this prefix."""
-    return f"^{prefix}_{ULID_PATTERN}$"
-
-
 @dataclass(frozen=True, slots=True)
 class Flag:
     """Marks a field whose command-line flag is not made of its name."""

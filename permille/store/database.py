@@ -36,7 +36,7 @@ _POSTGRES_NOW = text("SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 100000
 
 
 class Database:
-    """A pool of connections to one database whose schema is up to date (see `permille.store.schema.migrate`).
+    """A pool of connections to one database whose schema is up to date (see `migrations.schema.migrate`).
 
     Args:
         url: `sqlite:////absolute/path.db` or `postgresql+psycopg://...`.

@@ -75,8 +75,8 @@ class BlockSplit:
 
     def check(self, *, counts: tuple[int, ...], queries: int) -> None:
         """Refuse what does not fit the rest of the header (InputError)."""
-        _check_range("split.first_upper_tensor", self.first_upper_tensor, 1, len(counts) - 1)
-        _check_range("split.lower_queries", self.lower_queries, 1, queries - 1)
+        check_range("split.first_upper_tensor", self.first_upper_tensor, 1, len(counts) - 1)
+        check_range("split.lower_queries", self.lower_queries, 1, queries - 1)
         lower = sum(counts[: self.first_upper_tensor])
         if not 0 < lower < sum(counts):
             raise InputError(f"expected masked weights in both blocks, got {lower} of {sum(counts)} below")
@@ -127,7 +127,7 @@ class LogHeader:
         for name, digest in (("package_digest", self.package_digest), ("mask_digest", self.mask_digest)):
             if not is_digest(digest):
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
-        _check_range("seed", self.seed, 0, (1 << 64) - 1)
+        check_range("seed", self.seed, 0, (1 << 64) - 1)
         groups = self.directions is DirectionKind.GROUPS
         if self.estimator is not EstimatorKind.ONE_SIDED and groups != (
             self.estimator is EstimatorKind.SKETCH
@@ -135,19 +135,19 @@ class LogHeader:
             raise InputError(f"expected groups for sketch or one_sided, got {self.directions.value}")
         # FORMAT 8.1: a one-sided difference is one to the mean of the others
         least = 2 if self.estimator is EstimatorKind.ONE_SIDED else 1
-        _check_range("queries", self.queries, least, MAX_GROUPS if groups else MAX_QUERIES)
-        _check_range("total_steps", self.total_steps, 1, MAX_STEPS)
-        _check_range("number of tensors", len(self.counts), 1, MAX_TENSORS)
+        check_range("queries", self.queries, least, MAX_GROUPS if groups else MAX_QUERIES)
+        check_range("total_steps", self.total_steps, 1, MAX_STEPS)
+        check_range("number of tensors", len(self.counts), 1, MAX_TENSORS)
         for count in self.counts:
-            _check_range("count", count, 0, (1 << 32) - 1)
-        _check_range("k", self.k, 1, MAX_K)
+            check_range("count", count, 0, (1 << 32) - 1)
+        check_range("k", self.k, 1, MAX_K)
         check_step_unit_exponent(self.step_unit_exponent)
         for name, number in (("epsilon", self.epsilon), ("learning_rate", self.learning_rate)):
             if not (math.isfinite(number) and number > 0):
                 raise InputError(f"expected a positive finite {name}, got {number}")
         if self.exponents is not None:
             squares = self.exponents.sum_of_squares
-            _check_range("exponents.sum_of_squares", squares, self.k, self.k << 2 * MAX_EXPONENT)
+            check_range("exponents.sum_of_squares", squares, self.k, self.k << 2 * MAX_EXPONENT)
         if (self.split is not None) != (self.estimator is EstimatorKind.SPLIT):
             raise InputError(f"expected two blocks for split and only there, got {self.estimator.value}")
         if self.split is not None:
@@ -280,6 +280,7 @@ class LogHeader:
         return known.e_K
 
 
-def _check_range(name: str, number: object, least: int, most: int) -> None:
+def check_range(name: str, number: object, least: int, most: int) -> None:
+    """Refuse what is no integer of a range. Raises InputError."""
     if type(number) is not int or not least <= number <= most:
         raise InputError(f"expected {name} as an integer from {least} to {most}, got {number!r}")

@@ -15,7 +15,7 @@ from fastapi import Depends, Request
 from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.jobs.dispatch import CeleryDispatcher
-from permille.store.schema import migrate
+from permille.store.migrations.schema import migrate
 from permille_service import keys
 from permille_service.limits import RateLimit, Slots
 from permille_service.settings import Settings

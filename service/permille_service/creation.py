@@ -7,21 +7,25 @@ row; its request is checked against the machine first, and workers are told afte
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Header, Request, Response
 from pydantic import BaseModel
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
-from permille.store import audit, idempotency
+from permille.store import audit
+from permille.store.database import now
 from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.jobs.dispatch import dispatch
 from permille.store.jobs.transitions import NewJob
+from permille.store.tables import IdempotentAnswer
 from permille_service.access.principals import Operator, operator_with
 from permille_service.context import Served, Service
 from permille_service.jobs.records import present
@@ -44,6 +48,7 @@ JOB_RESPONSES = documented(
     ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
 )
 
+_KEPT_FOR = timedelta(hours=24)
 _NAMES = ("id", "version", "name")
 """What a record is called, by the first of these fields that it has."""
 
@@ -84,14 +89,14 @@ class Creation:
             if key is None:
                 return self._noted(session, make(session), body)
             try:
-                kept = idempotency.find(session, tenant_id=tenant_id, key=key, request_digest=digest)
+                kept = _find_answer(session, tenant_id=tenant_id, key=key, request_digest=digest)
             except ConflictError as exc:
                 raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
             if kept is not None:
                 return answer_type.model_validate_json(seal.open(kept.sealed, context))
             answer = self._noted(session, make(session), body)
             sealed = seal.close(answer.model_dump_json().encode(), context)
-            idempotency.keep(session, tenant_id=tenant_id, key=key, request_digest=digest, sealed=sealed)
+            _keep_answer(session, tenant_id=tenant_id, key=key, request_digest=digest, sealed=sealed)
             return answer
 
         # The same key at the same moment: run again, the answer is there now.
@@ -163,3 +168,39 @@ def _creation_by(role: Role) -> Callable[..., Creation]:
 
 Creating = Annotated[Creation, Depends(_creation_by(Role.OPERATOR))]
 AdminCreating = Annotated[Creation, Depends(_creation_by(Role.ADMIN))]
+
+
+def _find_answer(
+    session: Session, *, tenant_id: str, key: str, request_digest: str
+) -> IdempotentAnswer | None:
+    """The answer kept under this key, if it is still kept.
+
+    Raises:
+        ConflictError: the key was used for another request.
+    """
+    answer = session.scalar(
+        select(IdempotentAnswer).where(
+            IdempotentAnswer.tenant_id == tenant_id,
+            IdempotentAnswer.key == key,
+            IdempotentAnswer.created_at > now(session) - _KEPT_FOR,
+        )
+    )
+    if answer is not None and answer.request_digest != request_digest:
+        raise ConflictError(f"expected the request that first used idempotency key {key!r}, got another")
+    return answer
+
+
+def _keep_answer(session: Session, *, tenant_id: str, key: str, request_digest: str, sealed: bytes) -> None:
+    """Keep an answer for a day; answers older than that are dropped on the way."""
+    at = now(session)
+    session.execute(delete(IdempotentAnswer).where(IdempotentAnswer.created_at <= at - _KEPT_FOR))
+    session.add(
+        IdempotentAnswer(
+            tenant_id=tenant_id,
+            key=key,
+            request_digest=request_digest,
+            sealed=sealed,
+            created_at=at,
+        )
+    )
+    session.flush()

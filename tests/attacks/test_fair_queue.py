@@ -21,7 +21,7 @@ from permille.store.database import Database
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
-from permille.store.schema import migrate
+from permille.store.migrations.schema import migrate
 from permille.store.tables import Device
 
 START = datetime(2030, 1, 1, tzinfo=UTC)

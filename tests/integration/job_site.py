@@ -19,7 +19,7 @@ from permille.store import access, rows
 from permille.store.database import Database
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
-from permille.store.schema import migrate
+from permille.store.migrations.schema import migrate
 from permille.store.tables import Artifact, Job
 
 TIMEOUT_S = 240.0

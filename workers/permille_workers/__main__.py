@@ -15,7 +15,7 @@ from types import FrameType
 
 from permille.errors import OperatorError, RetryableError
 from permille.store.database import Database
-from permille.store.schema import migrate
+from permille.store.migrations.schema import migrate
 from permille.store.settings import explain
 from permille_workers.runtime.local import LocalWorker
 from permille_workers.runtime.settings import WorkerSettings

@@ -1,4 +1,4 @@
-"""Run by Alembic: hands it the connection and transaction of `permille.store.schema.migrate`."""
+"""Run by Alembic: hands it the connection and transaction of `permille.store.migrations.schema.migrate`."""
 
 from alembic import context
 

@@ -128,6 +128,7 @@ def test_problem_types_are_stable() -> None:
         "forbidden": 403,
         "not-found": 404,
         "method-not-allowed": 405,
+        "request-timeout": 408,
         "conflict": 409,
         "idempotency-conflict": 409,
         "precondition-failed": 412,

@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from permille.store import access, devices
 from permille.store.database import Database, make_engine
-from permille.store.schema import migrate
+from permille.store.migrations.schema import migrate
 from permille.store.tables import Base
 from tests.unit.store import postgres
 

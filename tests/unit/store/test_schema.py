@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError, StatementError
 from permille.errors import OperatorError, RetryableError
 from permille.store import access, database
 from permille.store.database import Database, now
-from permille.store.schema import migrate
+from permille.store.migrations.schema import migrate
 from permille.store.tables import Base, Tenant
 
 
@@ -41,7 +41,7 @@ def test_migrate_twice_keeps_the_rows(url: str) -> None:
 
 
 def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
-    code = f"from permille.store.schema import migrate; migrate({url!r})"
+    code = f"from permille.store.migrations.schema import migrate; migrate({url!r})"
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(60) for process in processes] == [0, 0]
 

@@ -18,7 +18,7 @@ from permille.store import access, inputs, rows
 from permille.store.database import Database
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
-from permille.store.schema import migrate
+from permille.store.migrations.schema import migrate
 from permille.store.tables import Corpus, Job, Model
 from permille_workers.runtime.child import attempt
 from permille_workers.runtime.settings import WorkerSettings

@@ -17,7 +17,7 @@ from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
-from permille.store.schema import migrate
+from permille.store.migrations.schema import migrate
 from permille.store.tables import Job
 from permille_workers.runtime.child import record_failure
 from permille_workers.runtime.context import JobCancelledError, Progress

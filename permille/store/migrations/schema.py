@@ -1,6 +1,4 @@
-"""Bringing a database to the newest schema. The migrations are part of the package
-(`permille/store/migrations`).
-"""
+"""Bring a database to the newest schema, by the migrations beside this module."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +29,7 @@ def migrate(url: str) -> None:
     """
     engine = make_engine(url)
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     try:
         if _is_newest(engine, config):
             return
