@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from permille.digests import digest_of
 from permille.errors import InputError, OperatorError, PackageError
@@ -50,7 +49,7 @@ class Enrolment:
     root: str
     private_ca: bool
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, str]:
         """What commands show of it: the root by the digits that an invitation carries."""
         return {
             "server": self.server,
