@@ -9,14 +9,20 @@ where N counts the tests that ran and M those that failed. The exit code is 1 wh
 or when a row of the table has no test: what was not tried is not said to have held.
 """
 
+import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 ROWS = range(1, 14)
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+TESTS = Path(__file__).parents[1]
 _PROPERTY = "attack"
+_MARK = re.compile(r"mark\.attack\(\s*(\d+),")
+_ROW = re.compile(r"^(\| (\d+) \|.*\|)[^|]*\|$", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -72,8 +78,20 @@ class Table:
         return lines
 
 
+def completed(page: str) -> str:
+    """The page with the files of each row's tests in its last column."""
+    files: dict[int, set[str]] = defaultdict(set)
+    for path in TESTS.rglob("test_*.py"):
+        for number in _MARK.findall(path.read_text()):
+            files[int(number)].add(path.name)
+    return _ROW.sub(lambda row: f"{row[1]} {', '.join(f'`{n}`' for n in sorted(files[int(row[2])]))} |", page)
+
+
 def main() -> int:
-    """Run the attacks, print the table and return the exit code."""
+    """Run the attacks, print the table and return the exit code; `--page` writes the page's last column."""
+    if sys.argv[1:] == ["--page"]:
+        PAGE.write_text(completed(PAGE.read_text()))
+        return 0
     table = Table()
     options = ["-q", "-m", "attack", "-n", "2", "--dist", "worksteal", "-p", "tests.attacks.run", "tests"]
     code = pytest.main(options, plugins=[table])

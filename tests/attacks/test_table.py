@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.attacks.run import ROWS, Table
+from tests.attacks.run import PAGE, ROWS, Table, completed
 
 
 def report(row: int, outcome: str, when: str = "call") -> pytest.TestReport:
@@ -42,3 +42,13 @@ def test_a_skip_is_shown_and_does_not_count() -> None:
 
 def test_every_row_of_the_table_is_shown() -> None:
     assert len(lines()) == len(ROWS)
+
+
+def test_the_page_names_the_tests_of_every_row() -> None:
+    """`python -m tests.attacks.run --page` writes them."""
+    page = PAGE.read_text()
+    assert completed(page) == page
+    assert [int(line.split("|")[1]) for line in page.splitlines() if line[:3].strip("| ").isdigit()] == [
+        *ROWS
+    ]
+    assert "|  |" not in page.split("## The attacks")[1].replace("| | attack", "")
