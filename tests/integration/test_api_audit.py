@@ -18,14 +18,14 @@ from tests.api_service import Api
 WRITES = re.compile(r"database\.write\(|\.transact\(|repositories\.change\(")
 NOTED_OR_NO_OPERATORS = {
     "_attach": "a device's upload",
+    "_begin": "a device's upload",
     "_erasing": "notes what an operator erases",
-    "_find_device": "when a token was used",
-    "_find_operator": "when a token was used",
+    "_give_up": "a device's upload that failed",
+    "_note": "when a token was used",
     "change": "change_by notes it",
     "changing": "notes the change",
     "create_run": "a device's report",
     "ensure_token": "the first token, at the first start",
-    "get_trust": "makes a repository where there is none",
     "once": "notes what it made",
     "start": "notes the job",
 }

@@ -38,7 +38,8 @@ def test_commands_make_list_and_show(up: Running) -> None:
     corpus = up.answer("corpora", "add", "texts", "--file", "texts.jsonl")
     assert model["family"] == "llama"
     assert [item["id"] for item in up.answer("models", "list")] == [model["id"]]
-    job = up.answer("masks", "create", "--model", model["id"], "--corpus", corpus["id"], "--no-wait")
+    mask = ("masks", "create", "--model", model["id"], "--corpus", corpus["id"], "--sequences", "4")
+    job = up.answer(*mask, "--no-wait")
     assert job["state"] == "queued"
     assert up.answer("jobs", "show", job["id"])["id"] == job["id"]
     assert up.answer("jobs", "cancel", job["id"])["state"] == "cancelled"

@@ -250,7 +250,7 @@ def test_options_of_a_gradient_know_whether_there_is_a_log() -> None:
     assert (spsa.shared(1), spsa.shared(2**30), spsa.queries) == (spsa, spsa, 8)
     assert private.definition() != replace(private, start=Start.BASE).definition()
     assert start_named("base") is Start.BASE
-    with pytest.raises(InputError, match="expected a start of active, base"):
+    with pytest.raises(InputError, match="expected a start of active, pooled, base, got 'middle'"):
         start_named("middle")
 
 
