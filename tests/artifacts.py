@@ -7,8 +7,8 @@ from sqlalchemy.orm import Session
 
 from permille.package.manifest import Manifest
 from permille.schemas.fields import EXAMPLE_ULID
+from permille.schemas.inputs import FolderModel
 from permille.schemas.jobs import JobKind
-from permille.schemas.models import FolderModel
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.store import artifacts, inputs
 from permille.store.artifacts import MANIFEST, Blob, Made

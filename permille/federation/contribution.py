@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from permille.digests import digest_bytes
 from permille.errors import InputError, PackageError
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
+from permille.zo.header import check_range
 from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
 
 MAGIC = b"PMLCTB1\n"
@@ -31,6 +32,8 @@ class Contribution:
     Attributes:
         start_digest: of the pooled state that it began from.
         c_TQ: int64 [T, q], on the unit `2**(e + F)`; T is at most the definition's `steps`.
+        gain: what the state took off the base's loss a token on text of the device that no round trains on,
+            in units of `GAIN_NATS / gain_bound`, within `gain_bound`.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 13.2.
@@ -42,6 +45,7 @@ class Contribution:
     weight: int
     start_digest: str
     c_TQ: NDArray[np.int64]
+    gain: int = 0
 
     def __post_init__(self) -> None:
         rules = self.definition
@@ -61,11 +65,13 @@ class Contribution:
         low, high = int(self.c_TQ.min()), int(self.c_TQ.max())
         if max(high, -low) > MAX_CONTRIBUTED:
             raise InputError(f"expected coefficients within {MAX_CONTRIBUTED}, got {low} to {high}")
+        check_range("gain", self.gain, -rules.gain_bound, rules.gain_bound)
 
 
 def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> bytes:
     """The only bytes of a contribution, signed with its device's key."""
-    payload = encode_varints(zigzag(contribution.c_TQ.reshape(-1)))
+    numbers = np.append(contribution.c_TQ.reshape(-1), np.int64(contribution.gain))
+    payload = encode_varints(zigzag(numbers))
     head = _HEAD.pack(
         MAGIC,
         digest_bytes(contribution.definition.digest),
@@ -95,7 +101,7 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
         raise PackageError("round-content", f"expected {MAGIC!r} and {size} bytes, got {magic!r}")
     if digest != digest_bytes(definition.digest):
         raise PackageError("round-binding", f"expected federation {definition.digest}, got {digest.hex()}")
-    values = steps * definition.queries
+    values = steps * definition.queries + 1
     if not values <= size <= values * MAX_BYTES:
         raise PackageError("round-content", f"expected {values} integers, got {size} bytes")
     try:
@@ -103,14 +109,15 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
     except InvalidSignature as exc:
         raise PackageError("round-signature", "expected the signature of the device, got another") from exc
     try:
-        c_V = unzigzag(decode_varints(data[_HEAD.size : -SIGNATURE_BYTES]))
+        numbers = unzigzag(decode_varints(data[_HEAD.size : -SIGNATURE_BYTES]))
         return Contribution(
             definition=definition,
             round_number=number,
             lane=lane,
             weight=weight,
             start_digest=f"sha256:{start.hex()}",
-            c_TQ=c_V.reshape(steps, definition.queries),
+            c_TQ=numbers[:-1].reshape(steps, definition.queries),
+            gain=int(numbers[-1]),
         )
     except (PackageError, InputError, ValueError) as exc:
         raise PackageError("round-content", f"expected a contribution of FORMAT 13.2, got {exc}") from exc

@@ -4,11 +4,13 @@ The history of a federation is a log as a device's own is, with `lanes * queries
 directions, limits and replay are those of FORMAT 6 to 9, and the header of that log says most of this.
 """
 
+import base64
 import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from numpy.typing import NDArray
 
 from permille.digests import canonical_json, digest_of
@@ -21,6 +23,11 @@ MAX_BYTES = (1 << 20) + 4096
 MAX_CONTRIBUTED = 1 << 13
 MAX_DEVICES = 1 << 16
 MAX_WEIGHT = 16
+GAIN_NATS = 0.25
+"""The most that a device's gain counts, in nats a token."""
+GAIN_SHARE = 10
+"""A gain is at most the clip over this."""
+_GAIN_UNITS = 1024
 
 
 class Rule(StrEnum):
@@ -32,10 +39,11 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """A federation: its directions, its rounds, its rule.
+    """A federation: its directions, its rounds, its rule, and what a device trains with.
 
     Attributes:
         log: header of the history, on the pooled state's unit; round r owns its steps rK to rK + K - 1.
+        round_key: Ed25519 public key that signs heads, base64url without padding.
         steps: K, the local steps of a round.
         lanes: sets of directions; devices of one lane share theirs, 1: all do.
         guard_bits: F; a device's coefficients stand on the unit `2**(e + F)`.
@@ -43,12 +51,16 @@ class Definition:
         clip: bound on the Euclidean norm of a device's vector, or None.
         trim_percent: of the devices, at each end of a coordinate, for `Rule.TRIMMED`; 50: the median.
         max_weight: largest weight of a device, 1 where all count the same.
+        minimum: devices below which a round is void.
+        batch_rows: texts of a device's batch.
+        row_tokens: the most tokens of a text that are trained on.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 13.1, or does not fit another.
     """
 
     log: LogHeader
+    round_key: str
     steps: int
     lanes: int = 1
     guard_bits: int = 2
@@ -57,6 +69,9 @@ class Definition:
     clip: int | None = None
     trim_percent: int = 0
     max_weight: int = 1
+    minimum: int = 1
+    batch_rows: int = 4
+    row_tokens: int = 128
 
     def __post_init__(self) -> None:
         check_range("steps", self.steps, 1, self.log.total_steps)
@@ -65,8 +80,13 @@ class Definition:
         check_range("rate_shift", self.rate_shift, -8, 8)
         check_range("max_weight", self.max_weight, 1, MAX_WEIGHT)
         check_range("trim_percent", self.trim_percent, 0, 50)
+        check_range("minimum", self.minimum, 1, MAX_DEVICES)
+        check_range("batch_rows", self.batch_rows, 1, 1024)
+        check_range("row_tokens", self.row_tokens, 8, 8192)
         if self.clip is not None:
-            check_range("clip", self.clip, 1, (1 << 31) - 1)
+            check_range("clip", self.clip, GAIN_SHARE, (1 << 31) - 1)
+        if encode_key(self.key) != self.round_key:
+            raise InputError(f"expected round_key as base64url of 32 bytes, got {self.round_key!r:.100}")
         if self.log.total_steps % self.steps:
             raise InputError(f"expected whole rounds of {self.steps} steps, got {self.log.total_steps} steps")
         blocks = [self.log.queries] if self.log.split is None else self._block_queries()
@@ -88,6 +108,20 @@ class Definition:
     def rounds(self) -> int:
         """The most rounds there can be."""
         return self.log.total_steps // self.steps
+
+    @property
+    def key(self) -> Ed25519PublicKey:
+        """The key that signs this federation's heads."""
+        try:
+            raw = base64.b64decode(self.round_key + "=", altchars=b"-_", validate=True)
+            return Ed25519PublicKey.from_public_bytes(raw)
+        except ValueError as exc:
+            raise InputError(f"expected round_key as base64url of 32 bytes, got {exc}") from exc
+
+    @property
+    def gain_bound(self) -> int:
+        """G: a gain of `GAIN_NATS` or more is so many units (FORMAT 13.2)."""
+        return _GAIN_UNITS if self.clip is None else self.clip // GAIN_SHARE
 
     @property
     def digest(self) -> str:
@@ -136,3 +170,8 @@ class Definition:
 
     def _block_queries(self) -> list[int]:
         return [queries.stop - queries.start for queries, _ in self.log.blocks()]
+
+
+def encode_key(key: Ed25519PublicKey) -> str:
+    """A public key as definitions write it: base64url without padding."""
+    return base64.urlsafe_b64encode(key.public_bytes_raw()).rstrip(b"=").decode("ascii")

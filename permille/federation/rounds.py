@@ -143,17 +143,17 @@ class History:
         return state_digest(self.s_W, mask_digest=log.mask_digest, step_unit_exponent=log.step_unit_exponent)
 
     def head(self, key: Ed25519PrivateKey) -> bytes:
-        """The signed statement of where the federation stands (FORMAT 13.4)."""
+        """The signed statement of where the federation stands (FORMAT 13.4), by the definition's key."""
         signed = self._statement()
         return signed + key.sign(signed)
 
-    def check_head(self, data: bytes, key: Ed25519PublicKey) -> None:
+    def check_head(self, data: bytes) -> None:
         """Refuse a head that is not of this very history.
 
         Raises:
             PackageError: `round-content`, `round-signature`, or `round-chain`: another history is meant.
         """
-        _check_signed(data, key)
+        _check_signed(data, self.definition.key)
         if data[: _HEAD.size] != self._statement():
             raise PackageError(
                 "round-chain", f"expected round {self.number} with chain {self.chain}, got another history"
@@ -165,7 +165,6 @@ class History:
         definition: Definition,
         s_W: NDArray[np.int64],
         head: bytes,
-        key: Ed25519PublicKey,
         exponents: Exponents | None = None,
     ) -> "History":
         """The history at a checkpoint: a packed state (FORMAT 11) and the head that names it.
@@ -173,12 +172,12 @@ class History:
         Raises:
             PackageError: as `check_head`.
         """
-        _check_signed(head, key)
+        _check_signed(head, definition.key)
         _, _, number, reach, chain, _ = _HEAD.unpack_from(head)
         history = cls.begin(definition, exponents)
         history.s_W, history.number, history.reach = s_W, number, reach
         history.chain = f"sha256:{chain.hex()}"
-        history.check_head(head, key)
+        history.check_head(head)
         return history
 
     def _statement(self) -> bytes:

@@ -10,8 +10,7 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from permille.schemas.corpora import FileCorpus, StreamedCorpus
-from permille.schemas.models import FolderModel, HubModel
+from permille.schemas.inputs import FileCorpus, FolderModel, HubModel, StreamedCorpus
 from permille.store import access, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError

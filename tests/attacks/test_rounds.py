@@ -31,6 +31,12 @@ def definition(**changes: Any) -> Callable[[], object]:
     return lambda: Definition.from_bytes(data)
 
 
+def with_gain(varint: bytes) -> bytes:
+    """A contribution with another gain at its end, its size put right."""
+    size = struct.unpack_from("<I", GOOD, 83)[0] - 1 + len(varint)
+    return GOOD[:83] + struct.pack("<I", size) + GOOD[87:-65] + varint + GOOD[-64:]
+
+
 def contribution(
     data: bytes = GOOD, key: Ed25519PrivateKey | None = KEY, rules: Definition = DEFINITION
 ) -> Callable[[], object]:
@@ -63,7 +69,7 @@ def applied(number: int) -> Callable[[], object]:
 def head(change: Callable[[bytes], bytes], key: Ed25519PrivateKey = KEY) -> Callable[[], object]:
     data = HISTORY.head(KEY)
     changed = change(data[:-64])
-    return lambda: HISTORY.check_head(changed + key.sign(changed), KEY.public_key())
+    return lambda: HISTORY.check_head(changed + key.sign(changed))
 
 
 def out_of_range() -> object:
@@ -97,6 +103,10 @@ NAMED: list[tuple[str, str, Callable[[], object]]] = [
     ("round-definition", "true_lanes", definition(lanes=True)),
     ("round-definition", "steps_that_do_not_divide", definition(steps=4)),
     ("round-definition", "a_log_that_is_a_list", definition(log=[])),
+    ("round-definition", "a_key_of_31_bytes", definition(round_key="A" * 42)),
+    ("round-definition", "a_key_with_loose_bits", definition(round_key=DEFINITION.round_key[:-1] + "B")),
+    ("round-definition", "a_key_that_is_a_number", definition(round_key=7)),
+    ("round-definition", "a_clip_that_leaves_no_gain", definition(clip=9)),
     ("round-content", "no_bytes", contribution(b"", None)),
     ("round-content", "cut", contribution(GOOD[:-1], None)),
     ("round-content", "bytes_behind_the_signature", contribution(GOOD + b"\0", None)),
@@ -109,7 +119,8 @@ NAMED: list[tuple[str, str, Callable[[], object]]] = [
     ("round-content", "one_step_more_than_there_are_integers", sent_with(49, "H", 65535)),
     ("round-content", "an_integer_beyond_8192", contribution(GOOD[:87] + b"\x82\x80\x01" + GOOD[90:])),
     ("round-content", "an_overlong_integer", contribution(GOOD[:87] + b"\x80\x00" + GOOD[89:])),
-    ("round-binding", "contribution_to_another_federation", contribution(rules=make_definition(clip=9))),
+    ("round-content", "a_gain_beyond_the_bound", contribution(with_gain(b"\x82\x10"))),
+    ("round-binding", "contribution_to_another_federation", contribution(rules=make_definition(clip=19))),
     ("round-signature", "one_flipped_bit", contribution(flipped(GOOD, 90), None)),
     ("round-signature", "signed_by_a_stranger", contribution(key=STRANGER)),
     ("round-limit", "segment_of_more_bytes_than_accepted", segment(ROUND.to_bytes(), 10)),
@@ -125,7 +136,7 @@ NAMED: list[tuple[str, str, Callable[[], object]]] = [
     ("round-content", "a_round_left_out", applied(1)),
     ("round-limit", "sum_beyond_the_exact_range", out_of_range),
     ("round-limit", "steps_that_leave_the_exact_range", too_fast),
-    ("round-content", "head_of_no_bytes", lambda: HISTORY.check_head(b"", KEY.public_key())),
+    ("round-content", "head_of_no_bytes", lambda: HISTORY.check_head(b"")),
     ("round-content", "head_with_another_magic", head(lambda data: b"PMLHED2\n" + data[8:])),
     ("round-signature", "head_signed_by_a_stranger", head(lambda data: data, STRANGER)),
     ("round-chain", "head_of_a_later_round", head(lambda data: data[:40] + b"\x01" + data[41:])),
@@ -143,4 +154,4 @@ def test_malformed_rounds_are_refused(code: str, attack: Callable[[], object]) -
 def test_honest_bytes_are_read() -> None:
     contribution()()
     assert decode_segment(ROUND.to_bytes(), DEFINITION, max_bytes=1000)[0].to_bytes() == ROUND.to_bytes()
-    HISTORY.check_head(HISTORY.head(KEY), KEY.public_key())
+    HISTORY.check_head(HISTORY.head(KEY))

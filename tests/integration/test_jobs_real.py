@@ -9,9 +9,8 @@ import pytest
 
 from permille.package.blobs import BlobFolder
 from permille.package.reader import verify_package
-from permille.schemas.corpora import FileCorpus
+from permille.schemas.inputs import FileCorpus, FolderModel
 from permille.schemas.masks import FisherMask, MaskMethod
-from permille.schemas.models import FolderModel
 from permille.schemas.packages import BuildCreate
 from permille.store import inputs
 from permille.store.jobs import queue

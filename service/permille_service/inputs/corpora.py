@@ -6,8 +6,8 @@ from sqlalchemy.orm import Session
 from permille.corpora.files import check_head
 from permille.errors import InputError
 from permille.models.sources import resolve_inside
-from permille.schemas.corpora import Corpus, CorpusCreate, FileCorpus
 from permille.schemas.fields import Page
+from permille.schemas.inputs import Corpus, CorpusCreate, FileCorpus
 from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
 from permille_service.access.principals import Maker, Viewer, changing

@@ -8,7 +8,7 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.sources import resolve_inside
 from permille.schemas.fields import Page
-from permille.schemas.models import FolderModel, Model, ModelCreate
+from permille.schemas.inputs import FolderModel, Model, ModelCreate
 from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
 from permille.store.inputs import ModelFacts

@@ -6,7 +6,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from permille.federation.contribution import Contribution
-from permille.federation.definition import Definition
+from permille.federation.definition import Definition, encode_key
 from permille.federation.rounds import History
 from permille.zo.header import BlockSplit, EstimatorKind
 from tests.unit.zo.logs import make_header
@@ -17,8 +17,12 @@ KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 def make_definition(*, queries: int = 4, total_steps: int = 30, **changes: Any) -> Definition:
     """A federation of ten rounds of three steps; `log` holds changes of the history's header."""
     log = {"queries": queries, "total_steps": total_steps, "counts": (40, 0, 7)} | changes.pop("log", {})
-    fields: dict[str, Any] = {"log": make_header(**log), "steps": 3} | changes
-    return Definition(**fields)
+    fields: dict[str, Any] = {
+        "log": make_header(**log),
+        "steps": 3,
+        "round_key": encode_key(KEY.public_key()),
+    }
+    return Definition(**fields | changes)
 
 
 def split_log(lanes: int) -> dict[str, Any]:
@@ -45,6 +49,7 @@ def make_contributions(
                 weight=1 + device % rules.max_weight,
                 start_digest=history.digest,
                 c_TQ=c_TQ,
+                gain=(device - 1) % 3 - 1,
             )
         )
     return made

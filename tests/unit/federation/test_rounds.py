@@ -85,7 +85,7 @@ def test_the_bytes_of_a_known_federation_stay() -> None:
         for device in range(3)
     ]
     history.apply([combine(definition, 0, devices), combine(definition, 1, [])])
-    assert history.chain == "sha256:6a11062cd0f34cab2ff1fb39fd4d2121c09f7debb4448a80aaf160d249e6bec2"
+    assert history.chain == "sha256:d805a673aafe0acf12d8f8e8b1d01463df55eb3c60a1a8f5fbf5a20c9f3dab6e"
     assert history.digest == "sha256:6c81a1b6847ab78e86421941f4d850f2f7678d4337613a5d70dcbd3f8d29e9ec"
 
 
@@ -139,7 +139,7 @@ def test_a_returning_device_catches_up_by_segment_or_checkpoint() -> None:
     rounds = decode_segment(segment, definition, max_bytes=len(segment))
     by_segment = History.begin(definition)
     by_segment.apply(rounds)
-    by_segment.check_head(history.head(KEY), KEY.public_key())
+    by_segment.check_head(history.head(KEY))
     early = History.begin(definition)
     early.apply(rounds[:3])
     log = definition.log
@@ -151,9 +151,9 @@ def test_a_returning_device_catches_up_by_segment_or_checkpoint() -> None:
         origin=StateOrigin.POOLED,
     )
     checkpoint = decode_state(encode_state(header, early.s_W), max_bytes=10_000, max_k=log.k)
-    resumed = History.resume(definition, checkpoint.s_K, early.head(KEY), KEY.public_key())
+    resumed = History.resume(definition, checkpoint.s_K, early.head(KEY))
     resumed.apply(rounds[3:])
-    resumed.check_head(history.head(KEY), KEY.public_key())
+    resumed.check_head(history.head(KEY))
     assert (resumed.s_W == history.s_W).all()
     assert resumed.reach == history.reach
 
@@ -176,6 +176,7 @@ def test_contributions_and_definitions_come_back_from_their_bytes() -> None:
             read = decode_contribution(data, definition, KEY.public_key())
             assert (read.lane, read.weight, read.start_digest) == (sent.lane, sent.weight, sent.start_digest)
             assert (read.c_TQ == sent.c_TQ).all()
+            assert read.gain == sent.gain
             assert encode_contribution(read, KEY) == data
 
 
@@ -199,8 +200,12 @@ def test_a_round_that_is_refused_changes_nothing() -> None:
         {"lanes": 3},
         {"guard_bits": 9},
         {"rate_shift": -9},
-        {"clip": 0},
+        {"clip": 9},
         {"max_weight": 17},
+        {"minimum": 0},
+        {"batch_rows": 0},
+        {"row_tokens": 7},
+        {"round_key": ""},
         {"trim_percent": 10},
         {"rule": Rule.TRIMMED},
         {"rule": Rule.TRIMMED, "trim_percent": 10, "lanes": 2},
@@ -217,7 +222,7 @@ def test_definitions_that_cannot_work_are_refused(changes: dict[str, Any]) -> No
 def test_contributions_that_do_not_belong_together_are_refused() -> None:
     history = History.begin(make_definition())
     good = make_contributions(history, 2)
-    other = make_contributions(History.begin(make_definition(clip=9)), 1)
+    other = make_contributions(History.begin(make_definition(clip=19)), 1)
     history.apply([combine(history.definition, 0, good)])
     later = make_contributions(history, 1)
     for wrong in (other, later):

@@ -8,11 +8,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from permille.schemas import (
     access,
-    corpora,
     devices,
+    federations,
+    inputs,
     jobs,
     masks,
-    models,
     packages,
     preflights,
     problems,
@@ -25,11 +25,11 @@ from tests.api_service import run_metrics
 
 MODULES = (
     access,
-    corpora,
+    federations,
+    inputs,
     devices,
     jobs,
     masks,
-    models,
     packages,
     preflights,
     problems,

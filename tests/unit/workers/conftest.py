@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config
-from permille.schemas.corpora import FileCorpus
-from permille.schemas.models import FolderModel
+from permille.schemas.inputs import FileCorpus, FolderModel
 from permille.store import access, inputs, rows
 from permille.store.database import Database
 from permille.store.jobs import claims, queue

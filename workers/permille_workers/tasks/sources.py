@@ -21,8 +21,7 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.sources import FolderRef, HubRef, ModelRef, resolve_inside, resolve_model
-from permille.schemas.corpora import CorpusSource, FileCorpus, StreamedCorpus
-from permille.schemas.models import FolderModel, HubModel
+from permille.schemas.inputs import CorpusSource, FileCorpus, FolderModel, HubModel, StreamedCorpus
 from permille.store import inputs, rows
 from permille.store.inputs import ModelFacts
 from permille.store.tables import Corpus, Model

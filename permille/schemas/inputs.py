@@ -1,5 +1,9 @@
-"""Base models: a folder under the configured root, or a hub repository pinned to a commit."""
+"""What operators register: base models, and corpora to measure sensitivity and perplexity on.
 
+A model is a folder below the configured root, or a hub repository pinned to a commit.
+"""
+
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -62,5 +66,46 @@ class Model(Closed):
     family: str | None = Field(examples=["llama"])
     parameters: Count | None
     scoped_parameters: Count | None = Field(description="weights of the decoder blocks' linear layers")
+    size_bytes: Count | None
+    created_at: Timestamp
+
+
+class StreamedDataset(StrEnum):
+    """The streamed datasets that may be used; nothing else is fetched."""
+
+    C4 = "c4"
+
+
+class StreamedCorpus(Closed):
+    """A public dataset, streamed by the worker."""
+
+    kind: Literal["streamed"]
+    dataset: StreamedDataset
+    split: Literal["train", "validation"] = "train"
+
+
+class FileCorpus(Closed):
+    """A `.jsonl`, `.jsonl.gz` or `.txt` file below the service's corpus root."""
+
+    kind: Literal["file"]
+    path: RelativePath
+
+
+CorpusSource = Annotated[StreamedCorpus | FileCorpus, Field(discriminator="kind")]
+
+
+class CorpusCreate(Closed):
+    """Register a corpus."""
+
+    name: Name = Field(examples=["c4"])
+    source: CorpusSource
+
+
+class Corpus(Closed):
+    """A registered corpus. The size is null for a streamed one."""
+
+    id: Id
+    name: Name
+    source: CorpusSource
     size_bytes: Count | None
     created_at: Timestamp

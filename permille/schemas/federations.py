@@ -1,0 +1,227 @@
+"""Federations: many devices improve one state in rounds. What operators ask for, what they and devices see.
+
+What a device sends and what a round publishes are bytes (FORMAT 13), not records.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from permille.schemas.fields import (
+    TEXT_PATTERN,
+    Closed,
+    Count,
+    Digest,
+    Id,
+    Name,
+    Positive,
+    Seed,
+    Timestamp,
+    WholeNumber,
+)
+from permille.schemas.releases import Version
+from permille.schemas.runs import Estimator
+
+CONTRIBUTION_MEDIA_TYPE: Final = "application/vnd.permille.contribution"
+CATCH_UP_MEDIA_TYPE: Final = "application/vnd.permille.catch-up"
+ROUND_MEDIA_TYPE: Final = "application/vnd.permille.round"
+DEFINITION_MEDIA_TYPE: Final = "application/vnd.permille.federation+json"
+MAX_CONTRIBUTION_BYTES: Final = 4 * 1024 * 1024
+EVIDENCE_DEVICES: Final = 30
+"""So many devices' gains say whether a state may be adopted."""
+
+_PositiveReal = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
+
+
+class FederationState(StrEnum):
+    """Where a federation is: only a running one opens rounds; a finished one never runs again."""
+
+    DRAFT = "draft"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+class RoundState(StrEnum):
+    """Where a round is. A void one moved nothing; published and void are final."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    PUBLISHED = "published"
+    VOID = "void"
+
+
+class FederationCreate(Closed):
+    """Define a federation on a release; devices join it by their own choice once it runs."""
+
+    name: Name = Field(description="of the federation")
+    release: Name = Field(description="the release whose devices may join")
+    version: Version | None = Field(default=None, description="of the release; else its newest")
+    estimator: Estimator = Field(
+        default=Estimator.SKETCH, description="how a device estimates a step's integers"
+    )
+    steps: Annotated[
+        int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber
+    ] = 1
+    queries: Annotated[
+        int, Field(strict=True, ge=1, le=8192, description="integers a step of one device"), WholeNumber
+    ] = 1024
+    lower_queries: Annotated[
+        int | None,
+        Field(strict=True, ge=1, le=1024, description="of `queries`, those of the lower half, for split"),
+        WholeNumber,
+    ] = None
+    lanes: Annotated[
+        int,
+        Field(strict=True, ge=1, le=1024, description="sets of directions; 1: all devices share theirs"),
+        WholeNumber,
+    ] = 1
+    rounds: Annotated[
+        int, Field(strict=True, ge=1, le=1 << 20, description="the most rounds there will be"), WholeNumber
+    ] = 100
+    learning_rate: _PositiveReal | None = Field(
+        default=None, description="for sketch by default that of the package's weights"
+    )
+    epsilon: _PositiveReal | None = Field(default=None, description="perturbation scale; not for sketch")
+    step_unit_exponent: Annotated[
+        int | None,
+        Field(strict=True, ge=-1074, le=1023, description="the state's unit is two to the power of it"),
+        WholeNumber,
+    ] = None
+    schedule: Literal["constant", "linear"] = Field(
+        default="constant", description="how the learning rate falls over all rounds"
+    )
+    seed: Seed = Field(default=0, description="of the directions")
+    guard_bits: Annotated[
+        int,
+        Field(strict=True, ge=0, le=8, description="bits of the mean that a device's integers lack"),
+        WholeNumber,
+    ] = 2
+    rate_shift: Annotated[
+        int,
+        Field(strict=True, ge=-8, le=8, description="the mean moves the state by two to the power of it"),
+        WholeNumber,
+    ] = 0
+    rule: Literal["mean", "trimmed"] = Field(default="mean", description="how devices' integers become one")
+    trim_percent: Annotated[
+        int,
+        Field(strict=True, ge=0, le=50, description="left out at each end, for trimmed; 50: the median"),
+        WholeNumber,
+    ] = 0
+    clip: Annotated[
+        int | None,
+        Field(strict=True, ge=10, le=(1 << 31) - 1, description="bound on the norm of a device's integers"),
+        WholeNumber,
+    ] = None
+    max_weight: Annotated[
+        int, Field(strict=True, ge=1, le=16, description="1: all devices count the same"), WholeNumber
+    ] = 1
+    batch_rows: Annotated[
+        int, Field(strict=True, ge=1, le=1024, description="texts of a device's batch"), WholeNumber
+    ] = 4
+    row_tokens: Annotated[
+        int, Field(strict=True, ge=8, le=8192, description="the most tokens of a text"), WholeNumber
+    ] = 128
+    target: Annotated[
+        int,
+        Field(strict=True, ge=1, le=65536, description="a round closes with so many devices"),
+        WholeNumber,
+    ] = 100
+    minimum: Annotated[
+        int, Field(strict=True, ge=1, le=65536, description="a round of fewer is void"), WholeNumber
+    ] = 10
+    deadline_s: Annotated[
+        int,
+        Field(strict=True, ge=1, le=30 * 86400, description="seconds until a round closes in any case"),
+        WholeNumber,
+    ] = 86400
+
+
+class FederationSummary(Closed):
+    """What everyone sees of a federation. Its definition is a signed target named by the digest."""
+
+    id: Id
+    name: Name
+    state: FederationState
+    release: Name
+    version: Version
+    package_digest: Digest
+    definition_digest: Digest
+    number: Count = Field(description="rounds done")
+    rounds: Positive = Field(description="the most there will be")
+    adopted_round: Count | None = Field(description="devices begin with the state after so many rounds")
+
+
+class FederationOffer(FederationSummary):
+    """A federation that a device may join, or is a member of."""
+
+    member: bool
+
+
+class Federation(FederationSummary):
+    """A federation as operators see it."""
+
+    target: Positive
+    minimum: Positive
+    deadline_s: Positive
+    members: Count = Field(description="devices that joined and may still come")
+    chain: Digest = Field(description="of all rounds so far")
+    state_digest: Digest
+    created_at: Timestamp
+
+
+class RoundRecord(Closed):
+    """One round as operators see it; its gain, in nats a token, is of the state that devices began from."""
+
+    number: Count
+    state: RoundState
+    opened_at: Timestamp
+    deadline_at: Timestamp
+    closed_at: Timestamp | None
+    invited: Count
+    received: Count = Field(description="contributions accepted so far, those of devices that left excluded")
+    counted: Count | None = Field(description="devices of the published round")
+    refused: dict[str, Count] = Field(description="how many were refused, by the code of the refusal")
+    reason: str | None = Field(description="why it is void")
+    job_id: Id | None = Field(description="that closes it")
+    mean_gain: float | None
+    gain_low: float | None = Field(description="lower end of the 95 % interval of the mean")
+    chain: Digest | None
+    state_digest: Digest | None
+
+
+class RoundInvitation(Closed):
+    """What a device needs for its part of the open round."""
+
+    round: Count
+    lane: Count
+    deadline_at: Timestamp
+    start_digest: Digest = Field(description="of the state to begin from")
+
+
+class ContributionReceipt(Closed):
+    """That a contribution is kept; the same bytes may be sent again."""
+
+    round: Count
+    digest: Digest
+
+
+class AdoptionCreate(Closed):
+    """Have members' devices begin with the federation's state after `round` rounds."""
+
+    round: Count | None = Field(default=None, description="else the newest whose gain is known")
+    reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] | None = Field(
+        default=None, description="adopt it even where its gain is not sure, for this reason"
+    )
+
+
+class Adoption(Closed):
+    """A state that devices begin with, and the evidence."""
+
+    round: Count
+    state_digest: Digest
+    devices: Count = Field(description="whose gains were measured")
+    mean_gain: float | None = Field(description="nats a token")
+    gain_low: float | None
+    sure: bool = Field(description=f"the lower end is above 0, of at least {EVIDENCE_DEVICES} devices")
