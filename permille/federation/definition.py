@@ -6,7 +6,7 @@ directions, limits and replay are those of FORMAT 6 to 9, and the header of that
 
 import base64
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from permille.digests import canonical_json, digest_of
 from permille.errors import InputError, PackageError
-from permille.zo.header import EstimatorKind, LogHeader, check_range
+from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, check_range
 
 FORMAT = "permille-federation"
 VERSION = 1
@@ -28,6 +28,7 @@ GAIN_NATS = 0.25
 GAIN_SHARE = 10
 """A gain is at most the clip over this."""
 _GAIN_UNITS = 1024
+MAX_LOCAL_STEPS = 1024
 
 
 class Rule(StrEnum):
@@ -54,6 +55,7 @@ class Definition:
         minimum: devices below which a round is void.
         batch_rows: texts of a device's batch.
         row_tokens: the most tokens of a text that are trained on.
+        local_steps: of a sketch, Adam's steps on every weight whose sum one step of the log holds.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 13.1, or does not fit another.
@@ -72,6 +74,7 @@ class Definition:
     minimum: int = 1
     batch_rows: int = 4
     row_tokens: int = 128
+    local_steps: int = 1
 
     def __post_init__(self) -> None:
         check_range("steps", self.steps, 1, self.log.total_steps)
@@ -79,6 +82,8 @@ class Definition:
         check_range("guard_bits", self.guard_bits, 0, 8)
         check_range("rate_shift", self.rate_shift, -8, 8)
         check_range("max_weight", self.max_weight, 1, MAX_WEIGHT)
+        sketch = self.log.estimator is EstimatorKind.SKETCH
+        check_range("local_steps", self.local_steps, 1, MAX_LOCAL_STEPS if sketch else 1)
         check_range("trim_percent", self.trim_percent, 0, 50)
         check_range("minimum", self.minimum, 1, MAX_DEVICES)
         check_range("batch_rows", self.batch_rows, 1, 1024)
@@ -92,12 +97,13 @@ class Definition:
         blocks = [self.log.queries] if self.log.split is None else self._block_queries()
         if any(queries % self.lanes for queries in blocks):
             raise InputError(f"expected queries that {self.lanes} lanes divide, got {blocks}")
-        if self.lanes > 1 and self.log.estimator is EstimatorKind.SKETCH:
+        if self.lanes > 1 and self.log.directions is DirectionKind.GROUPS:
             raise InputError("expected one lane: the groups of a step are one set of directions")
         if (self.rule is Rule.TRIMMED) != (self.trim_percent > 0):
             raise InputError(f"expected trim_percent for trimmed and only there, got {self.trim_percent}")
         if self.rule is Rule.TRIMMED and (self.lanes > 1 or self.max_weight > 1):
             raise InputError("expected one lane and equal weights: order statistics compare single integers")
+        self.device_log()
 
     @property
     def queries(self) -> int:
@@ -141,6 +147,22 @@ class Definition:
             first = queries.start + lane * share
             parts.append(np.arange(first, first + share, dtype=np.int64))
         return np.concatenate(parts)
+
+    def device_log(self) -> LogHeader:
+        """The header of one device's steps: the queries of one lane, on the unit of its integers.
+
+        Raises:
+            InputError: a lane's share of the queries is no log's.
+        """
+        split = self.log.split
+        if split is not None:
+            split = replace(split, lower_queries=split.lower_queries // self.lanes)
+        return replace(
+            self.log,
+            queries=self.queries,
+            split=split,
+            step_unit_exponent=self.log.step_unit_exponent + self.guard_bits,
+        )
 
     def to_bytes(self) -> bytes:
         """Canonical JSON (FORMAT 13.1)."""

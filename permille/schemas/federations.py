@@ -123,6 +123,16 @@ class FederationCreate(Closed):
     row_tokens: Annotated[
         int, Field(strict=True, ge=8, le=8192, description="the most tokens of a text"), WholeNumber
     ] = 128
+    local_steps: Annotated[
+        int,
+        Field(
+            strict=True,
+            ge=1,
+            le=1024,
+            description="of Adam on every weight, whose sum one logged step holds; above 1 for sketch alone",
+        ),
+        WholeNumber,
+    ] = 1
     target: Annotated[
         int,
         Field(strict=True, ge=1, le=65536, description="a round closes with so many devices"),

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.zo.estimators import Descent
+from permille.zo.header import LogHeader
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.steps import sketch_step
@@ -159,12 +160,17 @@ def sketched_step(
     if not _all_finite(loss, gradient_K):
         return rejected
     moved, change_K = _adam(moments, gradient_K, header.learning_rate_at(step))
-    stretched_K = change_K * _stretch(header.k / header.queries)
-    record = sketch_step(stretched_K, loss, header, step, descent.exponents)
+    record = sketch_step(stretched(change_K, header), loss, header, step, descent.exponents)
     if StepFlag.REJECTED in record.flags:
         return rejected
     coefficients_Q = np.array(record.coefficients, np.int64)
     return replace(moved, step=step + 1, coefficients=coefficients_Q, loss=loss, flags=0)
+
+
+def stretched(change_K: NDArray[np.float64], header: LogHeader) -> NDArray[np.float64]:
+    """Make a change as much longer as its projection on the header's groups makes it shorter."""
+    weights = header.k / header.queries  # of a group
+    return change_K * max(1.0, min(weights, 2 * math.sqrt(weights)))
 
 
 def _all_finite(loss: float, gradient_K: NDArray[np.float32]) -> bool:
@@ -182,8 +188,3 @@ def _adam(
     mean_K = m_K.astype(np.float64) / (1 - _BETAS[0] ** taken)
     root_K = np.sqrt(v_K.astype(np.float64) / (1 - _BETAS[1] ** taken))
     return replace(moments, taken=taken, m_K=m_K, v_K=v_K), -rate * mean_K / (root_K + _TINY)
-
-
-def _stretch(group_weights: float) -> float:
-    """How much longer a change is made before it is projected on groups of so many weights."""
-    return max(1.0, min(group_weights, 2 * math.sqrt(group_weights)))

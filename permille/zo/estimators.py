@@ -72,11 +72,13 @@ class Descent:
         header: of the log.
         w_base_K: the values that state zero stands for.
         exponents: of the package, as far as the header needs them.
+        numbers: of the header's queries where they are some of another log's (FORMAT 13.1); None: 0, 1, ...
     """
 
     header: LogHeader
     w_base_K: NDArray[np.float32]
     exponents: Exponents | None = None
+    numbers: tuple[int, ...] | None = None
 
     @property
     def scale(self) -> float:
@@ -93,11 +95,19 @@ Estimate = Callable[
 ]
 
 
-def directions_of(header: LogHeader, step: int, exponents: Exponents | None = None) -> Directions:
+def directions_of(
+    header: LogHeader,
+    step: int,
+    exponents: Exponents | None = None,
+    numbers: tuple[int, ...] | None = None,
+) -> Directions:
     """All directions of a step, integers [q, k]: int8 as they are made, int32 where exponents scale them.
 
     Divided by `header.sigma` they have unit variance; none is larger than `header.bound`. A direction of one
     block is 0 outside of it (FORMAT 6.3 to 6.6).
+
+    Args:
+        numbers: as `Descent` has them.
 
     Raises:
         PackageError: `log-binding`: the header needs exponents that are absent or other ones.
@@ -109,8 +119,8 @@ def directions_of(header: LogHeader, step: int, exponents: Exponents | None = No
         found = grouping(header, step)
         z_QK[found.group_K, np.arange(header.k)] = found.sign_K
     else:
-        for query in range(header.queries):
-            z_QK[query] = direction(seed=header.seed, step=step, query=query, counts=header.counts)
+        for query, number in enumerate(numbers or range(header.queries)):
+            z_QK[query] = direction(seed=header.seed, step=step, query=number, counts=header.counts)
     if e_K is not None:
         z_QK <<= e_K
     for queries, tensors in header.blocks():
@@ -129,7 +139,8 @@ def estimate(
         raise InputError(
             f"expected an estimator of losses or derivatives, got {descent.header.estimator.value}"
         )
-    return found(engine, batch, descent, s_K, directions_of(descent.header, step, descent.exponents))
+    z_QK = directions_of(descent.header, step, descent.exponents, descent.numbers)
+    return found(engine, batch, descent, s_K, z_QK)
 
 
 def _spsa(

@@ -142,6 +142,10 @@ class QuadraticEngine:
         derivatives: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
         return float(self.losses(values_K[None], batch)[0]), derivatives
 
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        gradient_K = self.curvature_K * (values_K.astype(np.float64) - self.target_K)
+        return float(self.losses(values_K[None], batch)[0]), gradient_K.astype(np.float32)
+
 
 class FixedEngine(QuadraticEngine):
     """Returns fixed numbers, whatever it is asked."""
