@@ -31,7 +31,7 @@ EXPONENTS = make_exponents(K)
 RATE = 0.05
 UNIT = unit_exponent(RATE) - 2
 GROUPS = {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS, "queries": 8}
-DEFINITIONS = {
+DEFINITIONS: dict[str, dict[str, Any]] = {
     "spsa": {},
     "spsa-lanes": {"lanes": 2},
     "scaled": {"log": {"exponents": EXPONENTS.use}},
@@ -48,7 +48,7 @@ DEFINITIONS = {
 
 def definition_of(name: str) -> Definition:
     """A federation whose units fit its rate."""
-    changes: dict[str, Any] = dict(DEFINITIONS[name])
+    changes = dict(DEFINITIONS[name])
     log = {"epsilon": 1e-3, "learning_rate": RATE} | changes.pop("log", {})
     exponent = (
         UNIT if log.get("estimator") is EstimatorKind.SKETCH else step_unit_exponent_for(RATE, 1.0, 4) - 2
@@ -116,10 +116,10 @@ def reference_sketch(part: LocalRound) -> NDArray[np.float64]:
             local_W = local_W - RATE * (m_W / (1 - 0.9**taken)) / (np.sqrt(v_W / (1 - 0.99**taken)) + 1e-8)
         found = grouping(rules.log, step)
         weights = K / rules.log.queries
-        change_W = (local_W - away_W) * min(weights, 2 * math.sqrt(weights))
+        change_W = (local_W - away_W) * max(1.0, min(weights, 2 * math.sqrt(weights)))
         for group in range(rules.log.queries):
-            z_W = np.where(found.group_K == group, found.sign_K, 0)
-            away_W = away_W + z_W * (change_W @ z_W) / max(1, z_W @ z_W)
+            z_W = np.where(found.group_K == group, found.sign_K, 0).astype(np.float64)
+            away_W = away_W + z_W * float(change_W @ z_W) / max(1.0, float(z_W @ z_W))
     return away_W
 
 
