@@ -64,8 +64,21 @@ def _slow_body(client: socket.socket) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.attack(9, "an answer of which a byte comes now and then")
-@pytest.mark.parametrize("answer", [_slow_head, _slow_body])
+def _endless_interim(client: socket.socket) -> None:
+    for _ in range(200):
+        client.sendall(b"HTTP/1.1 103 Early Hints\r\nlink: " + b"x" * 8000 + b"\r\n\r\n")
+        time.sleep(0.1)
+
+
+def _swollen_chunks(client: socket.socket) -> None:
+    client.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(200):
+        client.sendall(b"1;" + b"x" * 8000 + b"\r\n \r\n")
+        time.sleep(0.1)
+
+
+@pytest.mark.attack(9, "an answer of which a byte comes now and then, or much that is none of its body")
+@pytest.mark.parametrize("answer", [_slow_head, _slow_body, _endless_interim, _swollen_chunks])
 def test_a_request_ends_however_slowly_its_answer_drops_in(
     answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,11 +136,12 @@ def _http_date(seconds: float) -> str:
         (_waits("nan"), 0.0),
         (_waits("-5"), 0.0),
         (_waits(_http_date(FAR_S)), LONGEST_RETRY_AFTER_S),
+        (_waits("Mon, 01 Jan 99999999999999 00:00:00 GMT"), None),
         # Both of a service whose clock, or this device's, is decades off.
         (_waits(_http_date(FAR_S + 120), _http_date(FAR_S)), 120.0),
     ],
 )
-def test_a_service_asks_for_a_day_at_most(headers: list[str], expected_s: float) -> None:
+def test_a_service_asks_for_a_day_at_most(headers: list[str], expected_s: float | None) -> None:
     lines = "".join(f"{line}\r\n" for line in ["HTTP/1.1 503 Busy", "content-length: 0", *headers])
 
     def busy(client: socket.socket) -> None:

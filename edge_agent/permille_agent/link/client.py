@@ -303,6 +303,6 @@ def _retry_after(headers: httpx.Headers) -> float | None:
 def _date(text: str) -> datetime | None:
     try:
         date = parsedate_to_datetime(text)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):  # the last: a year, or another number, of many digits
         return None
     return date if date.tzinfo else date.replace(tzinfo=UTC)

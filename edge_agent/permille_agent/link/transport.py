@@ -2,8 +2,9 @@
 
 A timeout of a socket begins anew with every byte, so a server that sends one now and then holds a request,
 and whoever waits for it, for ever. Here a request has `GRACE_S` seconds for connection, headers and body,
-and a second more for each `LEAST_RATE` bytes that it moved. What is slower has failed as a timeout does. The
-clock is the monotonic one: nobody can put it forward or back.
+and a second more for each `LEAST_RATE` bytes that it sent, or that came of the answer's body. What comes
+around a body earns nothing: interim answers (1xx) and extensions of chunks need never end. What is slower has
+failed as a timeout does. The clock is the monotonic one: nobody can put it forward or back.
 
 httpx has no such limit; its timeouts are those of a socket. So this is httpx's interface over httpcore's
 pool, whose sockets are watched.
@@ -60,9 +61,7 @@ class _Stream(httpcore.NetworkStream):
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """See `httpcore.NetworkStream`."""
-        data = self._stream.read(max_bytes, self._allowance.within(timeout))
-        self._allowance.moved(len(data))
-        return data
+        return self._stream.read(max_bytes, self._allowance.within(timeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """See `httpcore.NetworkStream`; in pieces, so that each has a time of its own."""
@@ -109,13 +108,16 @@ class _Backend(httpcore.NetworkBackend):
 
 
 class _Body(httpx.SyncByteStream):
-    """The body of an answer."""
+    """The body of an answer; what comes of it earns time."""
 
-    def __init__(self, response: httpcore.Response) -> None:
+    def __init__(self, response: httpcore.Response, allowance: _Allowance) -> None:
         self._response = response
+        self._allowance = allowance
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._response.iter_stream()
+        for data in self._response.iter_stream():
+            self._allowance.moved(len(data))
+            yield data
 
     def close(self) -> None:
         self._response.close()
@@ -147,7 +149,7 @@ class LimitedTransport(httpx.BaseTransport):
         return httpx.Response(
             status_code=response.status,
             headers=response.headers,
-            stream=_Body(response),
+            stream=_Body(response, self._allowance),
             extensions=response.extensions,
         )
 
