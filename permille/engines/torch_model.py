@@ -44,6 +44,16 @@ class MaskedLinear(nn.Module):
         rest_C = self.values - self.values.to(self.weight.dtype)
         return y + functional.linear(x, self._with(torch.zeros_like(self.weight), rest_C))
 
+    def dense(self, value_C: Tensor) -> nn.Linear:
+        """Give the weights away as a linear layer of torch, with these values at the mask."""
+        outputs, inputs = self.weight.shape
+        linear = nn.Linear(inputs, outputs, bias=self.bias is not None, device="meta")
+        linear.weight = self.weight
+        linear.weight.data[self.row_C, self.column_C] = value_C.to(self.weight.dtype)
+        if self.bias is not None:
+            linear.bias = self.bias
+        return linear
+
     def _with(self, matrix_NK: Tensor, value_C: Tensor) -> Tensor:
         return matrix_NK.index_put((self.row_C, self.column_C), value_C.to(matrix_NK.dtype))
 
