@@ -1,0 +1,144 @@
+"""What a federation promises each device about its integers: the `privacy` of its definition (FORMAT 13.5)."""
+
+import base64
+import binascii
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from typing import Final
+from urllib.parse import urlsplit
+
+from permille.errors import InputError
+from permille.privacy.zcdp import dp_epsilon_of, rho_of
+from permille.zo.header import check_range
+
+KEEPER_MINIMUM: Final = 32
+"""Fewer devices than these a keeper does not sum."""
+LARGEST_DEVIATION: Final = 1 << 26
+"""Of the noise of one integer: with 2**16 devices 16 deviations more still fit into 32 bits."""
+
+
+class PrivacyMode(StrEnum):
+    """Who draws the noise and sees the single vectors: the service, or nobody."""
+
+    CENTRAL = "central"
+    KEEPER = "keeper"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeper:
+    """The second party that lifts masks.
+
+    Attributes:
+        key: its X25519 public key, base64url without padding.
+        url: where it answers; https, or http to this very machine.
+
+    Raises:
+        InputError: a field is none of these.
+    """
+
+    key: str
+    url: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str) or not isinstance(self.url, str):
+            raise InputError("expected key and url of a keeper as text")
+        try:
+            raw = base64.urlsafe_b64decode(self.key + "=")
+        except (ValueError, binascii.Error) as exc:
+            raise InputError(f"expected the keeper's key in base64url, got {self.key!r:.60}") from exc
+        if len(raw) != 32 or base64.urlsafe_b64encode(raw).decode().rstrip("=") != self.key:
+            raise InputError(f"expected 32 bytes of a keeper's key in base64url, got {self.key!r:.60}")
+        try:
+            parts = urlsplit(self.url)
+            secure = parts.scheme == "https" or (
+                parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")
+            )
+        except ValueError as exc:
+            raise InputError(f"expected a keeper's url, got {self.url!r:.200}") from exc
+        if not secure or not parts.hostname or len(self.url) > 200 or parts.query or parts.fragment:
+            raise InputError(f"expected a keeper's url of https, got {self.url!r:.200}")
+
+    @property
+    def public_bytes(self) -> bytes:
+        """The 32 bytes of the key."""
+        return base64.urlsafe_b64decode(self.key + "=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Privacy:
+    """Noise in the integers of every round, and how often a device may take part.
+
+    Attributes:
+        noise_hundredths: 100 z; each integer of a sum gets noise of the parameter `(z C)**2`, C the clip.
+        participations: the most rounds of one device.
+        delta_exponent: d; all promises are of (epsilon, 10**-d)-differential privacy.
+        keeper: in mode keeper and only there.
+
+    Raises:
+        InputError: a field is outside the limits of FORMAT 13.5.
+    """
+
+    mode: PrivacyMode
+    noise_hundredths: int
+    participations: int
+    delta_exponent: int
+    keeper: Keeper | None = None
+
+    def __post_init__(self) -> None:
+        check_range("noise_hundredths", self.noise_hundredths, 1, 1_000_000)
+        check_range("participations", self.participations, 1, 1 << 24)
+        check_range("delta_exponent", self.delta_exponent, 3, 12)
+        if (self.mode is PrivacyMode.KEEPER) != (self.keeper is not None):
+            raise InputError(f"expected a keeper in mode keeper and only there, got mode {self.mode}")
+
+    @classmethod
+    def from_json(cls, fields: dict[str, object]) -> "Privacy":
+        """Read the record of a definition.
+
+        Raises:
+            InputError: a field is wrong.
+            TypeError, ValueError, KeyError: a key is missing or unknown, or what it holds is something else.
+        """
+        keeper = fields["keeper"]
+        read: dict[str, object] = fields | {
+            "mode": PrivacyMode(fields["mode"]),
+            "keeper": None if keeper is None else Keeper(**keeper),  # type: ignore[arg-type]
+        }
+        return cls(**read)  # type: ignore[arg-type]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z, the noise over the clip."""
+        return self.noise_hundredths / 100
+
+    def variance(self, clip: int) -> Fraction:
+        """The parameter of the noise of one integer, exactly."""
+        return Fraction(self.noise_hundredths * clip, 100) ** 2
+
+    def dp_epsilon(self, participations: int) -> float:
+        """What a device has spent after so many rounds; none cost nothing."""
+        if participations == 0:
+            return 0.0
+        return dp_epsilon_of(rho_of(self.noise_multiplier, participations), 10.0**-self.delta_exponent)
+
+    def check_clip(self, clip: int | None, coefficients: int) -> None:
+        """Refuse a clip under which the sums would not be private or would not fit.
+
+        Args:
+            coefficients: that one device sends in a round.
+
+        Raises:
+            InputError: no clip, one of less than ten units, or one whose noise leaves 32 bits.
+        """
+        if clip is None or clip < 10:
+            raise InputError(f"expected a clip of 10 or more with privacy, got {clip}")
+        if self.noise_hundredths * clip > 100 * LARGEST_DEVIATION:
+            most = 100 * LARGEST_DEVIATION // self.noise_hundredths
+            raise InputError(f"expected a clip of at most {most} under this noise, got {clip}")
+        if clip > 8192 * (math.isqrt(coefficients) + 1):
+            raise InputError(
+                f"expected a clip that {coefficients} integers can reach, "
+                f"at most {8192 * (math.isqrt(coefficients) + 1)}, got {clip}"
+            )
