@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from permille.digests import canonical_json, digest_of
 from permille.errors import InputError, PackageError
+from permille.privacy.rules import KEEPER_MINIMUM, Privacy
 from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, check_range
 
 FORMAT = "permille-federation"
@@ -56,6 +57,7 @@ class Definition:
         batch_rows: texts of a device's batch.
         row_tokens: the most tokens of a text that are trained on.
         local_steps: of a sketch, Adam's steps on every weight whose sum one step of the log holds.
+        privacy: noise in the sums of the devices' integers, or None.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 13.1, or does not fit another.
@@ -75,6 +77,7 @@ class Definition:
     batch_rows: int = 4
     row_tokens: int = 128
     local_steps: int = 1
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         check_range("steps", self.steps, 1, self.log.total_steps)
@@ -104,6 +107,8 @@ class Definition:
         if self.rule is Rule.TRIMMED and (self.lanes > 1 or self.max_weight > 1):
             raise InputError("expected one lane and equal weights: order statistics compare single integers")
         self.device_log()
+        if self.privacy is not None:
+            self._check_privacy(self.privacy)
 
     @property
     def queries(self) -> int:
@@ -182,13 +187,25 @@ class Definition:
             fields = json.loads(data)
             del fields["format"], fields["version"]  # to_bytes knows the only value of each
             log = LogHeader.from_bytes(canonical_json(fields["log"]))
-            definition = cls(**fields | {"log": log, "rule": Rule(fields["rule"])})
+            privacy = None if fields["privacy"] is None else Privacy.from_json(fields["privacy"])
+            definition = cls(**fields | {"log": log, "rule": Rule(fields["rule"]), "privacy": privacy})
             canonical = definition.to_bytes()
         except (ValueError, TypeError, KeyError, RecursionError, InputError, PackageError) as exc:
             raise PackageError("round-definition", f"expected a definition, got {exc!r:.300}") from exc
         if canonical != data:
             raise PackageError("round-definition", "expected the canonical bytes of a definition, got others")
         return definition
+
+    def _check_privacy(self, privacy: Privacy) -> None:
+        privacy.check_clip(self.clip)
+        check_range("participations", privacy.participations, 1, self.rounds)
+        if privacy.keeper is not None:
+            check_range("minimum", self.minimum, KEEPER_MINIMUM, MAX_DEVICES)
+        if self.lanes > 1 or self.rule is not Rule.MEAN or self.max_weight > 1:
+            raise InputError(
+                "expected one lane, the mean and equal weights with privacy, "
+                f"got {self.lanes} lanes, {self.rule} and weights to {self.max_weight}"
+            )
 
     def _block_queries(self) -> list[int]:
         return [queries.stop - queries.start for queries, _ in self.log.blocks()]

@@ -22,6 +22,7 @@ from permille.digests import digest_bytes
 from permille.errors import InputError, PackageError
 from permille.federation.contribution import SIGNATURE_BYTES, Contribution
 from permille.federation.definition import MAX_DEVICES, MAX_WEIGHT, Definition, Rule
+from permille.federation.masked import Masked
 from permille.zo.exponents import Exponents
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, state_digest
 from permille.zo.records import weight_of_rows
@@ -60,11 +61,13 @@ def combine(definition: Definition, number: int, contributions: Sequence[Contrib
     """One round from its devices' integers, by the definition's rule; none: a void round.
 
     Raises:
-        InputError: a contribution of another federation, round or start, or more devices than FORMAT 13.3
-            allows.
+        InputError: a contribution of another federation, round or start, more devices than FORMAT 13.3
+            allows, or a sum that would lack the noise which the definition promises.
         PackageError: `round-limit`: a coefficient leaves the range of a log.
     """
-    _check_together(definition, number, contributions)
+    if definition.privacy is not None and contributions:
+        raise InputError("expected a federation without privacy: its sums need noise")
+    check_together(definition, number, contributions)
     shape = (definition.steps, definition.log.queries)
     if definition.rule is Rule.TRIMMED:
         sum_KJ, divisor_K, weight_K = _trimmed(definition, contributions)
@@ -75,6 +78,21 @@ def combine(definition: Definition, number: int, contributions: Sequence[Contrib
             sum_KJ[: len(c_TQ), definition.queries_of_lane(each.lane)] += each.weight * c_TQ
             weight_K[: len(c_TQ)] += each.weight
         divisor_K = weight_K
+    return divided(definition, number, sum_KJ, divisor_K, weight_K)
+
+
+def divided(
+    definition: Definition,
+    number: int,
+    sum_KJ: NDArray[np.int64],
+    divisor_K: NDArray[np.int64],
+    weight_K: NDArray[np.int64],
+) -> Round:
+    """The round that a sum makes: `u = rne(2**(F + g) A / N)`, zero where nobody did the step.
+
+    Raises:
+        PackageError: `round-limit`: a coefficient leaves the range of a log.
+    """
     shift = definition.guard_bits + definition.rate_shift
     u_KJ = _divide_half_even(sum_KJ << max(shift, 0), np.maximum(divisor_K, 1)[:, None] << max(-shift, 0))
     if max(int(u_KJ.max()), -int(u_KJ.min())) > MAX_COEFFICIENT:
@@ -253,7 +271,10 @@ def _decode_round(payload: bytes, number: int, definition: Definition) -> Round:
     return Round(number=number, weight_K=weight_K, u_KJ=u_KJ)
 
 
-def _check_together(definition: Definition, number: int, contributions: Sequence[Contribution]) -> None:
+def check_together(
+    definition: Definition, number: int, contributions: Sequence[Contribution | Masked]
+) -> None:
+    """Refuse contributions that do not belong together. Raises InputError."""
     if len(contributions) > MAX_DEVICES:
         raise InputError(f"expected at most {MAX_DEVICES} devices, got {len(contributions)}")
     for each in contributions:

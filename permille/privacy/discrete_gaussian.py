@@ -1,9 +1,9 @@
 """Draw discrete Gaussian noise exactly: with integers alone, no float is rounded anywhere.
 
-The probability of an integer x is proportional to `exp(-x**2 / (2 variance))`. The sampler is that of Canonne,
-Kamath and Steinke, "The discrete Gaussian for differential privacy" (2020), algorithms 1 to 3. OpenDP has the
-same in Rust (47 MB); tests compare the two. How long a draw takes depends on what it draws: nobody else may
-time it.
+The probability of an integer x is proportional to `exp(-x**2 / (2 variance))`. The sampler is that of
+Canonne, Kamath and Steinke, "The discrete Gaussian for differential privacy" (2020), algorithms 1 to 3.
+OpenDP has the same in Rust (47 MB); a test compares the two. How long a draw takes depends on what it draws:
+it is not for a place where others time it.
 """
 
 import secrets
@@ -17,9 +17,7 @@ RandBelow = Callable[[int], int]
 """A uniform integer from 0 to below its argument."""
 
 
-def draw_noise(
-    count: int, variance: Fraction, randbelow: RandBelow = secrets.randbelow
-) -> NDArray[np.int64]:
+def draw_noise(count: int, variance: Fraction, randbelow: RandBelow = secrets.randbelow) -> NDArray[np.int64]:
     """Draw `count` independent integers, int64 [count].
 
     Args:

@@ -1,14 +1,15 @@
-"""What a federation promises each device about its integers: the `privacy` of its definition (FORMAT 13.5)."""
+"""What a federation promises a device about its integers: `privacy` of its definition (FORMAT 13.6)."""
 
 import base64
 import binascii
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from typing import Final
 from urllib.parse import urlsplit
 
+from permille.digests import JSON
 from permille.errors import InputError
 from permille.privacy.zcdp import dp_epsilon_of, rho_of
 from permille.zo.header import check_range
@@ -42,8 +43,6 @@ class Keeper:
     url: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.key, str) or not isinstance(self.url, str):
-            raise InputError("expected key and url of a keeper as text")
         try:
             raw = base64.urlsafe_b64decode(self.key + "=")
         except (ValueError, binascii.Error) as exc:
@@ -77,7 +76,7 @@ class Privacy:
         keeper: in mode keeper and only there.
 
     Raises:
-        InputError: a field is outside the limits of FORMAT 13.5.
+        InputError: a field is outside the limits of FORMAT 13.6.
     """
 
     mode: PrivacyMode
@@ -94,19 +93,18 @@ class Privacy:
             raise InputError(f"expected a keeper in mode keeper and only there, got mode {self.mode}")
 
     @classmethod
-    def from_json(cls, fields: dict[str, object]) -> "Privacy":
+    def from_json(cls, fields: Mapping[str, JSON]) -> "Privacy":
         """Read the record of a definition.
 
         Raises:
-            InputError: a field is wrong.
-            TypeError, ValueError, KeyError: a key is missing or unknown, or what it holds is something else.
+            InputError, TypeError, ValueError, KeyError: a key or what it holds is wrong.
         """
-        keeper = fields["keeper"]
-        read: dict[str, object] = fields | {
-            "mode": PrivacyMode(fields["mode"]),
-            "keeper": None if keeper is None else Keeper(**keeper),  # type: ignore[arg-type]
-        }
-        return cls(**read)  # type: ignore[arg-type]
+        found = dict(fields)
+        mode, keeper = PrivacyMode(str(found.pop("mode"))), found.pop("keeper")
+        if isinstance(keeper, Mapping):
+            texts = {name: str(text) for name, text in keeper.items()}  # what was none is not canonical
+            return cls(mode=mode, keeper=Keeper(**texts), **found)  # type: ignore[arg-type]
+        return cls(mode=mode, **found)  # type: ignore[arg-type]
 
     @property
     def noise_multiplier(self) -> float:
@@ -123,22 +121,14 @@ class Privacy:
             return 0.0
         return dp_epsilon_of(rho_of(self.noise_multiplier, participations), 10.0**-self.delta_exponent)
 
-    def check_clip(self, clip: int | None, coefficients: int) -> None:
-        """Refuse a clip under which the sums would not be private or would not fit.
-
-        Args:
-            coefficients: that one device sends in a round.
+    def check_clip(self, clip: int | None) -> None:
+        """Refuse a clip under which sums would not be private, or not fit into 32 bits.
 
         Raises:
-            InputError: no clip, one of less than ten units, or one whose noise leaves 32 bits.
+            InputError: there is none, or its noise is too wide.
         """
-        if clip is None or clip < 10:
-            raise InputError(f"expected a clip of 10 or more with privacy, got {clip}")
+        if clip is None:
+            raise InputError("expected a clip with privacy: noise hides what is bounded, got none")
         if self.noise_hundredths * clip > 100 * LARGEST_DEVIATION:
             most = 100 * LARGEST_DEVIATION // self.noise_hundredths
             raise InputError(f"expected a clip of at most {most} under this noise, got {clip}")
-        if clip > 8192 * (math.isqrt(coefficients) + 1):
-            raise InputError(
-                f"expected a clip that {coefficients} integers can reach, "
-                f"at most {8192 * (math.isqrt(coefficients) + 1)}, got {clip}"
-            )

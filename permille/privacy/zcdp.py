@@ -46,7 +46,7 @@ def _bound(rho: float, delta: float, log_beyond: float) -> float:
 
 
 def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
-    """The least noise, in hundredths of the clip, under which so many participations cost at most `dp_epsilon`.
+    """The least noise, in hundredths of the clip, with which so many rounds cost at most `dp_epsilon`.
 
     Returns:
         at least 1; a million where even that would not be enough.

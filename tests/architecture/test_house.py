@@ -72,7 +72,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "import permille_agent.training.run",
             "the lab uses public interfaces",
         ),
-        ("permille/zo/planted.py", "import pydantic", "federation, zo and package stay light"),
+        ("permille/zo/planted.py", "import pydantic", "federation, privacy, zo and package stay light"),
         (
             "permille/models/planted.py",
             "import permille.package.blobs",

@@ -85,7 +85,7 @@ def test_the_bytes_of_a_known_federation_stay() -> None:
         for device in range(3)
     ]
     history.apply([combine(definition, 0, devices), combine(definition, 1, [])])
-    assert history.chain == "sha256:56b3af9b1e9cf1f628ab139ba01f29f6e47bc791bcc835f41fa2c2810b3493b1"
+    assert history.chain == "sha256:dd8b86e8cab95c7ba31b536eaa6ba37ed29f440bb0b972febd23efdad2b40039"
     assert history.digest == "sha256:6c81a1b6847ab78e86421941f4d850f2f7678d4337613a5d70dcbd3f8d29e9ec"
 
 

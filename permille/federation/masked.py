@@ -1,0 +1,201 @@
+"""What one device sends for a round whose sums a keeper unmasks, and what the keeper is asked (FORMAT 13.7).
+
+The service sees uniform integers, the keeper sees seals and never the integers: neither alone learns a
+device's vector, and what both compute together has the keeper's noise.
+
+Shapes: V = integers of a device's vector, K q coefficients and the gain.
+"""
+
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+from numpy.typing import NDArray
+
+from permille.digests import digest_bytes, digest_of
+from permille.errors import InputError, PackageError
+from permille.federation.contribution import SIGNATURE_BYTES
+from permille.federation.definition import MAX_BYTES, MAX_DEVICES, Definition
+from permille.privacy.masks import SEAL_BYTES, SEED_BYTES, mask_of, seal_context, seal_seed
+from permille.privacy.rules import KEEPER_MINIMUM
+
+MAGIC: Final = b"PMLMSK1\n"
+
+_HEAD = struct.Struct(f"<8s32sI32s{SEAL_BYTES}s{SIGNATURE_BYTES}s")
+_ASKED = struct.Struct("<8sII")
+_ENTRY = struct.Struct(f"<32s{SEAL_BYTES}s{SIGNATURE_BYTES}s")
+_ASKED_MAGIC = b"PMLOPN1\n"
+_ANSWER_MAGIC = b"PMLSUM1\n"
+MAX_REQUEST_BYTES: Final = _ASKED.size + MAX_BYTES + MAX_DEVICES * _ENTRY.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Masked:
+    """A device's masked vector, and the seal by which a keeper finds its mask.
+
+    Attributes:
+        device_key: 32 bytes, the device's public key.
+        seal_signature: the device's, of the seal and what it is bound to.
+        masked_V: uint32 [V].
+    """
+
+    definition: Definition
+    round_number: int
+    start_digest: str
+    device_key: bytes
+    seal: bytes
+    seal_signature: bytes
+    masked_V: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What the service asks the keeper: the sum of the masks of these devices, with noise.
+
+    Attributes:
+        entries: device key, seal and its signature of each device, by device key.
+    """
+
+    definition: Definition
+    round_number: int
+    entries: tuple[tuple[bytes, bytes, bytes], ...]
+
+    def to_bytes(self) -> bytes:
+        """The only bytes of a question: one set of devices has one name, their digest."""
+        rules = self.definition.to_bytes()
+        head = _ASKED.pack(_ASKED_MAGIC, self.round_number, len(rules))
+        return head + rules + b"".join(_ENTRY.pack(*entry) for entry in self.entries)
+
+
+def vector_size(definition: Definition) -> int:
+    """V: the integers that one device sends for one round."""
+    return definition.steps * definition.queries + 1
+
+
+def encode_masked(
+    definition: Definition,
+    round_number: int,
+    start_digest: str,
+    vector_V: NDArray[np.int64],
+    key: Ed25519PrivateKey,
+) -> bytes:
+    """A device's vector under a fresh mask, signed: two calls differ, so the caller keeps what it sent.
+
+    Args:
+        vector_V: int64, within the clip (`private_rounds.vector_of`).
+    """
+    if definition.privacy is None or definition.privacy.keeper is None:
+        raise InputError("expected a federation with a keeper")
+    device_key = key.public_key().public_bytes_raw()
+    context = seal_context(definition.digest, round_number, device_key)
+    keeper = X25519PublicKey.from_public_bytes(definition.privacy.keeper.public_bytes)
+    seed = secrets.token_bytes(SEED_BYTES)
+    seal = seal_seed(seed, keeper, context)
+    masked_V = vector_V.astype(np.uint32) + mask_of(seed, len(vector_V))
+    head = _HEAD.pack(
+        MAGIC,
+        digest_bytes(definition.digest),
+        round_number,
+        digest_bytes(start_digest),
+        seal,
+        key.sign(context + seal),
+    )
+    body = head + masked_V.astype("<u4").tobytes()
+    return body + key.sign(body)
+
+
+def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) -> Masked:
+    """Read what a device sent for a round with a keeper.
+
+    Raises:
+        PackageError: `round-content`, `round-binding` or `round-signature` (FORMAT 13.7).
+    """
+    expected = _HEAD.size + 4 * vector_size(definition) + SIGNATURE_BYTES
+    if len(data) != expected or not data.startswith(MAGIC):
+        raise PackageError(
+            "round-content", f"expected {expected} bytes of a masked vector, got {len(data)}: {data[:8]!r}"
+        )
+    _, digest, number, start, seal, seal_signature = _HEAD.unpack_from(data)
+    if digest != digest_bytes(definition.digest):
+        raise PackageError("round-binding", f"expected federation {definition.digest}, got {digest.hex()}")
+    if number >= definition.rounds:
+        raise PackageError("round-content", f"expected a round below {definition.rounds}, got {number}")
+    device_key = key.public_bytes_raw()
+    try:
+        key.verify(data[-SIGNATURE_BYTES:], data[:-SIGNATURE_BYTES])
+        key.verify(seal_signature, seal_context(definition.digest, number, device_key) + seal)
+    except InvalidSignature as exc:
+        raise PackageError("round-signature", "expected the signatures of the device, got others") from exc
+    return Masked(
+        definition=definition,
+        round_number=number,
+        start_digest=f"sha256:{start.hex()}",
+        device_key=device_key,
+        seal=seal,
+        seal_signature=seal_signature,
+        masked_V=np.frombuffer(data, dtype="<u4", count=vector_size(definition), offset=_HEAD.size),
+    )
+
+
+def opening_of(definition: Definition, number: int, masked: Sequence[Masked]) -> Opening:
+    """What to ask the keeper for these devices of a round."""
+    entries = sorted((each.device_key, each.seal, each.seal_signature) for each in masked)
+    return Opening(definition=definition, round_number=number, entries=tuple(entries))
+
+
+def decode_opening(data: bytes) -> Opening:
+    """Read what somebody asks of the keeper; nothing of it is believed but what devices signed.
+
+    Raises:
+        PackageError: `round-definition`, `round-content`, `round-signature`; `round-limit`: too few devices.
+    """
+    if len(data) < _ASKED.size or len(data) > MAX_REQUEST_BYTES:
+        raise PackageError("round-content", f"expected a set of seals, got {len(data)} bytes")
+    magic, number, size = _ASKED.unpack_from(data)
+    rest = len(data) - _ASKED.size - size
+    if magic != _ASKED_MAGIC or rest < 0 or rest % _ENTRY.size:
+        raise PackageError("round-content", f"expected {_ASKED_MAGIC!r} and whole entries, got {magic!r}")
+    definition = Definition.from_bytes(data[_ASKED.size : _ASKED.size + size])
+    if definition.privacy is None or definition.privacy.keeper is None or number >= definition.rounds:
+        raise PackageError("round-content", f"expected a round of a federation with a keeper, got {number}")
+    entries = tuple(_ENTRY.iter_unpack(data[_ASKED.size + size :]))
+    keys = [entry[0] for entry in entries]
+    if any(left >= right for left, right in pairwise(keys)):
+        raise PackageError("round-content", "expected every device once, by its key")
+    if not max(KEEPER_MINIMUM, definition.minimum) <= len(entries) <= MAX_DEVICES:
+        least = max(KEEPER_MINIMUM, definition.minimum)
+        raise PackageError("round-limit", f"expected at least {least} devices, got {len(entries)}")
+    for device_key, seal, signature in entries:
+        try:
+            context = seal_context(definition.digest, number, device_key)
+            Ed25519PublicKey.from_public_bytes(device_key).verify(signature, context + seal)
+        except (InvalidSignature, ValueError) as exc:
+            raise PackageError(
+                "round-signature", f"expected the signature of device {device_key.hex()}, got another"
+            ) from exc
+    return Opening(definition=definition, round_number=number, entries=entries)
+
+
+def encode_answer(opening: Opening, sum_V: NDArray[np.uint32]) -> bytes:
+    """The keeper's answer: the sum of masks less noise, for the digest of what was asked."""
+    return _ANSWER_MAGIC + digest_bytes(digest_of(opening.to_bytes())) + sum_V.astype("<u4").tobytes()
+
+
+def decode_answer(data: bytes, opening: Opening) -> NDArray[np.uint32]:
+    """The sum of masks less noise, uint32 [V].
+
+    Raises:
+        PackageError: `round-content`: no answer to this.
+    """
+    head = _ANSWER_MAGIC + digest_bytes(digest_of(opening.to_bytes()))
+    count = vector_size(opening.definition)
+    if len(data) != len(head) + 4 * count or not data.startswith(head):
+        raise PackageError("round-content", f"expected the keeper's answer for {count} integers")
+    return np.frombuffer(data, dtype="<u4", offset=len(head))

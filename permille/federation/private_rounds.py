@@ -1,0 +1,88 @@
+"""Rounds of a federation with privacy: what bounds a device, and what noise its sums get (FORMAT 13.6, 13.7).
+
+Shapes: K = steps of a round, q = a device's queries, V = K q + 1 integers of a vector, the gain last.
+"""
+
+import math
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.federation.contribution import Contribution
+from permille.federation.definition import Definition
+from permille.federation.masked import Masked, vector_size
+from permille.federation.rounds import Round, check_together, clipped, divided
+from permille.privacy.discrete_gaussian import RandBelow, draw_noise
+from permille.privacy.masks import signed_sum
+
+
+def vector_of(contribution: Contribution) -> NDArray[np.int64]:
+    """A device's integers as one vector within the clip C, int64 [V]; steps that it did not do are zeros.
+
+    The coefficients are within `isqrt(98 C**2 / 100)` and the gain within `C / 10`.
+    """
+    rules = contribution.definition
+    if rules.clip is None:
+        raise InputError("expected a federation with a clip")
+    vector_V = np.zeros(vector_size(rules), dtype=np.int64)
+    c_TQ = clipped(contribution.c_TQ, math.isqrt(98 * rules.clip * rules.clip // 100))
+    vector_V[: c_TQ.size] = c_TQ.reshape(-1)
+    vector_V[-1] = contribution.gain
+    return vector_V
+
+
+def draw_round_noise(definition: Definition, randbelow: RandBelow = secrets.randbelow) -> NDArray[np.int64]:
+    """Fresh noise for every integer of a round's sum, int64 [V]; never twice for a sum that was seen."""
+    if definition.privacy is None or definition.clip is None:
+        raise InputError("expected a federation with privacy")
+    return draw_noise(vector_size(definition), definition.privacy.variance(definition.clip), randbelow)
+
+
+def noised_sum(
+    definition: Definition,
+    number: int,
+    contributions: Sequence[Contribution],
+    noise_V: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """The sum of the devices' vectors and noise, int64 [V]: all that may leave the service.
+
+    Raises:
+        InputError: contributions that do not belong together.
+    """
+    check_together(definition, number, contributions)
+    total_V = noise_V.copy()
+    for each in contributions:
+        total_V += vector_of(each)
+    return total_V
+
+
+def unmasked_sum(
+    definition: Definition, number: int, masked: Sequence[Masked], answer_V: NDArray[np.uint32]
+) -> NDArray[np.int64]:
+    """The sum of the devices' vectors and the keeper's noise, int64 [V].
+
+    Args:
+        answer_V: of the keeper for exactly these devices: the sum of their masks less noise.
+
+    Raises:
+        InputError: contributions that do not belong together.
+    """
+    check_together(definition, number, masked)
+    total_V = np.zeros(vector_size(definition), dtype=np.uint32)
+    for each in masked:
+        total_V += each.masked_V
+    return signed_sum(total_V - answer_V)
+
+
+def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArray[np.int64]) -> Round:
+    """The round that a noised sum makes; every device counts at every step, for who stopped early is hidden.
+
+    Raises:
+        PackageError: `round-limit`: a coefficient leaves the range of a log.
+    """
+    weight_K = np.full(definition.steps, devices, dtype=np.int64)
+    sum_KJ = sum_V[:-1].reshape(definition.steps, definition.log.queries)
+    return divided(definition, number, sum_KJ, weight_K, weight_K)

@@ -1,0 +1,62 @@
+"""Mask a device's integers, and seal the mask to a keeper, who lifts it from sums alone (FORMAT 13.7).
+
+A mask is the keystream of ChaCha20 under a fresh seed, a `u32` an integer. The seed is sealed with HPKE
+(RFC 9180) to the keeper's key, bound to federation, round and device, so that it opens nowhere else.
+Sums are modulo 2**32; noise and devices leave them within (`rules.LARGEST_DEVIATION`).
+"""
+
+import struct
+from typing import Final
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+from numpy.typing import NDArray
+
+from permille.digests import digest_bytes
+from permille.errors import PackageError
+
+SEED_BYTES: Final = 32
+SEAL_BYTES: Final = 80
+
+_DOMAIN = b"permille-mask-1\0"
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
+
+
+def seal_context(definition_digest: str, round_number: int, device_key: bytes) -> bytes:
+    """What a seal is bound to: a federation's round and a device, by its public key of 32 bytes."""
+    return _DOMAIN + digest_bytes(definition_digest) + struct.pack("<I", round_number) + device_key
+
+
+def seal_seed(seed: bytes, keeper: X25519PublicKey, context: bytes) -> bytes:
+    """Seal a mask's seed to the keeper, 80 bytes."""
+    return _SUITE.encrypt(seed, keeper, info=context)
+
+
+def open_seed(seal: bytes, keeper: X25519PrivateKey, context: bytes) -> bytes:
+    """The seed in a seal.
+
+    Raises:
+        PackageError: `round-seal`: not sealed to this keeper for this round and device.
+    """
+    try:
+        seed = _SUITE.decrypt(seal, keeper, info=context)
+    except (InvalidTag, ValueError) as exc:
+        raise PackageError("round-seal", "expected a seal for this keeper, round and device") from exc
+    if len(seed) != SEED_BYTES:
+        raise PackageError("round-seal", f"expected a seed of {SEED_BYTES} bytes, got {len(seed)}")
+    return seed
+
+
+def mask_of(seed: bytes, count: int) -> NDArray[np.uint32]:
+    """The mask of `count` integers, uint32 [count]: ChaCha20 from block 0 with a nonce of zeros."""
+    stream = Cipher(ChaCha20(seed, bytes(16)), mode=None).encryptor().update(bytes(4 * count))
+    return np.frombuffer(stream, dtype="<u4")
+
+
+def signed_sum(sum_V: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """The integers nearest to zero that these are modulo 2**32."""
+    return sum_V.astype(np.int64) - ((sum_V >= 1 << 31).astype(np.int64) << 32)

@@ -1,0 +1,56 @@
+"""Small federations that promise privacy, with a keeper of their own."""
+
+import base64
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from permille.federation.contribution import Contribution
+from permille.federation.definition import Definition
+from permille.federation.masked import Masked, decode_masked, encode_masked
+from permille.federation.private_rounds import vector_of
+from permille.federation.rounds import History
+from permille.privacy.rules import Keeper, Privacy, PrivacyMode
+from tests.unit.federation.federations import make_definition
+
+KEEPER_KEY = X25519PrivateKey.from_private_bytes(bytes(range(32)))
+KEEPER = Keeper(
+    key=base64.urlsafe_b64encode(KEEPER_KEY.public_key().public_bytes_raw()).decode().rstrip("="),
+    url="http://127.0.0.1:1",
+)
+
+
+def make_private(*, mode: PrivacyMode = PrivacyMode.CENTRAL, **changes: Any) -> Definition:
+    """A federation with a clip of 1000, noise of four times that, and three rounds a device."""
+    keeper = KEEPER if mode is PrivacyMode.KEEPER else None
+    record: dict[str, Any] = {"noise_hundredths": 400, "participations": 3, "delta_exponent": 6}
+    record |= changes.pop("privacy", {})
+    fields: dict[str, Any] = {"clip": 1000, "minimum": 32 if keeper else 1} | changes
+    return make_definition(privacy=Privacy(mode=mode, keeper=keeper, **record), **fields)
+
+
+def device_key(index: int) -> Ed25519PrivateKey:
+    """The key of one of many devices."""
+    return Ed25519PrivateKey.from_private_bytes(index.to_bytes(32, "little"))
+
+
+def make_masked(
+    history: History, contributions: list[Contribution], number: int | None = None
+) -> tuple[list[Masked], int]:
+    """What these devices send masked, read again; and the bytes of one."""
+    rules = history.definition
+    made, size = [], 0
+    for index, each in enumerate(contributions):
+        key = device_key(index)
+        number = history.number if number is None else number
+        data = encode_masked(rules, number, history.digest, vector_of(each), key)
+        made.append(decode_masked(data, rules, key.public_key()))
+        size = len(data)
+    return made, size
+
+
+def norm_squared(vector_V: np.ndarray) -> int:
+    """In integers without a limit."""
+    return sum(c * c for c in vector_V.tolist())
