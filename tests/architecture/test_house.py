@@ -76,7 +76,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "permille/models/planted.py",
             "import permille.package.blobs",
-            "the library is layered: rounds over logs over packages over models and schemes",
+            "the library is layered: rounds over noise over logs over packages over models and schemes",
         ),
         ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
         ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
