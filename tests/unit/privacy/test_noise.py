@@ -40,7 +40,7 @@ def probabilities(variance: Fraction, edges: np.ndarray) -> np.ndarray:
     x = np.arange(-reach, reach + 1)
     weight = np.exp(-(x.astype(float) ** 2) / (2 * float(variance)))
     cell = np.searchsorted(edges, x, side="right")
-    return np.bincount(cell, weights=weight, minlength=len(edges) + 1) / weight.sum()
+    return np.asarray(np.bincount(cell, weights=weight, minlength=len(edges) + 1) / weight.sum())
 
 
 @pytest.mark.parametrize("variance", VARIANCES, ids=str)
