@@ -123,7 +123,7 @@ def finish_log(
 
 
 def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
-    """Forget a run's log; return the upload whose bytes the caller must erase after the commit, if any.
+    """Forget a run's log, and one that is on its way; return the upload to erase after the commit, if any.
 
     Idempotent. Raises NotFoundError.
     """
@@ -131,6 +131,7 @@ def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     if run.log_state is not None and run.log_job_id is not None:
         queue.request_cancel(session, tenant_id=tenant_id, job_id=run.log_job_id)
     upload_id = _lock(session, run).log_upload_id  # with the verdict, if one came meanwhile
+    uploads.refuse_coming(session, tenant_id=tenant_id, run_id=run_id)
     if upload_id is None:
         return None
     uploads.doom(session, upload_id=upload_id)

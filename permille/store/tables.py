@@ -341,6 +341,7 @@ class Upload(Named):
     __tablename__ = "uploads"
     noun = "upload"
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
+    run_id: Mapped[str]
     state: Mapped[str] = mapped_column(index=True)
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     __table_args__ = (Index("ix_uploads_device_id_created_at", "device_id", "created_at"),)

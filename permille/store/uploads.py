@@ -41,8 +41,8 @@ class UploadState(StrEnum):
     ERASED = "erased"
 
 
-def begin(session: Session, *, tenant_id: str, device_id: str, quota: Quota) -> Upload:
-    """Add the row of an upload that is about to come.
+def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quota: Quota) -> Upload:
+    """Add the row of an upload of a run that is about to come.
 
     Raises:
         QuotaError: the device has sent too much today, or too much of it waits for its check.
@@ -68,6 +68,7 @@ def begin(session: Session, *, tenant_id: str, device_id: str, quota: Quota) -> 
         id=new_id(Prefix.UPLOAD),
         tenant_id=tenant_id,
         device_id=device_id,
+        run_id=run_id,
         state=UploadState.COMING.value,
         size_bytes=0,
         created_at=at,
@@ -92,21 +93,32 @@ def hold(session: Session, *, tenant_id: str, upload_id: str, size_bytes: int) -
     """Note that the bytes have come and a run names them.
 
     Raises:
-        ConflictError: they came too late, and were given up.
+        ConflictError: they came too late, or the run's log was deleted meanwhile: they are given up.
     """
     row = session.get(Upload, upload_id, with_for_update=True)
     if row is None or row.tenant_id != tenant_id or row.state != UploadState.COMING:
-        raise ConflictError(f"expected the bytes within {ARRIVAL}, got them too late: send them again")
+        raise _too_late()
     row.state, row.size_bytes = UploadState.HELD.value, size_bytes
 
 
 def give_up(session: Session, *, upload_id: str, size_bytes: int) -> bool:
     """Note that an upload will not be held; return whether the caller must erase its bytes."""
     row = session.get(Upload, upload_id, with_for_update=True)
-    if row is None or row.state != UploadState.COMING:
+    if row is None or row.state == UploadState.HELD:
         return False
-    row.state, row.size_bytes = UploadState.DOOMED.value, size_bytes
+    if row.state == UploadState.COMING:
+        row.state, row.size_bytes = UploadState.DOOMED.value, size_bytes
     return True
+
+
+def refuse_coming(session: Session, *, tenant_id: str, run_id: str) -> None:
+    """Let no upload of a run arrive that is under way: its log was deleted after it was sent."""
+    under_way = (
+        Upload.tenant_id == tenant_id,
+        Upload.run_id == run_id,
+        Upload.state == UploadState.COMING.value,
+    )
+    session.execute(update(Upload).where(*under_way).values(state=UploadState.DOOMED.value))
 
 
 def doom(session: Session, *, upload_id: str) -> None:
@@ -123,12 +135,19 @@ def open_folder(blob_root: Path, *, tenant_id: str, upload_id: str) -> BlobFolde
 
 @contextmanager
 def writer(folder: BlobFolder) -> Iterator[BlobWriter]:
-    """Write an upload's bytes. Its folder is durable before they are."""
+    """Write an upload's bytes. Its folder is durable before they are.
+
+    Raises:
+        ConflictError: it was given up and swept meanwhile.
+    """
     for path in (folder.root.parent.parent, folder.root.parent, folder.root):
         path.mkdir(exist_ok=True)
         fsync_folder(path.parent)
-    with folder.writer() as writing:
-        yield writing
+    try:
+        with folder.writer() as writing:
+            yield writing
+    except FileNotFoundError as exc:
+        raise _too_late() from exc
 
 
 def erase(folder: BlobFolder) -> None:
@@ -158,6 +177,10 @@ def sweep(db: Database, blob_root: Path) -> int:
             delete(Upload).where(Upload.state == UploadState.ERASED.value, Upload.created_at < at - DAY)
         )
     return len(doomed)
+
+
+def _too_late() -> ConflictError:
+    return ConflictError(f"expected the bytes within {ARRIVAL} and before a deletion, got them too late")
 
 
 def _some(state: UploadState) -> Select[Upload]:

@@ -173,7 +173,7 @@ def test_slow_bodies_hold_nothing_and_end(tmp_path: Path) -> None:
 @pytest.mark.attack(9, "a log of one byte a second leaves neither a file nor a place behind")
 def test_a_slow_upload_ends_and_leaves_nothing(tmp_path: Path) -> None:
     with running_service(tmp_path, "--no-worker", PERMILLE_BODY_S="3") as running:
-        token, run_id = _device_and_run(running)
+        token, run_id = device_and_run(running)
         head = f"PUT /v1/runs/{run_id}/log HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
         head += f"Content-Type: {LOG_MEDIA_TYPE}\r\nContent-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
         before = _files(running.data_dir)
@@ -181,7 +181,7 @@ def test_a_slow_upload_ends_and_leaves_nothing(tmp_path: Path) -> None:
             assert all(b" 100 " in opened.recv(65_536) for opened in sockets)
             _drip(sockets)
             assert all(is_problem(answer_of(opened), 408, "request-timeout") for opened in sockets)
-        _wait_until(lambda: _files(running.data_dir) == before)
+        wait_until(lambda: _files(running.data_dir) == before)
         with running.client() as operator:
             assert operator.get(f"/v1/runs/{run_id}").json()["log"] is None
 
@@ -209,7 +209,7 @@ def _files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("permille.db")}
 
 
-def _wait_until(true: Callable[[], bool]) -> None:
+def wait_until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30.0
     while not true():
         assert time.monotonic() < deadline
@@ -236,7 +236,7 @@ def _viewer_and_job(running: Running) -> tuple[str, str]:
     return secret, job.id
 
 
-def _device_and_run(running: Running) -> tuple[str, str]:
+def device_and_run(running: Running) -> tuple[str, str]:
     """An enrolled device's token and a run that it reported, put into the service's database."""
     database = Database(f"sqlite:///{running.data_dir}/permille.db")
     run_id = str(uuid.uuid4())

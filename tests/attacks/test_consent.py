@@ -18,10 +18,11 @@ from permille.schemas.runs import Outcome
 from permille.zo.estimators import Batch
 from permille_agent.link.client import Connection
 from permille_agent.link.enrolment import enroll, open_api
-from permille_agent.link.report import collect_reports, deliver
+from permille_agent.link.report import Delivery, collect_reports, deliver, log_delivery
+from permille_agent.state.choices import set_share_log
 from permille_agent.state.home import Home
 from tests.bigram_engine import BigramEngine
-from tests.device_service import DeviceService, serving
+from tests.device_service import DeviceService, Fault, serving
 from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 FAR_AHEAD_S = 4_000_000_000.0
@@ -103,6 +104,38 @@ def test_a_log_that_waits_is_not_sent_once_consent_was_withdrawn(tmp_path: Path)
         assert home.consent.read_bytes() != consent
         _send_all(home)
         assert service.logs == {}
+
+
+@pytest.mark.attack(3, "`share-log off` while the log is sent: between two tries, and as its bytes arrive")
+@pytest.mark.parametrize("moment", ["between", "arriving"])
+def test_consent_that_is_withdrawn_during_the_upload_counts(tmp_path: Path, moment: str) -> None:
+    with _device(tmp_path) as (home, service):
+        _share_log(home, "on")
+        result = train_quickly(home, [user_text(tmp_path)], share_log=True, engine_of=BigramEngine)
+        collect_reports(home)
+        log = next(home.reports.glob("*.log")).read_bytes()
+        if moment == "between":
+            service.faults = [Fault(path="log", status=503)]
+
+        def withdraw(_wait_s: float) -> None:
+            set_share_log(home, False)
+
+        if moment == "arriving":
+            real = service.take_fault
+
+            def arriving(path: str) -> Fault | None:
+                if path.endswith("/log"):
+                    withdraw(0.0)
+                return real(path)
+
+            service.take_fault = arriving  # type: ignore[method-assign]
+        api = open_api(home, connection=lambda server, ca_file: Connection(server, sleep=withdraw))
+        with api.connection:
+            deliver(home, api)
+        assert not service.logs
+        assert not list(home.reports.glob("*.log"))
+        assert sum(log in sent for sent in service.traffic) == 1  # the one that was under way
+        assert log_delivery(home, result.run_id) is Delivery.DELETED
 
 
 @pytest.mark.attack(3, "a log agreed to, with a clock that never stands still")

@@ -15,9 +15,12 @@ import pytest
 
 from permille.schemas.runs import LOG_MEDIA_TYPE
 from permille.store import uploads
+from permille.store.database import Database
 from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
 from permille.zo.log import MAGIC
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
+from tests.attacks.test_connections import answer_of, device_and_run, is_problem, sending, wait_until
+from tests.running_service import running_service
 from tests.unit.store.conftest import Clock
 
 LAYER = b"a layer of a public model" * 1000
@@ -99,7 +102,7 @@ def test_one_log_sent_and_deleted_at_once_is_whole_or_gone(api: Api) -> None:
 
     def send() -> None:
         for _ in range(25):
-            assert put(api, run_id, LAYER, token).status_code in (202, 429)
+            assert put(api, run_id, LAYER, token).status_code in (202, 409, 429)
 
     def delete() -> None:
         for _ in range(25):
@@ -117,6 +120,31 @@ def test_one_log_sent_and_deleted_at_once_is_whole_or_gone(api: Api) -> None:
     assert [path.name for path in (root / "uploads" / api.tenant_id).iterdir()] == [upload_id]
 
 
+@pytest.mark.attack(3, "deletes a log that is on its way, and lets the rest of it arrive")
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_log_that_was_deleted_while_it_came_is_not_kept(tmp_path: Path, swept: bool) -> None:
+    with running_service(tmp_path, "--no-worker") as running:
+        token, run_id = device_and_run(running)
+        head = f"PUT /v1/runs/{run_id}/log HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
+        head += f"Content-Type: {LOG_MEDIA_TYPE}\r\nContent-Length: 8\r\nConnection: close\r\n"
+        with sending(running.url, f"{head}Expect: 100-continue\r\n\r\n".encode(), 1) as (opened,):
+            assert b" 100 " in opened.recv(65_536)  # its row and folder are there
+            opened.sendall(b"half")
+            uploaded = running.data_dir / "blobs" / "uploads"
+            wait_until(lambda: any(path.is_file() for path in uploaded.rglob("*")))
+            with running.client() as device:
+                device.headers["Authorization"] = f"Bearer {token}"
+                assert device.delete(f"/v1/runs/{run_id}/log").status_code == 204
+                if swept:
+                    database = Database(f"sqlite:///{running.data_dir}/permille.db")
+                    assert uploads.sweep(database, running.data_dir / "blobs") == 1
+                    database.close()
+                opened.sendall(b"rest")
+                assert is_problem(answer_of(opened), 409, "conflict")
+                assert device.get(f"/v1/runs/{run_id}").json()["log"] is None
+        assert [path for path in uploaded.rglob("*") if path.is_file()] == []
+
+
 @pytest.mark.attack(4, "cuts uploads off, or has the service killed between row and bytes")
 def test_bytes_without_a_living_row_are_swept(tmp_path: Path) -> None:
     clock = Clock()
@@ -124,7 +152,9 @@ def test_bytes_without_a_living_row_are_swept(tmp_path: Path) -> None:
         device = api.device()
         root, quota = api.service.settings.blob_root, api.service.settings.quota
         with api.service.database.write() as session:
-            row = uploads.begin(session, tenant_id=api.tenant_id, device_id=device.id, quota=quota)
+            row = uploads.begin(
+                session, tenant_id=api.tenant_id, device_id=device.id, run_id="run", quota=quota
+            )
         folder = uploads.open_folder(root, tenant_id=api.tenant_id, upload_id=row.id)
         with uploads.writer(folder) as writer:
             writer.write(LAYER)

@@ -154,7 +154,10 @@ def share_log_on(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @share_log.command("off")
 def share_log_off(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Share no logs from now on, and drop those that wait to be sent."""
+    """Share no logs from now on, and drop those that wait to be sent.
+
+    What was uploaded before stays at the service until `share-log delete`.
+    """
     _set_share_log(context, share=False, as_json=as_json)
 
 

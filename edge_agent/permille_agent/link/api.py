@@ -194,11 +194,20 @@ class DeviceApi:
         body = {"run_id": run_id, "metrics": metrics.model_dump(mode="json")}
         self._call("POST", "/v1/runs", body=body)
 
-    def upload_log(self, run_id: str, log: bytes) -> None:
-        """Send the canonical log or the packed state of a run. Only ever called with the user's consent."""
+    def upload_log(self, run_id: str, log: bytes, *, check: Callable[[], None]) -> None:
+        """Send the canonical log or the packed state of a run. Only ever called with the user's consent.
+
+        Args:
+            check: raises where that was withdrawn; called before every attempt, which may be minutes apart.
+        """
+
+        def agreed() -> bytes:
+            check()
+            return log
+
         is_state = log.startswith(STATE_MAGIC)
         headers = {"content-type": runs.STATE_MEDIA_TYPE if is_state else runs.LOG_MEDIA_TYPE}
-        self._call("PUT", f"/v1/runs/{run_id}/log", body=log, headers=headers)
+        self._call("PUT", f"/v1/runs/{run_id}/log", body=agreed, headers=headers)
 
     def delete_log(self, run_id: str) -> None:
         """Have an uploaded log deleted."""

@@ -48,7 +48,8 @@ _TRANSPORT_ERRORS = (
 )
 LATER_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
-Body = bytes | Mapping[str, Any] | None
+# What is called is asked anew for every attempt, and may raise.
+Body = bytes | Mapping[str, Any] | Callable[[], bytes] | None
 
 
 class ServiceUnavailableError(RetryableError):
@@ -207,6 +208,8 @@ class Connection:
 
 
 def _encode(body: Body, headers: Mapping[str, str]) -> tuple[bytes | None, dict[str, str]]:
+    if callable(body):
+        body = body()
     if body is None or isinstance(body, bytes):
         return body, dict(headers)
     content = json.dumps(body, allow_nan=False).encode()

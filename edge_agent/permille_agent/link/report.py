@@ -29,6 +29,10 @@ from permille_agent.training.run import AgreedTo, RunFolder, find_run, list_runs
 RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 
+class _WithdrawnError(Exception):
+    """The user withdrew their consent while a log was being sent."""
+
+
 class Delivery(StrEnum):
     """How far one part of a report has come."""
 
@@ -280,15 +284,22 @@ def _send_metrics(home: Home, api: DeviceApi, report: Report, metrics: RunMetric
 
 
 def _send_log(home: Home, api: DeviceApi, report: Report) -> Report:
+    def check() -> None:
+        if _is_withdrawn(home, report.withdrawals):
+            raise _WithdrawnError
+
     path = _log_path(home, report.run_id)
     try:
-        api.upload_log(report.run_id, path.read_bytes())
-        report = replace(report, log_delivery=Delivery.SENT)
+        api.upload_log(report.run_id, path.read_bytes(), check=check)
+        check()
+    except _WithdrawnError:
+        return _withdraw(home, report)
     except RequestRefusedError as exc:
-        report = replace(report, log_delivery=Delivery.REFUSED, reason=str(exc)[:500])
-    _save(home, report)
+        sent = _save(home, replace(report, log_delivery=Delivery.REFUSED, reason=str(exc)[:500]))
+    else:
+        sent = _save(home, replace(report, log_delivery=Delivery.SENT))
     path.unlink(missing_ok=True)
-    return report
+    return sent
 
 
 def _send_deletion(home: Home, api: DeviceApi, report: Report) -> Report:

@@ -210,7 +210,7 @@ def _begin(service: Service, device: DevicePrincipal, run_id: str) -> str:
     with service.database.write() as session:
         runs.get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
         quota = service.settings.quota
-        return uploads.begin(session, tenant_id=tenant_id, device_id=device_id, quota=quota).id
+        return uploads.begin(session, tenant_id=tenant_id, device_id=device_id, run_id=run_id, quota=quota).id
 
 
 def _attach(

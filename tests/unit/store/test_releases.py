@@ -202,7 +202,8 @@ def report(db: Database, tenant_id: str, device_id: str, run_id: str = "run", st
 
 def begin_upload(session: Session, tenant_id: str, device_id: str) -> str:
     """The id of an upload that is about to come."""
-    return uploads.begin(session, tenant_id=tenant_id, device_id=device_id, quota=QUOTA).id
+    row = uploads.begin(session, tenant_id=tenant_id, device_id=device_id, run_id="run", quota=QUOTA)
+    return row.id
 
 
 def attach(db: Database, tenant_id: str, device_id: str, run_id: str = "run", log: str = LOG) -> str:

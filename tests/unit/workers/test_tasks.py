@@ -422,7 +422,9 @@ def queued_replay(
         device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="1.0.0").device
         metrics: dict[str, object] = {"package_digest": package.digest, "state_digest": claimed}
         runs.report(session, tenant_id=bench.tenant_id, device_id=device.id, run_id=RUN_ID, metrics=metrics)
-        upload_id = uploads.begin(session, tenant_id=bench.tenant_id, device_id=device.id, quota=QUOTA).id
+        upload_id = uploads.begin(
+            session, tenant_id=bench.tenant_id, device_id=device.id, run_id=RUN_ID, quota=QUOTA
+        ).id
         root = bench.settings.blob_root
         folder = uploads.open_folder(root, tenant_id=bench.tenant_id, upload_id=upload_id)
         digest = folder.put_bytes(data)

@@ -208,6 +208,7 @@ def upgrade() -> None:
     op.create_table(
         "uploads",
         _column("device_id", TEXT, sa.ForeignKey("devices.id")),
+        _column("run_id", TEXT),
         _column("state", TEXT, index=True),
         _column("size_bytes", BIG),
         _column("id", TEXT, primary_key=True),
