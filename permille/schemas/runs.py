@@ -38,6 +38,7 @@ class Estimator(StrEnum):
     SPSA = "spsa"
     FORWARD = "forward"
     ONE_SIDED = "one_sided"
+    DIFFERENCE = "difference"
     SPLIT = "split"
     SKETCH = "sketch"
 

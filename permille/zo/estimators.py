@@ -1,11 +1,12 @@
 """Estimate, from a state and a batch, the loss and one projected gradient for each direction of a step.
 
-All directions are along `z / sigma` (unit variance), and a step moves by the mean over the directions of a
-block of `projected_grad * z / sigma`. Its expectation is `M g`, g the gradient and M the covariance of the
-directions (the identity without exponents), up to terms of the order of epsilon squared (none for forward
-mode). Costs, in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, forward mode about q
-+ 1 of somewhat dearer passes, split 2 P_1 of the lower block and 2 P_2 of the upper one where the engine
-computes once what variants have in common.
+All directions are along `z / sigma` (unit variance), and a step moves by the mean over the directions of
+a block of `projected_grad * z / sigma`. Its expectation is `M g`, g the gradient and M the covariance of
+the directions (the identity without exponents), up to terms of the order of epsilon squared (none for
+forward mode; of the order of epsilon for differences to the loss at the state). Costs, in forward passes
+of the batch, with q directions: SPSA 2 q, one-sided q, differences to the state's loss q + 1, forward
+mode about q + 1 of somewhat dearer passes, split 2 P_1 of the lower block and 2 P_2 of the upper one
+where the engine computes once what variants have in common.
 
 Estimators know nothing of models, engines nothing of optimizers: `LossEngine` is the seam.
 
@@ -184,6 +185,24 @@ def _one_sided(
         return float(mean), (losses_V - mean) * (unbiased / descent.header.epsilon)
 
 
+def _difference(
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+) -> tuple[float, NDArray[np.float64]]:
+    """Forward differences along q directions against the loss at the state itself, q + 1 forward passes.
+
+    `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w)) / epsilon`, as DeComFL and FedZO take them. What all
+    losses share beside the slope, half epsilon times the curvature, stays in every scalar.
+
+    Returns:
+        The loss at the state, and the q scalars in float64.
+    """
+    values_K = values(descent.w_base_K, s_K, descent.header.step_unit_exponent)
+    values_VK = np.stack([values_K, *(descent.perturbed(s_K, z_K) for z_K in z_QK)])
+    losses_V = _scalars(engine.losses(values_VK, batch), len(values_VK))
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(losses_V[0]), (losses_V[1:] - losses_V[0]) / descent.header.epsilon
+
+
 def _split(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
 ) -> tuple[float, NDArray[np.float64]]:
@@ -237,6 +256,7 @@ _ESTIMATES: dict[EstimatorKind, Estimate] = {
     EstimatorKind.SPSA: _spsa,
     EstimatorKind.FORWARD: _forward,
     EstimatorKind.ONE_SIDED: _one_sided,
+    EstimatorKind.DIFFERENCE: _difference,
     EstimatorKind.SPLIT: _split,
 }
 

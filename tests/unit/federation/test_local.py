@@ -36,6 +36,7 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
     "spsa-lanes": {"lanes": 2},
     "scaled": {"log": {"exponents": EXPONENTS.use}},
     "forward": {"log": {"estimator": EstimatorKind.FORWARD}},
+    "difference": {"log": {"estimator": EstimatorKind.DIFFERENCE}},
     "one-sided": {"log": {"estimator": EstimatorKind.ONE_SIDED}, "lanes": 2},
     "one-sided-groups": {
         "log": {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS, "queries": 8}
