@@ -64,8 +64,10 @@ def token_sequences(
         elif item[:2] > best[0][:2]:
             heapq.heapreplace(best, item)
     if len(best) < n:
+        passed = f" beside the {skip} that are passed over" if skip else ""
         raise InputError(
-            f"expected {n} sequences of {length} tokens after {skip} passed over, got a corpus of {len(best)}"
+            f"expected a corpus of {n} sequences of {length} tokens{passed}, got one of {len(best)}: "
+            "take fewer, or more text"
         )
     return np.stack([tokens for _, _, tokens in sorted(best, key=lambda item: -item[1])])
 

@@ -19,6 +19,7 @@ DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 ULID_PATTERN = "[0-9a-hjkmnp-tv-z]{26}"
 ID_PATTERN = rf"^[a-z]{{2,8}}_{ULID_PATTERN}$"
+PATH_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}){0,19}$"
 TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]+$"
 EXAMPLE_ULID: Final = "01jd3kq8z7m4n5p6r7s8t9v0wx"
 

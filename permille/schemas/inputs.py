@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from permille.schemas.fields import Closed, Count, Id, Name, Timestamp
+from permille.schemas.fields import PATH_PATTERN, Closed, Count, Id, Name, Timestamp
 
 RelativePath = Annotated[
     str,
     StringConstraints(
         min_length=1,
         max_length=400,
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}){0,19}$",
+        pattern=PATH_PATTERN,
     ),
     Field(description="path below the configured root, with `/` between parts", examples=["stories260K"]),
 ]

@@ -56,8 +56,8 @@ class ProblemType(StrEnum):
 _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
     ProblemType.BAD_REQUEST: (400, "The request cannot be read"),
     ProblemType.UNAUTHENTICATED: (401, "A valid bearer token is needed"),
-    ProblemType.FORBIDDEN: (403, "This principal may not do this"),
-    ProblemType.NOT_FOUND: (404, "There is no such thing for this principal"),
+    ProblemType.FORBIDDEN: (403, "You may not do this"),
+    ProblemType.NOT_FOUND: (404, "It does not exist, or not for you"),
     ProblemType.METHOD_NOT_ALLOWED: (405, "This path does not offer this method"),
     ProblemType.REQUEST_TIMEOUT: (408, "The request did not come in time"),
     ProblemType.CONFLICT: (409, "The current state does not allow this"),

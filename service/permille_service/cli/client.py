@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import httpx
 
-from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, TEXT_PATTERN
+from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, PATH_PATTERN, TEXT_PATTERN
 from permille.schemas.jobs import ENDED
 from permille_service.cli.exits import CommandError, Exit, exit_of_status
 
@@ -21,6 +21,7 @@ _FORMS = {
     NAME_PATTERN: "small letters, digits, '.', '_' and '-', 63 at most, a letter or digit first",
     ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
     DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
+    PATH_PATTERN: "a path below the root, such as a/b, of letters, digits, and _ . @ + -",
     TEXT_PATTERN: "text without control characters",
 }
 
@@ -168,7 +169,8 @@ def in_words(errors: list[dict[str, str]]) -> str:
 
 
 def _field_in_words(location: str, message: str) -> str:
-    flag = flag_of(location.rpartition(".")[2])
+    parent, _, field = location.rpartition(".")
+    flag = flag_of(parent.rpartition(".")[2] if field == "path" else field)  # `source.folder.path`: --folder
     if message == "Field required":
         return f"expected {flag}"
     if message.startswith("Extra inputs"):

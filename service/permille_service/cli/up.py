@@ -88,8 +88,8 @@ def run(
     """Start API and worker, keep them running until SIGINT or SIGTERM, stop them.
 
     Args:
-        port_file: gets the port once the API answers.
-        announce: is then called with the URL.
+        announce: is called with the URL once the API answers.
+        port_file: then gets the port.
 
     Raises:
         CommandError: the data folder's service runs already, the API did not answer in time, or a process
@@ -109,14 +109,14 @@ def run(
             port = int(url.rpartition(":")[2])
             _wait_for_health(settings, local_url(settings, port), started[0])
             environment["PERMILLE_PORT"] = str(port)  # when it starts again, it is found where it was
-            if port_file is not None:
-                write_atomic(port_file, f"{port}\n".encode())
             if with_worker:
                 started.append(
                     Supervised(name="worker", start=lambda: _start("permille_workers", environment))
                 )
             with _asked_to_end() as asked:
-                announce(url)
+                announce(url)  # before the port: who waits for that prints its own lines
+                if port_file is not None:
+                    write_atomic(port_file, f"{port}\n".encode())
                 while not asked:
                     for supervised in started:
                         supervised.look_after()

@@ -13,7 +13,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from permille.schemas.fields import NAME_PATTERN
+from permille.schemas.fields import NAME_PATTERN, PATH_PATTERN
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
 from permille_service.cli import client as client_module
@@ -211,6 +211,8 @@ def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
     assert "[a-z" not in text
     assert text.startswith("--name: expected small letters, digits")
     assert text.endswith("expected --corpus; --sequences does not go with the other options")
+    path = {"location": "body.source.folder.path", "message": f"String should match pattern '{PATH_PATTERN}'"}
+    assert in_words([path]).startswith("--folder: expected a path below the root")
 
 
 def test_an_invitation_needs_its_release_and_is_a_line_for_the_device(client: Collections) -> None:
