@@ -68,6 +68,29 @@ class Contribution:
         check_range("gain", self.gain, -rules.gain_bound, rules.gain_bound)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a device was invited to: a round, its lane there, the digest of the state to begin from."""
+
+    round_number: int
+    lane: int
+    start_digest: str
+
+    def check(self, contribution: Contribution) -> None:
+        """Refuse a contribution to anything else.
+
+        Raises:
+            PackageError: `round-binding`.
+        """
+        found = Place(
+            round_number=contribution.round_number,
+            lane=contribution.lane,
+            start_digest=contribution.start_digest,
+        )
+        if found != self:
+            raise PackageError("round-binding", f"expected {self}, got {found}")
+
+
 def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> bytes:
     """The only bytes of a contribution, signed with its device's key."""
     numbers = np.append(contribution.c_TQ.reshape(-1), np.int64(contribution.gain))

@@ -93,8 +93,7 @@ class Definition:
         check_range("row_tokens", self.row_tokens, 8, 8192)
         if self.clip is not None:
             check_range("clip", self.clip, GAIN_SHARE, (1 << 31) - 1)
-        if encode_key(self.key) != self.round_key:
-            raise InputError(f"expected round_key as base64url of 32 bytes, got {self.round_key!r:.100}")
+        decode_key(self.round_key)
         if self.log.total_steps % self.steps:
             raise InputError(f"expected whole rounds of {self.steps} steps, got {self.log.total_steps} steps")
         blocks = [self.log.queries] if self.log.split is None else self._block_queries()
@@ -123,11 +122,7 @@ class Definition:
     @property
     def key(self) -> Ed25519PublicKey:
         """The key that signs this federation's heads."""
-        try:
-            raw = base64.b64decode(self.round_key + "=", altchars=b"-_", validate=True)
-            return Ed25519PublicKey.from_public_bytes(raw)
-        except ValueError as exc:
-            raise InputError(f"expected round_key as base64url of 32 bytes, got {exc}") from exc
+        return decode_key(self.round_key)
 
     @property
     def gain_bound(self) -> int:
@@ -214,3 +209,15 @@ class Definition:
 def encode_key(key: Ed25519PublicKey) -> str:
     """A public key as definitions write it: base64url without padding."""
     return base64.urlsafe_b64encode(key.public_bytes_raw()).rstrip(b"=").decode("ascii")
+
+
+def decode_key(text: str) -> Ed25519PublicKey:
+    """Read what `encode_key` wrote, and nothing else. Raises InputError."""
+    try:
+        raw = base64.b64decode(text + "=", altchars=b"-_", validate=True)
+        key = Ed25519PublicKey.from_public_bytes(raw)
+    except ValueError as exc:
+        raise InputError(f"expected base64url of 32 bytes as a key, got {exc}") from exc
+    if encode_key(key) != text:
+        raise InputError(f"expected base64url of 32 bytes as a key, got {text!r:.100}")
+    return key

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
 from permille.digests import digest_bytes
@@ -29,10 +29,11 @@ from permille.zo.records import weight_of_rows
 from permille.zo.replay import replay
 from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
 
-MAGIC = b"PMLHED1\n"
+HEAD_MAGIC = b"PMLHED1\n"
 
 _DOMAIN = b"permille-round-1\0"
 _HEAD = struct.Struct("<8s32sIQ32s32s")
+HEAD_BYTES = _HEAD.size + SIGNATURE_BYTES
 _SIZES = struct.Struct("<II")
 _MOST_WEIGHT = MAX_DEVICES * MAX_WEIGHT
 
@@ -114,6 +115,56 @@ def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
     return shortened_TQ
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Where a federation stands (FORMAT 13.4).
+
+    Attributes:
+        number: rounds done.
+        reach: bound on |s| (FORMAT 7.3).
+        chain: of all rounds so far.
+    """
+
+    definition_digest: str
+    number: int
+    reach: int
+    chain: str
+    state_digest: str
+
+    def signed(self, key: Ed25519PrivateKey) -> bytes:
+        """The only bytes of a head, by the definition's key."""
+        data = self._to_bytes()
+        return data + key.sign(data)
+
+    @classmethod
+    def read(cls, data: bytes, definition: Definition) -> "Head":
+        """Read a head of this federation.
+
+        Raises:
+            PackageError: `round-content`, `round-signature`, or `round-chain`: another federation is meant.
+        """
+        if len(data) != HEAD_BYTES or not data.startswith(HEAD_MAGIC):
+            raise PackageError("round-content", f"expected a head, got {len(data)} bytes")
+        try:
+            definition.key.verify(data[_HEAD.size :], data[: _HEAD.size])
+        except InvalidSignature as exc:
+            raise PackageError("round-signature", "expected the federation's signature, got another") from exc
+        _, named, number, reach, chain, state = _HEAD.unpack_from(data)
+        if named != digest_bytes(definition.digest):
+            raise PackageError("round-chain", f"expected federation {definition.digest}, got {named.hex()}")
+        return cls(
+            definition_digest=definition.digest,
+            number=number,
+            reach=reach,
+            chain=f"sha256:{chain.hex()}",
+            state_digest=f"sha256:{state.hex()}",
+        )
+
+    def _to_bytes(self) -> bytes:
+        digests = (digest_bytes(self.chain), digest_bytes(self.state_digest))
+        return _HEAD.pack(HEAD_MAGIC, digest_bytes(self.definition_digest), self.number, self.reach, *digests)
+
+
 @dataclass(slots=True)
 class History:
     """The pooled state of a federation, and the chain of digests that names how it came about.
@@ -160,19 +211,24 @@ class History:
         log = self.definition.log
         return state_digest(self.s_W, mask_digest=log.mask_digest, step_unit_exponent=log.step_unit_exponent)
 
-    def head(self, key: Ed25519PrivateKey) -> bytes:
-        """The signed statement of where the federation stands (FORMAT 13.4), by the definition's key."""
-        signed = self._statement()
-        return signed + key.sign(signed)
+    @property
+    def head(self) -> Head:
+        """Where this history stands."""
+        return Head(
+            definition_digest=self.definition.digest,
+            number=self.number,
+            reach=self.reach,
+            chain=self.chain,
+            state_digest=self.digest,
+        )
 
     def check_head(self, data: bytes) -> None:
         """Refuse a head that is not of this very history.
 
         Raises:
-            PackageError: `round-content`, `round-signature`, or `round-chain`: another history is meant.
+            PackageError: as `Head.read`; `round-chain` also where another history is meant.
         """
-        _check_signed(data, self.definition.key)
-        if data[: _HEAD.size] != self._statement():
+        if Head.read(data, self.definition) != self.head:
             raise PackageError(
                 "round-chain", f"expected round {self.number} with chain {self.chain}, got another history"
             )
@@ -190,17 +246,12 @@ class History:
         Raises:
             PackageError: as `check_head`.
         """
-        _check_signed(head, definition.key)
-        _, _, number, reach, chain, _ = _HEAD.unpack_from(head)
+        named = Head.read(head, definition)
         history = cls.begin(definition, exponents)
-        history.s_W, history.number, history.reach = s_W, number, reach
-        history.chain = f"sha256:{chain.hex()}"
+        history.s_W, history.number, history.reach = s_W, named.number, named.reach
+        history.chain = named.chain
         history.check_head(head)
         return history
-
-    def _statement(self) -> bytes:
-        digests = (digest_bytes(self.chain), digest_bytes(self.digest))
-        return _HEAD.pack(MAGIC, digest_bytes(self.definition.digest), self.number, self.reach, *digests)
 
     def _check_next(self, each: Round) -> None:
         rules = self.definition
@@ -211,15 +262,6 @@ class History:
                 f"expected round {self.number} of {rules.rounds} with {shape} coefficients, "
                 f"got {each.number} with {each.u_KJ.shape}",
             )
-
-
-def _check_signed(head: bytes, key: Ed25519PublicKey) -> None:
-    if len(head) != _HEAD.size + SIGNATURE_BYTES or not head.startswith(MAGIC):
-        raise PackageError("round-content", f"expected a head, got {len(head)} bytes")
-    try:
-        key.verify(head[_HEAD.size :], head[: _HEAD.size])
-    except InvalidSignature as exc:
-        raise PackageError("round-signature", "expected the federation's signature, got another") from exc
 
 
 def encode_segment(rounds: Iterable[Round]) -> bytes:

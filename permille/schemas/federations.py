@@ -27,7 +27,8 @@ CONTRIBUTION_MEDIA_TYPE: Final = "application/vnd.permille.contribution"
 CATCH_UP_MEDIA_TYPE: Final = "application/vnd.permille.catch-up"
 ROUND_MEDIA_TYPE: Final = "application/vnd.permille.round"
 DEFINITION_MEDIA_TYPE: Final = "application/vnd.permille.federation+json"
-MAX_CONTRIBUTION_BYTES: Final = 4 * 1024 * 1024
+MAX_INTEGERS: Final = 200_000
+"""The most integers of a contribution: they fit the body of a request."""
 EVIDENCE_DEVICES: Final = 30
 """So many devices' gains say whether a state may be adopted."""
 
@@ -69,7 +70,7 @@ class FederationCreate(Closed):
     ] = 1024
     lower_queries: Annotated[
         int | None,
-        Field(strict=True, ge=1, le=1024, description="of `queries`, those of the lower half, for split"),
+        Field(strict=True, ge=1, le=1024, description="those of the lower half, for split; else a fifth"),
         WholeNumber,
     ] = None
     lanes: Annotated[
@@ -199,6 +200,13 @@ class RoundRecord(Closed):
     gain_low: float | None = Field(description="lower end of the 95 % interval of the mean")
     chain: Digest | None
     state_digest: Digest | None
+
+
+class RoundRequest(Closed):
+    """Close a round: the payload of a job that the service starts itself."""
+
+    federation_id: Id
+    number: Count
 
 
 class RoundInvitation(Closed):

@@ -9,7 +9,8 @@ from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp
 
 
 class JobKind(StrEnum):
-    """What a job does. A build is done by its child jobs; a shared log starts its replay."""
+    """What a job does. A build is done by its child jobs; a shared log starts its replay, a federation the
+    closing of a round."""
 
     MASK = "mask"
     QUANTIZATION = "quantization"
@@ -17,6 +18,7 @@ class JobKind(StrEnum):
     POOLING = "pooling"
     BUILD = "build"
     REPLAY = "replay"
+    ROUND = "round"
 
 
 class JobState(StrEnum):

@@ -11,6 +11,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from permille.errors import InputError
+from permille.schemas.federations import RoundRequest
 from permille.schemas.fields import EXAMPLE_ULID, Closed
 from permille.schemas.jobs import JobKind
 from permille.schemas.masks import Mask, MaskCreate
@@ -168,6 +169,7 @@ MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLI
 """Kinds of jobs whose result is a package."""
 _REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
     JobKind.REPLAY: TypeAdapter(ReplayRequest),
+    JobKind.ROUND: TypeAdapter(RoundRequest),
     **{kind: TypeAdapter(one.request) for kind, one in WORK.items()},
 }
 
@@ -189,5 +191,7 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
 
 def result_path(kind: JobKind, result_id: str) -> str:
     """Where the API shows what a job of this kind has made."""
+    if kind is JobKind.ROUND:
+        return f"/v1/federations/{result_id}"
     made = JobKind.PACKAGE if kind in MAKES_PACKAGES else kind
     return f"/v1/{WORK[made].collection if made in WORK else 'runs'}/{result_id}"

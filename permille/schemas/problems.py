@@ -25,6 +25,8 @@ class ProblemType(StrEnum):
     REQUEST_TIMEOUT = "request-timeout"
     CONFLICT = "conflict"
     IDEMPOTENCY_CONFLICT = "idempotency-conflict"
+    ROUND_CLOSED = "round-closed"
+    CONTRIBUTION_CONFLICT = "contribution-conflict"
     PRECONDITION_FAILED = "precondition-failed"
     TOO_LARGE = "too-large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported-media-type"
@@ -62,6 +64,8 @@ _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
     ProblemType.REQUEST_TIMEOUT: (408, "The request did not come in time"),
     ProblemType.CONFLICT: (409, "The current state does not allow this"),
     ProblemType.IDEMPOTENCY_CONFLICT: (409, "The idempotency key was used with another request"),
+    ProblemType.ROUND_CLOSED: (409, "The round takes no more contributions"),
+    ProblemType.CONTRIBUTION_CONFLICT: (409, "The device has sent another contribution to this round"),
     ProblemType.PRECONDITION_FAILED: (412, "A precondition of the request does not hold"),
     ProblemType.TOO_LARGE: (413, "The request body is too large"),
     ProblemType.UNSUPPORTED_MEDIA_TYPE: (415, "The request body has another media type than expected"),

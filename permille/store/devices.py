@@ -116,7 +116,10 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
 
 
 def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
-    """Shut a device out for good, with effect on its next request. Idempotent. Raises NotFoundError."""
+    """Shut a device out for good, with effect on its next request. Idempotent. Raises NotFoundError.
+
+    The caller ends its memberships of federations, here and in `unenrol`.
+    """
     device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     device.revoked_at = device.revoked_at or now(session)
     return device

@@ -17,6 +17,14 @@ class ConflictError(InputError):
     """
 
 
+class RoundClosedError(ConflictError):
+    """The round has ended, or is about to: what comes now is too late."""
+
+
+class ContributionConflictError(ConflictError):
+    """The device has sent other bytes for this round."""
+
+
 class ChangedError(RetryableError):
     """Another transaction changed the same rows first: the same work may succeed on what is there now."""
 

@@ -35,6 +35,7 @@ class Prefix(StrEnum):
     INVITATION = "inv"
     DEVICE = "dev"
     UPLOAD = "upload"
+    FEDERATION = "fed"
 
 
 def new_id(prefix: Prefix) -> str:

@@ -368,6 +368,98 @@ class Run(_Owned, Base):
     deleted_at: Mapped[datetime | None]
 
 
+class Federation(Named):
+    """A federation and where it stands; `permille.store.federations` changes these rows."""
+
+    __tablename__ = "federations"
+    noun = "federation"
+    name: Mapped[str]
+    release: Mapped[str]
+    version: Mapped[int] = mapped_column(BigInteger)
+    package_digest: Mapped[str]
+    definition: Mapped[bytes] = mapped_column(LargeBinary)
+    definition_digest: Mapped[str]
+    state: Mapped[str]
+    target: Mapped[int]
+    minimum: Mapped[int]
+    deadline_s: Mapped[int]
+    rounds: Mapped[int]  # the most there will be
+    number: Mapped[int]  # rounds done
+    chain: Mapped[str]
+    state_digest: Mapped[str]
+    reach: Mapped[int] = mapped_column(BigInteger)
+    adopted_round: Mapped[int | None]
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "name"),
+        UniqueConstraint("tenant_id", "definition_digest"),
+    )
+
+
+class FederationMember(Base):
+    """A device that joined a federation, and may have left it."""
+
+    __tablename__ = "federation_members"
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    joined_at: Mapped[datetime]
+    left_at: Mapped[datetime | None]
+
+
+class Round(Base):
+    """One round; from its end on its record, and where the federation then stood."""
+
+    __tablename__ = "rounds"
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    state: Mapped[str] = mapped_column(index=True)
+    start_digest: Mapped[str]  # of the state to begin from
+    opened_at: Mapped[datetime]
+    deadline_at: Mapped[datetime]
+    closed_at: Mapped[datetime | None]
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
+    refused: Mapped[dict[str, object]]  # how many, by code
+    # What follows is known once it has ended.
+    invited: Mapped[int | None]
+    received: Mapped[int | None]
+    counted: Mapped[int | None]
+    record: Mapped[bytes | None] = mapped_column(LargeBinary)
+    reason: Mapped[str | None] = mapped_column(Text)
+    chain: Mapped[str | None]
+    state_digest: Mapped[str | None]
+    reach: Mapped[int | None] = mapped_column(BigInteger)
+    gain_mean: Mapped[float | None]  # of the state that it began from, nats a token
+    gain_error: Mapped[float | None]
+
+
+class Participation(Base):
+    """A device's part in a round: its lane, and what it sent, until the round ends."""
+
+    __tablename__ = "participations"
+    federation_id: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    lane: Mapped[int]
+    invited_at: Mapped[datetime]
+    digest: Mapped[str | None]  # of the contribution; kept for one round more
+    data: Mapped[bytes | None] = mapped_column(LargeBinary)
+    __table_args__ = (
+        ForeignKeyConstraint(["federation_id", "number"], ["rounds.federation_id", "rounds.number"]),
+    )
+
+
+class Checkpoint(Base):
+    """A federation's packed state after so many rounds."""
+
+    __tablename__ = "checkpoints"
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    state: Mapped[bytes] = mapped_column(LargeBinary)
+
+
 class AuditEntry(_Owned, Base):
     """One change by an operator; see `permille.store.audit`."""
 

@@ -11,7 +11,14 @@ from tuf.api.exceptions import RepositoryError, UnsignedMetadataError
 from tuf.api.metadata import Metadata, Root, Snapshot, TargetFile, Targets, Timestamp
 
 from permille.errors import InputError
-from permille.trust.roles import ROOT_DIGEST_DIGITS, aliases_of, life_of, parse_target_path, target_path
+from permille.trust.roles import (
+    ROOT_DIGEST_DIGITS,
+    aliases_of,
+    is_target_path,
+    life_of,
+    parse_target_path,
+    target_path,
+)
 
 KEY_TYPE = "ed25519"
 
@@ -144,7 +151,7 @@ def list_version(
 def name_alias(targets: Targets, name: str, alias: str, path: str | None) -> None:
     """Put an alias on the version at `path`, and take it from the name's others."""
     for known, target in targets.targets.items():
-        if parse_target_path(known)[0] != name:
+        if not is_target_path(known) or parse_target_path(known)[0] != name:
             continue
         aliases = aliases_of(target) - {alias} | ({alias} if known == path else set())
         target.unrecognized_fields["custom"] = {**target.custom, "aliases": sorted(aliases)}

@@ -32,6 +32,7 @@ from tuf.api.metadata import (
     Timestamp,
 )
 
+from permille.digests import digest_of
 from permille.errors import InputError, OperatorError
 from permille.trust.metadata import (
     AnySigned,
@@ -61,6 +62,7 @@ from permille.trust.roles import (
     TIMESTAMP,
     TOP_LEVEL,
     aliases_of,
+    federation_path,
     file_name,
     is_target_path,
     life_of,
@@ -101,7 +103,7 @@ class Repository:
         root = Root(expires=now + life_of(ROOT), consistent_snapshot=True)
         for role, key in zip(TOP_LEVEL, (root_key, targets_key, online_key, online_key), strict=True):
             root.add_key(key, role)
-        team = DelegatedRole(RELEASES, [releases_key.keyid], 1, True, paths=["releases/*/*"])
+        team = DelegatedRole(RELEASES, [releases_key.keyid], 1, True, paths=["releases/*/*", "federations/*"])
         delegations = Delegations({releases_key.keyid: releases_key}, roles={RELEASES: team})
         targets = Targets(expires=now + life_of(TARGETS), delegations=delegations)
         releases = Targets(expires=now + life_of(RELEASES))
@@ -221,6 +223,21 @@ class Repository:
         except KeyElsewhereError:
             if version is not None and alias not in aliases_of(listed[path]):
                 raise
+
+    def list_federation(self, definition: bytes) -> None:
+        """List a federation's definition: devices may join it. Idempotent. Raises KeyElsewhereError."""
+        path = federation_path(digest_of(definition))
+        role = self._role_of(path)
+        if path not in self.targets(role).targets:
+            target = TargetFile.from_data(path, definition, ["sha256"])
+            self._edit(role, lambda targets: targets.targets.update({path: target}))
+
+    def drop_federation(self, digest: str) -> None:
+        """List a definition no longer. Idempotent. Raises KeyElsewhereError."""
+        path = federation_path(digest)
+        role = self._role_of(path)
+        if path in self.targets(role).targets:
+            self._edit(role, lambda targets: targets.targets.pop(path))
 
     def renew(self, roles: Iterable[str] = ()) -> list[Draft]:
         """Sign again what is past half its life, and these roles in any case.

@@ -2,7 +2,8 @@
 
 Service and agent share these. The roles are TUF's: root names all keys; targets delegates to the teams'
 roles; these list what devices may install; snapshot and timestamp say which versions belong together, and
-that they are fresh. A target is `releases/<name>/<version>.json`, and its bytes are a package's manifest.
+that they are fresh. A target is `releases/<name>/<version>.json`, and its bytes are a package's manifest;
+or `federations/<SHA-256>.json`, a federation's definition (FORMAT 13.1).
 """
 
 import re
@@ -61,6 +62,11 @@ def parse_file_name(file: str) -> tuple[str, int]:
 def target_path(name: str, version: int) -> str:
     """The target of one version of a release."""
     return f"releases/{name}/{version}.json"
+
+
+def federation_path(digest: str) -> str:
+    """The target of a federation's definition, by its digest."""
+    return f"federations/{digest.removeprefix('sha256:')}.json"
 
 
 def parse_target_path(path: str) -> tuple[str, int]:

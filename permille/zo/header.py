@@ -74,6 +74,21 @@ class BlockSplit:
     first_upper_tensor: int
     lower_queries: int
 
+    @classmethod
+    def halving(cls, counts: tuple[int, ...], decoder_layers: int, lower_queries: int) -> "BlockSplit":
+        """Divide the tensors into two blocks of about as many decoder layers, counted between the first and
+        the last that are masked.
+
+        Raises:
+            InputError: fewer than two decoder layers are masked.
+        """
+        size = len(counts) // decoder_layers
+        masked = [layer for layer in range(decoder_layers) if any(counts[layer * size : (layer + 1) * size])]
+        if size * decoder_layers != len(counts) or len(masked) < 2:
+            raise InputError(f"expected masks in two layers or more for a split, got {len(masked)}")
+        middle = (masked[0] + masked[-1] + 1) // 2
+        return cls(first_upper_tensor=middle * size, lower_queries=lower_queries)
+
     def check(self, *, counts: tuple[int, ...], queries: int) -> None:
         """Refuse what does not fit the rest of the header (InputError)."""
         check_range("split.first_upper_tensor", self.first_upper_tensor, 1, len(counts) - 1)

@@ -35,6 +35,7 @@ class Service:
     streams: Slots
     health_threads: CapacityLimiter
     trust_keys: keys.TrustKeys
+    round_keys: keys.RoundKeys
     dispatcher: CeleryDispatcher | None  # None: local workers find a job's row by themselves
 
     @classmethod
@@ -55,6 +56,7 @@ class Service:
             streams=Slots(settings.max_streams, of_one=settings.max_streams_per_token),
             health_threads=CapacityLimiter(2),
             trust_keys=keys.TrustKeys(settings.keys_dir),
+            round_keys=keys.RoundKeys(settings.keys_dir),
             dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,
         )
 

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from securesystemslib.signer import CryptoSigner, Signer
 
@@ -46,6 +46,35 @@ class TrustKeys:
         """Delete keys that no role names any more."""
         for key_id in key_ids:
             (self._folder / tenant_id / f"{key_id}.key").unlink(missing_ok=True)
+
+
+class RoundKeys:
+    """The private keys that sign federations' heads: a folder a tenant, a file a key, named by its public
+    half. Workers have none of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "rounds"
+
+    def make(self, tenant_id: str) -> Ed25519PublicKey:
+        """A new key, kept before anything names it; return its public half."""
+        key = Ed25519PrivateKey.generate()
+        public = key.public_key()
+        path = self._path(tenant_id, public)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(path, key.private_bytes_raw(), mode=0o600)
+        return public
+
+    def read(self, tenant_id: str, public: Ed25519PublicKey) -> Ed25519PrivateKey:
+        """The private half. Raises OperatorError when the file is not as made."""
+        path = self._path(tenant_id, public)
+        try:
+            return Ed25519PrivateKey.from_private_bytes(_read_private(path))
+        except FileNotFoundError as exc:
+            raise OperatorError(f"expected the key of a federation's heads in {path}, got none") from exc
+
+    def _path(self, tenant_id: str, public: Ed25519PublicKey) -> Path:
+        return self._folder / tenant_id / f"{public.public_bytes_raw().hex()}.key"
 
 
 class Seal:

@@ -20,7 +20,13 @@ from starlette.routing import Match
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.schemas.problems import MEDIA_TYPE, FieldError, Figure, Problem, ProblemType
-from permille.store.errors import ConflictError, NotFoundError, QuotaError
+from permille.store.errors import (
+    ConflictError,
+    ContributionConflictError,
+    NotFoundError,
+    QuotaError,
+    RoundClosedError,
+)
 from permille.trust.metadata import KeyElsewhereError
 
 logger = logging.getLogger(__name__)
@@ -192,6 +198,8 @@ def problem_of(exc: Exception) -> ProblemType:
     """Which problem an error of the library is."""
     kinds: tuple[tuple[type[Exception], ProblemType], ...] = (
         (NotFoundError, ProblemType.NOT_FOUND),
+        (RoundClosedError, ProblemType.ROUND_CLOSED),
+        (ContributionConflictError, ProblemType.CONTRIBUTION_CONFLICT),
         (ConflictError, ProblemType.CONFLICT),
         (QuotaError, ProblemType.TOO_MANY_REQUESTS),
         (KeyElsewhereError, ProblemType.CONFLICT),

@@ -67,7 +67,7 @@ def applied(number: int) -> Callable[[], object]:
 
 
 def head(change: Callable[[bytes], bytes], key: Ed25519PrivateKey = KEY) -> Callable[[], object]:
-    data = HISTORY.head(KEY)
+    data = HISTORY.head.signed(KEY)
     changed = change(data[:-64])
     return lambda: HISTORY.check_head(changed + key.sign(changed))
 
@@ -154,4 +154,4 @@ def test_malformed_rounds_are_refused(code: str, attack: Callable[[], object]) -
 def test_honest_bytes_are_read() -> None:
     contribution()()
     assert decode_segment(ROUND.to_bytes(), DEFINITION, max_bytes=1000)[0].to_bytes() == ROUND.to_bytes()
-    HISTORY.check_head(HISTORY.head(KEY))
+    HISTORY.check_head(HISTORY.head.signed(KEY))

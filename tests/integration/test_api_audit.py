@@ -22,11 +22,17 @@ NOTED_OR_NO_OPERATORS = {
     "_erasing": "notes what an operator erases",
     "_give_up": "a device's upload that failed",
     "_note": "when a token was used",
+    "_note_refusal": "a device's contribution that was refused",
     "change": "change_by notes it",
     "changing": "notes the change",
+    "create_round_invitation": "a device's part in a round",
     "create_run": "a device's report",
+    "delete_contribution": "a device's part in a round",
+    "delete_membership": "a device's part in a federation",
     "ensure_token": "the first token, at the first start",
     "once": "notes what it made",
+    "put_contribution": "a device's part in a round",
+    "put_membership": "a device's part in a federation",
     "start": "notes the job",
 }
 

@@ -376,7 +376,8 @@ class Run:
         groups = estimator in (EstimatorKind.SKETCH, EstimatorKind.ONE_SIDED)
         if self.options.estimator is EstimatorKind.SPLIT:
             decoder_layers = int(self.package.config["num_hidden_layers"])
-            split = block_split(self.package.counts, decoder_layers, self.options.queries)
+            lower = self.options.queries // SPLIT_QUERIES
+            split = BlockSplit.halving(self.package.counts, decoder_layers, lower)
         header = LogHeader(
             package_digest=self.package.digest,
             mask_digest=self.package.mask_digest,
@@ -404,21 +405,6 @@ def widest_block(header: LogHeader) -> int:
     """Count the most directions that a block has: their coefficients are the smallest."""
     sizes: list[int] = [queries.stop - queries.start for queries, _ in header.blocks()]
     return max(sizes)
-
-
-def block_split(counts: tuple[int, ...], decoder_layers: int, queries: int) -> BlockSplit:
-    """Divide the tensors into two blocks of about as many decoder layers, counted between the first and the
-    last that are masked.
-
-    Raises:
-        InputError: fewer than two decoder layers are masked.
-    """
-    size = len(counts) // decoder_layers
-    masked = [layer for layer in range(decoder_layers) if any(counts[layer * size : (layer + 1) * size])]
-    if size * decoder_layers != len(counts) or len(masked) < 2:
-        raise InputError(f"expected masks in two layers or more for a split, got {len(masked)}")
-    middle = (masked[0] + masked[-1] + 1) // 2
-    return BlockSplit(first_upper_tensor=middle * size, lower_queries=queries // SPLIT_QUERIES)
 
 
 def finite_or_none(number: float) -> float | None:

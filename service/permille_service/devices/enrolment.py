@@ -25,6 +25,7 @@ from permille.schemas.devices import (
 from permille.schemas.problems import ProblemType
 from permille.store import database, devices, rows, tables, trust
 from permille.store.devices import InvitationError
+from permille.store.federations import members
 from permille_service.access.principals import CallingDevice
 from permille_service.context import Served, Service
 from permille_service.devices.records import present
@@ -127,6 +128,8 @@ def delete_own_device(service: Served, device: CallingDevice) -> None:
     """Leave: the calling device's tokens end at once. A new invitation lets it come back."""
     with service.database.write() as session:
         devices.unenrol(session, tenant_id=device.tenant_id, device_id=device.device_id)
+        session.flush()
+        members.leave(session, device_id=device.device_id)
 
 
 def _limit_enrolment(service: Service, request: Request, code: str) -> None:

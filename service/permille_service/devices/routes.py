@@ -7,6 +7,7 @@ from permille.schemas.devices import Device, Invitation, InvitationCreate, Invit
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
 from permille.store import database, devices, rows, tables, trust
+from permille.store.federations import members
 from permille.trust.metadata import root_digest
 from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
@@ -79,4 +80,7 @@ def get_device(device_id: DeviceId, service: Served, operator: Viewer) -> Device
 def revoke_device(device_id: DeviceId, service: Served, operator: Maker) -> Device:
     """Shut a device out for good, with effect on its next request. Idempotent."""
     with changing(service, operator) as session:
-        return present(devices.revoke(session, tenant_id=operator.tenant_id, device_id=device_id))
+        row = devices.revoke(session, tenant_id=operator.tenant_id, device_id=device_id)
+        session.flush()
+        members.leave(session, device_id=device_id)
+        return present(row)

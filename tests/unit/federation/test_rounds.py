@@ -139,7 +139,7 @@ def test_a_returning_device_catches_up_by_segment_or_checkpoint() -> None:
     rounds = decode_segment(segment, definition, max_bytes=len(segment))
     by_segment = History.begin(definition)
     by_segment.apply(rounds)
-    by_segment.check_head(history.head(KEY))
+    by_segment.check_head(history.head.signed(KEY))
     early = History.begin(definition)
     early.apply(rounds[:3])
     log = definition.log
@@ -151,9 +151,9 @@ def test_a_returning_device_catches_up_by_segment_or_checkpoint() -> None:
         origin=StateOrigin.POOLED,
     )
     checkpoint = decode_state(encode_state(header, early.s_W), max_bytes=10_000, max_k=log.k)
-    resumed = History.resume(definition, checkpoint.s_K, early.head(KEY))
+    resumed = History.resume(definition, checkpoint.s_K, early.head.signed(KEY))
     resumed.apply(rounds[3:])
-    resumed.check_head(history.head(KEY))
+    resumed.check_head(history.head.signed(KEY))
     assert (resumed.s_W == history.s_W).all()
     assert resumed.reach == history.reach
 

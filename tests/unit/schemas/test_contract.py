@@ -131,6 +131,8 @@ def test_problem_types_are_stable() -> None:
         "request-timeout": 408,
         "conflict": 409,
         "idempotency-conflict": 409,
+        "round-closed": 409,
+        "contribution-conflict": 409,
         "precondition-failed": 412,
         "too-large": 413,
         "unsupported-media-type": 415,

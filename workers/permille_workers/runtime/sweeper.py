@@ -1,4 +1,4 @@
-"""What every worker does now and then: expired leases, builds, lost messages, old uploads and folders."""
+"""What every worker does now and then: leases, builds and rounds, lost messages, old uploads and folders."""
 
 import logging
 import time
@@ -9,6 +9,7 @@ from sqlalchemy.exc import DBAPIError
 from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database
+from permille.store.federations import rounds
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher
 from permille_workers.runtime.settings import WorkerSettings
@@ -43,6 +44,7 @@ class Sweeper:
         report = claims.sweep(self.db)
         if report.requeued or report.died or report.cancelled:
             _log.info("swept expired leases: %s", report)
+        rounds.sweep(self.db)
         self._resend()
         with self.db.write() as session:
             devices.purge_expired(session)

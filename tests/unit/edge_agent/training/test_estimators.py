@@ -18,7 +18,7 @@ from permille.zo.replay import replay
 from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_named
 from permille_agent.training.personal import canonical_log
-from permille_agent.training.run import block_split, find_run, widest_block
+from permille_agent.training.run import find_run, widest_block
 from permille_agent.training.step_size import STEP_NORM, find_step_size, step_spread
 from tests.bigram_engine import BigramEngine
 from tests.packages import layered_package, tiny_package
@@ -152,7 +152,7 @@ def test_a_step_is_as_long_as_predicted_whatever_its_directions_share(kind: str,
 def test_a_split_is_in_the_middle_of_what_is_masked(
     counts: tuple[int, ...], layers: int, expected: int
 ) -> None:
-    split = block_split(counts, layers, 10)
+    split = BlockSplit.halving(counts, layers, 2)
     assert (split.first_upper_tensor, split.lower_queries) == (expected, 2)
 
 
@@ -174,7 +174,7 @@ def test_an_engine_can_share_the_lower_block_of_a_split(begin: Begin, layered: P
 
 def test_one_masked_layer_cannot_be_split() -> None:
     with pytest.raises(InputError, match="two layers"):
-        block_split((0, 0, 3, 1), 2, 5)
+        BlockSplit.halving((0, 0, 3, 1), 2, 1)
 
 
 def test_estimators_have_names() -> None:

@@ -1,0 +1,104 @@
+"""Catching up: what a device lacks of a federation's history, as one byte string (FORMAT 13.5).
+
+Either the rounds that it lacks, or a checkpoint and the rounds after it, whichever is smaller; in both cases
+the head that says where they lead.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import PackageError
+from permille.federation.definition import Definition
+from permille.federation.rounds import HEAD_BYTES, History, decode_segment
+from permille.zo.packed_state import StateHeader, StateOrigin, decode_state, encode_state
+
+MAGIC = b"PMLCUP1\n"
+_SIZE = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A packed state of a federation (FORMAT 11) and the signed head that names it."""
+
+    state: bytes
+    head: bytes
+
+
+def encode_catch_up(checkpoint: Checkpoint | None, records: Sequence[bytes], head: bytes) -> bytes:
+    """The only bytes of a catching up.
+
+    Args:
+        records: bytes of rounds, one after the other without a gap.
+        head: signed, of the history after the last of them.
+    """
+    state = b"" if checkpoint is None else checkpoint.state
+    segment = b"".join(records)
+    begin = [MAGIC, _SIZE.pack(len(state)), state, b"" if checkpoint is None else checkpoint.head]
+    return b"".join([*begin, _SIZE.pack(len(segment)), segment, head])
+
+
+def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
+    """The history that a device has after what a service sent; the held one is not changed.
+
+    Raises:
+        PackageError: a rule of FORMAT 11 or 13 is broken; `round-chain` also where what was sent is older
+            than what is held, or leads to the same round by another way.
+    """
+    if len(data) > max_bytes:
+        raise PackageError("round-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
+    if not data.startswith(MAGIC):
+        raise PackageError("round-content", f"expected {MAGIC!r}, got {data[: len(MAGIC)]!r}")
+    state, position = _sized(data, len(MAGIC))
+    history = replace(held)
+    if state:
+        head, position = data[position : position + HEAD_BYTES], position + HEAD_BYTES
+        s_W = _state(state, held.definition)
+        history = History.resume(held.definition, s_W, head, held.exponents)
+    segment, position = _sized(data, position)
+    history.apply(decode_segment(segment, held.definition, max_bytes=len(segment)))
+    history.check_head(data[position:])
+    if history.number < held.number or (history.number == held.number and history.chain != held.chain):
+        raise PackageError(
+            "round-chain",
+            f"expected what follows round {held.number} with chain {held.chain}, "
+            f"got round {history.number} with {history.chain}",
+        )
+    return history
+
+
+def pack_state(definition: Definition, s_W: NDArray[np.int64]) -> bytes:
+    """A federation's state as checkpoints hold it."""
+    log = definition.log
+    header = StateHeader(
+        package_digest=log.package_digest,
+        mask_digest=log.mask_digest,
+        step_unit_exponent=log.step_unit_exponent,
+        k=log.k,
+        origin=StateOrigin.POOLED,
+    )
+    return encode_state(header, s_W)
+
+
+def _state(data: bytes, definition: Definition) -> NDArray[np.int64]:
+    log = definition.log
+    state = decode_state(data, max_bytes=len(data), max_k=log.k)
+    state.check_binding(package_digest=log.package_digest, mask_digest=log.mask_digest, k=log.k)
+    found = (state.header.origin, state.header.step_unit_exponent)
+    if found != (StateOrigin.POOLED, log.step_unit_exponent):
+        raise PackageError("state-binding", f"expected a pooled state of this federation, got {found}")
+    return state.s_K
+
+
+def _sized(data: bytes, position: int) -> tuple[bytes, int]:
+    """A part that follows its size, and where the next begins."""
+    begin = position + _SIZE.size
+    if len(data) < begin:
+        raise PackageError("round-content", f"expected the size of a part, got {len(data)} bytes")
+    end = begin + _SIZE.unpack_from(data, position)[0]
+    if len(data) < end:
+        raise PackageError("round-content", f"expected a part of {end - begin} bytes, got {len(data)} in all")
+    return data[begin:end], end

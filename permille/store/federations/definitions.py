@@ -1,0 +1,113 @@
+"""Federations: made, started, paused, finished.
+
+Locks are taken in this order, so that no two transactions wait for each other: a job, a federation, a
+member, a round.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.federation.definition import Definition
+from permille.federation.rounds import History
+from permille.schemas.federations import FederationState
+from permille.store import rows
+from permille.store.database import now
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.federations import rounds
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import Federation, Release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewFederation:
+    """A federation to store."""
+
+    name: str
+    definition: Definition
+    target: int
+    deadline_s: int
+
+
+def add(session: Session, *, release: Release, new: NewFederation) -> Federation:
+    """Add a draft on a release. Raises ConflictError: the tenant has one of that name."""
+    query = select(Federation.id).where(
+        Federation.tenant_id == release.tenant_id, Federation.name == new.name
+    )
+    if session.scalar(query) is not None:
+        raise ConflictError(f"expected a new name, got {new.name!r}")
+    begin = History.begin(new.definition)
+    row = Federation(
+        id=new_id(Prefix.FEDERATION),
+        tenant_id=release.tenant_id,
+        created_at=now(session),
+        name=new.name,
+        release=release.name,
+        version=release.version,
+        package_digest=release.package_digest,
+        definition=new.definition.to_bytes(),
+        definition_digest=new.definition.digest,
+        state=FederationState.DRAFT.value,
+        target=new.target,
+        minimum=new.definition.minimum,
+        deadline_s=new.deadline_s,
+        rounds=new.definition.rounds,
+        number=0,
+        chain=begin.chain,
+        state_digest=begin.digest,
+        reach=0,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def get(session: Session, *, tenant_id: str, federation_id: str) -> Federation:
+    """Read one. Raises NotFoundError."""
+    return rows.get(session, Federation, tenant_id=tenant_id, row_id=federation_id)
+
+
+def lock(session: Session, *, tenant_id: str, federation_id: str) -> Federation:
+    """Read one for change. Raises NotFoundError."""
+    query = select(Federation).where(Federation.id == federation_id, Federation.tenant_id == tenant_id)
+    row = session.scalar(query.with_for_update().execution_options(populate_existing=True))
+    if row is None:
+        raise NotFoundError(f"no federation {federation_id!r}")
+    return row
+
+
+def start(session: Session, federation: Federation) -> None:
+    """Let a locked draft or paused federation run, and open its next round. Idempotent.
+
+    Raises ConflictError where it is finished.
+    """
+    if federation.state == FederationState.FINISHED:
+        raise ConflictError("expected a federation that is not finished, got one that is")
+    federation.state = FederationState.RUNNING.value
+    rounds.open_next(session, federation)
+
+
+def pause(federation: Federation) -> None:
+    """Invite nobody more, and open no round after this one. Idempotent. Raises ConflictError."""
+    if federation.state not in (FederationState.RUNNING, FederationState.PAUSED):
+        raise ConflictError(f"expected a federation that runs, got one that is {federation.state}")
+    federation.state = FederationState.PAUSED.value
+
+
+def finish(session: Session, federation: Federation) -> str | None:
+    """End a locked federation for good; its open round closes with what it has. Idempotent.
+
+    Returns: the job that closes it, if one was added.
+    """
+    federation.state = FederationState.FINISHED.value
+    row = rounds.lock(session, federation.id, federation.number)
+    return None if row is None else rounds.advance(session, federation, row)
+
+
+def for_device(session: Session, *, tenant_id: str, release: str, federation_id: str) -> Federation:
+    """Read one that a device following `release` may know of: no draft. Raises NotFoundError."""
+    row = get(session, tenant_id=tenant_id, federation_id=federation_id)
+    if row.release != release or row.state == FederationState.DRAFT:
+        raise NotFoundError(f"no federation {federation_id!r}")
+    return row

@@ -1,0 +1,112 @@
+"""The history of a federation as rows: what a round's job goes on from, and what a device lacks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError
+from permille.federation.rounds import Head
+from permille.store.errors import NotFoundError
+from permille.store.rows import Page, Window
+from permille.store.tables import Checkpoint, Federation, Round
+
+_LONGEST_NUMBER = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How to come to a round: from a checkpoint, or None, by the records after it, to a head."""
+
+    checkpoint: tuple[bytes, Head] | None
+    records: Sequence[bytes]
+    head: Head
+
+
+def way_to(session: Session, federation: Federation, *, after: int, until: int) -> Way:
+    """The shortest way for one who has so many rounds: only records, or a checkpoint and those after it.
+
+    Raises NotFoundError where so many rounds are not done.
+    """
+    if not after <= until <= federation.number:
+        raise NotFoundError(f"no rounds from {after} to {until}: {federation.number} are done")
+    query = select(Checkpoint.number, func.length(Checkpoint.state)).where(
+        Checkpoint.federation_id == federation.id, Checkpoint.number > after, Checkpoint.number <= until
+    )
+    newest = session.execute(query.order_by(Checkpoint.number.desc()).limit(1)).first()
+    begin = after
+    if newest is not None and newest[1] < _record_bytes(session, federation, after, newest[0]):
+        begin = newest[0]
+    checkpoint = None
+    if begin != after:
+        state = session.get_one(Checkpoint, (federation.id, begin)).state
+        checkpoint = (state, head_at(session, federation, begin))
+    records = session.scalars(_records(federation, begin, until)).all()
+    return Way(
+        checkpoint=checkpoint,
+        records=[record for record in records if record is not None],
+        head=head_at(session, federation, until),
+    )
+
+
+def newest_way(session: Session, federation: Federation) -> Way:
+    """How to come to where the federation stands, from the newest checkpoint."""
+    query = select(Checkpoint).where(Checkpoint.federation_id == federation.id)
+    newest = session.scalar(query.order_by(Checkpoint.number.desc()).limit(1))
+    begin = 0 if newest is None else newest.number
+    records = session.scalars(_records(federation, begin, federation.number)).all()
+    return Way(
+        checkpoint=None if newest is None else (newest.state, head_at(session, federation, begin)),
+        records=[record for record in records if record is not None],
+        head=head_at(session, federation, federation.number),
+    )
+
+
+def get_round(session: Session, federation: Federation, number: int) -> Round:
+    """Read one round. Raises NotFoundError."""
+    row = session.get(Round, (federation.id, number)) if number <= federation.number else None
+    if row is None:
+        raise NotFoundError(f"no round {number}")
+    return row
+
+
+def list_rounds(session: Session, federation: Federation, window: Window) -> Page[Round]:
+    """List rounds, newest first. Raises InputError: no page gave such a cursor."""
+    query = select(Round).where(Round.federation_id == federation.id)
+    if window.cursor is not None:
+        if not window.cursor.isdecimal() or len(window.cursor) > _LONGEST_NUMBER:
+            raise InputError(f"expected a cursor that a page returned, got {window.cursor[:80]!r}")
+        query = query.where(Round.number < int(window.cursor))
+    found = session.scalars(query.order_by(Round.number.desc()).limit(window.limit + 1)).all()
+    items = tuple(found[: window.limit])
+    return Page(items=items, next_cursor=str(items[-1].number) if len(found) > window.limit else None)
+
+
+def head_at(session: Session, federation: Federation, number: int) -> Head:
+    """Where the federation stood after so many rounds, at least one unless that is now."""
+    at: Federation | Round = federation
+    if number != federation.number:
+        at = session.get_one(Round, (federation.id, number - 1))
+    return Head(
+        definition_digest=federation.definition_digest,
+        number=number,
+        reach=at.reach or 0,
+        chain=at.chain or "",
+        state_digest=at.state_digest or "",
+    )
+
+
+def _records(federation: Federation, begin: int, end: int) -> Select[bytes | None]:
+    return (
+        select(Round.record)
+        .where(Round.federation_id == federation.id, Round.number >= begin, Round.number < end)
+        .order_by(Round.number)
+    )
+
+
+def _record_bytes(session: Session, federation: Federation, begin: int, end: int) -> int:
+    query = select(func.sum(func.length(Round.record))).where(
+        Round.federation_id == federation.id, Round.number >= begin, Round.number < end
+    )
+    return session.scalar(query) or 0

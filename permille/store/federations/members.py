@@ -1,0 +1,98 @@
+"""Members of federations: devices that joined by their owners' choice, and what goes when they leave."""
+
+from sqlalchemy import func, or_, select, update
+from sqlalchemy.orm import Session
+
+from permille.schemas.federations import FederationState, RoundState
+from permille.store.database import now
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.tables import Device, Federation, FederationMember, Participation, Round
+
+_JOINABLE = (FederationState.RUNNING.value, FederationState.PAUSED.value)
+
+
+def offers(
+    session: Session, *, tenant_id: str, release: str, device_id: str
+) -> list[tuple[Federation, bool]]:
+    """Federations that a device may join, and those that it is a member of; oldest first."""
+    joined = select(FederationMember.federation_id).where(
+        FederationMember.device_id == device_id, FederationMember.left_at.is_(None)
+    )
+    member_of = set(session.scalars(joined))
+    query = select(Federation).where(
+        Federation.tenant_id == tenant_id,
+        Federation.release == release,
+        or_(Federation.state.in_(_JOINABLE), Federation.id.in_(member_of)),
+    )
+    return [(row, row.id in member_of) for row in session.scalars(query.order_by(Federation.id))]
+
+
+def join(session: Session, *, federation: Federation, device_id: str) -> None:
+    """Make a device a member. Idempotent. Raises ConflictError where the federation takes nobody."""
+    if federation.state not in _JOINABLE:
+        raise ConflictError(f"expected a federation that runs, got one that is {federation.state}")
+    row = session.get(FederationMember, (federation.id, device_id), with_for_update=True)
+    if row is None:
+        row = FederationMember(
+            federation_id=federation.id,
+            device_id=device_id,
+            tenant_id=federation.tenant_id,
+            joined_at=now(session),
+        )
+        session.add(row)
+    elif row.left_at is not None:
+        row.joined_at, row.left_at = now(session), None
+    session.flush()
+
+
+def leave(session: Session, *, device_id: str, federation_id: str | None = None) -> None:
+    """End a device's membership, or all of them; what it sent to open rounds goes. Idempotent."""
+    query = select(FederationMember).where(
+        FederationMember.device_id == device_id, FederationMember.left_at.is_(None)
+    )
+    if federation_id is not None:
+        query = query.where(FederationMember.federation_id == federation_id)
+    for row in session.scalars(query.order_by(FederationMember.federation_id).with_for_update()):
+        row.left_at = now(session)
+        session.flush()
+        withdraw(session, federation_id=row.federation_id, device_id=device_id)
+
+
+def count(session: Session, federation_id: str) -> int:
+    """How many devices are members."""
+    query = select(func.count()).where(
+        FederationMember.federation_id == federation_id, FederationMember.left_at.is_(None)
+    )
+    return session.scalar(query) or 0
+
+
+def check(session: Session, federation_id: str, device_id: str, *, lock: bool = True) -> None:
+    query = (
+        select(FederationMember)
+        .join(Device, Device.id == FederationMember.device_id)
+        .where(
+            FederationMember.federation_id == federation_id,
+            FederationMember.device_id == device_id,
+            FederationMember.left_at.is_(None),
+            Device.revoked_at.is_(None),
+            Device.unenrolled_at.is_(None),
+        )
+    )
+    if lock:
+        query = query.with_for_update(of=FederationMember)
+    if session.scalar(query.execution_options(populate_existing=True)) is None:
+        raise NotFoundError(f"no membership of federation {federation_id!r}")
+
+
+def withdraw(session: Session, *, federation_id: str, device_id: str, number: int | None = None) -> None:
+    """Forget what a device sent to the open round, if that has this number. What is closing is counted."""
+    query = select(Round).where(Round.federation_id == federation_id, Round.state == RoundState.OPEN.value)
+    if number is not None:
+        query = query.where(Round.number == number)
+    for row in session.scalars(query.with_for_update().execution_options(populate_existing=True)):
+        own = (
+            Participation.federation_id == row.federation_id,
+            Participation.number == row.number,
+            Participation.device_id == device_id,
+        )
+        session.execute(update(Participation).where(*own).values(digest=None, data=None))

@@ -1,0 +1,1 @@
+"""Federations: rounds of many devices, defined by operators, joined by devices."""

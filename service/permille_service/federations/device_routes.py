@@ -1,0 +1,194 @@
+"""Routes by which devices take part: what they may join, membership, invitations, contributions.
+
+A device does so by its owner's choice, made on the device. What it sends is read by the strict reader before
+anything is kept; what is refused is counted by its code, and its bytes are forgotten.
+"""
+
+import logging
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from sqlalchemy.orm import Session
+
+from permille.digests import digest_of
+from permille.errors import PackageError
+from permille.federation.contribution import Place, decode_contribution
+from permille.federation.definition import Definition, decode_key
+from permille.schemas.federations import (
+    CONTRIBUTION_MEDIA_TYPE,
+    ContributionReceipt,
+    FederationOffer,
+    RoundInvitation,
+)
+from permille.schemas.problems import ProblemType
+from permille.store import rows, tables
+from permille.store.federations import definitions, members, rounds
+from permille.store.jobs.dispatch import dispatch
+from permille_service.access.principals import CallingDevice, DevicePrincipal
+from permille_service.context import Served, Service
+from permille_service.federations.records import present_offer
+from permille_service.federations.routes import FederationId, RoundNumber
+from permille_service.problems import PRIVATE, ApiError, documented
+
+logger = logging.getLogger(__name__)
+router = APIRouter(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {CONTRIBUTION_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+@router.get("/device/federations")
+def list_own_federations(service: Served, device: CallingDevice) -> list[FederationOffer]:
+    """Federations that the calling device may join, and those that it is a member of."""
+    with service.database.read() as session:
+        found = members.offers(
+            session, tenant_id=device.tenant_id, release=device.release, device_id=device.device_id
+        )
+    return [present_offer(row, member=member) for row, member in found]
+
+
+@router.put(
+    "/federations/{federation_id}/membership",
+    status_code=204,
+    responses=documented(ProblemType.NOT_FOUND, ProblemType.CONFLICT),
+)
+def put_membership(federation_id: FederationId, service: Served, device: CallingDevice) -> None:
+    """Join, by the choice of the device's owner. Idempotent."""
+    with service.database.write() as session:
+        row = _federation(session, device, federation_id)
+        members.join(session, federation=row, device_id=device.device_id)
+
+
+@router.delete(
+    "/federations/{federation_id}/membership",
+    status_code=204,
+    responses=documented(ProblemType.NOT_FOUND),
+)
+def delete_membership(federation_id: FederationId, service: Served, device: CallingDevice) -> None:
+    """Leave; what the device sent to the open round is forgotten. Idempotent."""
+    with service.database.write() as session:
+        _federation(session, device, federation_id)
+        members.leave(session, device_id=device.device_id, federation_id=federation_id)
+
+
+@router.post(
+    "/federations/{federation_id}/invitations",
+    status_code=201,
+    responses={
+        204: {"description": "not invited to this round, or there is none now: ask again at the next poll"},
+        **documented(ProblemType.NOT_FOUND),
+    },
+    response_model=RoundInvitation,
+)
+def create_round_invitation(
+    federation_id: FederationId, service: Served, device: CallingDevice
+) -> RoundInvitation | Response:
+    """Ask a member's part in the open round. Drawn once a device and round: the answer stays the same."""
+    service.sign_ins.check(f"{device.device_id} rounds")
+    with service.database.write() as session:
+        row = _federation(session, device, federation_id)
+        lanes = Definition.from_bytes(row.definition).lanes
+        invited = rounds.invite(session, federation=row, device_id=device.device_id, lanes=lanes)
+    if invited is None:
+        return Response(status_code=204)
+    round_row, part = invited
+    return RoundInvitation(
+        round=round_row.number,
+        lane=part.lane,
+        deadline_at=round_row.deadline_at,
+        start_digest=round_row.start_digest,
+    )
+
+
+async def _body(request: Request) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != CONTRIBUTION_MEDIA_TYPE:
+        raise ApiError(
+            ProblemType.UNSUPPORTED_MEDIA_TYPE,
+            f"expected {CONTRIBUTION_MEDIA_TYPE}, got {media_type[:60]!r}",
+        )
+    return await request.body()
+
+
+@router.put(
+    "/federations/{federation_id}/rounds/{number}/contribution",
+    status_code=202,
+    openapi_extra=_BODY,
+    responses={
+        200: {"model": ContributionReceipt, "description": "these bytes were sent before"},
+        **documented(
+            ProblemType.NOT_FOUND,
+            ProblemType.ROUND_CLOSED,
+            ProblemType.CONTRIBUTION_CONFLICT,
+            ProblemType.UNSUPPORTED_MEDIA_TYPE,
+            ProblemType.PACKAGE_REFUSED,
+        ),
+    },
+)
+def put_contribution(
+    federation_id: FederationId,
+    number: RoundNumber,
+    service: Served,
+    device: CallingDevice,
+    response: Response,
+    data: Annotated[bytes, Depends(_body)],
+) -> ContributionReceipt:
+    """Send what the device found in a round (FORMAT 13.2). The same bytes may be sent again."""
+    service.sign_ins.check(f"{device.device_id} rounds")
+    with service.database.read() as session:
+        row = _federation(session, device, federation_id)
+        place = rounds.place_of(session, federation=row, number=number, device_id=device.device_id)
+        own = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)
+    try:
+        _check(data, row, place, own)
+    except PackageError as exc:
+        _note_refusal(service, row, number, exc)
+        raise
+    sent = rounds.Sent(
+        federation_id=row.id,
+        number=number,
+        device_id=device.device_id,
+        data=data,
+        digest=digest_of(data),
+    )
+    with service.database.write() as session:
+        row = _federation(session, device, federation_id)
+        is_new, job_id = rounds.accept(session, federation=row, sent=sent)
+    dispatch(service.dispatcher, [job_id] if job_id else [])
+    response.status_code = 202 if is_new else 200
+    return ContributionReceipt(round=number, digest=sent.digest)
+
+
+@router.delete(
+    "/federations/{federation_id}/rounds/{number}/contribution",
+    status_code=204,
+    responses=documented(ProblemType.NOT_FOUND),
+)
+def delete_contribution(
+    federation_id: FederationId, number: RoundNumber, service: Served, device: CallingDevice
+) -> None:
+    """Take back what the device sent, while the round is open. Idempotent."""
+    with service.database.write() as session:
+        row = _federation(session, device, federation_id)
+        members.withdraw(session, federation_id=row.id, device_id=device.device_id, number=number)
+
+
+def _federation(session: Session, device: DevicePrincipal, federation_id: str) -> tables.Federation:
+    return definitions.for_device(
+        session, tenant_id=device.tenant_id, release=device.release, federation_id=federation_id
+    )
+
+
+def _check(data: bytes, row: tables.Federation, place: Place, device: tables.Device) -> None:
+    """Refuse what is no contribution of this device to this round. Raises PackageError."""
+    definition = Definition.from_bytes(row.definition)
+    place.check(decode_contribution(data, definition, decode_key(device.public_key)))
+
+
+def _note_refusal(service: Service, row: tables.Federation, number: int, exc: PackageError) -> None:
+    logger.warning("refused a contribution to round %d of %s: %s", number, row.id, exc.code)
+    with service.database.write() as session:
+        rounds.note_refusal(session, federation_id=row.id, number=number, code=exc.code)

@@ -1,0 +1,97 @@
+"""From what an operator asks for to a definition that devices and auditors agree on (FORMAT 13.1).
+
+The header of the federation's log is made from the package: no torch, no model.
+"""
+
+from dataclasses import replace
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from permille.errors import InputError
+from permille.federation.definition import Definition, Rule, encode_key
+from permille.package.reader import Package
+from permille.schemas.federations import MAX_INTEGERS, FederationCreate
+from permille.schemas.runs import Estimator
+from permille.training.adam import learning_rate, unit_exponent
+from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
+
+_NO_EPSILON = 1.0  # stands in the header of a sketch's log, where nothing reads it
+_LOWER_SHARE = 5
+
+
+def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey) -> Definition:
+    """The definition of a federation on a package.
+
+    Raises:
+        InputError: what is asked for does not fit together, or lacks what only a pilot can tell.
+        PackageError: the package is damaged.
+    """
+    integers = body.steps * body.queries
+    if integers > MAX_INTEGERS:
+        raise InputError(f"expected at most {MAX_INTEGERS} integers a round and device, got {integers}")
+    if body.minimum > body.target:
+        raise InputError(f"expected a target of at least the minimum {body.minimum}, got {body.target}")
+    return Definition(
+        log=_header(package, body),
+        round_key=encode_key(round_key),
+        steps=body.steps,
+        lanes=body.lanes,
+        guard_bits=body.guard_bits,
+        rate_shift=body.rate_shift,
+        rule=Rule(body.rule),
+        clip=body.clip,
+        trim_percent=body.trim_percent,
+        max_weight=body.max_weight,
+        minimum=body.minimum,
+        batch_rows=body.batch_rows,
+        row_tokens=body.row_tokens,
+    )
+
+
+def _header(package: Package, body: FederationCreate) -> LogHeader:
+    rate, epsilon = body.learning_rate, body.epsilon
+    if body.estimator is Estimator.SKETCH:
+        rate = rate or learning_rate(package.values())
+        epsilon = epsilon or _NO_EPSILON
+    if rate is None or epsilon is None:
+        raise InputError(
+            f"expected learning_rate and epsilon for {body.estimator.value}, as the plan of "
+            f"`permille-agent train --estimator {body.estimator.value}` has found them on like text"
+        )
+    groups = body.estimator is Estimator.SKETCH or (body.estimator is Estimator.ONE_SIDED and body.lanes == 1)
+    header = LogHeader(
+        package_digest=package.digest,
+        mask_digest=package.mask_digest,
+        seed=body.seed,
+        directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
+        estimator=EstimatorKind(body.estimator.value),
+        queries=body.queries * body.lanes,
+        epsilon=epsilon,
+        learning_rate=rate,
+        schedule=Schedule(body.schedule),
+        total_steps=body.steps * body.rounds,
+        step_unit_exponent=0,
+        counts=package.counts,
+        split=_split(package, body),
+    )
+    exponent = body.step_unit_exponent
+    if exponent is None:
+        exponent = _device_unit(header, body) - body.guard_bits
+    return replace(header, step_unit_exponent=check_step_unit_exponent(exponent))
+
+
+def _device_unit(header: LogHeader, body: FederationCreate) -> int:
+    """The unit on which a device's integers stand, fine enough for its steps."""
+    if body.estimator is Estimator.SKETCH:
+        return unit_exponent(header.learning_rate)
+    widest = max(queries.stop - queries.start for queries, _ in header.blocks()) // body.lanes
+    return step_unit_exponent_for(header.learning_rate, 1.0, widest, header.sigma)
+
+
+def _split(package: Package, body: FederationCreate) -> BlockSplit | None:
+    if body.estimator is not Estimator.SPLIT:
+        return None
+    lower = body.lower_queries or body.queries // _LOWER_SHARE
+    decoder_layers = int(package.config["num_hidden_layers"])
+    return BlockSplit.halving(package.counts, decoder_layers, lower * body.lanes)

@@ -1,0 +1,108 @@
+"""Federation and round rows as records."""
+
+import math
+from statistics import NormalDist
+
+from sqlalchemy.orm import Session
+
+from permille.schemas.federations import (
+    EVIDENCE_DEVICES,
+    Adoption,
+    Federation,
+    FederationOffer,
+    FederationState,
+    FederationSummary,
+    RoundRecord,
+    RoundState,
+)
+from permille.store import tables
+from permille.store.federations import members, rounds
+
+_SURE = NormalDist().inv_cdf(0.975)
+_FEWEST = 5  # the expansion of Student's quantile is good from so many degrees of freedom on
+
+
+def present(session: Session, row: tables.Federation) -> Federation:
+    """What operators see of a federation."""
+    return Federation(
+        **_summary(row).model_dump(),
+        target=row.target,
+        minimum=row.minimum,
+        deadline_s=row.deadline_s,
+        members=members.count(session, row.id),
+        chain=row.chain,
+        state_digest=row.state_digest,
+        created_at=row.created_at,
+    )
+
+
+def present_offer(row: tables.Federation, *, member: bool) -> FederationOffer:
+    """What a device sees of a federation."""
+    return FederationOffer(**_summary(row).model_dump(), member=member)
+
+
+def present_round(session: Session, row: tables.Round) -> RoundRecord:
+    """What operators see of a round."""
+    invited, received = rounds.live_counts(session, row)
+    return RoundRecord(
+        number=row.number,
+        state=RoundState(row.state),
+        opened_at=row.opened_at,
+        deadline_at=row.deadline_at,
+        closed_at=row.closed_at,
+        invited=invited,
+        received=received,
+        counted=row.counted,
+        refused={code: count for code, count in row.refused.items() if isinstance(count, int)},
+        reason=row.reason,
+        job_id=row.job_id,
+        mean_gain=row.gain_mean,
+        gain_low=gain_low(row),
+        chain=row.chain,
+        state_digest=row.state_digest,
+    )
+
+
+def adoption_of(row: tables.Round) -> Adoption:
+    """What the devices of a round found of the state that they began from."""
+    low = gain_low(row)
+    return Adoption(
+        round=row.number,
+        state_digest=row.start_digest,
+        devices=row.counted or 0,
+        mean_gain=row.gain_mean,
+        gain_low=low,
+        sure=low is not None and low > 0 and (row.counted or 0) >= EVIDENCE_DEVICES,
+    )
+
+
+def gain_low(row: tables.Round) -> float | None:
+    """The lower end of the 95 % interval of the mean gain, by Student's t; None where there are too few."""
+    free = (row.counted or 0) - 1
+    if row.gain_mean is None or row.gain_error is None or free < _FEWEST:
+        return None
+    return row.gain_mean - _student(free) * row.gain_error
+
+
+def _student(free: int) -> float:
+    """The 97.5 % quantile, by its expansion in powers of 1 / free (Abramowitz and Stegun 26.7.5)."""
+    z = _SURE
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return math.fsum([z, first / free, second / free**2, third / free**3])
+
+
+def _summary(row: tables.Federation) -> FederationSummary:
+    return FederationSummary(
+        id=row.id,
+        name=row.name,
+        state=FederationState(row.state),
+        release=row.release,
+        version=row.version,
+        package_digest=row.package_digest,
+        definition_digest=row.definition_digest,
+        number=row.number,
+        rounds=row.rounds,
+        adopted_round=row.adopted_round,
+    )

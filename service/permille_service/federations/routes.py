@@ -1,0 +1,261 @@
+"""Routes of federations for operators, and the public bytes that whoever takes part may read."""
+
+import logging
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.federation.catch_up import Checkpoint, encode_catch_up
+from permille.federation.definition import Definition
+from permille.package.reader import Package
+from permille.schemas.federations import (
+    CATCH_UP_MEDIA_TYPE,
+    DEFINITION_MEDIA_TYPE,
+    ROUND_MEDIA_TYPE,
+    Adoption,
+    AdoptionCreate,
+    Federation,
+    FederationCreate,
+    RoundRecord,
+)
+from permille.schemas.fields import MAX_INTEGER, Page
+from permille.schemas.problems import ProblemType
+from permille.store import releases, rows, tables
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.federations import definitions, history
+from permille.store.federations.definitions import NewFederation
+from permille.store.jobs.dispatch import dispatch
+from permille.trust.metadata import KeyElsewhereError
+from permille.trust.repository import Repository
+from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Operator, Viewer, changing
+from permille_service.content import CACHE_CONTROL
+from permille_service.context import Served, Service
+from permille_service.creation import MADE_RESPONSES, Creating
+from permille_service.federations.making import define
+from permille_service.federations.records import adoption_of, present, present_round
+from permille_service.parameters import Paging, key_of, page_of
+from permille_service.problems import PRIVATE, documented
+from permille_service.trust import repositories
+
+logger = logging.getLogger(__name__)
+router = APIRouter(
+    prefix="/v1/federations", tags=["federations"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
+)
+FederationId = Annotated[str, key_of("fed")]
+RoundNumber = Annotated[int, Path(alias="number", ge=0, le=MAX_INTEGER, examples=[0])]
+_After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="rounds that the caller has")]
+_Until = Annotated[
+    int | None, Query(ge=0, le=MAX_INTEGER, description="rounds to come to; else all that are done")
+]
+
+
+@router.post("", status_code=201, responses=MADE_RESPONSES)
+def create_federation(body: FederationCreate, creating: Creating) -> Federation:
+    """Define a federation on a release. Its devices may join it once it is started."""
+    service, tenant_id = creating.service, creating.operator.tenant_id
+    with service.database.read() as session:
+        version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
+        release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
+    package = Package.open(service.blobs, release.package_digest)
+
+    def make(session: Session) -> Federation:
+        new = NewFederation(
+            name=body.name,
+            definition=define(package, body, service.round_keys.make(tenant_id)),
+            target=body.target,
+            deadline_s=body.deadline_s,
+        )
+        return present(session, definitions.add(session, release=release, new=new))
+
+    record = creating.once(Federation, body, make)
+    creating.response.headers["Location"] = f"/v1/federations/{record.id}"
+    return record
+
+
+@router.get("")
+def list_federations(service: Served, operator: Viewer, window: Paging) -> Page[Federation]:
+    """List federations, newest first."""
+    with service.database.read() as session:
+        page = rows.list_all(session, tables.Federation, tenant_id=operator.tenant_id, window=window)
+        return page_of(page, lambda row: present(session, row))
+
+
+@router.get("/{federation_id}")
+def get_federation(federation_id: FederationId, service: Served, operator: Viewer) -> Federation:
+    """Read one federation."""
+    with service.database.read() as session:
+        row = definitions.get(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        return present(session, row)
+
+
+@router.post("/{federation_id}/start", responses=documented(ProblemType.CONFLICT))
+def start_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
+    """Let devices join and rounds begin, for the first time or after a pause. Its definition is listed in the
+    signed trust metadata."""
+
+    def start(session: Session, repository: Repository) -> Federation:
+        row = definitions.lock(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        definitions.start(session, row)
+        repository.list_federation(row.definition)
+        return present(session, row)
+
+    return repositories.change_by(service, operator, start)
+
+
+@router.post("/{federation_id}/pause", responses=documented(ProblemType.CONFLICT))
+def pause_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
+    """Invite nobody more. The open round takes what its devices send and is the last until the next start."""
+    with changing(service, operator) as session:
+        row = definitions.lock(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        definitions.pause(row)
+        return present(session, row)
+
+
+@router.post("/{federation_id}/finish", responses=documented(ProblemType.CONFLICT))
+def finish_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
+    """End a federation for good: its open round closes with what has come, its definition is listed no
+    longer."""
+    job_ids: list[str] = []
+
+    def finish(session: Session, repository: Repository) -> Federation:
+        row = definitions.lock(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        job_id = definitions.finish(session, row)
+        job_ids[:] = [job_id] if job_id else []
+        try:
+            repository.drop_federation(row.definition_digest)
+        except KeyElsewhereError as exc:  # devices are told that it is finished all the same
+            logger.warning("%s stays listed until its list is signed elsewhere: %s", row.id, exc)
+        return present(session, row)
+
+    record = repositories.change_by(service, operator, finish)
+    dispatch(service.dispatcher, job_ids)
+    return record
+
+
+@router.post("/{federation_id}/adoptions", status_code=201, responses=documented(ProblemType.CONFLICT))
+def create_adoption(
+    federation_id: FederationId, body: AdoptionCreate, service: Served, operator: Maker
+) -> Adoption:
+    """Have members' devices begin with a state, where its gain is sure; or, for a reason, where it is not."""
+    with changing(service, operator, body) as session:
+        row = definitions.lock(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        measured = _measured(session, row, body.round)
+        adoption = adoption_of(measured)
+        if not adoption.sure and body.reason is None:
+            raise ConflictError(
+                f"expected a gain that is surely above 0, got {adoption.mean_gain} (at least "
+                f"{adoption.gain_low}) nats a token by {adoption.devices} devices of round {adoption.round}"
+            )
+        row.adopted_round = adoption.round
+        return adoption
+
+
+@router.get("/{federation_id}/rounds")
+def list_rounds(
+    federation_id: FederationId, service: Served, operator: Viewer, window: Paging
+) -> Page[RoundRecord]:
+    """List the rounds of a federation, newest first."""
+    with service.database.read() as session:
+        row = definitions.get(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        page = history.list_rounds(session, row, window)
+        return page_of(page, lambda one: present_round(session, one))
+
+
+@router.get("/{federation_id}/rounds/{number}")
+def get_round(
+    federation_id: FederationId, number: RoundNumber, service: Served, operator: Viewer
+) -> RoundRecord:
+    """Read one round."""
+    with service.database.read() as session:
+        row = definitions.get(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        return present_round(session, history.get_round(session, row, number))
+
+
+def _bytes(media_type: str, description: str) -> dict[int | str, dict[str, object]]:
+    content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+    return {200: {"description": description, "content": content}}
+
+
+@router.get(
+    "/{federation_id}/definition",
+    response_class=Response,
+    responses=_bytes(DEFINITION_MEDIA_TYPE, "canonical JSON, whose SHA-256 is the definition's digest"),
+)
+def get_federation_definition(federation_id: FederationId, service: Served, principal: Anyone) -> Response:
+    """What devices and auditors agree on (FORMAT 13.1). Devices find its digest in the trust metadata."""
+    with service.database.read() as session:
+        row = _readable(session, principal, federation_id)
+    return Response(
+        row.definition, media_type=DEFINITION_MEDIA_TYPE, headers={"Cache-Control": CACHE_CONTROL}
+    )
+
+
+@router.get(
+    "/{federation_id}/history",
+    response_class=Response,
+    responses=_bytes(CATCH_UP_MEDIA_TYPE, "a catching up (FORMAT 13.5)"),
+)
+def get_federation_history(
+    federation_id: FederationId,
+    service: Served,
+    principal: Anyone,
+    after: _After = 0,
+    until: _Until = None,
+) -> Response:
+    """What one lacks who has so many rounds: rounds, or a checkpoint and rounds, whichever is smaller."""
+    with service.database.read() as session:
+        row = _readable(session, principal, federation_id)
+        way = history.way_to(session, row, after=after, until=row.number if until is None else until)
+    return Response(_catch_up(service, row, way), media_type=CATCH_UP_MEDIA_TYPE)
+
+
+@router.get(
+    "/{federation_id}/rounds/{number}/record",
+    response_class=Response,
+    responses=_bytes(ROUND_MEDIA_TYPE, "a round (FORMAT 13.3)"),
+)
+def get_round_record(
+    federation_id: FederationId, number: RoundNumber, service: Served, principal: Anyone
+) -> Response:
+    """What a round published."""
+    with service.database.read() as session:
+        row = _readable(session, principal, federation_id)
+        record = history.get_round(session, row, number).record
+    if record is None:
+        raise NotFoundError(f"no record of round {number} yet")
+    return Response(record, media_type=ROUND_MEDIA_TYPE, headers={"Cache-Control": CACHE_CONTROL})
+
+
+def _readable(
+    session: Session, principal: Operator | DevicePrincipal, federation_id: str
+) -> tables.Federation:
+    tenant_id = principal.tenant_id
+    if isinstance(principal, DevicePrincipal):
+        return definitions.for_device(
+            session, tenant_id=tenant_id, release=principal.release, federation_id=federation_id
+        )
+    return definitions.get(session, tenant_id=tenant_id, federation_id=federation_id)
+
+
+def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> bytes:
+    key = service.round_keys.read(row.tenant_id, Definition.from_bytes(row.definition).key)
+    checkpoint = None
+    if way.checkpoint is not None:
+        state, head = way.checkpoint
+        checkpoint = Checkpoint(state=state, head=head.signed(key))
+    return encode_catch_up(checkpoint, way.records, way.head.signed(key))
+
+
+def _measured(session: Session, row: tables.Federation, number: int | None) -> tables.Round:
+    """The round whose devices measured the state that is to be adopted."""
+    if number is not None:
+        return history.get_round(session, row, number)
+    query = select(tables.Round).where(
+        tables.Round.federation_id == row.id, tables.Round.gain_mean.is_not(None)
+    )
+    found = session.scalar(query.order_by(tables.Round.number.desc()).limit(1))
+    if found is None:
+        raise ConflictError("expected a round whose devices have measured a gain, got none yet")
+    return found

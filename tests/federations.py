@@ -1,0 +1,160 @@
+"""A federation on a service under test: devices with random integers, and a worker in this process."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from sqlalchemy import update
+
+from permille.federation.catch_up import caught_up
+from permille.federation.contribution import Contribution, encode_contribution
+from permille.federation.definition import Definition
+from permille.federation.rounds import History
+from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE
+from permille.store import tables
+from permille.store.federations import rounds
+from permille.store.jobs import claims
+from permille_workers.runtime.child import attempt
+from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.tasks import TASKS
+from tests.api_service import Api, TestDevice
+
+SMALL = {
+    "name": "readers",
+    "release": "tiny",
+    "estimator": "one_sided",
+    "steps": 3,
+    "queries": 4,
+    "lanes": 1,
+    "rounds": 10,
+    "learning_rate": 0.01,
+    "epsilon": 0.001,
+    "target": 3,
+    "minimum": 2,
+    "deadline_s": 3600,
+}
+
+
+@dataclass(slots=True)
+class Member:
+    """A device that takes part: its history, its token."""
+
+    device: TestDevice
+    secret: str
+    history: History
+
+
+@dataclass(slots=True)
+class Site:
+    """A federation and its members."""
+
+    api: Api
+    id: str
+    definition: Definition
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        return f"/v1/federations/{self.id}"
+
+    def read(self) -> dict[str, Any]:
+        """The federation as operators see it."""
+        found: dict[str, Any] = self.api.get(self.path).json()
+        return found
+
+    def round(self, number: int) -> dict[str, Any]:
+        found: dict[str, Any] = self.api.get(f"{self.path}/rounds/{number}").json()
+        return found
+
+    def join(self, count: int = 1, *, release: str = "tiny") -> list[Member]:
+        """Enrol devices and let them join."""
+        new = []
+        for _ in range(count):
+            device = self.api.device(release=release)
+            member = Member(device=device, secret=device.token(), history=History.begin(self.definition))
+            answer = self.api.client.put(f"{self.path}/membership", headers=self.api.auth(member.secret))
+            assert answer.status_code == 204, answer.text
+            new.append(member)
+        self.members += new
+        return new
+
+    def invite(self, member: Member) -> Any:
+        return self.api.post(f"{self.path}/invitations", None, member.secret)
+
+    def catch_up(self, member: Member) -> None:
+        """Bring a member's history to the newest round, as a device does."""
+        answer = self.api.get(f"{self.path}/history?after={member.history.number}", member.secret)
+        assert answer.status_code == 200, answer.text
+        member.history = caught_up(member.history, answer.content, max_bytes=10_000_000)
+
+    def contribution(
+        self, member: Member, invitation: dict[str, Any], *, seed: int = 0, **changes: Any
+    ) -> bytes:
+        """Random integers of a member, signed."""
+        rng = np.random.default_rng([seed, self.members.index(member), invitation["round"]])
+        c_TQ = np.rint(rng.normal(0, 300, (self.definition.steps, self.definition.queries))).astype(np.int64)
+        fields: dict[str, Any] = {
+            "definition": self.definition,
+            "round_number": invitation["round"],
+            "lane": invitation["lane"],
+            "weight": 1,
+            "start_digest": invitation["start_digest"],
+            "c_TQ": c_TQ,
+            "gain": 100 + int(rng.integers(20)),
+        }
+        return encode_contribution(Contribution(**fields | changes), member.device.key)
+
+    def send(self, member: Member, number: int, data: bytes, **headers: str) -> Any:
+        sent = {**self.api.auth(member.secret), "Content-Type": CONTRIBUTION_MEDIA_TYPE, **headers}
+        return self.api.client.put(f"{self.path}/rounds/{number}/contribution", content=data, headers=sent)
+
+    def take_part(self, member: Member, *, seed: int = 0) -> Any:
+        """One device's part in the open round; None where it is not invited."""
+        self.catch_up(member)
+        answer = self.invite(member)
+        if answer.status_code == 204:
+            return None
+        invitation = answer.json()
+        assert invitation["start_digest"] == member.history.digest
+        return self.send(member, invitation["round"], self.contribution(member, invitation, seed=seed))
+
+    def work(self) -> int:
+        """Run all queued jobs, one attempt each; return how many."""
+        count = 0
+        while run_one(self.api):
+            count += 1
+        return count
+
+    def pass_deadline(self) -> None:
+        """Let the open round's deadline be past, and sweep."""
+        with self.api.service.database.write() as session:
+            opened = tables.Round.opened_at
+            session.execute(
+                update(tables.Round).where(tables.Round.state == "open").values(deadline_at=opened)
+            )
+        rounds.sweep(self.api.service.database)
+
+
+def run_one(api: Api) -> bool:
+    """Run the next queued job as a worker's child does; whether there was one."""
+    database, settings = api.service.database, api.service.settings
+    with database.write() as session:
+        claim = claims.claim(session, worker="test", lease_s=600)
+    if claim is None:
+        return False
+    attempt(TASKS, database, claim, WorkerSettings.model_validate({"data_dir": settings.data_dir}))
+    return True
+
+
+def make_site(api: Api, *, members: int = 0, start: bool = True, **changes: Any) -> Site:
+    """A federation on a tiny package's release."""
+    if not api.get("/v1/releases").json()["items"]:
+        api.publish(api.package())
+    answer = api.post("/v1/federations", SMALL | changes)
+    assert answer.status_code == 201, answer.text
+    data = api.get(f"/v1/federations/{answer.json()['id']}/definition").content
+    site = Site(api=api, id=answer.json()["id"], definition=Definition.from_bytes(data))
+    if start:
+        assert api.post(f"{site.path}/start").status_code == 200
+        site.join(members)
+    return site

@@ -1,0 +1,117 @@
+"""The round job: what devices sent to a round becomes one step of the federation's state, or a void round.
+
+It is told which round is closing; what was sent does not change from then on. Nothing leaves before the
+transaction that publishes it, so a second attempt after a kill makes the same bytes.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError, OperatorError, PackageError
+from permille.federation.catch_up import pack_state
+from permille.federation.contribution import Contribution, decode_contribution
+from permille.federation.definition import GAIN_NATS, Definition, decode_key
+from permille.federation.rounds import History, combine, decode_segment
+from permille.package.reader import Package
+from permille.schemas.federations import RoundRequest
+from permille.store.federations import definitions, history, rounds
+from permille.store.federations.history import Way
+from permille.store.federations.rounds import Ended, Received
+from permille.zo.exponents import exponents_of
+from permille.zo.packed_state import decode_state
+from permille_workers.runtime.context import Publish, TaskContext
+
+
+def run(context: TaskContext, request: RoundRequest) -> Publish:
+    """Combine what has come, and move the federation on by it.
+
+    Raises:
+        OperatorError: what is stored is damaged.
+    """
+    tenant_id = context.claim.tenant_id
+    with context.db.read() as session:
+        row = definitions.get(session, tenant_id=tenant_id, federation_id=request.federation_id)
+        definition = Definition.from_bytes(row.definition)
+        if row.number != request.number:
+            raise InputError(f"expected round {row.number} to close, got {request.number}")
+        way = history.newest_way(session, row)
+        received = rounds.received(session, federation_id=row.id, number=request.number)
+    context.progress(0.0, "reading the state")
+    before = _history(context, definition, way)
+    context.progress(0.2, f"combining {len(received)} contributions")
+    ended = close(before, received)
+
+    def publish(session: Session) -> str:
+        federation = definitions.lock(session, tenant_id=tenant_id, federation_id=request.federation_id)
+        rounds.publish(session, federation=federation, number=request.number, ended=ended)
+        return f"{federation.id}/rounds/{request.number}"
+
+    return publish
+
+
+def close(history: History, received: Sequence[Received]) -> Ended:
+    """What becomes of a round: published, or void with the reason. The history moves on by it."""
+    definition, reason = history.definition, None
+    sent = [_contribution(definition, one) for one in received]
+    if len(sent) < definition.minimum:
+        reason, sent = f"expected {definition.minimum} contributions, got {len(sent)}", []
+    try:
+        made = combine(definition, history.number, sent)
+        history.apply([made])
+    except PackageError as exc:
+        if exc.code != "round-limit":
+            raise
+        reason, sent = str(exc), []
+        made = combine(definition, history.number, sent)
+        history.apply([made])
+    return Ended(
+        record=made.to_bytes(),
+        reason=reason,
+        counted=len(sent),
+        chain=history.chain,
+        state_digest=history.digest,
+        reach=history.reach,
+        state=pack_state(definition, history.s_W),
+        gains=_gains(definition, [one.gain for one in sent]),
+    )
+
+
+def _contribution(definition: Definition, one: Received) -> Contribution:
+    key = decode_key(one.public_key)
+    try:
+        contribution = decode_contribution(one.data, definition, key)
+        one.place.check(contribution)
+    except PackageError as exc:
+        raise OperatorError(f"expected what {one.device_id} sent as it was accepted, got {exc}") from exc
+    return contribution
+
+
+def _history(context: TaskContext, definition: Definition, way: Way) -> History:
+    log = definition.log
+    exponents = None
+    if log.exponents is not None:
+        exponents = exponents_of(Package.open(context.blobs, log.package_digest))
+    found = History.begin(definition, exponents)
+    try:
+        if way.checkpoint is not None:
+            state, head = way.checkpoint
+            found.s_W = decode_state(state, max_bytes=len(state), max_k=log.k).s_K
+            found.number, found.reach, found.chain = head.number, head.reach, head.chain
+        segment = b"".join(way.records)
+        found.apply(decode_segment(segment, definition, max_bytes=len(segment)))
+    except PackageError as exc:
+        raise OperatorError(f"expected the history of {definition.digest} as it was stored: {exc}") from exc
+    if found.head != way.head:
+        raise OperatorError(f"expected the history of {definition.digest} as it was stored, got another")
+    return found
+
+
+def _gains(definition: Definition, gains: Sequence[int]) -> tuple[float, float] | None:
+    """Mean and standard error of what devices measured, in nats a token; None where there are too few."""
+    if len(gains) < 2:
+        return None
+    unit = GAIN_NATS / definition.gain_bound
+    return unit * statistics.fmean(gains), unit * statistics.stdev(gains) / math.sqrt(len(gains))
