@@ -46,6 +46,7 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
         minimum=body.minimum,
         batch_rows=body.batch_rows,
         row_tokens=body.row_tokens,
+        local_steps=body.local_steps,
     )
 
 
