@@ -8,9 +8,11 @@ Rules:
 - A connection counts from `accept` until its descriptor is closed, a TLS handshake included. There are at
   most so many, below the limit of open files, and so many of one address; named proxies have no limit of
   their own.
-- One more than that takes the place of the one that has waited longest without a whole head: who does not
-  ask makes room for who does. Where all are being answered, the new one is refused: 429 where its address
-  has too many, 503 where there are too many altogether, but health is answered.
+- One more than that takes the place of one that keeps us waiting: for a head, else for a body, or until it
+  takes its answer. Who does not go on makes room for who does: of the new one's address where that has too
+  many, else of the address that has most such; the one that has kept us longest. Where none does, the new one
+  is refused: 429 where its address has too many, 503 where there are too many altogether, but health is
+  answered.
 - A head must be whole in `header_s` from the connection's start, or from the last answer. A body may take
   `body_s` more than its bytes need at `UPLOAD_BYTES_PER_S`; time in which we do not read does not count.
 - A client that takes nothing of its answer for `STALL_S` is cut off.
@@ -88,7 +90,7 @@ class Connections:
         self._proxies = settings.proxy_networks
         self._open: dict[int, Connection] = {}
         self._waiting: dict[Connection, None] = {}
-        self._waiting_of: dict[str, dict[Connection, None]] = {}
+        self._owing: dict[Connection, None] = {}
         self._count_of: Counter[str] = Counter()
         self._closing: set[Connection] = set()
         self._sweeping = False
@@ -101,13 +103,12 @@ class Connections:
     def admit(self, plain: socket.socket, host: str) -> socket.socket | None:
         """Count an accepted socket, and make room for it; None where it was closed at once."""
         key = address_key(host)
-        refusal = None
+        refusal = longest = None
         if self._count_of[key] >= self._most_of_one and not self._is_proxy(host):
-            crowd, refusal = self._waiting_of.get(key, {}), ProblemType.TOO_MANY_REQUESTS
+            refusal, longest = ProblemType.TOO_MANY_REQUESTS, self._longest(key)
         elif len(self._open) >= self._most:
-            crowd, refusal = self._waiting, ProblemType.UNAVAILABLE
+            refusal, longest = ProblemType.UNAVAILABLE, self._longest()
         if refusal is not None:
-            longest = next(iter(crowd), None)
             if longest is not None:
                 self.end(longest, refusal)
                 refusal = None
@@ -133,23 +134,25 @@ class Connections:
         """The connection waits for a head, from now on where it did not before."""
         if connection in self._waiting:
             return
+        self._owing.pop(connection, None)
         connection.since = time.monotonic()
         self._waiting[connection] = None
-        self._waiting_of.setdefault(connection.key, {})[connection] = None
         if not self._sweeping:
             self._sweeping = True
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
-    def answer(self, connection: Connection) -> None:
-        """The connection has asked: it waits no longer."""
+    def owe(self, connection: Connection) -> None:
+        """The connection has asked, and owes us a body, or the taking of its answer."""
         self._waiting.pop(connection, None)
-        of_address = self._waiting_of.get(connection.key, {})
-        of_address.pop(connection, None)
-        if not of_address:
-            self._waiting_of.pop(connection.key, None)
+        self._owing[connection] = None
+
+    def answer(self, connection: Connection) -> None:
+        """The connection has asked: it keeps us waiting no longer."""
+        self._waiting.pop(connection, None)
+        self._owing.pop(connection, None)
 
     def end(self, connection: Connection, problem: ProblemType) -> None:
-        """Close a connection that waits, with a word where it began to speak."""
+        """Close a connection that keeps us waiting, with a word where it began to speak and we did not."""
         self.answer(connection)
         self._closing.add(connection)
         if connection.protocol is not None:
@@ -178,6 +181,14 @@ class Connections:
         self._count_of[connection.key] -= 1
         if self._count_of[connection.key] <= 0:
             del self._count_of[connection.key]
+
+    def _longest(self, key: str | None = None) -> Connection | None:
+        """Who has kept us waiting longest, of this address, or of the one that has most such."""
+        if key is None:
+            keys = Counter(connection.key for crowd in (self._waiting, self._owing) for connection in crowd)
+            key = max(keys, key=keys.__getitem__, default=None)
+        crowds = (connection for crowd in (self._waiting, self._owing) for connection in crowd)
+        return next((connection for connection in crowds if connection.key == key), None)
 
     def _is_proxy(self, host: str) -> bool:
         if not self._proxies:
@@ -256,12 +267,14 @@ class LimitedProtocol(H11Protocol):
         super().pause_writing()
         if self._stalling is None:
             self._stalling = self.loop.call_later(STALL_S, self.transport.abort)
+        self._look()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._stalling is not None:
             self._stalling.cancel()
             self._stalling = None
+        self._look()
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(ProblemType.BAD_REQUEST, msg)
@@ -294,15 +307,19 @@ class LimitedProtocol(H11Protocol):
         self.loop.call_later(CLOSE_S, self.transport.abort)
 
     def _look(self) -> None:
-        """Note where the connection stands: it waits for a head, sends a body, or is being answered."""
+        """Note whether the connection owes us a head, a body, the taking of its answer, or nothing."""
         if self._connection is None or self.transport.is_closing():
             return
-        if self.conn.their_state is h11.IDLE:
+        state = self.conn.their_state
+        if state is h11.IDLE:
             self._body_bytes, self._body_s = 0, 0.0
+        if state is h11.SEND_BODY or self._stalling is not None:
+            self.limits.owe(self._connection)
+        elif state is h11.IDLE:
             self.limits.wait(self._connection)
-            return
-        self.limits.answer(self._connection)
-        if self.conn.their_state is h11.SEND_BODY and self._timing is None:
+        else:
+            self.limits.answer(self._connection)
+        if state is h11.SEND_BODY and self._timing is None:
             self._timing = self.loop.call_later(SWEEP_S, self._time_body)
 
     def _time_body(self) -> None:
