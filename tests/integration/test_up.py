@@ -86,6 +86,7 @@ def test_killed_up_leaves_no_process_behind(tmp_path: Path) -> None:
 def test_port_is_written_to_its_file_and_a_second_service_is_refused(tmp_path: Path) -> None:
     port_file = tmp_path / "port"
     with running_service(tmp_path, "--no-worker", "--port-file", str(port_file)) as running:
+        _wait_until(port_file.exists)
         port = port_file.read_text().strip()
         assert running.url.endswith(f":{port}")
         again = permille_up("--data-dir", str(tmp_path / "other"), "--port", port, "--no-worker")
