@@ -18,6 +18,7 @@ COPY permille permille
 COPY service service
 COPY workers workers
 COPY edge_agent edge_agent
+COPY keeper keeper
 COPY lab/permille_lab lab/permille_lab
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
 

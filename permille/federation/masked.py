@@ -33,6 +33,7 @@ _ASKED = struct.Struct("<8sII")
 _ENTRY = struct.Struct(f"<32s{SEAL_BYTES}s{SIGNATURE_BYTES}s")
 _ASKED_MAGIC = b"PMLOPN1\n"
 _ANSWER_MAGIC = b"PMLSUM1\n"
+_ANSWER_HEAD_BYTES = len(_ANSWER_MAGIC) + 32
 MAX_REQUEST_BYTES: Final = _ASKED.size + MAX_BYTES + MAX_DEVICES * _ENTRY.size
 
 
@@ -66,6 +67,11 @@ class Opening:
     definition: Definition
     round_number: int
     entries: tuple[tuple[bytes, bytes, bytes], ...]
+
+    @property
+    def answer_bytes(self) -> int:
+        """How long the answer is."""
+        return _ANSWER_HEAD_BYTES + 4 * vector_size(self.definition)
 
     def to_bytes(self) -> bytes:
         """The only bytes of a question: one set of devices has one name, their digest."""
@@ -196,6 +202,6 @@ def decode_answer(data: bytes, opening: Opening) -> NDArray[np.uint32]:
     """
     head = _ANSWER_MAGIC + digest_bytes(digest_of(opening.to_bytes()))
     count = vector_size(opening.definition)
-    if len(data) != len(head) + 4 * count or not data.startswith(head):
+    if len(data) != opening.answer_bytes or not data.startswith(head):
         raise PackageError("round-content", f"expected the keeper's answer for {count} integers")
     return np.frombuffer(data, dtype="<u4", offset=len(head))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = (".", "service", "workers", "edge_agent", "lab")
+ROOMS = (".", "service", "workers", "edge_agent", "keeper", "lab")
 TRAINING = "permille_agent.cli.train"
 BUILD = "permille_service.work.routes"
 

@@ -9,7 +9,7 @@ from tests.architecture.reach import BUILD, ROOT, TRAINING, reached
 
 RECORDS = ROOT / "docs" / "adr"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-READERS = ("permille", "service", "workers", "edge_agent", "lab", "tests", "examples", "docs")
+READERS = ("permille", "service", "workers", "edge_agent", "keeper", "lab", "tests", "examples", "docs")
 CITATION = re.compile(r"\bADRs? ?(\d+)|docs/adr/(\d+)|\]\([./]*adr/(\d+)")
 
 
@@ -59,7 +59,7 @@ def test_every_link_within_the_documents_leads_to_a_file() -> None:
 
 @pytest.mark.parametrize("path", [ARCHITECTURE, *_records()], ids=lambda path: str(path.name[:4]))
 def test_a_file_or_folder_that_a_document_names_exists(path: Path) -> None:
-    rooms = "permille|service|workers|edge_agent|lab|docs|tests|deploy|examples|requirements|scripts"
+    rooms = "permille|service|workers|edge_agent|keeper|lab|docs|tests|deploy|examples|requirements|scripts"
     named = re.findall(rf"`((?:{rooms})/[^`*]*)`", path.read_text(encoding="utf-8"))
     assert named or path != ARCHITECTURE
     assert [name for name in named if not (ROOT / name).exists()] == []

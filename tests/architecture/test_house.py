@@ -14,7 +14,7 @@ import pytest
 import permille
 
 ROOT = Path(permille.__file__).resolve().parents[1]
-ROOMS = ("permille", "service", "workers", "edge_agent", "lab")
+ROOMS = ("permille", "service", "workers", "edge_agent", "keeper", "lab")
 
 
 def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -79,6 +79,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "the library is layered: rounds over noise over logs over packages over models and schemes",
         ),
         ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
+        (
+            "keeper/permille_keeper/planted.py",
+            "import permille.engines.light.engine",
+            "a keeper needs rounds and noise, and nothing else of the product",
+        ),
         ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
         (
             "edge_agent/permille_agent/planted.py",
@@ -141,6 +146,7 @@ def test_there_is_one_version_number() -> None:
         ("permille.zo.replay", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille.package.reader", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille.engines.light.engine", {"torch", "transformers", "pydantic", "sqlalchemy", "httpx"}),
+        ("permille_keeper.main", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille_agent.cli.main", {"torch", "transformers", "fastapi", "sqlalchemy", "celery"}),
         ("permille_service.app", {"torch", "transformers", "bitsandbytes", "datasets"}),
     ],

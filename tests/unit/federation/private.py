@@ -26,9 +26,10 @@ def make_private(*, mode: PrivacyMode = PrivacyMode.CENTRAL, **changes: Any) -> 
     """A federation with a clip of 1000, noise of four times that, and three rounds a device."""
     keeper = KEEPER if mode is PrivacyMode.KEEPER else None
     record: dict[str, Any] = {"noise_hundredths": 400, "participations": 3, "delta_exponent": 6}
+    record["keeper"] = keeper
     record |= changes.pop("privacy", {})
     fields: dict[str, Any] = {"clip": 1000, "minimum": 32 if keeper else 1} | changes
-    return make_definition(privacy=Privacy(mode=mode, keeper=keeper, **record), **fields)
+    return make_definition(privacy=Privacy(mode=mode, **record), **fields)
 
 
 def device_key(index: int) -> Ed25519PrivateKey:

@@ -1,0 +1,89 @@
+"""The command line `permille-keeper`: make a key, serve, say what was summed."""
+
+import argparse
+import base64
+import ipaddress
+import logging
+import os
+import secrets
+import ssl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from permille.errors import OperatorError, PermilleError
+from permille_keeper.memory import Memory
+from permille_keeper.server import KeeperServer
+
+_KEY, _TOKEN, _MEMORY = "keeper.key", "keeper.token", "keeper.sqlite"
+
+
+def init(home: Path) -> str:
+    """Make key and token; return what to tell the service. Raises OperatorError: they are there."""
+    if (home / _KEY).exists():
+        raise OperatorError(f"expected no key, got {home / _KEY}: seals would no longer open with another")
+    home.mkdir(parents=True, exist_ok=True)
+    key, token = X25519PrivateKey.generate(), secrets.token_urlsafe(32)
+    for name, data in ((_TOKEN, token.encode()), (_KEY, key.private_bytes_raw())):
+        descriptor = os.open(home / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+    return f"key for definitions: {public_text(key)}\ntoken for the service: {token}"
+
+
+def public_text(key: X25519PrivateKey) -> str:
+    """A keeper's public key as definitions write it."""
+    return base64.urlsafe_b64encode(key.public_key().public_bytes_raw()).decode("ascii").rstrip("=")
+
+
+def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | None) -> KeeperServer:
+    """A server that listens; `serve_forever` answers.
+
+    Raises:
+        OperatorError: no key, or an address that others reach without TLS.
+    """
+    try:
+        key = X25519PrivateKey.from_private_bytes((home / _KEY).read_bytes())
+        token = (home / _TOKEN).read_text()
+    except (OSError, ValueError) as exc:
+        raise OperatorError(f"expected key and token of `permille-keeper init` in {home}: {exc}") from exc
+    if tls is None and not ipaddress.ip_address(address[0]).is_loopback:
+        raise OperatorError(f"expected --tls-certificate and --tls-key for {address[0]}, got none")
+    context = None
+    if tls is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*tls)
+    return KeeperServer(address, key=key, token=token, memory=Memory(home / _MEMORY), tls=context)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command."""
+    parser = argparse.ArgumentParser(prog="permille-keeper", description=__doc__)
+    parser.add_argument("--home", type=Path, required=True, help="folder of key, token and memory")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("init", help="make key and token, and show what the service needs")
+    commands.add_parser("log", help="list what was summed and what was refused")
+    run = commands.add_parser("run", help="answer the service")
+    run.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    run.add_argument("--port", type=int, default=8331)
+    run.add_argument("--tls-certificate", type=Path)
+    run.add_argument("--tls-key", type=Path)
+    asked = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        if asked.command == "init":
+            print(init(asked.home))
+        elif asked.command == "log":
+            print("\n".join(Memory(asked.home / _MEMORY).lines()))
+        else:
+            tls = (asked.tls_certificate, asked.tls_key) if asked.tls_certificate else None
+            with open_server(asked.home, (asked.host, asked.port), tls) as server:
+                print(f"keeper listens at {asked.host} port {server.server_address[1]}", flush=True)
+                server.serve_forever()
+    except (PermilleError, OSError) as exc:
+        sys.exit(f"permille-keeper: {exc}")
+    except KeyboardInterrupt:
+        pass

@@ -1,0 +1,107 @@
+"""What the keeper remembers: every answer that it may have given, and which device's seal was in which set.
+
+An answer is durable before it is sent, so the noise of a set is drawn once: asked again, also after a kill,
+the keeper says the same bytes. A device's seal of a round is never opened in two sets: their difference would
+be one device's vector.
+"""
+
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+from permille.digests import digest_of
+from permille.errors import PermilleError
+from permille.federation.masked import Opening
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS answers (
+    question TEXT PRIMARY KEY, definition TEXT NOT NULL, number INTEGER NOT NULL,
+    devices INTEGER NOT NULL, answer BLOB NOT NULL, answered_at TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS opened (
+    definition TEXT NOT NULL, number INTEGER NOT NULL, device BLOB NOT NULL,
+    question TEXT NOT NULL REFERENCES answers (question),
+    PRIMARY KEY (definition, number, device)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS refusals (at TEXT NOT NULL, reason TEXT NOT NULL);
+"""
+_NOW = "strftime('%Y-%m-%dT%H:%M:%SZ', 'now')"
+_KEPT_REFUSALS = 1000
+
+
+class SecondSetError(PermilleError):
+    """A device's seal of this round has been opened, in another set of devices."""
+
+
+class Memory:
+    """The keeper's file of answers; every call opens it anew, so that threads share nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        connection = self._connect()
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.executescript(_SCHEMA)
+        connection.close()
+
+    def answer_once(self, opening: Opening, make: Callable[[], bytes]) -> bytes:
+        """The answer to a question: the one that was given, or a new one, durable when this returns.
+
+        Raises:
+            SecondSetError: a device of it was in another set of this round.
+            Whatever `make` raises; nothing is kept then.
+        """
+        question = digest_of(opening.to_bytes())
+        place = (opening.definition.digest, opening.round_number)
+        connection = self._connect()
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            given = connection.execute("SELECT answer FROM answers WHERE question = ?", [question]).fetchone()
+            if given is not None:
+                return bytes(given[0])
+            query = "SELECT device FROM opened WHERE definition = ? AND number = ?"
+            known = {row[0] for row in connection.execute(query, place)}
+            again = [entry[0] for entry in opening.entries if entry[0] in known]
+            if again:
+                raise SecondSetError(
+                    f"expected seals of round {place[1]} of {place[0]} that were never opened, "
+                    f"got {len(again)} of another set, the first of device {again[0].hex()}"
+                )
+            answer = make()
+            connection.execute(
+                f"INSERT INTO answers VALUES (?, ?, ?, ?, ?, {_NOW})",  # noqa: S608 - a constant
+                [question, *place, len(opening.entries), answer],
+            )
+            connection.executemany(
+                "INSERT INTO opened VALUES (?, ?, ?, ?)",
+                [[*place, entry[0], question] for entry in opening.entries],
+            )
+            connection.execute("COMMIT")
+            return answer
+        finally:
+            connection.close()  # rolls back what was not committed
+
+    def note_refusal(self, reason: str) -> None:
+        """Keep why something was refused, the newest thousand."""
+        connection = self._connect()
+        with connection:
+            connection.execute(f"INSERT INTO refusals VALUES ({_NOW}, ?)", [reason[:1000]])  # noqa: S608
+            connection.execute(
+                "DELETE FROM refusals WHERE rowid <= (SELECT MAX(rowid) FROM refusals) - ?", [_KEPT_REFUSALS]
+            )
+        connection.close()
+
+    def lines(self) -> list[str]:
+        """Every answer and every refusal, oldest first, a line each."""
+        query = (
+            "SELECT answered_at, 'summed ' || devices || ' devices in round ' || number || ' of ' "
+            "|| definition FROM answers UNION ALL SELECT at, 'refused: ' || reason FROM refusals ORDER BY 1"
+        )
+        connection = self._connect()
+        found = [f"{at}  {text}" for at, text in connection.execute(query)]
+        connection.close()
+        return found
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=30, isolation_level=None)
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection

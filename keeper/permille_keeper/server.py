@@ -1,0 +1,123 @@
+"""The keeper over HTTP: `POST /v1/sums` with a question answers its bytes; nothing else is served but health.
+
+Who asks shows a token, before a byte of the body is read. The standard library's server is enough for one
+caller: a connection has its own deadline, a slow one holds one of few threads.
+"""
+
+import hmac
+import logging
+import ssl
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from permille.errors import PackageError
+from permille.federation.masked import MAX_REQUEST_BYTES
+from permille_keeper.memory import Memory, SecondSetError
+from permille_keeper.sums import answer
+
+PATH: Final = "/v1/sums"
+_DEADLINE_S = 60.0  # between two bytes
+_LONGEST_S = 300.0  # a connection
+_MOST_CONNECTIONS = 32
+
+_log = logging.getLogger(__name__)
+
+
+class KeeperServer(ThreadingHTTPServer):
+    """Answers questions with a key and a memory, on one address.
+
+    Args:
+        token: what callers show as `Authorization: Bearer ...`.
+        tls: certificate and key, or None on loopback.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        key: X25519PrivateKey,
+        token: str,
+        memory: Memory,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(address, _Handler)
+        self.key, self.token, self.memory, self.tls = key, token, memory, tls
+        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+
+    def process_request(self, request: object, client_address: object) -> None:
+        """Serve a connection in a thread of its own, or close it where too many are open."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)  # type: ignore[arg-type]
+        else:
+            self.shutdown_request(request)  # type: ignore[arg-type]
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        """Shake hands in the connection's thread, so that no caller holds the others up."""
+        deadline = threading.Timer(_LONGEST_S, self.shutdown_request, [request])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            if self.tls is not None:
+                request.settimeout(_DEADLINE_S)  # type: ignore[attr-defined]
+                request = self.tls.wrap_socket(request, server_side=True)  # type: ignore[arg-type]
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+        except OSError:
+            self.shutdown_request(request)  # type: ignore[arg-type]
+        finally:
+            deadline.cancel()
+            self._places.release()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: KeeperServer
+    timeout = _DEADLINE_S
+    server_version, sys_version = "permille-keeper", ""
+
+    def do_GET(self) -> None:
+        """Say that the keeper is there."""
+        self._send(HTTPStatus.OK if self.path == "/health" else HTTPStatus.NOT_FOUND, b"")
+
+    def do_POST(self) -> None:
+        """Answer a question."""
+        if self.path != PATH:
+            return self._send(HTTPStatus.NOT_FOUND, b"")
+        shown = self.headers.get("authorization", "")
+        if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
+            return self._refuse(HTTPStatus.UNAUTHORIZED, "expected the token of this keeper")
+        length = self.headers.get("content-length", "")
+        if not length.isascii() or not length.isdecimal() or len(length) > 9:
+            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "expected content-length")
+        if int(length) > MAX_REQUEST_BYTES:
+            return self._refuse(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {MAX_REQUEST_BYTES} bytes"
+            )
+        data = self.rfile.read(int(length))
+        try:
+            found = answer(data, self.server.key, self.server.memory)
+        except SecondSetError as exc:
+            return self._refuse(HTTPStatus.CONFLICT, str(exc))
+        except PackageError as exc:
+            return self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(exc))
+        return self._send(HTTPStatus.OK, found)
+
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        _log.warning("refused with %d: %s", status, reason)
+        self.server.memory.note_refusal(reason)
+        self.close_connection = True
+        self._send(status, reason.encode())
+
+    def _send(self, status: HTTPStatus, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("content-type", "application/octet-stream")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
+        """Keep the log to what was refused."""

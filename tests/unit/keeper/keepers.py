@@ -1,0 +1,82 @@
+"""A keeper in a process of its own, also one that dies at a named step."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import permille_keeper.server as server
+import permille_keeper.sums as sums
+from permille.federation.private_rounds import draw_round_noise
+from permille_keeper.main import main
+from permille_keeper.memory import Memory
+from permille_keeper.server import _Handler
+
+STEPS = ("asked", "opened", "drawn", "kept", "answering")
+
+
+def die(*_: Any, **__: Any) -> Any:
+    """What SIGKILL leaves is what a power failure leaves of this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(step: str) -> None:
+    """Have this process die at a step of its next answer."""
+    draw, keep, send = draw_round_noise, Memory.answer_once, _Handler._send
+
+    def half(handler: Any, status: Any, body: bytes) -> None:
+        if len(body) < 8:
+            send(handler, status, body)
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:20])
+        handler.wfile.flush()
+        die()
+
+    patches = {
+        "asked": (server, "answer", die),
+        "opened": (sums, "draw_round_noise", die),
+        "drawn": (sums, "draw_round_noise", lambda rules: die(draw(rules))),
+        "kept": (Memory, "answer_once", lambda *arguments: die(keep(*arguments))),
+        "answering": (_Handler, "_send", half),
+    }
+    if step in patches:
+        setattr(*patches[step])
+
+
+@contextmanager
+def running(
+    home: Path, port: int = 0, step: str | None = None
+) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
+    """A keeper that listens on loopback: its port and its process."""
+    command = [sys.executable, "-m", "tests.unit.keeper.keepers", step or "-", "--home", str(home), "run"]
+    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "listens" in line
+        yield int(line.split()[-1]), process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until_dead(process: "subprocess.Popen[str]") -> int:
+    """The signal that ended it."""
+    until = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return -(process.poll() or 0)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """A keeper's command line after the step to die at."""
+    arm(arguments[0])
+    main(arguments[1:])
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
