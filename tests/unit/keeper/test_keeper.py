@@ -167,12 +167,12 @@ def test_requests_that_are_no_question(
 ) -> None:
     rules, token = site
     shown = {name: value.format(token=token) for name, value in headers.items()}
-    url = rules.privacy.keeper.url + path  # type: ignore[union-attr]
-    request = urllib.request.Request(url, data=b"", headers=shown, method="POST")
+    url = rules.privacy.keeper.url  # type: ignore[union-attr]
+    request = urllib.request.Request(url + path, data=b"", headers=shown, method="POST")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=10)
     assert refused.value.code == status
-    with urllib.request.urlopen(url.replace(path, "/health"), timeout=10) as alive:
+    with urllib.request.urlopen(url + "/health", timeout=10) as alive:
         assert alive.status == 200
 
 
