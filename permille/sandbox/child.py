@@ -39,6 +39,7 @@ class _Child:
 
     def __init__(self) -> None:
         self._loaded: Tokenizer | None = None
+        self._special: list[str] = []
         self._streams: dict[int, DecodeStream] = {}
         self._templates: ImmutableSandboxedEnvironment | None = None
         self._compiled: tuple[str, Template] | None = None
@@ -51,6 +52,7 @@ class _Child:
             "decode": self.decode,
             "step": self.step,
             "words": self.words,
+            "has_special": self.has_special,
             "render": self.render,
         }
         try:
@@ -72,10 +74,8 @@ class _Child:
         self._loaded.no_truncation()
         self._loaded.no_padding()
         added = self._loaded.get_added_tokens_decoder().values()
-        return {
-            "special": [token.content for token in added if token.special and token.content],
-            "ids": [self._loaded.token_to_id(token) for token in tokens],
-        }
+        self._special = [token.content for token in added if token.special and token.content]
+        return {"ids": [self._loaded.token_to_id(token) for token in tokens]}
 
     def encode(self, text: str, literal: bool, ends: bool, limit: int) -> Answer:
         """Ids of a text and where each stands in it: where `literal`, special tokens in it are text; with the
@@ -114,6 +114,10 @@ class _Child:
         """The tokens that begin a word, without their mark."""
         tokens = self._tokenizer.get_vocab(with_added_tokens=False)
         return {"words": [token[1:] for token in tokens if token[:1] in ("▁", "Ġ") and len(token) > 1]}
+
+    def has_special(self, texts: list[str]) -> Answer:
+        """Whether a special token is written in one of the texts; there may be as many as a file holds."""
+        return {"found": any(token in text for text in texts for token in self._special)}
 
     def render(
         self,

@@ -150,6 +150,25 @@ def test_all_conversations_of_a_run_have_one_budget(monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - began < 30.0
 
 
+@pytest.mark.attack(8, "a tokenizer has 200,000 special tokens, which are looked for in each message")
+def test_special_tokens_are_looked_for_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "CALL_S", 2.0)
+    known = json.loads(tiny_tokenizer().to_str())["added_tokens"][0]
+
+    def change(document: dict[str, Any]) -> None:
+        tokens = ({**known, "id": 1000 + n, "content": f"<|{n:x}|>", "special": True} for n in range(200_000))
+        document["added_tokens"].extend(tokens)
+
+    tokenizer = TextTokenizer({"tokenizer.json": hostile(change)}.get)
+    talk = (("user", "<|no|>" * 20_000), ("assistant", "you"))
+    spent_s = time.process_time()  # of this process: the child's is limited
+    with pytest.raises(PackageError, match="sandbox-limit"):
+        tokenizer.tokenize(Conversation(talk), tokenizer.chat_template(), row_tokens=32)
+    assert time.process_time() - spent_s < 1.0
+    with pytest.raises(InputError, match="special token"):
+        tokenizer.chat_prompt(tokenizer.chat_template(), (("user", "<|7|>"),))
+
+
 @pytest.mark.attack(8, "a template repeats a text without end")
 @pytest.mark.parametrize(
     "template",

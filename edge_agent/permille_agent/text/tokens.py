@@ -81,7 +81,6 @@ class TextTokenizer:
         self.stop_ids = _stop_ids(_json(read_file("generation_config.json")), _json(read_file("config.json")))
         self._sandbox = Sandbox(load, tokens=(self.bos or "", self.eos or ""))
         known = answered(self._sandbox.start, "tokenizer")
-        self._special = tuple(known["special"])
         self._bos_id: int | None = known["ids"][0] if self.bos else None
         self._eos_id: int | None = known["ids"][1] if self.eos else None
         if self._eos_id is not None:
@@ -213,9 +212,9 @@ class TextTokenizer:
         return answered(lambda: self._sandbox.ask(request, characters=characters), "tokenizer")
 
     def _refuse_special(self, messages: Sequence[tuple[str, str]]) -> None:
-        for _, content in messages:
-            if any(token in content for token in self._special):
-                raise InputError("a message contains a special token of the model")
+        texts = [content for _, content in messages]
+        if self._ask({"do": "has_special", "texts": texts}, sum(map(len, texts)))["found"]:
+            raise InputError("a message contains a special token of the model")
 
 
 @dataclass(frozen=True, slots=True)
