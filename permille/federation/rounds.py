@@ -58,6 +58,18 @@ class Round:
         return _SIZES.pack(self.number, len(payload)) + payload
 
 
+def void_round(definition: Definition, number: int) -> Round:
+    """A round of nobody: it moves nothing and uses its number up."""
+    shape = (definition.steps, definition.log.queries)
+    return Round(number=number, weight_K=np.zeros(shape[0], np.int64), u_KJ=np.zeros(shape, np.int64))
+
+
+def chain_after(chain: str, record: bytes, state_digest: str) -> str:
+    """The digest of a history one round longer, by that round's bytes and where it leads (FORMAT 13.4)."""
+    chained = hashlib.sha256(_DOMAIN + chain.encode() + record + state_digest.encode())
+    return f"sha256:{chained.hexdigest()}"
+
+
 def combine(definition: Definition, number: int, contributions: Sequence[Contribution]) -> Round:
     """One round from its devices' integers, by the definition's rule; none: a void round.
 
@@ -202,8 +214,7 @@ class History:
             start = each.number * self.definition.steps
             self.s_W = self.s_W + replay(self.definition.log, each.u_KJ, self.exponents, start=start)
             self.reach, self.number = reach, each.number + 1
-            chained = hashlib.sha256(_DOMAIN + self.chain.encode() + each.to_bytes() + self.digest.encode())
-            self.chain = f"sha256:{chained.hexdigest()}"
+            self.chain = chain_after(self.chain, each.to_bytes(), self.digest)
 
     @property
     def digest(self) -> str:

@@ -1,8 +1,4 @@
-"""Federations: made, started, paused, finished.
-
-Locks are taken in this order, so that no two transactions wait for each other: a job, a federation, a
-member, a round.
-"""
+"""Federations: made, started, paused, finished."""
 
 from dataclasses import dataclass
 
@@ -68,15 +64,6 @@ def get(session: Session, *, tenant_id: str, federation_id: str) -> Federation:
     return rows.get(session, Federation, tenant_id=tenant_id, row_id=federation_id)
 
 
-def lock(session: Session, *, tenant_id: str, federation_id: str) -> Federation:
-    """Read one for change. Raises NotFoundError."""
-    query = select(Federation).where(Federation.id == federation_id, Federation.tenant_id == tenant_id)
-    row = session.scalar(query.with_for_update().execution_options(populate_existing=True))
-    if row is None:
-        raise NotFoundError(f"no federation {federation_id!r}")
-    return row
-
-
 def start(session: Session, federation: Federation) -> None:
     """Let a locked draft or paused federation run, and open its next round. Idempotent.
 
@@ -102,7 +89,7 @@ def finish(session: Session, federation: Federation) -> str | None:
     """
     federation.state = FederationState.FINISHED.value
     row = rounds.lock(session, federation.id, federation.number)
-    return None if row is None else rounds.advance(session, federation, row)
+    return None if row is None else rounds.end(session, federation, row)
 
 
 def for_device(session: Session, *, tenant_id: str, release: str, federation_id: str) -> Federation:

@@ -83,9 +83,26 @@ def list_rounds(session: Session, federation: Federation, window: Window) -> Pag
     return Page(items=items, next_cursor=str(items[-1].number) if len(found) > window.limit else None)
 
 
+def newest_measured(session: Session, federation: Federation) -> int | None:
+    """The newest round whose devices have measured the state that they began from."""
+    query = select(func.max(Round.number)).where(
+        Round.federation_id == federation.id, Round.gain_mean.is_not(None)
+    )
+    return session.scalar(query)
+
+
 def head_at(session: Session, federation: Federation, number: int) -> Head:
-    """Where the federation stood after so many rounds, at least one unless that is now."""
+    """Where the federation stood after so many rounds."""
     at: Federation | Round = federation
+    if number == 0:
+        first = session.get(Round, (federation.id, 0))
+        return Head(
+            definition_digest=federation.definition_digest,
+            number=0,
+            reach=0,
+            chain=federation.definition_digest,
+            state_digest=federation.state_digest if first is None else first.start_digest,
+        )
     if number != federation.number:
         at = session.get_one(Round, (federation.id, number - 1))
     return Head(

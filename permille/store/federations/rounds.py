@@ -1,12 +1,14 @@
 """Rounds as a state machine: open -> closing -> published or void.
 
 A round is open until enough devices have sent something, or its deadline: then a job closes it, added in the
-transaction that says so. Every change of a round, and every contribution to it, locks its row first. What
-devices sent is read by the job, and forgotten in the transaction that publishes what became of it.
+transaction that says so; one of too few is void without a job. Every change of a round, and every
+contribution to it, locks its row first. What devices sent is read by the job, and forgotten in the
+transaction that publishes what became of it.
+
+Locks are taken in this order, so that no two transactions wait for each other: a job, a federation, a
+member, a round.
 """
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -14,68 +16,62 @@ from typing import Final
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from permille.federation.contribution import Place
+from permille.federation.definition import Definition
+from permille.federation.rounds import chain_after, void_round
 from permille.schemas.federations import FederationState, RoundState
-from permille.schemas.jobs import JobKind
+from permille.schemas.jobs import JobKind, JobState
 from permille.store.database import Database, now
-from permille.store.errors import ContributionConflictError, NotFoundError, RoundClosedError
-from permille.store.federations import members
+from permille.store.errors import NotFoundError
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
-from permille.store.tables import Checkpoint, Device, Federation, Participation, Round
+from permille.store.tables import Checkpoint, Federation, Job, Participation, Round
 
-INVITED_SHARE: Final = 1.3
-"""So many times the target are invited: not all will be in time."""
 _ATTEMPTS: Final = 20
+_WITHOUT_RESULT: Final = (JobState.FAILED.value, JobState.DEAD.value, JobState.CANCELLED.value)
 _KEPT_CHECKPOINTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """What a device has sent to a round."""
-
-    federation_id: str
-    number: int
-    device_id: str
-    data: bytes
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    """A contribution as the job that closes its round gets it."""
-
-    device_id: str
-    public_key: str
-    place: Place
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What became of a round.
+    """What a round has made.
 
     Attributes:
         record: its bytes (FORMAT 13.3).
-        reason: why it is void; None where it is published.
-        chain, state_digest, reach, state: where the federation then stands; the state is packed.
+        counted: devices.
+        state_digest, reach, state: where the federation then stands; the state is packed.
         gains: mean and standard error, in nats a token, of what the devices measured; None: of too few.
     """
 
     record: bytes
-    reason: str | None
     counted: int
-    chain: str
     state_digest: str
     reach: int
     state: bytes
     gains: tuple[float, float] | None
 
 
+def lock_federation(session: Session, *, tenant_id: str, federation_id: str) -> Federation:
+    """Read a federation for change, as it is now. Raises NotFoundError."""
+    query = select(Federation).where(Federation.id == federation_id, Federation.tenant_id == tenant_id)
+    row = session.scalar(query.with_for_update().execution_options(populate_existing=True))
+    if row is None:
+        raise NotFoundError(f"no federation {federation_id!r}")
+    return row
+
+
 def lock(session: Session, federation_id: str, number: int) -> Round | None:
     """Read a round for change, as it is now."""
     query = select(Round).where(Round.federation_id == federation_id, Round.number == number)
     return session.scalar(query.with_for_update().execution_options(populate_existing=True))
+
+
+def counts(session: Session, row: Round) -> tuple[int, int]:
+    """How many devices were invited to a round, and how many have sent something."""
+    if row.invited is not None and row.received is not None:
+        return row.invited, row.received
+    query = select(func.count(), func.count(Participation.digest)).where(*_of(row))
+    invited, sent = session.execute(query).one()
+    return invited, sent
 
 
 def open_next(session: Session, federation: Federation) -> None:
@@ -102,148 +98,53 @@ def open_next(session: Session, federation: Federation) -> None:
     session.flush()
 
 
-def advance(session: Session, federation: Federation, row: Round) -> str | None:
-    """Close a locked round where it is time to; return the job that does it.
+def end(session: Session, federation: Federation, row: Round) -> str | None:
+    """End an open round, it and its federation locked, with what has come; return the job that closes it.
 
-    A round whose deadline finds that nobody was there to be invited goes on.
+    Of too few it is void at once. Where nobody was there to be invited, it goes on.
     """
     if row.state != RoundState.OPEN:
         return None
-    at = now(session)
-    invited, sent = _counts(session, row)
-    finished = federation.state == FederationState.FINISHED
-    if sent < federation.target and at < row.deadline_at and not finished:
+    invited, sent = counts(session, row)
+    if not invited and federation.state != FederationState.FINISHED:
+        row.deadline_at = now(session) + timedelta(seconds=federation.deadline_s)
         return None
-    if not invited and not finished:
-        row.deadline_at = at + timedelta(seconds=federation.deadline_s)
+    if sent < federation.minimum:
+        void(session, federation, row, f"expected {federation.minimum} contributions, got {sent}")
         return None
-    new = NewJob(
-        tenant_id=row.tenant_id,
-        kind=JobKind.ROUND,
-        payload={"federation_id": row.federation_id, "number": row.number},
-        max_attempts=_ATTEMPTS,
-    )
-    row.state = RoundState.CLOSING.value
-    row.job_id = queue.submit(session, new).id
-    session.flush()
-    return row.job_id
+    return begin_closing(session, row)
 
 
-def sweep(db: Database) -> int:
-    """Close the rounds whose deadline has passed, one short transaction each; return how many."""
+def sweep(db: Database) -> None:
+    """End the rounds whose deadline has passed, and those whose job has ended without them; one short
+    transaction each.
+    """
     with db.read() as session:
         due = session.execute(
-            select(Round.federation_id, Round.number).where(
+            select(Round.tenant_id, Round.federation_id, Round.number).where(
                 Round.state == RoundState.OPEN.value, Round.deadline_at <= now(session)
             )
         ).all()
-    closed = 0
-    for federation_id, number in due:
+        stuck = session.execute(
+            select(Round.tenant_id, Round.federation_id, Round.number, Job.id)
+            .join(Job, Job.id == Round.job_id)
+            .where(Round.state == RoundState.CLOSING.value, Job.state.in_(_WITHOUT_RESULT))
+        ).all()
+    for tenant_id, federation_id, number in due:
         with db.write() as session:
-            federation, row = session.get(Federation, federation_id), lock(session, federation_id, number)
-            if federation is not None and row is not None and advance(session, federation, row) is not None:
-                closed += 1
-    return closed
-
-
-def invite(
-    session: Session, *, federation: Federation, device_id: str, lanes: int
-) -> tuple[Round, Participation] | None:
-    """Invite a member to the open round, or not: drawn once a device and round, the answer stays.
-
-    Raises NotFoundError where the device is no member.
-    """
-    members.check(session, federation.id, device_id)
-    if federation.state != FederationState.RUNNING:
-        return None
-    row = lock(session, federation.id, federation.number)
-    if row is None or row.state != RoundState.OPEN or now(session) >= row.deadline_at:
-        return None
-    held = session.get(Participation, (row.federation_id, row.number, device_id))
-    if held is None:
-        if not _is_drawn(session, federation, row, device_id):
-            return None
-        invited, _ = _counts(session, row)
-        held = Participation(
-            federation_id=row.federation_id,
-            number=row.number,
-            device_id=device_id,
-            tenant_id=row.tenant_id,
-            lane=invited % lanes,
-            invited_at=now(session),
-        )
-        session.add(held)
-        session.flush()
-    return row, held
-
-
-def place_of(session: Session, *, federation: Federation, number: int, device_id: str) -> Place:
-    """What a member was invited to. Raises NotFoundError: it is no member, or was not; RoundClosedError."""
-    members.check(session, federation.id, device_id, lock=False)
-    row = session.get(Round, (federation.id, number))
-    held = session.get(Participation, (federation.id, number, device_id))
-    if row is None or held is None:
-        if number < federation.number:
-            raise RoundClosedError(f"expected one to round {federation.number}, got one to {number}")
-        raise NotFoundError(f"no invitation to round {number}")
-    return Place(round_number=number, lane=held.lane, start_digest=row.start_digest)
-
-
-def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[bool, str | None]:
-    """Keep a contribution; return whether it is new, and the job that closes the round, if one was added.
-
-    Raises:
-        NotFoundError: the device is no member, or was not invited.
-        RoundClosedError: it comes too late.
-        ContributionConflictError: the device has sent other bytes.
-    """
-    members.check(session, sent.federation_id, sent.device_id)
-    row = lock(session, sent.federation_id, sent.number)
-    held = session.get(
-        Participation, (sent.federation_id, sent.number, sent.device_id), populate_existing=True
-    )
-    if row is None or held is None:
-        raise NotFoundError(f"no invitation to round {sent.number}")
-    if held.digest == sent.digest:
-        return False, None
-    if row.state != RoundState.OPEN or now(session) >= row.deadline_at:
-        raise RoundClosedError(f"expected a contribution to round {sent.number} by {row.deadline_at:%F %T}")
-    if held.digest is not None:
-        raise ContributionConflictError(f"expected {held.digest} as sent before, got {sent.digest}")
-    held.digest, held.data = sent.digest, sent.data
-    session.flush()
-    return True, advance(session, federation, row)
-
-
-def note_refusal(session: Session, *, federation_id: str, number: int, code: str) -> None:
-    """Count a contribution that was refused, by its code; nothing where there is no such round."""
-    row = lock(session, federation_id, number)
-    if row is not None and row.state == RoundState.OPEN:
-        before = row.refused.get(code, 0)
-        row.refused = {**row.refused, code: (before if isinstance(before, int) else 0) + 1}
-
-
-def received(session: Session, *, federation_id: str, number: int) -> Sequence[Received]:
-    """What devices have sent to a round that is closing, in no particular order."""
-    start_digest = session.get_one(Round, (federation_id, number)).start_digest
-    query = (
-        select(Participation, Device.public_key)
-        .join(Device, Device.id == Participation.device_id)
-        .where(
-            Participation.federation_id == federation_id,
-            Participation.number == number,
-            Participation.data.is_not(None),
-        )
-    )
-    return [
-        Received(
-            device_id=part.device_id,
-            public_key=key,
-            place=Place(round_number=number, lane=part.lane, start_digest=start_digest),
-            data=part.data or b"",
-        )
-        for part, key in session.execute(query)
-    ]
+            federation = lock_federation(session, tenant_id=tenant_id, federation_id=federation_id)
+            row = lock(session, federation_id, number)
+            if row is not None and row.deadline_at <= now(session):
+                end(session, federation, row)
+    for tenant_id, federation_id, number, job_id in stuck:
+        with db.write() as session:
+            job = queue.lock(session, tenant_id=tenant_id, job_id=job_id)
+            federation = lock_federation(session, tenant_id=tenant_id, federation_id=federation_id)
+            row = lock(session, federation_id, number)
+            is_closing = row is not None and row.state == RoundState.CLOSING
+            if row is not None and is_closing and job.state in _WITHOUT_RESULT:
+                error = (job.error or {}).get("message", "no error")
+                void(session, federation, row, f"{job.id} is {job.state}: {error}")
 
 
 def publish(session: Session, *, federation: Federation, number: int, ended: Ended) -> None:
@@ -251,43 +152,65 @@ def publish(session: Session, *, federation: Federation, number: int, ended: End
 
     Raises NotFoundError where that round is not closing: it has ended before.
     """
-    row = lock(session, federation.id, number)
-    if row is None or row.state != RoundState.CLOSING or federation.number != number:
-        raise NotFoundError(f"no closing round {number} of {federation.id}")
-    row.invited, row.received = _counts(session, row)
-    row.state = (RoundState.PUBLISHED if ended.reason is None else RoundState.VOID).value
-    row.closed_at, row.reason, row.record, row.counted = (
-        now(session),
-        ended.reason,
-        ended.record,
-        ended.counted,
-    )
-    row.chain, row.state_digest, row.reach = ended.chain, ended.state_digest, ended.reach
+    row = lock_closing(session, federation, number)
+    row.state, row.counted = RoundState.PUBLISHED.value, ended.counted
+    federation.state_digest, federation.reach = ended.state_digest, ended.reach
     if ended.gains is not None:
         row.gain_mean, row.gain_error = ended.gains
-    session.execute(update(Participation).where(*_of(row)).values(data=None))
-    session.execute(
-        delete(Participation).where(
-            Participation.federation_id == federation.id, Participation.number < number
-        )
-    )
-    federation.number = number + 1
-    federation.chain, federation.state_digest, federation.reach = ended.chain, ended.state_digest, ended.reach
-    if ended.reason is None:
-        _keep_checkpoint(session, federation, ended.state)
+    _finish(session, federation, row, ended.record)
+    _keep_checkpoint(session, federation, ended.state)
     open_next(session, federation)
     session.flush()
 
 
-def live_counts(session: Session, row: Round) -> tuple[int, int]:
-    """How many devices were invited to a round, and how many have sent something."""
-    if row.invited is not None and row.received is not None:
-        return row.invited, row.received
-    return _counts(session, row)
+def void(session: Session, federation: Federation, row: Round, reason: str) -> None:
+    """Let a round, it and its federation locked, move nothing, and open the next one."""
+    definition = Definition.from_bytes(federation.definition)
+    row.state, row.counted, row.reason = RoundState.VOID.value, 0, reason
+    _finish(session, federation, row, void_round(definition, row.number).to_bytes())
+    open_next(session, federation)
+    session.flush()
+
+
+def lock_closing(session: Session, federation: Federation, number: int) -> Round:
+    """Read the closing round of a locked federation for change. Raises NotFoundError."""
+    row = lock(session, federation.id, number)
+    if row is None or row.state != RoundState.CLOSING or federation.number != number:
+        raise NotFoundError(f"no closing round {number} of {federation.id}")
+    return row
+
+
+def _finish(session: Session, federation: Federation, row: Round, record: bytes) -> None:
+    """Chain a round's record, and forget what was sent; digests stay for one round more."""
+    row.invited, row.received = counts(session, row)
+    row.closed_at, row.record = now(session), record
+    session.execute(update(Participation).where(*_of(row)).values(data=None))
+    session.execute(
+        delete(Participation).where(
+            Participation.federation_id == federation.id, Participation.number < row.number
+        )
+    )
+    federation.number = row.number + 1
+    federation.chain = chain_after(federation.chain, record, federation.state_digest)
+    row.chain, row.state_digest, row.reach = federation.chain, federation.state_digest, federation.reach
+
+
+def begin_closing(session: Session, row: Round) -> str:
+    """Add the job that closes a locked open round; return its id."""
+    new = NewJob(
+        tenant_id=row.tenant_id,
+        kind=JobKind.ROUND,
+        payload={"federation_id": row.federation_id, "number": row.number},
+        max_attempts=_ATTEMPTS,
+    )
+    job_id = queue.submit(session, new).id
+    row.state, row.job_id = RoundState.CLOSING.value, job_id
+    session.flush()
+    return job_id
 
 
 def _keep_checkpoint(session: Session, federation: Federation, state: bytes) -> None:
-    """Add the newest checkpoint; of older ones the adopted and those after 1, 2, 4, 8 ... rounds stay."""
+    """Add a checkpoint; of older ones the adopted and those after 1, 2, 4, 8 ... rounds stay."""
     numbers = session.scalars(
         select(Checkpoint.number)
         .where(Checkpoint.federation_id == federation.id)
@@ -308,17 +231,5 @@ def _keep_checkpoint(session: Session, federation: Federation, state: bytes) -> 
     )
 
 
-def _is_drawn(session: Session, federation: Federation, row: Round, device_id: str) -> bool:
-    share = INVITED_SHARE * federation.target / max(1, members.count(session, federation.id))
-    drawn = hashlib.sha256(f"permille-draw-1\0{federation.chain}\0{row.number}\0{device_id}".encode())
-    return int.from_bytes(drawn.digest()[:6], "big") < share * 2**48
-
-
 def _of(row: Round) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return Participation.federation_id == row.federation_id, Participation.number == row.number
-
-
-def _counts(session: Session, row: Round) -> tuple[int, int]:
-    query = select(func.count(), func.count(Participation.digest)).where(*_of(row))
-    invited, sent = session.execute(query).one()
-    return invited, sent

@@ -22,7 +22,7 @@ from permille.schemas.federations import (
 )
 from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
-from permille.store.federations import definitions, members, rounds
+from permille.store.federations import contributions, definitions, members
 from permille.store.jobs.dispatch import dispatch
 from permille_service.access.principals import CallingDevice, DevicePrincipal
 from permille_service.context import Served, Service
@@ -91,7 +91,7 @@ def create_round_invitation(
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
         lanes = Definition.from_bytes(row.definition).lanes
-        invited = rounds.invite(session, federation=row, device_id=device.device_id, lanes=lanes)
+        invited = contributions.invite(session, federation=row, device_id=device.device_id, lanes=lanes)
     if invited is None:
         return Response(status_code=204)
     round_row, part = invited
@@ -121,6 +121,7 @@ async def _body(request: Request) -> bytes:
         200: {"model": ContributionReceipt, "description": "these bytes were sent before"},
         **documented(
             ProblemType.NOT_FOUND,
+            ProblemType.TOO_MANY_REQUESTS,
             ProblemType.ROUND_CLOSED,
             ProblemType.CONTRIBUTION_CONFLICT,
             ProblemType.UNSUPPORTED_MEDIA_TYPE,
@@ -137,17 +138,17 @@ def put_contribution(
     data: Annotated[bytes, Depends(_body)],
 ) -> ContributionReceipt:
     """Send what the device found in a round (FORMAT 13.2). The same bytes may be sent again."""
-    service.sign_ins.check(f"{device.device_id} rounds")
     with service.database.read() as session:
         row = _federation(session, device, federation_id)
-        place = rounds.place_of(session, federation=row, number=number, device_id=device.device_id)
+        place = contributions.place_of(session, federation=row, number=number, device_id=device.device_id)
         own = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)
     try:
         _check(data, row, place, own)
     except PackageError as exc:
+        service.sign_ins.check(f"{device.device_id} refused")
         _note_refusal(service, row, number, exc)
         raise
-    sent = rounds.Sent(
+    sent = contributions.Sent(
         federation_id=row.id,
         number=number,
         device_id=device.device_id,
@@ -156,7 +157,7 @@ def put_contribution(
     )
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
-        is_new, job_id = rounds.accept(session, federation=row, sent=sent)
+        is_new, job_id = contributions.accept(session, federation=row, sent=sent)
     dispatch(service.dispatcher, [job_id] if job_id else [])
     response.status_code = 202 if is_new else 200
     return ContributionReceipt(round=number, digest=sent.digest)
@@ -191,4 +192,4 @@ def _check(data: bytes, row: tables.Federation, place: Place, device: tables.Dev
 def _note_refusal(service: Service, row: tables.Federation, number: int, exc: PackageError) -> None:
     logger.warning("refused a contribution to round %d of %s: %s", number, row.id, exc.code)
     with service.database.write() as session:
-        rounds.note_refusal(session, federation_id=row.id, number=number, code=exc.code)
+        contributions.note_refusal(session, federation_id=row.id, number=number, code=exc.code)

@@ -43,7 +43,7 @@ def present_offer(row: tables.Federation, *, member: bool) -> FederationOffer:
 
 def present_round(session: Session, row: tables.Round) -> RoundRecord:
     """What operators see of a round."""
-    invited, received = rounds.live_counts(session, row)
+    invited, received = rounds.counts(session, row)
     return RoundRecord(
         number=row.number,
         state=RoundState(row.state),

@@ -4,7 +4,6 @@ import logging
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from permille.federation.catch_up import Checkpoint, encode_catch_up
@@ -13,6 +12,7 @@ from permille.package.reader import Package
 from permille.schemas.federations import (
     CATCH_UP_MEDIA_TYPE,
     DEFINITION_MEDIA_TYPE,
+    EVIDENCE_DEVICES,
     ROUND_MEDIA_TYPE,
     Adoption,
     AdoptionCreate,
@@ -24,7 +24,7 @@ from permille.schemas.fields import MAX_INTEGER, Page
 from permille.schemas.problems import ProblemType
 from permille.store import releases, rows, tables
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.federations import definitions, history
+from permille.store.federations import definitions, history, rounds
 from permille.store.federations.definitions import NewFederation
 from permille.store.jobs.dispatch import dispatch
 from permille.trust.metadata import KeyElsewhereError
@@ -58,6 +58,8 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
     with service.database.read() as session:
         version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
         release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
+    if release.yanked_at is not None:
+        raise ConflictError(f"expected a version that is not yanked, got {body.release!r} version {version}")
     package = Package.open(service.blobs, release.package_digest)
 
     def make(session: Session) -> Federation:
@@ -96,7 +98,7 @@ def start_federation(federation_id: FederationId, service: Served, operator: Mak
     signed trust metadata."""
 
     def start(session: Session, repository: Repository) -> Federation:
-        row = definitions.lock(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rounds.lock_federation(session, tenant_id=operator.tenant_id, federation_id=federation_id)
         definitions.start(session, row)
         repository.list_federation(row.definition)
         return present(session, row)
@@ -108,7 +110,7 @@ def start_federation(federation_id: FederationId, service: Served, operator: Mak
 def pause_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
     """Invite nobody more. The open round takes what its devices send and is the last until the next start."""
     with changing(service, operator) as session:
-        row = definitions.lock(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rounds.lock_federation(session, tenant_id=operator.tenant_id, federation_id=federation_id)
         definitions.pause(row)
         return present(session, row)
 
@@ -120,7 +122,7 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
     job_ids: list[str] = []
 
     def finish(session: Session, repository: Repository) -> Federation:
-        row = definitions.lock(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rounds.lock_federation(session, tenant_id=operator.tenant_id, federation_id=federation_id)
         job_id = definitions.finish(session, row)
         job_ids[:] = [job_id] if job_id else []
         try:
@@ -140,13 +142,13 @@ def create_adoption(
 ) -> Adoption:
     """Have members' devices begin with a state, where its gain is sure; or, for a reason, where it is not."""
     with changing(service, operator, body) as session:
-        row = definitions.lock(session, tenant_id=operator.tenant_id, federation_id=federation_id)
-        measured = _measured(session, row, body.round)
-        adoption = adoption_of(measured)
+        row = rounds.lock_federation(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        adoption = _adoption(session, row, body.round)
         if not adoption.sure and body.reason is None:
             raise ConflictError(
-                f"expected a gain that is surely above 0, got {adoption.mean_gain} (at least "
-                f"{adoption.gain_low}) nats a token by {adoption.devices} devices of round {adoption.round}"
+                f"expected a gain surely above 0 by at least {EVIDENCE_DEVICES} devices of round "
+                f"{adoption.round}, got {adoption.mean_gain} (at least {adoption.gain_low}) nats a token by "
+                f"{adoption.devices}: adopt it for a reason"
             )
         row.adopted_round = adoption.round
         return adoption
@@ -248,14 +250,14 @@ def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> byt
     return encode_catch_up(checkpoint, way.records, way.head.signed(key))
 
 
-def _measured(session: Session, row: tables.Federation, number: int | None) -> tables.Round:
-    """The round whose devices measured the state that is to be adopted."""
-    if number is not None:
-        return history.get_round(session, row, number)
-    query = select(tables.Round).where(
-        tables.Round.federation_id == row.id, tables.Round.gain_mean.is_not(None)
-    )
-    found = session.scalar(query.order_by(tables.Round.number.desc()).limit(1))
-    if found is None:
+def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:
+    """What is known of the state after so many rounds, else of the newest whose gain was measured."""
+    if number is None:
+        number = history.newest_measured(session, row)
+    if number is None:
         raise ConflictError("expected a round whose devices have measured a gain, got none yet")
-    return found
+    if number == row.number:  # nobody has begun from it yet
+        return Adoption(
+            round=number, state_digest=row.state_digest, devices=0, mean_gain=None, gain_low=None, sure=False
+        )
+    return adoption_of(history.get_round(session, row, number))

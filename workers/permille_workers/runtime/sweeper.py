@@ -44,7 +44,7 @@ class Sweeper:
         report = claims.sweep(self.db)
         if report.requeued or report.died or report.cancelled:
             _log.info("swept expired leases: %s", report)
-        rounds.sweep(self.db)
+        rounds.sweep(self.db)  # workers are told of the jobs that this adds by what follows
         self._resend()
         with self.db.write() as session:
             devices.purge_expired(session)

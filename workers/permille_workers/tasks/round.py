@@ -1,4 +1,4 @@
-"""The round job: what devices sent to a round becomes one step of the federation's state, or a void round.
+"""The round job: what devices sent to a round becomes one step of the federation's state.
 
 It is told which round is closing; what was sent does not change from then on. Nothing leaves before the
 transaction that publishes it, so a second attempt after a kill makes the same bytes.
@@ -14,12 +14,13 @@ from permille.errors import InputError, OperatorError, PackageError
 from permille.federation.catch_up import pack_state
 from permille.federation.contribution import Contribution, decode_contribution
 from permille.federation.definition import GAIN_NATS, Definition, decode_key
-from permille.federation.rounds import History, combine, decode_segment
+from permille.federation.rounds import History, Round, combine, decode_segment
 from permille.package.reader import Package
 from permille.schemas.federations import RoundRequest
-from permille.store.federations import definitions, history, rounds
+from permille.store.federations import contributions, definitions, history, rounds
+from permille.store.federations.contributions import Received
 from permille.store.federations.history import Way
-from permille.store.federations.rounds import Ended, Received
+from permille.store.federations.rounds import Ended
 from permille.zo.exponents import exponents_of
 from permille.zo.packed_state import decode_state
 from permille_workers.runtime.context import Publish, TaskContext
@@ -38,45 +39,50 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
         if row.number != request.number:
             raise InputError(f"expected round {row.number} to close, got {request.number}")
         way = history.newest_way(session, row)
-        received = rounds.received(session, federation_id=row.id, number=request.number)
+        received = contributions.received(session, federation_id=row.id, number=request.number)
     context.progress(0.0, "reading the state")
     before = _history(context, definition, way)
     context.progress(0.2, f"combining {len(received)} contributions")
     ended = close(before, received)
 
     def publish(session: Session) -> str:
-        federation = definitions.lock(session, tenant_id=tenant_id, federation_id=request.federation_id)
-        rounds.publish(session, federation=federation, number=request.number, ended=ended)
+        federation = rounds.lock_federation(session, tenant_id=tenant_id, federation_id=request.federation_id)
+        if isinstance(ended, Ended):
+            rounds.publish(session, federation=federation, number=request.number, ended=ended)
+        else:
+            row = rounds.lock_closing(session, federation, request.number)
+            rounds.void(session, federation, row, ended)
         return f"{federation.id}/rounds/{request.number}"
 
     return publish
 
 
-def close(history: History, received: Sequence[Received]) -> Ended:
-    """What becomes of a round: published, or void with the reason. The history moves on by it."""
-    definition, reason = history.definition, None
-    sent = [_contribution(definition, one) for one in received]
-    if len(sent) < definition.minimum:
-        reason, sent = f"expected {definition.minimum} contributions, got {len(sent)}", []
+def close(history: History, received: Sequence[Received]) -> Ended | str:
+    """What a round makes of its contributions; or why it is void. The history moves on by it."""
+    definition = history.definition
     try:
-        made = combine(definition, history.number, sent)
+        made, gains = _combined(definition, history.number, received)
         history.apply([made])
     except PackageError as exc:
         if exc.code != "round-limit":
             raise
-        reason, sent = str(exc), []
-        made = combine(definition, history.number, sent)
-        history.apply([made])
+        return str(exc)
     return Ended(
         record=made.to_bytes(),
-        reason=reason,
-        counted=len(sent),
-        chain=history.chain,
+        counted=len(received),
         state_digest=history.digest,
         reach=history.reach,
         state=pack_state(definition, history.s_W),
-        gains=_gains(definition, [one.gain for one in sent]),
+        gains=gains,
     )
+
+
+def _combined(
+    definition: Definition, number: int, received: Sequence[Received]
+) -> tuple[Round, tuple[float, float] | None]:
+    """The round of these contributions; mean and standard error of their gains, in nats a token, or None."""
+    sent = [_contribution(definition, one) for one in received]
+    return combine(definition, number, sent), _gains(definition, [one.gain for one in sent])
 
 
 def _contribution(definition: Definition, one: Received) -> Contribution:

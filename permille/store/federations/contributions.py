@@ -1,0 +1,147 @@
+"""What devices send to rounds: by an invitation that is drawn, kept until the round ends."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.federation.contribution import Place
+from permille.schemas.federations import FederationState, RoundState
+from permille.store.database import now
+from permille.store.errors import ContributionConflictError, NotFoundError, RoundClosedError
+from permille.store.federations import members, rounds
+from permille.store.tables import Device, Federation, Participation, Round
+
+INVITED_SHARE: Final = 1.3
+"""So many times the target are invited: not all will be in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What a device has sent to a round."""
+
+    federation_id: str
+    number: int
+    device_id: str
+    data: bytes
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A contribution as the job that closes its round gets it."""
+
+    device_id: str
+    public_key: str
+    place: Place
+    data: bytes
+
+
+def invite(
+    session: Session, *, federation: Federation, device_id: str, lanes: int
+) -> tuple[Round, Participation] | None:
+    """Invite a member to the open round, or not: drawn once a device and round, the answer stays.
+
+    Raises NotFoundError where the device is no member.
+    """
+    members.check(session, federation.id, device_id)
+    if federation.state != FederationState.RUNNING:
+        return None
+    row = rounds.lock(session, federation.id, federation.number)
+    if row is None or row.state != RoundState.OPEN or now(session) >= row.deadline_at:
+        return None
+    held = session.get(Participation, (row.federation_id, row.number, device_id))
+    if held is None:
+        if not _is_drawn(session, federation, row, device_id):
+            return None
+        invited, _ = rounds.counts(session, row)
+        held = Participation(
+            federation_id=row.federation_id,
+            number=row.number,
+            device_id=device_id,
+            tenant_id=row.tenant_id,
+            lane=invited % lanes,
+            invited_at=now(session),
+        )
+        session.add(held)
+        session.flush()
+    return row, held
+
+
+def place_of(session: Session, *, federation: Federation, number: int, device_id: str) -> Place:
+    """What a member was invited to. Raises NotFoundError: it is no member, or was not; RoundClosedError."""
+    members.check(session, federation.id, device_id, lock=False)
+    row = session.get(Round, (federation.id, number))
+    held = session.get(Participation, (federation.id, number, device_id))
+    if row is None or held is None:
+        if number < federation.number:
+            raise RoundClosedError(f"expected one to round {federation.number}, got one to {number}")
+        raise NotFoundError(f"no invitation to round {number}")
+    return Place(round_number=number, lane=held.lane, start_digest=row.start_digest)
+
+
+def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[bool, str | None]:
+    """Keep a contribution; return whether it is new, and the job that closes the round, if one was added.
+
+    Raises:
+        NotFoundError: the device is no member, or was not invited.
+        RoundClosedError: it comes too late.
+        ContributionConflictError: the device has sent other bytes.
+    """
+    members.check(session, sent.federation_id, sent.device_id)
+    row = rounds.lock(session, sent.federation_id, sent.number)
+    held = session.get(
+        Participation, (sent.federation_id, sent.number, sent.device_id), populate_existing=True
+    )
+    if row is None or held is None:
+        raise NotFoundError(f"no invitation to round {sent.number}")
+    if held.digest == sent.digest:
+        return False, None
+    if row.state != RoundState.OPEN or now(session) >= row.deadline_at:
+        raise RoundClosedError(f"expected a contribution to round {sent.number} by {row.deadline_at:%F %T}")
+    if held.digest is not None:
+        raise ContributionConflictError(f"expected {held.digest} as sent before, got {sent.digest}")
+    held.digest, held.data = sent.digest, sent.data
+    session.flush()
+    _, received_so_far = rounds.counts(session, row)
+    return True, rounds.begin_closing(session, row) if received_so_far >= federation.target else None
+
+
+def note_refusal(session: Session, *, federation_id: str, number: int, code: str) -> None:
+    """Count a contribution that was refused, by its code; nothing where there is no such round."""
+    row = rounds.lock(session, federation_id, number)
+    if row is not None and row.state == RoundState.OPEN:
+        before = row.refused.get(code, 0)
+        row.refused = {**row.refused, code: (before if isinstance(before, int) else 0) + 1}
+
+
+def received(session: Session, *, federation_id: str, number: int) -> Sequence[Received]:
+    """What devices have sent to a round that is closing, in no particular order."""
+    start_digest = session.get_one(Round, (federation_id, number)).start_digest
+    query = (
+        select(Participation, Device.public_key)
+        .join(Device, Device.id == Participation.device_id)
+        .where(
+            Participation.federation_id == federation_id,
+            Participation.number == number,
+            Participation.data.is_not(None),
+        )
+    )
+    return [
+        Received(
+            device_id=part.device_id,
+            public_key=key,
+            place=Place(round_number=number, lane=part.lane, start_digest=start_digest),
+            data=part.data or b"",
+        )
+        for part, key in session.execute(query)
+    ]
+
+
+def _is_drawn(session: Session, federation: Federation, row: Round, device_id: str) -> bool:
+    share = INVITED_SHARE * federation.target / max(1, members.count(session, federation.id))
+    drawn = hashlib.sha256(f"permille-draw-1\0{federation.chain}\0{row.number}\0{device_id}".encode())
+    return int.from_bytes(drawn.digest()[:6], "big") < share * 2**48
