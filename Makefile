@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -76,6 +76,10 @@ attack: $(VENV)/.native system-packages  ## Every attack of docs/security.md, on
 test-neon: $(VENV)/.native  ## The kernels' tests on Arm: cross-compiled, run by an emulator (Debian: see the script)
 	@bash scripts/neon-packages.sh
 	PERMILLE_TEST_NEON=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/native -k neon
+
+test-llama-cpp: $(VENV)/.native  ## Exported GGUF files in llama.cpp itself (builds it: 15 minutes, cmake and a C++ compiler)
+	@$(BIN)/python -c 'import llama_cpp' 2>/dev/null || CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) install --constraint constraints.txt llama-cpp-python
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m llama_cpp
 
 test-sanitized: $(VENV)/.native  ## The kernels' tests under AddressSanitizer and UBSan (gcc)
 	bash scripts/test-sanitized.sh

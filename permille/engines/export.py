@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
@@ -53,6 +54,17 @@ def export_transformers(
         OSError: as the file system reports it; no folder is left.
     """
     dtype = choice_of(ExportDtype, dtype, "a dtype")
+    values_K = checked_values(package, values_K)
+    with new_folder(folder) as temporary:
+        _write_folder(package, values_K, temporary, dtype)
+
+
+def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """The values to write: the package's own for None.
+
+    Raises:
+        InputError: another shape or dtype, or not finite.
+    """
     values_K = package.values() if values_K is None else values_K
     if values_K.dtype != np.float32 or values_K.shape != (package.k,):
         raise InputError(
@@ -60,11 +72,21 @@ def export_transformers(
         )
     if not np.isfinite(values_K).all():
         raise InputError("expected finite values, got NaN or infinity")
+    return values_K
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` where the block ends without an error, else is removed.
+
+    Raises:
+        InputError: `folder` holds something.
+    """
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"expected a new or empty folder, {folder} holds files")
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
-        _write_folder(package, values_K, temporary, dtype)
+        yield temporary
         temporary.replace(folder)  # mode 0700, as it was made: a personal model is its user's alone
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

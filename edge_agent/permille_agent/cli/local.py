@@ -1,5 +1,6 @@
 """Commands that use the model on this device: compare, generate, chat, serve, export."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,9 @@ from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from permille.engines.gguf.export import GgufExport
     from permille_agent.local.compare import SideBySide
     from permille_agent.local.model import LocalModel, Variant
 
@@ -20,6 +24,13 @@ TokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest 
 TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely text.")]
 TopPOption = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the likely tokens drawn from.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")]
+
+
+class ExportForm(StrEnum):
+    """What a model is written for."""
+
+    TRANSFORMERS = "transformers"
+    GGUF = "gguf"
 
 
 def register(app: typer.Typer) -> None:
@@ -223,16 +234,25 @@ def serve(
 def export(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    form: Annotated[
+        ExportForm, typer.Option("--format", help="Who is to load it.")
+    ] = ExportForm.TRANSFORMERS,
+    kind: Annotated[
+        str, typer.Option("--type", help="Of a GGUF file's weights: f32, f16, q8_0 or q4_0.")
+    ] = "q8_0",
     base: BaseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model as a plain transformers folder, your changes merged into its weights.
+    """Write the model for other programs, your changes merged into its weights.
 
-    The folder holds your personalised model: treat it as personal data.
+    A folder for transformers, or one for llama.cpp and Ollama (`--format gguf`). It holds your personalised
+    model: treat it as personal data.
 
     [bold]Examples[/bold]
 
       permille-agent export ~/models/mine
+
+      permille-agent export ~/models/mine-gguf --format gguf --type q8_0
     """
     from permille.engines.export import export_transformers
     from permille.errors import InputError
@@ -248,10 +268,31 @@ def export(
         raise InputError(f"expected a folder in a folder that exists, got {folder}")
     package = Package.open(BlobFolder(home.blobs), active.package)
     values_K = package.values() if base else model_values(home, active, package)
-    export_transformers(package, values_K, folder)
     personal = active.run is not None and not base
-    document = {"folder": str(folder), "package": active.package, "personal": personal}
+    document: dict[str, object] = {"folder": str(folder), "package": active.package, "personal": personal}
+    if form is ExportForm.TRANSFORMERS:
+        export_transformers(package, values_K, folder)
+    else:
+        exported = _gguf()(package, values_K, folder, kind=kind)
+        document |= {"type": kind, "bytes": exported.size_bytes}
+        if personal:
+            document["change_kept"] = round(exported.kept, 6)
     show(document, as_json=as_json)
+
+
+def _gguf() -> "Callable[..., GgufExport]":
+    """The writer of GGUF, which is an extra.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    from permille.errors import InputError
+
+    try:
+        from permille.engines.gguf.export import export_gguf
+    except ModuleNotFoundError as exc:
+        raise InputError(f'expected {exc.name} to be installed: pip install "permille[gguf]"') from exc
+    return export_gguf
 
 
 def _open_model(context: typer.Context, threads: int | None, engine: str) -> "LocalModel":

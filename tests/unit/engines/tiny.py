@@ -7,7 +7,7 @@ written into the weights: another path than the engine's in everything but the f
 
 import dataclasses
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ def write_package(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     scope: str = "all",
+    files: Mapping[str, bytes] | None = None,
 ) -> Package:
     """A package with a random mask of the scope, of the model as it would be stored in `dtype`."""
     rng = np.random.default_rng(seed)
@@ -94,7 +95,7 @@ def write_package(
         density=density,
         scope=scope,
     )
-    digest = pack_model(blobs, MemoryModel(config=config, tensors=state), chosen, scheme)
+    digest = pack_model(blobs, MemoryModel(config=config, tensors=state, files=files or {}), chosen, scheme)
     return Package.open(blobs, digest)
 
 

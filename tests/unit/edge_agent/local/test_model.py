@@ -1,6 +1,7 @@
 """Using the model: variants, generation, stop strings, comparison, export."""
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -137,3 +138,23 @@ def test_export_merges_the_personal_values(
     assert personal != base
     assert cli.main(["--home", str(trained.root), "export", str(tmp_path / "base"), "--json"]) == 3
     assert cli.main(["--home", str(trained.root), "export", str(tmp_path / "no" / "x"), "--json"]) == 3
+
+
+def test_the_guides_lines_export_for_other_programs(
+    trained: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).resolve().parents[4] / "docs/guide/elsewhere.md"
+    (block,) = re.findall(r"```sh device\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    lines = [line.split()[1:] for line in block.splitlines() if line.startswith("permille-agent ")]
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        assert cli.main(["--home", str(trained.root), *line, "--json"]) == 0
+    answers = [json.loads(answer) for answer in re.findall(r"\{.*?\n\}", capsys.readouterr().out, flags=re.S)]
+    assert len(answers) == len(lines) == 2
+    assert answers[1]["type"] == "q8_0"
+    assert answers[1]["bytes"] == (tmp_path / "mine-gguf" / "model.gguf").stat().st_size
+    assert 0.999 < answers[1]["change_kept"] < 1
+    refused = ["export", "four", "--format", "gguf", "--type", "q4_0", "--json"]
+    assert cli.main(["--home", str(trained.root), *refused]) == 3
+    assert "export q8_0" in capsys.readouterr().err
+    assert not (tmp_path / "four").exists()

@@ -1,0 +1,212 @@
+"""Weights as the bytes of a GGUF type, with the personal values where the type cannot hold them by luck.
+
+A block is 32 weights of a row under one scale, a float16 (`d`):
+
+    Q8_0   w' = d * q          q from -127 to 127
+    Q4_0   w' = d * (q - 8)    q from 0 to 15
+
+Our int4 codes, groups of 32 or 128, are Q4_0's codes; the scale alone is rounded. A personal value is another
+matter: it is a float32 in the middle of a block, often several times as large as its neighbours, and rounded
+to the block's own grid most of it is lost. So the scale of such a block is chosen for it: `d = v / n` for
+whole `n` hits the value `v` as exactly as a float16 can, and the neighbours are rounded to the new grid. Of
+all candidates that one is taken with the least
+
+    error = sum of neighbours' squared errors + WEIGHT * sum of masked values' squared errors
+
+At a density of 0.001 three blocks in a hundred are touched.
+
+# Legend: N, K = rows and columns; B = blocks of 32; S = 32; C = candidates for a block's scale;
+P = bytes of a block's codes; R = bytes of a row.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.quantization.types import QuantizedTensor, Scheme
+
+BLOCK = 32
+WEIGHT = np.float32(300)
+"""What a squared error of a masked weight counts against a neighbour's: the mask has some 30 % of the Fisher
+information in 0.1 % of the weights."""
+_CHUNK_BLOCKS = 1 << 13
+_LARGEST_HALF = 65504.0
+_MASKED = 4
+"""Of the masked values of a block, the largest so many are aimed at; all count in the error."""
+
+
+class BlockType(StrEnum):
+    """How the weights of linear layers are stored. F32 alone is without any loss."""
+
+    F32 = "f32"
+    F16 = "f16"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+
+
+def fits(kind: BlockType, columns: int) -> BlockType:
+    """The type of a matrix of so many columns: blocks must fill its rows, else it is float16."""
+    return BlockType.F16 if kind in (BlockType.Q8_0, BlockType.Q4_0) and columns % BLOCK else kind
+
+
+def row_bytes(kind: BlockType, columns: int) -> int:
+    """Bytes of a row."""
+    sizes = {BlockType.F32: 4 * BLOCK, BlockType.F16: 2 * BLOCK, BlockType.Q8_0: 34, BlockType.Q4_0: 18}
+    return columns * sizes[kind] // BLOCK
+
+
+def encode(
+    kind: BlockType,
+    weight_NK: NDArray[np.float32],
+    *,
+    mask_k: NDArray[np.uint32] | None = None,
+    codes: QuantizedTensor | None = None,
+    name: str,
+) -> NDArray[np.uint8]:
+    """The bytes of a matrix: uint8 [N, row_bytes].
+
+    Args:
+        weight_NK: the masked values are set.
+        mask_k: flat indices of the masked weights.
+        codes: int4 codes that the other weights were decoded from; only with them is Q4_0 without loss.
+
+    Raises:
+        InputError: a weight beyond the range of float16, which all types but F32 need.
+    """
+    rows, columns = weight_NK.shape
+    if kind is BlockType.F32:
+        return np.ascontiguousarray(weight_NK, "<f4").view(np.uint8)
+    if float(np.abs(weight_NK).max(initial=0.0)) > _LARGEST_HALF:
+        raise InputError(f"expected numbers that float16 can hold in {name}, got larger ones: export f32")
+    if kind is BlockType.F16:
+        return np.ascontiguousarray(weight_NK, "<f2").view(np.uint8)
+    weight_BS = np.ascontiguousarray(weight_NK).reshape(-1, BLOCK)
+    scale_B, code_BS = _rounded(kind, weight_BS) if codes is None else _as_coded(codes, weight_BS)
+    if mask_k is not None and len(mask_k):
+        _aim_at_masked(kind, weight_BS, mask_k, scale_B, code_BS)
+    half_B2 = scale_B.astype("<f2").reshape(-1, 1).view(np.uint8)
+    packed_BP: NDArray[Any] = code_BS.view(np.uint8)
+    if kind is BlockType.Q4_0:
+        nibble_BS = (code_BS + 8).astype(np.uint8)
+        packed_BP = nibble_BS[:, : BLOCK // 2] | nibble_BS[:, BLOCK // 2 :] << 4
+    return np.concatenate([half_B2, packed_BP], axis=1).reshape(rows, row_bytes(kind, columns))
+
+
+def decode(kind: BlockType, data_NR: NDArray[np.uint8], columns: int) -> NDArray[np.float32]:
+    """What the bytes of `encode` stand for: float32 [N, K]."""
+    rows = len(data_NR)
+    if kind is BlockType.F32:
+        return data_NR.view("<f4").astype(np.float32)
+    if kind is BlockType.F16:
+        return data_NR.view("<f2").astype(np.float32)
+    block_B = data_NR.reshape(-1, row_bytes(kind, BLOCK))
+    scale_B1 = np.ascontiguousarray(block_B[:, :2]).view("<f2").astype(np.float32)
+    if kind is BlockType.Q8_0:
+        code_BS = np.ascontiguousarray(block_B[:, 2:]).view(np.int8)
+    else:
+        code_BS = np.concatenate([block_B[:, 2:] & 15, block_B[:, 2:] >> 4], axis=1).astype(np.int8) - 8
+    return (code_BS * scale_B1).reshape(rows, columns)
+
+
+def _limits(kind: BlockType) -> tuple[int, int]:
+    return (-127, 127) if kind is BlockType.Q8_0 else (-8, 7)
+
+
+def _half(number: NDArray[np.float32]) -> NDArray[np.float32]:
+    return number.astype(np.float16).astype(np.float32)
+
+
+def _codes(kind: BlockType, weight: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    code = np.divide(
+        weight,
+        scale,
+        out=np.zeros(np.broadcast_shapes(weight.shape, scale.shape), np.float32),
+        where=scale != 0,
+    )
+    return np.clip(np.rint(code, out=code), *_limits(kind), out=code)
+
+
+def _rounded(kind: BlockType, weight_BS: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
+    """Scale by the largest weight, codes to nearest."""
+    absmax_B = np.abs(weight_BS).max(axis=1)
+    scale_B = _half(absmax_B / np.float32(_limits(kind)[1]))
+    return scale_B, _codes(kind, weight_BS, scale_B[:, None]).astype(np.int8)
+
+
+def _as_coded(
+    codes: QuantizedTensor, weight_BS: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
+    """int4 as it is: its codes, its scale as a float16."""
+    if codes.scheme is not Scheme.INT4:
+        raise InputError(f"expected int4 codes for q4_0, got {codes.scheme}")
+    rows, columns = codes.shape
+    nibble = np.stack([codes.packed >> 4, codes.packed & 15], axis=1).reshape(-1)[: rows * columns]
+    scale_NB = np.repeat(codes.scales, codes.group_size // BLOCK, axis=1)[:, : columns // BLOCK]
+    return _half(scale_NB.reshape(-1)), nibble.astype(np.int8).reshape(weight_BS.shape) - 8
+
+
+def _aim_at_masked(
+    kind: BlockType,
+    weight_BS: NDArray[np.float32],
+    mask_k: NDArray[np.uint32],
+    scale_B: NDArray[np.float32],
+    code_BS: NDArray[np.int8],
+) -> None:
+    """Choose scale and codes of the blocks with masked weights anew, in place."""
+    touched = np.unique(mask_k // BLOCK)
+    for first in range(0, len(touched), _CHUNK_BLOCKS):
+        block = touched[first : first + _CHUNK_BLOCKS]
+        low, high = np.searchsorted(mask_k, [block[0] * BLOCK, block[-1] * BLOCK + BLOCK])
+        masked_BS = np.zeros((len(block), BLOCK), bool)
+        own_k = mask_k[low:high]
+        masked_BS[np.searchsorted(block, own_k // BLOCK), own_k % BLOCK] = True
+        scale_B[block], code_BS[block] = _best(kind, weight_BS[block], masked_BS, scale_B[block])
+
+
+def _best(
+    kind: BlockType,
+    weight_BS: NDArray[np.float32],
+    masked_BS: NDArray[np.bool_],
+    scale_B: NDArray[np.float32],
+) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
+    candidate_BC = _candidates(kind, weight_BS, masked_BS, scale_B)
+    importance_BS = np.where(masked_BS, WEIGHT, np.float32(1))
+    least_B = np.full(len(weight_BS), np.inf, np.float32)
+    best_B = candidate_BC[:, 0].copy()
+    best_BS = np.zeros(weight_BS.shape, np.int8)
+    for scale in candidate_BC.T:
+        code_BS = _codes(kind, weight_BS, scale[:, None])
+        error_B = (importance_BS * (weight_BS - code_BS * scale[:, None]) ** 2).sum(axis=1)
+        better = error_B < least_B
+        least_B[better], best_B[better], best_BS[better] = error_B[better], scale[better], code_BS[better]
+    return best_B, best_BS
+
+
+def _candidates(
+    kind: BlockType,
+    weight_BS: NDArray[np.float32],
+    masked_BS: NDArray[np.bool_],
+    scale_B: NDArray[np.float32],
+) -> NDArray[np.float32]:
+    """Float16 scales [B, C]: the block's own, the one of its largest weight, and `v / n` for masked `v`.
+
+    Of Q8_0 the `n` are the largest that keep all weights within range and the three below, finer or coarser
+    by a hundredth; of Q4_0 all there are, either sign.
+    """
+    largest_B = np.abs(weight_BS).max(axis=1) / np.float32(_limits(kind)[1])
+    found = [scale_B, largest_B]
+    order = np.argsort(np.where(masked_BS, -np.abs(weight_BS), np.float32(1)), axis=1)[:, :_MASKED]
+    for place_B in order[:, : int(min(_MASKED, masked_BS.sum(axis=1).max()))].T:
+        row = np.arange(len(weight_BS))
+        value_B = np.where(masked_BS[row, place_B], weight_BS[row, place_B], np.float32(0))
+        if kind is BlockType.Q4_0:
+            found += [value_B / np.float32(n) for n in range(-8, 8) if n]
+        else:
+            whole_B = np.floor(
+                np.divide(np.abs(value_B), largest_B, out=np.zeros_like(value_B), where=largest_B > 0)
+            )
+            found += [np.abs(value_B) / np.maximum(whole_B - below, 1) for below in range(4)]
+    return _half(np.stack(found, axis=1))

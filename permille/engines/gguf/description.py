@@ -1,0 +1,200 @@
+"""What llama.cpp must be told of a decoder, and which decoders it computes as we do.
+
+Of our nine families it knows eight, not OPT. A config whose mathematics it hard-codes in another way is
+refused here: a file that loads and computes something else is worse than none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.models.architecture import Activation, Architecture, architecture_of
+from permille.models.descriptions import BlockKind, Family, NormKind
+from permille.models.families import expected_tensors, shape_of
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor by which llama.cpp divides the frequencies of a Llama."""
+
+_ARCHITECTURES = {
+    Family.LLAMA: MODEL_ARCH.LLAMA,
+    Family.MISTRAL: MODEL_ARCH.LLAMA,
+    Family.QWEN2: MODEL_ARCH.QWEN2,
+    Family.QWEN3: MODEL_ARCH.QWEN3,
+    Family.GEMMA: MODEL_ARCH.GEMMA,
+    Family.GEMMA2: MODEL_ARCH.GEMMA2,
+    Family.GEMMA3_TEXT: MODEL_ARCH.GEMMA3,
+    Family.GPT_NEOX: MODEL_ARCH.GPTNEOX,
+}
+_GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
+_PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
+"""llama.cpp's own: all layers but every n-th have a window."""
+_SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
+"""The 27B models, known to it by their layers: scores are scaled by hidden size by heads."""
+_BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A decoder in llama.cpp's terms.
+
+    Attributes:
+        positions: the longest sequence. Where all layers that have a window share it, no more than the
+            window: so far both compute the same.
+        rope_factor_E: float32 [rotated / 2] for `ROPE_FACTORS`, or None.
+    """
+
+    arch: MODEL_ARCH
+    decoder: Architecture
+    config: Mapping[str, Any]
+    positions: int
+    rope_theta: float
+    rope_factor_E: NDArray[np.float32] | None
+    rope_linear: float
+
+    @property
+    def name(self) -> str:
+        """As `general.architecture` has it."""
+        return MODEL_ARCH_NAMES[self.arch]
+
+    def write(self, writer: GGUFWriter) -> None:
+        """Add the keys of the architecture."""
+        shape, decoder = shape_of(self.config), self.decoder
+        writer.add_context_length(self.positions)
+        writer.add_embedding_length(shape.hidden)
+        writer.add_block_count(shape.layers)
+        writer.add_feed_forward_length(shape.inner)
+        writer.add_head_count(shape.heads)
+        writer.add_head_count_kv(shape.kv_heads)
+        writer.add_key_length(shape.head)
+        writer.add_value_length(shape.head)
+        writer.add_vocab_size(shape.vocabulary)
+        if decoder.norm is NormKind.LAYER:
+            writer.add_layer_norm_eps(decoder.norm_epsilon)
+            writer.add_parallel_residual(decoder.block is BlockKind.PARALLEL)
+        else:
+            writer.add_layer_norm_rms_eps(decoder.norm_epsilon)
+        rope = decoder.layers[0].rope
+        writer.add_rope_dimension_count(rope.rotated if rope else shape.head)
+        writer.add_rope_freq_base(self.rope_theta)
+        if self.rope_linear != 1.0:
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(self.rope_linear)
+        if decoder.attention_softcap is not None:
+            writer.add_attn_logit_softcapping(decoder.attention_softcap)
+        if decoder.final_softcap is not None:
+            writer.add_final_logit_softcapping(decoder.final_softcap)
+        if decoder.family in _PATTERNS:
+            writer.add_sliding_window(next((each.window for each in decoder.layers if each.window), 0))
+
+    def row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
+        """Where llama.cpp wants a tensor's rows from; None: they stay.
+
+        It rotates neighbours in a Llama's heads where transformers rotates halves, and has a NeoX's queries,
+        keys and values one after the other where transformers has them head by head.
+        """
+        heads, head = self.decoder.heads, self.decoder.head
+        order = np.arange(rows)
+        if self.arch is MODEL_ARCH.LLAMA and any(part in name for part in (".q_proj.", ".k_proj.")):
+            return order.reshape(-1, 2, head // 2).swapaxes(1, 2).reshape(-1)
+        if self.arch is MODEL_ARCH.GPTNEOX and ".query_key_value." in name:
+            return order.reshape(heads, 3, head).swapaxes(0, 1).reshape(-1)
+        return None
+
+    def adds_one(self, name: str) -> bool:
+        """Whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
+        return self.decoder.norm is NormKind.RMS_PLUS_ONE and name.endswith("norm.weight")
+
+    @property
+    def head_copied(self) -> bool:
+        """Whether a tied head must be stored once more."""
+        return self.decoder.tied and self.arch is MODEL_ARCH.GPTNEOX
+
+
+def describe(config: Mapping[str, Any]) -> Description:
+    """The decoder of a config for llama.cpp.
+
+    Raises:
+        InputError: llama.cpp does not know the family, or computes a setting in another way.
+    """
+    decoder = architecture_of(config)
+    family = decoder.family
+    if family not in _ARCHITECTURES:
+        raise _unknown(f"a family of {', '.join(_ARCHITECTURES)}", family)
+    _check(decoder, config)
+    positions, windows = decoder.positions, [each.window for each in decoder.layers]
+    if family in _PATTERNS:
+        pattern = [bool((layer + 1) % _PATTERNS[family]) for layer in range(len(windows))]
+        if [window is not None for window in windows] != pattern:
+            raise _unknown(f"a window in all layers but every {_PATTERNS[family]}th", windows)
+    else:
+        positions = min([positions, *(window for window in windows if window is not None)])
+    theta, linear, factor_E = _rope(decoder, config)
+    return Description(
+        arch=_ARCHITECTURES[family],
+        decoder=decoder,
+        config=config,
+        positions=positions,
+        rope_theta=theta,
+        rope_linear=linear,
+        rope_factor_E=factor_E,
+    )
+
+
+def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
+    family = decoder.family
+    by_width = (family, len(decoder.layers)) in _SCALED_BY_WIDTH
+    width = shape_of(config).hidden // decoder.heads if by_width else decoder.head
+    if not np.isclose(decoder.attention_scale, width**-0.5):
+        raise _unknown(f"scores scaled by {width} ** -0.5", decoder.attention_scale)
+    expected = (
+        {Activation.GELU_TANH}
+        if family in _GEMMAS
+        else {Activation.GELU, Activation.GELU_TANH}
+        if family is Family.GPT_NEOX
+        else {Activation.SILU}
+    )
+    if decoder.activation not in expected:
+        raise _unknown(f"activation {' or '.join(sorted(expected))}", decoder.activation)
+    if family in (Family.GEMMA, Family.GEMMA2) and not decoder.tied:
+        raise _unknown("a tied head", "one of its own")
+    biased = [name for name in expected_tensors(config) if name.endswith(".bias")]
+    if biased and family not in _BIASED:
+        raise _unknown("no biases", biased[0])
+    if family is Family.GPT_NEOX and not any("query_key_value" in name for name in biased):
+        raise _unknown("biases of attention", "none")
+
+
+def _rope(
+    decoder: Architecture, config: Mapping[str, Any]
+) -> tuple[float, float, NDArray[np.float32] | None]:
+    """Theta, the factor of linear scaling, and divisors of single frequencies where these do not say all."""
+    ropes = {bool(each.window): each.rope for each in decoder.layers}
+    rope = ropes.get(False) or ropes[True]
+    if rope is None or rope.scaling != 1.0:
+        raise _unknown("rope of types default, linear, dynamic or llama3", config.get("rope_scaling"))
+    near = ropes.get(True) if decoder.family is Family.GEMMA3_TEXT else None
+    if near is not None and not np.allclose(near.frequency_E, _plain(1e4, near.rotated), rtol=1e-5):
+        raise _unknown("rope_theta 10000 in layers with a window", "another")
+    linear = float(f"{1 / rope.frequency_E[0]:.6g}")
+    theta = float(rope.frequency_E[-1] * linear) ** (-rope.rotated / max(rope.rotated - 2, 1))
+    theta = float(f"{theta:.6g}")
+    if np.allclose(rope.frequency_E * linear, _plain(theta, rope.rotated), rtol=1e-5):
+        return theta, linear, None
+    if _ARCHITECTURES[decoder.family] is not MODEL_ARCH.LLAMA:
+        raise _unknown("rope of types default, linear or dynamic", config.get("rope_scaling"))
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = float(given.get("rope_theta") or config.get("rope_theta") or 1e4)
+    return theta, 1.0, (_plain(theta, rope.rotated) / rope.frequency_E).astype(np.float32)
+
+
+def _plain(theta: float, rotated: int) -> NDArray[np.float64]:
+    return np.asarray(theta ** -(np.arange(0, rotated, 2) / rotated))
+
+
+def _unknown(expected: str, got: object) -> InputError:
+    return InputError(f"expected {expected}, which is what llama.cpp computes; got {got!r:.200}")

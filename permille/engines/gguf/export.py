@@ -1,0 +1,202 @@
+"""A package and sparse values as a folder with a GGUF file: `model.gguf`, and a `Modelfile` for Ollama.
+
+Tensor by tensor: the memory needed is that of the largest one. The folder appears whole or not at all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, get_tensor_name_map
+from numpy.typing import NDArray
+
+from permille.choices import choice_of
+from permille.engines.export import checked_values, new_folder
+from permille.engines.gguf.blocks import BlockType, decode, encode, fits, row_bytes
+from permille.engines.gguf.description import ROPE_FACTORS, Description, describe
+from permille.engines.gguf.tokenizer import vocabulary_of
+from permille.errors import InputError
+from permille.files import write_atomic
+from permille.models.families import expected_tensors, shape_of
+from permille.package.reader import Package
+from permille.quantization import dequantize
+from permille.quantization.types import Scheme
+
+GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
+LEAST_KEPT = 0.95
+"""Share of the personal change below which an export is refused."""
+_OLLAMA_CONTEXT = 4096
+_TYPES = {
+    BlockType.F32: (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    BlockType.F16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    BlockType.Q8_0: (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    BlockType.Q4_0: (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufExport:
+    """What was written.
+
+    Attributes:
+        kept: of the squared distance of the values from the package's own, the share that the file has;
+            1 for values that are the package's own.
+        as_float16: linear layers whose rows no block of 32 fills.
+    """
+
+    size_bytes: int
+    kept: float
+    as_float16: int
+
+
+def export_gguf(
+    package: Package, values_K: NDArray[np.float32] | None, folder: Path, *, kind: BlockType | str
+) -> GgufExport:
+    """Write a folder that unmodified llama.cpp loads.
+
+    Linear layers are of `kind`; embeddings and head too, but Q8_0 where that is Q4_0; all else is float32.
+
+    Args:
+        values_K: float32 [k] to set at the masked positions; None takes the package's own.
+        folder: must not exist, or be empty; its parent must exist.
+
+    Raises:
+        InputError: as `describe` and `vocabulary_of`; values of another shape or dtype or not finite; Q4_0 of
+            a package that is not int4; less than `LEAST_KEPT` of the personal change would be left; a folder
+            that holds something.
+        OSError: as the file system reports it; no folder is left.
+    """
+    kind = choice_of(BlockType, kind, "a type")
+    values_K = checked_values(package, values_K)
+    scheme = package.manifest.scheme.name
+    if kind is BlockType.Q4_0 and scheme is not Scheme.INT4:
+        raise InputError(
+            f"expected an int4 package for q4_0, got {scheme}, whose levels it lacks: export q8_0"
+        )
+    description = describe(package.config)
+    with new_folder(folder) as temporary:
+        exported = _write_model(package, values_K, description, temporary / GGUF_FILE, kind)
+        if exported.kept < LEAST_KEPT:
+            raise InputError(
+                f"expected {LEAST_KEPT:.0%} of the personal change to fit into {kind}, got"
+                f" {exported.kept:.1%}: export q8_0"
+            )
+        context = min(description.positions, _OLLAMA_CONTEXT)
+        write_atomic(temporary / MODELFILE, f"FROM ./{GGUF_FILE}\nPARAMETER num_ctx {context}\n".encode())
+    return exported
+
+
+def _write_model(
+    package: Package, values_K: NDArray[np.float32], description: Description, path: Path, kind: BlockType
+) -> GgufExport:
+    writer = GGUFWriter(path, description.name)
+    try:
+        description.write(writer)
+        vocabulary_of(package, shape_of(package.config).vocabulary).write(writer)
+        writer.add_file_type(_TYPES[kind][1])
+        writer.add_quantization_version(2)
+        weights = _Weights(package, values_K, description, kind)
+        for name, (stored, shape) in weights.layout().items():
+            size = int(np.prod(shape[:-1])) * row_bytes(stored, shape[-1])
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), size, _TYPES[stored][0])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for data in weights.encoded():
+            writer.write_tensor_data(data)
+        writer.flush()
+    finally:
+        writer.close()
+    return GgufExport(size_bytes=path.stat().st_size, kept=weights.kept, as_float16=weights.as_float16)
+
+
+class _Weights:
+    """The tensors of the file: first where they go, then their bytes in the same order."""
+
+    def __init__(
+        self, package: Package, values_K: NDArray[np.float32], description: Description, kind: BlockType
+    ) -> None:
+        self._package = package
+        self._values_K = values_K
+        self._description = description
+        self._kind = kind
+        self._names = get_tensor_name_map(description.arch, len(description.decoder.layers))
+        self._lost = 0.0
+        self._changed = float(((values_K - package.values()) ** 2).sum(dtype=np.float64))
+        self.as_float16 = 0
+
+    @property
+    def kept(self) -> float:
+        """See `GgufExport`; once all is encoded."""
+        return 1.0 - self._lost / self._changed if self._changed else 1.0
+
+    def layout(self) -> dict[str, tuple[BlockType, tuple[int, ...]]]:
+        """Type and shape by the name in the file."""
+        shapes = expected_tensors(self._package.config)
+        found: dict[str, tuple[BlockType, tuple[int, ...]]] = {
+            self._name(info.name): (fits(self._kind, info.shape[1]), info.shape)
+            for info in self._package.manifest.tensors
+        }
+        self.as_float16 = sum(stored is not self._kind for stored, _ in found.values())
+        for name in self._package.plain_names:
+            found[self._name(name)] = (self._plain_type(shapes[name]), shapes[name])
+        if self._description.head_copied:
+            embedding = shapes[f"{self._description.decoder.embedding}.weight"]
+            found["output.weight"] = (self._plain_type(embedding), embedding)
+        factor_E = self._description.rope_factor_E
+        return found if factor_E is None else found | {ROPE_FACTORS: (BlockType.F32, factor_E.shape)}
+
+    def encoded(self) -> Iterator[NDArray[np.uint8]]:
+        """The bytes, tensor by tensor."""
+        yield from self._linear()
+        for name in self._package.plain_names:
+            yield self._plain(name)
+        if self._description.head_copied:
+            yield self._plain(f"{self._description.decoder.embedding}.weight")
+        if self._description.rope_factor_E is not None:
+            yield self._description.rope_factor_E.astype("<f4").view(np.uint8)
+
+    def _linear(self) -> Iterator[NDArray[np.uint8]]:
+        start = 0
+        for info in self._package.manifest.tensors:
+            value_k = self._values_K[start : start + info.count]
+            start += info.count
+            mask_k, codes = self._package.mask(info.name), self._package.quantized(info.name)
+            weight_NK = dequantize(codes)
+            weight_NK.reshape(-1)[mask_k] = value_k
+            kind, columns = fits(self._kind, info.shape[1]), info.shape[1]
+            data_NR = encode(
+                kind,
+                weight_NK,
+                mask_k=mask_k,
+                codes=codes if kind is BlockType.Q4_0 else None,
+                name=info.name,
+            )
+            error_k = decode(kind, data_NR, columns).reshape(-1)[mask_k] - value_k
+            self._lost += float((error_k**2).sum(dtype=np.float64))
+            yield self._ordered(info.name, data_NR)
+
+    def _plain(self, name: str) -> NDArray[np.uint8]:
+        tensor = self._package.plain(name)
+        number = tensor.float32() + np.float32(self._description.adds_one(name))
+        kind = self._plain_type(tensor.shape)
+        return self._ordered(name, encode(kind, number.reshape(-1, tensor.shape[-1]), name=name))
+
+    def _plain_type(self, shape: tuple[int, ...]) -> BlockType:
+        """Biases and norms are float32, which llama.cpp asks for."""
+        if len(shape) == 1:
+            return BlockType.F32
+        return fits(BlockType.Q8_0 if self._kind is BlockType.Q4_0 else self._kind, shape[-1])
+
+    def _ordered(self, name: str, data_NR: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        bias = name.endswith(".bias")
+        data_NR = data_NR.reshape(-1, 4) if bias else data_NR
+        order_N = self._description.row_order(name, len(data_NR))
+        return data_NR if order_N is None else np.ascontiguousarray(data_NR[order_N])
+
+    def _name(self, name: str) -> str:
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise InputError(f"expected a tensor that llama.cpp knows, got {name}")
+        return found

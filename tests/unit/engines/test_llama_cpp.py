@@ -1,0 +1,130 @@
+"""Exported files in llama.cpp itself: same tokens of a text, same predictions, same greedy text.
+
+`make test-llama-cpp` runs these: llama-cpp-python is built from source.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from permille.engines.export import export_transformers
+from permille.engines.factory import LIGHT, open_engine
+from permille.engines.gguf.export import GGUF_FILE, export_gguf
+from permille.engines.sampling import TokenSampling
+from permille.package.reader import Package
+from permille_agent.embed import package_tokenizer
+from permille_lab.exports.llama_cpp import LlamaCpp
+from tests.packages import tiny_tokenizer
+from tests.unit.engines.gguf_packages import (
+    FAMILIES,
+    TEMPLATE,
+    TEXTS,
+    VOCABULARY,
+    exported_package,
+    sentencepiece_tokenizer,
+)
+from tests.unit.engines.tiny import POSITIONS, variants
+
+pytestmark = pytest.mark.llama_cpp
+
+IDS_T = np.random.default_rng(0).integers(3, 320, 40)
+# llama.cpp's gelu reads a table of float16, and is the tanh form in GPT-NeoX too.
+GELU = {family for family in FAMILIES if family.startswith(("gemma", "gpt"))}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def log_probs(logit_TD: NDArray[np.float32]) -> torch.Tensor:
+    return torch.log_softmax(torch.from_numpy(logit_TD).double(), dim=-1)
+
+
+def divergence(own_TD: NDArray[np.float32], their_TD: NDArray[np.float32]) -> float:
+    """Kullback-Leibler, nats a token."""
+    own, theirs = log_probs(own_TD), log_probs(their_TD)
+    return float((own.exp() * (own - theirs)).sum(-1).mean())
+
+
+def wanted(package: Package, values_K: NDArray[np.float32], folder: Path) -> NDArray[np.float32]:
+    """What unmodified transformers computes."""
+    export_transformers(package, values_K, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return np.asarray(model(torch.from_numpy(IDS_T)[None]).logits[0].numpy())
+
+
+def opened(package: Package, values_K: NDArray[np.float32], folder: Path, kind: str) -> LlamaCpp:
+    export_gguf(package, values_K, folder, kind=kind)
+    return LlamaCpp(folder / GGUF_FILE, context=POSITIONS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_is_without_loss(family: str, tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", family)
+    values_K = variants(package, 2, scale=0.2)[1]
+    expected_TD = wanted(package, values_K, tmp_path / "reference")
+    with opened(package, values_K, tmp_path / "out", "f32") as peer:
+        assert divergence(expected_TD, peer.logits(IDS_T)) < (1e-6 if family in GELU else 1e-11)
+        ours = open_engine(package, LIGHT, threads=1).generate(
+            values_K, IDS_T[:8], TokenSampling(max_new_tokens=32)
+        )
+        assert peer.greedy(IDS_T[:8], 32) == list(ours)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_parameters": LLAMA3, "mlp_bias": True, "head_dim": 32}),
+        ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}),
+        ("gpt_neox", {"tie_word_embeddings": True, "use_parallel_residual": False}),
+        ("gemma3_text", {"tie_word_embeddings": False}),
+    ],
+)
+def test_settings_of_a_family_are_told(family: str, changes: dict[str, object], tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", family, changes=changes)
+    expected_TD = wanted(package, package.values(), tmp_path / "reference")
+    with opened(package, package.values(), tmp_path / "out", "f32") as peer:
+        assert divergence(expected_TD, peer.logits(IDS_T)) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "most"), [("f16", 1e-5), ("q8_0", 2e-3), ("q4_0", 0.05)])
+def test_a_type_costs_what_is_said_of_it(kind: str, most: float, tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", changes={"intermediate_size": 96})
+    values_K = variants(package, 2, scale=0.2)[1]
+    expected_TD = wanted(package, values_K, tmp_path / "reference")
+    base_TD = wanted(package, package.values(), tmp_path / "base")
+    with opened(package, values_K, tmp_path / "out", kind) as peer:
+        found = divergence(expected_TD, peer.logits(IDS_T))
+    assert found < most
+    assert found < 0.25 * divergence(expected_TD, base_TD)  # of what the personal values change
+
+
+@pytest.mark.parametrize("bytes_only", [True, False])
+def test_a_text_has_the_same_tokens(bytes_only: bool, tmp_path: Path) -> None:
+    data = tiny_tokenizer(VOCABULARY - 8).to_str().encode() if bytes_only else sentencepiece_tokenizer()
+    package = exported_package(tmp_path / "blobs", "llama", tokenizer=data)
+    own = package_tokenizer(package)
+    with opened(package, package.values(), tmp_path / "out", "f16") as peer:
+        for text in TEXTS:
+            assert peer.tokens(text) == own.prompt(text).tolist()
+        assert peer.chat_template() == TEMPLATE
+    own.close()
+
+
+def test_the_guides_python_block_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = exported_package(tmp_path / "blobs", "llama")
+    export_gguf(package, None, tmp_path / "mine-gguf", kind="q8_0")
+    page = Path(__file__).resolve().parents[3] / "docs/guide/elsewhere.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    exec(block.replace("mine-gguf", str(tmp_path / "mine-gguf")), {})
+    assert capsys.readouterr().out.strip()
