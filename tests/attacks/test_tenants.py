@@ -19,6 +19,7 @@ from permille_workers.runtime.child import attempt
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.tasks import TASKS
 from tests.api_service import Api, new_run_id, run_metrics, running_api
+from tests.federations import SMALL, make_site
 from tests.tiny_model import write_corpus, write_model
 
 SPY = "spy"
@@ -174,8 +175,11 @@ def test_what_another_tenant_has_answers_as_what_nobody_has(api: Api) -> None:
         "package": package.digest,
         "blob": package.manifest.layers[0].digest,
         "release": "theirs",
+        "fed": make_site(api, name="theirs", release="theirs").id,
     }
-    none = {name: f"{name}_{EXAMPLE_ULID}" for name in ("model", "corpus", "operator", "inv", "dev", "job")}
+    none = {
+        name: f"{name}_{EXAMPLE_ULID}" for name in ("model", "corpus", "operator", "inv", "dev", "job", "fed")
+    }
     none |= {
         "run": new_run_id(),
         "package": UNKNOWN_DIGEST,
@@ -205,6 +209,8 @@ def test_what_another_tenant_has_answers_as_what_nobody_has(api: Api) -> None:
         ("POST", "/v1/quantizations", {"model_id": "{model}", "evaluation_corpus_id": "{corpus}"}),
         ("POST", "/v1/builds", {"model_id": "{model}", "mask": mask}),
         ("POST", "/v1/preflights", {"kind": "mask", "request": {"model_id": "{model}", **mask}}),
+        *(("POST", f"/v1/federations/{{fed}}/{path}", {}) for path in _OF_FEDERATIONS),
+        ("POST", "/v1/federations", SMALL | {"release": "{release}"}),
         ("POST", "/v1/releases", {"name": "mine", "package_digest": "{package}"}),
         ("PUT", "/v1/releases/{release}/aliases/stable", {"version": 1}),
         ("POST", "/v1/releases/{release}/versions/1/yank", {"reason": "mine"}),
@@ -234,7 +240,14 @@ _READS = (
     "releases/{release}/versions/1",
     "releases/{release}/aliases/stable",
     "releases?name={release}",
+    "federations/{fed}",
+    "federations/{fed}/definition",
+    "federations/{fed}/history",
+    "federations/{fed}/rounds",
+    "federations/{fed}/rounds/0",
+    "federations/{fed}/rounds/0/record",
 )
+_OF_FEDERATIONS = ("start", "pause", "finish", "adoptions")
 _DELETES = (
     "models/{model}",
     "corpora/{corpus}",

@@ -11,6 +11,7 @@ import pytest
 from permille.schemas.access import Role
 from permille.store import access
 from tests.api_service import Api, new_run_id, run_metrics, running_api
+from tests.federations import SMALL, make_site
 
 pytestmark = pytest.mark.attack(13, "routes called by whom they are not for")
 
@@ -33,6 +34,8 @@ PARAMETERS = {
     "name": "tiny",
     "alias": "stable",
     "version": "1",
+    "federation_id": f"fed_{ULID}",
+    "number": "0",
     "file": "timestamp.json",
     "path": f"releases/tiny/{'0' * 64}.1.json",
 }
@@ -53,10 +56,16 @@ BODIES: dict[str, Any] = {
     "put_trust_metadata": {},
     "create_invitation": {"release": "tiny"},
     "create_run": {"run_id": "5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11", "metrics": run_metrics()},
+    "create_federation": SMALL,
+    "create_adoption": {"reason": "a pilot"},
     "create_tenant": {"name": "acme"},
     "create_token": {"name": "t", "role": "viewer"},
 }
-DEVICE_ONLY = {"get_own_device", "delete_own_device", "create_run", "put_run_log"}
+DEVICE_ONLY = {
+    *("get_own_device", "delete_own_device", "create_run", "put_run_log"),
+    *("list_own_federations", "put_membership", "delete_membership"),
+    *("create_round_invitation", "put_contribution", "delete_contribution"),
+}
 SHARED = {
     "resolve_alias",
     "get_trust_metadata",
@@ -67,7 +76,18 @@ SHARED = {
     "get_run",
     "delete_run",
     "delete_run_log",
+    "get_federation_definition",
+    "get_federation_history",
+    "get_round_record",
 }
+_BYTES = {
+    "put_run_log": "application/vnd.permille.log",
+    "put_contribution": "application/vnd.permille.contribution",
+}
+COLLECTIONS = (
+    *("corpora", "models", "jobs", "packages", "releases", "devices", "runs", "invitations"),
+    "federations",
+)
 ADMIN_ONLY = {
     *("create_tenant", "list_tenants", "create_token", "list_tokens", "delete_token"),
     *("put_trust_metadata", "rotate_trust_keys", "renew_trust_metadata"),
@@ -95,8 +115,8 @@ def private_operations(api: Api) -> list[tuple[str, str, str]]:
 
 def call(api: Api, name: str, method: str, path: str, token: str | None) -> Any:
     headers = api.auth(token) if token is not None else {}
-    if name == "put_run_log":
-        headers["Content-Type"] = "application/vnd.permille.log"
+    if name in _BYTES:
+        headers["Content-Type"] = _BYTES[name]
         return api.client.request(method, path, headers=headers, content=b"log")
     return api.client.request(method, path, headers=headers, json=BODIES.get(name))
 
@@ -158,6 +178,7 @@ def test_other_tenant_sees_nothing(api: Api) -> None:
     device = api.device()
     run_id = new_run_id()
     api.post("/v1/runs", {"run_id": run_id, "metrics": run_metrics()}, device.token())
+    federation = make_site(api).path
     stranger = api.operator(Role.ADMIN, tenant="stranger")
     blob = package.manifest.layers[0].digest
     paths = (
@@ -173,17 +194,35 @@ def test_other_tenant_sees_nothing(api: Api) -> None:
         "/v1/releases/tiny/aliases/stable",
         f"/v1/devices/{device.id}",
         f"/v1/runs/{run_id}",
+        federation,
+        f"{federation}/definition",
+        f"{federation}/history",
+        f"{federation}/rounds",
+        f"{federation}/rounds/0",
     )
     for path in paths:
         assert api.get(path, stranger).status_code == 404, path
         if not path.endswith("stream"):
             assert api.get(path).status_code == 200, path
-    for collection in ("corpora", "models", "jobs", "packages", "releases", "devices", "runs", "invitations"):
+    for collection in (
+        "corpora",
+        "models",
+        "jobs",
+        "packages",
+        "releases",
+        "devices",
+        "runs",
+        "invitations",
+        "federations",
+    ):
         assert api.get(f"/v1/{collection}", stranger).json()["items"] == [], collection
         assert api.get(f"/v1/{collection}").json()["items"], collection
     assert api.post(f"/v1/devices/{device.id}/revoke", None, stranger).status_code == 404
     assert api.post(f"/v1/jobs/{job['id']}/cancel", None, stranger).status_code == 404
     assert api.delete(f"/v1/runs/{run_id}", stranger).status_code == 404
+    for action in ("start", "pause", "finish", "adoptions"):
+        assert api.post(f"{federation}/{action}", {}, stranger).status_code == 404, action
+    assert api.post("/v1/federations", SMALL | {"name": "mine"}, stranger).status_code == 404
     assert api.post("/v1/masks", {"model_id": model["id"], "method": "random"}, stranger).status_code == 404
     body = {"name": "mine", "package_digest": package.digest}
     assert api.post("/v1/releases", body, stranger).status_code == 404

@@ -16,12 +16,12 @@ from permille.errors import InputError
 from permille_service.cli import fleet, inputs
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.jobs import jobs
+from permille_service.cli.federations import federations
 from permille_service.cli.output import make_output, print_json
 from permille_service.cli.session import Place
 from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
-from permille_service.cli.work import FIGURES, add_work
+from permille_service.cli.work import FIGURES, add_work, jobs
 from permille_service.settings import DEFAULT_PORT
 
 EXIT_HELP = (
@@ -166,6 +166,7 @@ app.add_typer(trust, name="trust")
 app.add_typer(fleet.invitations, name="invitations")
 app.add_typer(fleet.devices, name="devices")
 app.add_typer(fleet.runs, name="runs")
+app.add_typer(federations, name="federations")
 app.add_typer(fleet.tokens, name="tokens")
 app.add_typer(fleet.tenants, name="tenants")
 app.add_typer(fleet.audit, name="audit")

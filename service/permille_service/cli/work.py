@@ -1,4 +1,4 @@
-"""Commands of long work and of what it makes, all read off the description of each kind of job."""
+"""Commands of long work and of what it makes, read off the description of each kind of job; and of jobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,15 +8,17 @@ from typing import Annotated, Any, Final
 import typer
 
 from permille.files import write_atomic
-from permille.schemas.jobs import JobKind
+from permille.schemas.jobs import JobKind, JobState
 from permille.schemas.kinds import WORK, WorkKind
-from permille_service.cli.commands import Key, Wait, add_list, add_show, command
+from permille_service.cli.commands import Key, Rows, Wait, add_action, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.forms import form_of
 from permille_service.cli.output import watch
 from permille_service.cli.references import singular
 from permille_service.cli.session import Session
 from permille_service.cli.tables import figures_of, short
+
+jobs = typer.Typer(no_args_is_help=True, help="Long work: state, progress, events, cancel, retry.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ _VIEWS: Final[Mapping[JobKind, View]] = {
         then="permille releases publish NAME --package {} --alias stable",
     ),
 }
+_JOBS = ("id", "kind", "state", "progress.fraction", "progress.message", "created_at")
 FIGURES = ("name", "needed", "available", "enough", "explanation")
 
 
@@ -133,3 +136,36 @@ def _show_made(session: Session, job: Mapping[str, Any], view: View) -> None:
         return
     session.output.show({"job": job["id"], "made": job["result_id"]})
     session.output.say_next(view.then.format(short(job["result_id"])))
+
+
+@command(jobs, "list")
+def list_jobs(
+    session: Session,
+    state: Annotated[JobState | None, typer.Option(help="Only those in this state.")] = None,
+    kind: Annotated[JobKind | None, typer.Option(help="Only those of this kind.")] = None,
+    limit: Rows = 50,
+) -> None:
+    """List jobs, newest first."""
+    session.output.show(session.client.pages("/v1/jobs", limit=limit, state=state, kind=kind), _JOBS)
+
+
+add_show(jobs, "jobs")
+
+
+@command(jobs, "watch")
+def watch_job(session: Session, job: str) -> Any:
+    """Follow a job to its end with a progress bar. Exit code 1 when it does not succeed."""
+    return watch(session.client, session.output, session.id_of("jobs", job))
+
+
+@command(jobs, "events")
+def list_job_events(session: Session, job: str) -> None:
+    """List a job's events."""
+    path, found = f"/v1/jobs/{session.id_of('jobs', job)}/events", list[Any]()
+    while page := session.client.get(path, after=found[-1]["seq"] if found else 0, limit=200):
+        found += page
+    session.output.show(found, ("seq", "created_at", "kind", "data"))
+
+
+add_action(jobs, "jobs", "cancel", "Ask a job to stop.")
+add_action(jobs, "jobs", "retry", "Queue a job again that failed, died or was cancelled.")

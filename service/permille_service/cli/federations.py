@@ -1,0 +1,57 @@
+"""Commands of federations: defined, started, watched round by round, and adopted."""
+
+from typing import Annotated, Any
+
+import typer
+
+from permille.schemas.federations import AdoptionCreate, FederationCreate
+from permille_service.cli.commands import Key, Rows, add_action, add_list, add_show, command
+from permille_service.cli.forms import form_of
+from permille_service.cli.session import Session
+
+federations = typer.Typer(no_args_is_help=True, help="Rounds: many devices improve one state.")
+
+_FEDERATIONS = ("id", "name", "state", "release", "version", "number", "members", "adopted_round")
+_ROUNDS = (
+    *("number", "state", "opened_at", "deadline_at", "invited", "received", "counted"),
+    *("mean_gain", "gain_low", "reason"),
+)
+Federation = Annotated[str, typer.Argument(help="Its id, its beginning, or its name.")]
+
+
+@command(federations, "create", form=form_of(FederationCreate, "name"))
+def create_federation(session: Session, body: dict[str, Any], key: Key = None) -> None:
+    """Define a federation on a release. Its devices may join it once it is started.
+
+    Example:
+
+      permille federations create readers --release chat --rounds 50 --target 100 --minimum 30
+    """
+    session.output.show(session.client.post("/v1/federations", body, key=key))
+    session.output.say_next(f"permille federations start {body['name']}")
+
+
+add_list(federations, "federations", _FEDERATIONS)
+add_show(federations, "federations")
+add_action(federations, "federations", "start", "Let devices join and rounds begin, or go on after a pause.")
+add_action(federations, "federations", "pause", "Invite nobody more; the open round is the last for now.")
+add_action(federations, "federations", "finish", "End it for good, with what the open round has.")
+
+
+@command(federations, "rounds")
+def list_rounds(session: Session, federation: Federation, limit: Rows = 20) -> None:
+    """List the rounds of a federation, newest first."""
+    path = f"/v1/federations/{session.id_of('federations', federation)}/rounds"
+    session.output.show(session.client.pages(path, limit=limit), _ROUNDS)
+
+
+@command(federations, "adopt", form=form_of(AdoptionCreate))
+def adopt(session: Session, body: dict[str, Any], federation: Federation) -> Any:
+    """Have members' devices begin with a state, where its gain is sure, or for a reason.
+
+    Example:
+
+      permille federations adopt readers --round 12
+    """
+    path = f"/v1/federations/{session.id_of('federations', federation)}/adoptions"
+    return session.client.post(path, body)
