@@ -82,7 +82,12 @@ class LocalRound:
 
 
 def take_local_steps(
-    part: LocalRound, engine: LossEngine, batches: Callable[[int], Batch], folder: Path
+    part: LocalRound,
+    engine: LossEngine,
+    batches: Callable[[int], Batch],
+    folder: Path,
+    *,
+    before: Path | None = None,
 ) -> NDArray[np.int64]:
     """Take the steps of a round, or what is left of them; returns their integers, int64 [T, Q].
 
@@ -91,6 +96,8 @@ def take_local_steps(
         engine: of the package; for a sketch one that also differentiates backward.
         batches: the batch of each step of the history, of a sketch's each local step; a pure function.
         folder: of this round alone, where the steps are durable.
+        before: what Adam remembered after the device's last round, the file `MOMENTS` of that; it goes on
+            from there, which is worth more than beginning anew.
 
     Raises:
         InputError: the engine cannot do what the estimator needs.
@@ -99,7 +106,7 @@ def take_local_steps(
     descent, path = part.descent(), folder / JOURNAL
     with Journal.open(path) if path.exists() else Journal.create(path, descent.header) as journal:
         if descent.header.estimator is EstimatorKind.SKETCH:
-            steps: _Steps = _SketchedSteps(part, descent, journal, folder / MOMENTS)
+            steps: _Steps = _SketchedSteps(part, descent, journal, (folder / MOMENTS, before))
         else:
             steps = _Steps(part, descent, journal)
         while journal.next_step < part.definition.steps:
@@ -132,25 +139,22 @@ class _Steps:
 class _SketchedSteps(_Steps):
     """Steps along a gradient, as far as the groups of the history hold them.
 
-    What Adam remembers is durable before the journal is, so a kill leaves a record to append, or nothing.
+    What the groups do not hold is lost: to carry it over to the next step made the pooled loss worse. What
+    Adam remembers is durable before the journal is, so a kill leaves a record to append, or nothing.
     """
 
-    def __init__(self, part: LocalRound, descent: Descent, journal: Journal, path: Path) -> None:
+    def __init__(
+        self, part: LocalRound, descent: Descent, journal: Journal, paths: tuple[Path, Path | None]
+    ) -> None:
         super().__init__(part, descent, journal)
-        self._path = path
-        self._moments = self._load()
-        if self._moments.step == part.first_step + journal.next_step + 1:
-            self._append(self._moments.record())
-
-    def _load(self) -> Moments:
-        first = Moments.first(len(self._s_W), self._s_W)
-        try:
-            moments = Moments.from_bytes(self._path.read_bytes())
-        except FileNotFoundError:
-            return replace(first, step=self._part.first_step)
-        except (OSError, ValueError) as exc:
-            raise OperatorError(f"expected the moments of a round in {self._path}, got {exc}") from exc
-        return moments
+        self._path, before = paths
+        moments = _load_moments(self._path)
+        if moments is None:
+            known = None if before is None else _load_moments(before)
+            moments = replace(known or Moments.first(len(self._s_W), self._s_W), step=part.first_step)
+        if moments.step == part.first_step + journal.next_step + 1:
+            self._append(moments.record())
+        self._moments = moments
 
     def take(self, engine: LossEngine, batches: Callable[[int], Batch]) -> None:
         """Take the local steps of one step; durable on return."""
@@ -178,6 +182,15 @@ class _SketchedSteps(_Steps):
         )
         write_atomic(self._path, self._moments.to_bytes(), mode=0o600)
         self._append(record)
+
+
+def _load_moments(path: Path) -> Moments | None:
+    try:
+        return Moments.from_bytes(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:
+        raise OperatorError(f"expected the moments of a round in {path}, got {exc}") from exc
 
 
 def _bounded(record: StepRecord) -> StepRecord:

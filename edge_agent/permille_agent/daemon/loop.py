@@ -17,7 +17,10 @@ from typing import Any
 from permille.errors import InputError, PermilleError, RetryableError
 from permille_agent.daemon.policy import Machine, Policy, decide, may_continue, read_machine, read_policy
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
-from permille_agent.daemon.training_child import TrainingRequest, train_in_child
+from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest, train_in_child
+from permille_agent.federation.adopted import adopted_round
+from permille_agent.federation.exchange import exchange
+from permille_agent.federation.part import Part, waiting_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Connect, connect, open_api, require_enrolment
@@ -26,7 +29,7 @@ from permille_agent.link.report import collect_reports, deliver
 from permille_agent.link.verify import verify
 from permille_agent.state.choices import read_consent, read_references
 from permille_agent.state.home import Home, write_record
-from permille_agent.state.lock import LockedError, hold_lock
+from permille_agent.state.lock import LockedError, hold_lock, hold_rounds_lock
 from permille_agent.state.models import installed_release
 from permille_agent.training.engines import AUTO
 
@@ -40,6 +43,7 @@ LONGEST_PAUSE_S = 24 * 3600.0
 log = logging.getLogger("permille.agent")
 
 Train = Callable[[Home, TrainingRequest, Callable[[], bool]], str]
+TrainPart = Callable[[Home, RoundRequest, Callable[[], bool]], str]
 
 
 def _local_now() -> datetime:
@@ -52,6 +56,7 @@ class World:
 
     connection: Connect = connect
     train: Train = train_in_child
+    train_part: TrainPart = train_in_child
     machine: Callable[[], Machine] = read_machine
     now: Callable[[], datetime] = _local_now
     monotonic: Callable[[], float] = time.monotonic
@@ -74,6 +79,7 @@ class Daemon:
         self._stop = stop
         self._world = world or World()
         self._failed_polls = 0
+        self._next_exchange = 0.0
 
     def run(self) -> None:
         """Work until `stop` is set.
@@ -105,8 +111,9 @@ class Daemon:
         try:
             self._poll()
         finally:
-            if self.train_if_wanted():
-                self._poll()
+            for _ in range(2):  # a part of a round goes before a personal run
+                if self.train_if_wanted():
+                    self._poll()
 
     def poll(self) -> float:
         """Report and pull; errors are logged and kept for `status`. Returns seconds until the next poll."""
@@ -121,9 +128,12 @@ class Daemon:
         return POLL_S * (1.0 + self._world.rng.uniform(-JITTER, JITTER))
 
     def train_if_wanted(self) -> bool:
-        """Train where there is something new and the policy allows it; whether a run came to its end."""
-        wanted = self._wanted()
-        if wanted is None or self._stop.is_set():
+        """Train where there is something new and the policy allows it; whether a run came to its end.
+
+        A part of a round goes before a personal run.
+        """
+        part, wanted = self._waiting_part(), self._wanted()
+        if (part is None and wanted is None) or self._stop.is_set():
             return False
         try:
             policy = read_policy(self._home)
@@ -142,21 +152,55 @@ class Daemon:
         if reasons:
             log.debug("training waits: %s", "; ".join(reasons))
             return False
-        return self._train(policy, wanted)
+        if part is not None:
+            return self._take_part(policy, part)
+        return wanted is not None and self._train(policy, wanted)
 
     def _poll(self) -> None:
         api = open_api(self._home, connection=self._world.connection)
         enrolment, _ = require_enrolment(self._home)
-        with api.connection, hold_lock(self._home, "run"):
-            collect_reports(self._home)
-            delivered = deliver(self._home, api)
-            pulled = pull(self._home, api, enrolment, now_s=self._world.now().timestamp())
-            self._mend_packages(api)
+        with api.connection:
+            self._exchange(api)  # waits for no training, which holds the writers' lock
+            with hold_lock(self._home, "run"):
+                collect_reports(self._home)
+                delivered = deliver(self._home, api)
+                pulled = pull(self._home, api, enrolment, now_s=self._world.now().timestamp())
+                self._mend_packages(api)
         if delivered.sent or delivered.refused:
             log.info("reports: %d delivered, %d refused", delivered.sent, delivered.refused)
         if pulled.changed:
             log.info("installed %s version %d", pulled.release.name, pulled.release.version)
         self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
+
+    def _exchange(self, api: DeviceApi) -> None:
+        """Rounds, with the service: follow, send, accept."""
+        self._next_exchange = self._world.monotonic() + POLL_S
+        try:
+            with hold_rounds_lock(self._home):
+                done = exchange(self._home, api, has_text=bool(read_references(self._home)))
+        except LockedError as exc:
+            log.info("rounds wait: %s", exc)
+            return
+        if done.sent or done.invited:
+            log.info("rounds: %d contributions sent, %d invitations", done.sent, done.invited)
+
+    def exchange_meanwhile(self) -> bool:
+        """Exchange rounds while a training runs; whether a part of a round waits for it to end."""
+        if self._world.monotonic() >= self._next_exchange:
+            try:
+                api = open_api(self._home, connection=self._world.connection)
+                with api.connection:
+                    self._exchange(api)
+            except PermilleError as exc:
+                log.warning("rounds: %s: %s", type(exc).__name__, exc)
+        return self._waiting_part() is not None
+
+    def _waiting_part(self) -> Part | None:
+        try:
+            return waiting_part(self._home, self._world.now()) if read_references(self._home) else None
+        except PermilleError as exc:
+            log.warning("rounds: %s: %s", type(exc).__name__, exc)
+            return None
 
     def _mend_packages(self, api: DeviceApi) -> None:
         """Look for damage once a day, so that bits which flip on the disk do not wait for a use."""
@@ -176,7 +220,37 @@ class Daemon:
         if release is None or not paths:
             return None
         wanted = f"{release.manifest_digest} {data_fingerprint(paths)}"
+        if (adopted := adopted_round(self._home, release.manifest_digest)) is not None:
+            wanted = f"{wanted} {adopted.start}"
         return None if wanted == read_daemon_state(self._home).trained else wanted
+
+    def _take_part(self, policy: Policy, part: Part) -> bool:
+        """Train a part of a round; whether it came to its end, to be sent."""
+        membership, number = part.membership, int(part.path.name)
+        request = RoundRequest(
+            federation=membership.path.name,
+            number=number,
+            data_paths=read_references(self._home),
+            engine=self._engine,
+        )
+        log.info("round %d of %s starts", number, membership.path.name[:12])
+        meter = _Meter(self, policy, lambda: part.path.is_dir())
+        try:
+            outcome = self._world.train_part(self._home, request, meter.keep_going)
+        except LockedError as exc:
+            log.info("the round waits: %s", exc)
+            return False
+        except PermilleError as exc:
+            if isinstance(exc, RetryableError):
+                self._put_off(exc)
+            else:
+                log.warning("round %d: `permille-agent federations status` says why it failed", number)
+                membership.end(number, f"failed: {exc}")
+            return False
+        finally:
+            meter.charge()
+        log.info("round %d ended: %s", number, outcome)
+        return outcome == READY
 
     def _train(self, policy: Policy, wanted: str) -> bool:
         consent = read_consent(self._home)
@@ -188,7 +262,7 @@ class Daemon:
             engine=self._engine,
         )
         log.info("training starts: %d data references, %g minutes", len(request.data_paths), request.minutes)
-        meter = _Meter(self, policy)
+        meter = _Meter(self, policy, lambda: not self.exchange_meanwhile())
         try:
             outcome = self._world.train(self._home, request, meter.keep_going)
         except LockedError as exc:
@@ -211,13 +285,17 @@ class Daemon:
         # What is wrong with the user's files names them: that is for `status`, not for the system's log.
         told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
         log.warning("training: %s: %s", type(error).__name__, told)
+        if isinstance(error, RetryableError):
+            self._put_off(error)
+        else:
+            self._note(trained=wanted, failures=0, not_before=0.0, training_error=_words(error))
+
+    def _put_off(self, error: PermilleError) -> None:
+        """Try again later, each time later."""
         failures = read_daemon_state(self._home).failures + 1
         pause_s = min(LONGEST_PAUSE_S, RETRY_TRAINING_S * 2.0 ** (failures - 1))
-        self._note(training_error=f"{type(error).__name__}: {error}"[:500])
-        if isinstance(error, RetryableError):
-            self._note(failures=failures, not_before=self._world.now().timestamp() + pause_s)
-        else:
-            self._note(trained=wanted, failures=0, not_before=0.0)
+        until = self._world.now().timestamp() + pause_s
+        self._note(failures=failures, not_before=until, training_error=_words(error))
 
     def _pause_after(self, error: PermilleError) -> float:
         pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))
@@ -252,14 +330,23 @@ class Daemon:
         write_record(self._home.daemon, replace(state, **changes))
 
 
+def _words(error: PermilleError) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
 class _Meter:
-    """Counts the time of one training, in pieces, so that a kill loses at most one piece of the count."""
+    """Counts the time of one training, in pieces, so that a kill loses at most one piece of the count.
+
+    Args:
+        wanted: asked each time: whether nothing else speaks against going on.
+    """
 
     PIECE_S = 10.0
 
-    def __init__(self, daemon: Daemon, policy: Policy) -> None:
+    def __init__(self, daemon: Daemon, policy: Policy, wanted: Callable[[], bool]) -> None:
         self._daemon = daemon
         self._policy = policy
+        self._wanted = wanted
         self._since = daemon.monotonic()
 
     def keep_going(self) -> bool:
@@ -267,7 +354,7 @@ class _Meter:
         if self._daemon.monotonic() - self._since >= self.PIECE_S and self.charge() >= self._limit_s():
             log.info("training stops: the minutes of today are used")
             return False
-        return self._daemon.may_go_on(self._policy)
+        return self._daemon.may_go_on(self._policy) and self._wanted()
 
     def charge(self) -> float:
         """Write down what was used since the last time; returns the seconds of today."""

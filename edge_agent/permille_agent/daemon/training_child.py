@@ -21,6 +21,7 @@ from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.training.engines import AUTO, EngineChoice
 
 STOP_GRACE_S = 300.0
+READY = "ready"
 CHECK_EVERY_S = 1.0
 _ERRORS: Mapping[str, type[PermilleError]] = {
     "LockedError": LockedError,
@@ -42,11 +43,22 @@ class TrainingRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRequest:
+    """What the daemon asks for in a round; `federation` is its folder's name."""
+
+    federation: str
+    number: int
+    data_paths: tuple[Path, ...]
+    engine: str = AUTO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The line that the child reads."""
+    """The line that the child reads: a personal run, or a part of a round."""
 
     home: Path
-    request: TrainingRequest
+    request: TrainingRequest | None = None
+    round: RoundRequest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +71,11 @@ class _Answer:
     message: str = ""
 
 
-def train_in_child(home: Home, request: TrainingRequest, keep_going: Callable[[], bool]) -> str:
-    """Train in a child; returns how the run ended (`permille.schemas.runs.Outcome`).
+def train_in_child(
+    home: Home, request: TrainingRequest | RoundRequest, keep_going: Callable[[], bool]
+) -> str:
+    """Train in a child; returns how the run ended (`permille.schemas.runs.Outcome`), of a part of a round
+    `READY` where it came to its end.
 
     Args:
         home: the home folder.
@@ -72,7 +87,11 @@ def train_in_child(home: Home, request: TrainingRequest, keep_going: Callable[[]
         RetryableError: the child died without an answer.
     """
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
-    line = json.dumps(as_json(_Order(home=home.root, request=request))) + "\n"
+    if isinstance(request, RoundRequest):
+        order = _Order(home=home.root, round=request)
+    else:
+        order = _Order(home=home.root, request=request)
+    line = json.dumps(as_json(order)) + "\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         answer = _supervise(child, line, keep_going)
     if child.returncode != 0 or not answer:
@@ -101,11 +120,32 @@ def run_child(stdin: TextIO, stdout: TextIO) -> int:
 
 
 def _train(order: _Order, stop: threading.Event) -> str:
+    home = open_home(order.home)
+    if order.round is not None:
+        return _train_part(home, order.round, stop)
+    if order.request is not None:
+        return _train_personal(home, order.request, stop)
+    raise InputError("expected a run or a part of a round, got neither")
+
+
+def _train_part(home: Home, request: RoundRequest, stop: threading.Event) -> str:
+    from permille_agent.federation.part import find_part, train_part
+    from permille_agent.link.enrolment import require_enrolment
+    from permille_agent.training.options import RunContext
+    from permille_agent.training.progress import LiveProgress
+
+    _, identity = require_enrolment(home)
+    with hold_lock(home, "run"), LiveProgress(home) as progress:
+        context = RunContext(stop=stop, progress=progress, engine_of=EngineChoice(name=request.engine))
+        part = find_part(home, request.federation, request.number)
+        return READY if train_part(home, part, request.data_paths, identity, context) else "interrupted"
+
+
+def _train_personal(home: Home, request: TrainingRequest, stop: threading.Event) -> str:
     from permille_agent.training.options import DEFAULT_ESTIMATOR, RunContext, TrainOptions
     from permille_agent.training.progress import LiveProgress
     from permille_agent.training.train import run_training
 
-    home, request = open_home(order.home), order.request
     with hold_lock(home, "run"), LiveProgress(home) as progress:
         context = RunContext(
             share_log=request.share_log,

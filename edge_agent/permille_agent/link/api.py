@@ -25,13 +25,15 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from permille import __version__
 from permille.errors import OperatorError
+from permille.federation.contribution import Contribution, encode_contribution
 from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas import devices, releases, runs
+from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE, FederationOffer, RoundInvitation
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille_agent.link.client import (
     AccessRefusedError,
@@ -45,6 +47,10 @@ from permille_agent.state.home import Home
 Model = TypeVar("Model", bound=BaseModel)
 
 TOKEN_MARGIN_S = 60.0
+
+
+class _Offers(RootModel[list[FederationOffer]]):
+    """The federations of an answer."""
 
 
 class Identity:
@@ -61,6 +67,10 @@ class Identity:
     def sign_enrolment(self, invitation: str) -> str:
         """base64url signature that proves this key to whoever gave the invitation."""
         return encode_bytes(self._key.sign(devices.enrolment_message(invitation, self.public_key)))
+
+    def sign_contribution(self, contribution: Contribution) -> bytes:
+        """The bytes of this device's part of a round, signed."""
+        return encode_contribution(contribution, self._key)
 
     def sign_nonce(self, device_id: str, nonce: str) -> str:
         """base64url signature that buys a token."""
@@ -212,6 +222,37 @@ class DeviceApi:
     def delete_log(self, run_id: str) -> None:
         """Have an uploaded log deleted."""
         self._call("DELETE", f"/v1/runs/{run_id}/log")
+
+    def federations(self) -> list[FederationOffer]:
+        """What this device may join or is a member of. Nobody signed this."""
+        return _parse(_Offers, self._call("GET", "/v1/device/federations")).root
+
+    def join_federation(self, federation_id: str) -> None:
+        """Say that the user has joined; saying it again changes nothing."""
+        self._call("PUT", f"/v1/federations/{federation_id}/membership")
+
+    def leave_federation(self, federation_id: str) -> None:
+        """Say that the user has left; what was sent to the open round is withdrawn."""
+        self._call("DELETE", f"/v1/federations/{federation_id}/membership")
+
+    def federation_history(
+        self, federation_id: str, *, after: int, until: int | None, limit_bytes: int
+    ) -> bytes:
+        """What follows a round, to the newest or to another one; the caller verifies it."""
+        query = f"?after={after}" + ("" if until is None else f"&until={until}")
+        path = f"/v1/federations/{federation_id}/history{query}"
+        return self._call("GET", path, limit_bytes=limit_bytes)
+
+    def round_invitation(self, federation_id: str) -> RoundInvitation | None:
+        """Ask for a part of the open round; None where this device has none."""
+        answer = self._call("POST", f"/v1/federations/{federation_id}/invitations")
+        return _parse(RoundInvitation, answer) if answer else None
+
+    def contribute(self, federation_id: str, number: int, contribution: bytes) -> None:
+        """Send a part of a round; the same bytes may be sent again. Only ever called with consent."""
+        headers = {"content-type": CONTRIBUTION_MEDIA_TYPE}
+        path = f"/v1/federations/{federation_id}/rounds/{number}/contribution"
+        self._call("PUT", path, body=contribution, headers=headers)
 
     def forget_token(self) -> None:
         """Sign in again before the next call."""

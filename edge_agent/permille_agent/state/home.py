@@ -29,6 +29,7 @@ _REMEDIES = {
     "decisions.json": "move it away: decisions are counted anew",
     "consent.json": "`permille-agent share-log off` writes it anew",
     "daemon.json": "move it away: the daemon begins another",
+    "joined.json": "`permille-agent federations join` or `leave` writes it anew",
 }
 
 Record = TypeVar("Record")
@@ -59,6 +60,7 @@ class Home:
     blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
     partial = _Below("partial")  # downloads that are not complete yet
     runs = _Below("runs")  # one folder a training run
+    federations = _Below("federations")  # one folder a federation: the user's choice, history, rounds
     current = _Below("current.json")  # the active model, and what was active before
     data = _Below("data.json")  # references to the user's files; the files stay where they are
     decisions = _Below("decisions.json")  # how many decisions this device has made
@@ -69,6 +71,7 @@ class Home:
     reports = _Below("reports")  # reports that wait for the server, and receipts of those that were sent
     lock = _Below("agent.lock")  # the one lock of all writers
     daemon_lock = _Below("daemon.lock")  # held by the one daemon of this folder
+    rounds_lock = _Below("rounds.lock")  # held by who exchanges rounds with the service
 
 
 def open_home(root: Path) -> Home:

@@ -55,6 +55,17 @@ def hold_daemon_lock(home: Home) -> Iterator[None]:
 
 
 @contextmanager
+def hold_rounds_lock(home: Home, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock of who exchanges rounds with the service; a training does not keep it from anyone.
+
+    Raises:
+        LockedError: another process exchanges rounds.
+    """
+    with _hold(home.rounds_lock, "federations", wait_s):
+        yield
+
+
+@contextmanager
 def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
     lock = FileLock(path, mode=0o600, thread_local=False, is_singleton=True, fallback_to_soft=False)
     try:

@@ -167,7 +167,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
         pooled=incumbent.model.run is None and run.package.manifest.has_layer(Role.POOLED),
     )
-    if selected.step == 0:
+    if selected.step == 0 and not run.judges_start:
         return decision
     judges = [values(run.w_base_K, s_K, exponent) for s_K in selected.judges or (selected.s_K,)]
     personal = _losses(run, "personal", judges.__getitem__)

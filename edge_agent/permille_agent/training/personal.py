@@ -20,6 +20,8 @@ from permille.zo.log import encode_canonical
 from permille.zo.packed_state import decode_state, pooled_state
 from permille.zo.records import StepRecord, coefficients_of
 from permille.zo.replay import replay
+from permille_agent.federation.adopted import START as FEDERATION_START
+from permille_agent.federation.adopted import adopted_round, adopted_state
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active, active_model
 from permille_agent.text.preparation import Prepared
@@ -34,6 +36,7 @@ from permille_agent.training.run import (
     RunFolder,
     StartState,
     find_run,
+    list_runs,
 )
 
 
@@ -108,16 +111,20 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     Raises:
         InputError: the pooled state was asked for where there is none, or by a run that cannot begin there.
     """
-    carries = package.manifest.has_layer(Role.POOLED)
-    if options.start is Start.POOLED and not carries:
-        raise InputError("expected an installed package that carries a pooled state, this one has none")
+    adopted = adopted_round(home, package.digest)
+    pooled = POOLED_START if package.manifest.has_layer(Role.POOLED) else None
+    if adopted is not None:
+        pooled = adopted.start
+    if options.start is Start.POOLED and pooled is None:
+        raise InputError("expected a package that carries a pooled state, or a federation's adopted round")
     if options.start is Start.POOLED and options.has_log:
         raise InputError("expected steps along the gradient from a pooled state: leave --estimator out")
     if options.start is Start.BASE or options.has_log:
         return None
-    pooled = POOLED_START if carries else None
     active = active_model(home) if options.start is Start.ACTIVE else None
     if active is None or active.run is None or not _has_values_of(package, active.package):
+        return pooled
+    if adopted is not None and _is_untried(home, package, prepared, options, adopted.start):
         return pooled
     # What knows the text that judges is not gone on from: little text judges and trains.
     folder = find_run(home, active.run)
@@ -127,6 +134,15 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     known = folder.require("run", BegunRun).definition
     same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=known.start)
     return known.start if known == same else active.run
+
+
+def _is_untried(home: Home, package: Package, prepared: Prepared, options: TrainOptions, start: str) -> bool:
+    """Whether no run has come to its end from this start, or this very one has or will."""
+    same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=start)
+    if (home.runs / same.name()).is_dir():
+        return True
+    begun = (run.load("run", BegunRun) for run in list_runs(home) if run.load("decision", Decision))
+    return all(run is None or run.definition.start != start for run in begun)
 
 
 def start_state(home: Home, package: Package, start: str | None) -> StartState | None:
@@ -139,6 +155,9 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
         return None
     if start == POOLED_START:
         return pooled_start(package)
+    if start.startswith(FEDERATION_START):
+        s_K, exponent = adopted_state(home, package, start)
+        return StartState(s_K=s_K, step_unit_exponent=exponent, is_candidate=True)
     digest = find_run(home, start).require("run", BegunRun).definition.package
     of = package if digest == package.digest else Package.open(package.blobs, digest)
     return personal_state(home, start, of)

@@ -319,10 +319,15 @@ class RunClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StartState:
-    """A state to go on from, on its own unit."""
+    """A state to go on from, on its own unit.
+
+    Attributes:
+        is_candidate: nobody has judged it on this device yet: alone it may be what the run ends with.
+    """
 
     s_K: NDArray[np.int64]
     step_unit_exponent: int
+    is_candidate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +349,11 @@ class Run:
     options: TrainOptions
     progress: RunProgress = SILENT
     start: StartState | None = None
+
+    @property
+    def judges_start(self) -> bool:
+        """Whether the state that the run began from is judged where no step was better."""
+        return self.start is not None and self.start.is_candidate and not self.prepared.stages
 
     def first_values(self) -> NDArray[np.float32]:
         """Compute the sparse values that the first step begins from, float32 [k]."""

@@ -290,7 +290,7 @@ class _DescentLoop:
             loss = finite_or_none(mean_loss(run.engine, values_K, run.prepared.select))
         evaluation = Evaluation(step, loss, run.clock.seconds())
         self._evaluations.append(evaluation)
-        if step and best_of(self._evaluations) is evaluation:
+        if (step or run.judges_start) and best_of(self._evaluations) is evaluation:
             steps.keep()
         run.folder.append_evaluation(self._number, evaluation)
         run.clock.store()

@@ -1,0 +1,232 @@
+"""What this device and its service tell each other about rounds: one pass, for the daemon and for scripts.
+
+    leave where the user left -> follow the history -> send what is ready -> accept an invitation
+
+It needs no writers' lock, so a training keeps no round waiting. Each step is durable or may be done again: a
+pass that is killed anywhere is followed by one that sends the same bytes.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from permille.errors import InputError, PackageError
+from permille.federation.catch_up import caught_up, pack_state
+from permille.federation.definition import MAX_BYTES, Definition
+from permille.federation.rounds import History
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille.schemas.federations import FederationOffer, FederationState
+from permille.trust.roles import federation_path
+from permille.zo.exponents import Exponents, exponents_of
+from permille_agent.federation.adopted import AdoptedRound, keep_adopted, kept_round
+from permille_agent.federation.history import max_bytes, update_history
+from permille_agent.federation.membership import (
+    Membership,
+    erase_left,
+    memberships,
+    read_definition,
+)
+from permille_agent.federation.part import Invited, Part, begin_part, parts
+from permille_agent.link.api import DeviceApi
+from permille_agent.link.client import RequestRefusedError
+from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.trust import TrustedReleases
+from permille_agent.state.home import Home
+from permille_agent.state.models import installed_release
+
+log = logging.getLogger("permille.agent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """What one pass did: contributions that the service took, and invitations accepted."""
+
+    sent: int = 0
+    invited: int = 0
+
+
+def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, digest: str) -> Definition:
+    """Read the definition that is signed under this digest; nothing else is believed.
+
+    Raises:
+        PackageError: `release-unlisted`: it is not signed; `trust-*` or `round-definition`.
+    """
+    trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
+    target = trusted.find(federation_path(digest))
+    if target is None:
+        raise PackageError(
+            "release-unlisted",
+            f"expected the federation {digest} among what is signed: it ended, or never was",
+        )
+    if target.length > MAX_BYTES:
+        raise PackageError("round-definition", f"expected at most {MAX_BYTES} bytes, got {target.length}")
+    part = home.partial / f"{digest.removeprefix('sha256:')}.federation"
+    trusted.download(target, part)
+    try:
+        return read_definition(part.read_bytes(), digest)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def exchange(home: Home, api: DeviceApi, *, has_text: bool) -> Exchanged:
+    """Do one pass over all federations of this device; the caller holds the rounds' lock.
+
+    One federation's trouble is noted in its standing and keeps no other one waiting.
+
+    Args:
+        has_text: whether there is text to train on; without it no invitation is asked for.
+
+    Raises:
+        RetryableError, OperatorError: the service cannot be reached or refuses this device.
+    """
+    known = memberships(home)
+    if not known:
+        return Exchanged()
+    offers = {offer.definition_digest: offer for offer in api.federations()}
+    done = Exchanged()
+    for membership in known:
+        try:
+            one = _Exchange(home, api, membership, has_text=has_text)
+            found = one.run(offers.get(membership.digest))
+            done = Exchanged(sent=done.sent + found.sent, invited=done.invited + found.invited)
+        except (InputError, PackageError) as exc:
+            log.warning("federation %s: %s", membership.path.name[:12], exc)
+            membership.note(replace(membership.standing(), waiting_for=str(exc)[:500]))
+    return done
+
+
+class _Exchange:
+    """One pass over one federation."""
+
+    def __init__(self, home: Home, api: DeviceApi, membership: Membership, *, has_text: bool) -> None:
+        self._has_text = has_text
+        self._home = home
+        self._api = api
+        self._membership = membership
+        self._choice = membership.choice()
+
+    def run(self, offer: FederationOffer | None) -> Exchanged:
+        if not self._choice.joined:
+            self._tell_leaving()
+            return Exchanged()
+        definition = self._membership.definition()
+        package = self._package(definition)
+        if package is None:
+            return self._wait("another package is installed than that of the federation")
+        if offer is None:
+            return self._wait("the service offers it no longer")
+        if not offer.member:
+            self._api.join_federation(self._choice.federation_id)
+        if not (offer.member and self._choice.told):
+            self._membership.choose(lambda now: replace(now, told=now.joined))
+        exponents = exponents_of(package)
+        history = self._follow(definition, exponents)
+        self._adopt(offer, history, definition)
+        sent = self._send(history.number)
+        waiting = "" if self._has_text else "there is no text: `permille-agent data add`"
+        if offer.state is not FederationState.RUNNING:
+            waiting = f"it is {offer.state.value}"
+        self._note(number=history.number, waiting_for=waiting)
+        return Exchanged(sent=sent, invited=0 if waiting else self._accept(history))
+
+    def _wait(self, reason: str) -> Exchanged:
+        self._note(waiting_for=reason)
+        return Exchanged()
+
+    def _note(self, **changes: Any) -> None:
+        self._membership.note(replace(self._membership.standing(), **changes))
+
+    def _tell_leaving(self) -> None:
+        if self._choice.told:
+            return
+        erase_left(self._membership)
+        try:
+            self._api.leave_federation(self._choice.federation_id)
+        except RequestRefusedError as exc:
+            if exc.status not in (404, 410):
+                raise
+        # Only this very choice was told: the user may have joined again meanwhile.
+        said = self._choice
+        self._membership.choose(lambda now: replace(now, told=True) if now == said else now)
+
+    def _package(self, definition: Definition) -> Package | None:
+        release = installed_release(self._home)
+        if release is None or release.manifest_digest != definition.log.package_digest:
+            return None
+        return Package.open(BlobFolder(self._home.blobs), release.manifest_digest)
+
+    def _follow(self, definition: Definition, exponents: Exponents | None) -> History:
+        fetch = partial(self._fetch, None)
+        return update_history(self._membership, definition, exponents, fetch)
+
+    def _fetch(self, until: int | None, after: int, limit_bytes: int) -> bytes:
+        federation_id = self._choice.federation_id
+        return self._api.federation_history(federation_id, after=after, until=until, limit_bytes=limit_bytes)
+
+    def _adopt(self, offer: FederationOffer, history: History, definition: Definition) -> None:
+        """Keep the state that was adopted as the start of trainings to come."""
+        wanted = offer.adopted_round
+        if wanted is None or wanted == kept_round(self._membership.path):
+            return
+        if history.number != wanted:
+            limit = max_bytes(definition)
+            begin = History.begin(definition, history.exponents)
+            history = caught_up(begin, self._fetch(wanted, 0, limit), max_bytes=limit)
+        if history.number != wanted:
+            raise PackageError(
+                "round-chain", f"expected the state after {wanted} rounds, got {history.number}"
+            )
+        package = definition.log.package_digest
+        adopted = AdoptedRound(round=wanted, package=package, state_digest=history.digest)
+        keep_adopted(self._membership.path, adopted, pack_state(definition, history.s_W))
+        self._note(adopted_round=wanted)
+
+    def _send(self, number: int) -> int:
+        """Send what is ready, and drop what is over."""
+        sent = 0
+        for part in parts(self._membership):
+            invited = part.invited()
+            if invited is None or not self._membership.agrees(invited.withdrawals):
+                part.erase()
+                continue
+            ended = self._membership.has_ended(invited.number)
+            if invited.number < number:
+                if not ended:
+                    self._membership.end(invited.number, "late")
+                part.erase()
+            elif not ended and part.contribution.exists():
+                sent += self._send_one(part, invited.number)
+        return sent
+
+    def _send_one(self, part: Part, number: int) -> int:
+        outcome = "sent"
+        try:
+            self._api.contribute(self._choice.federation_id, number, part.contribution.read_bytes())
+        except RequestRefusedError as exc:
+            outcome = "late" if exc.problem == "round-closed" else f"refused: {exc}"
+        self._membership.end(number, outcome)
+        return int(outcome == "sent")
+
+    def _accept(self, history: History) -> int:
+        """Ask for a part of the open round, unless this device has one or had one."""
+        if self._membership.has_ended(history.number) or parts(self._membership):
+            return 0
+        invitation = self._api.round_invitation(self._choice.federation_id)
+        if invitation is None:
+            return 0
+        found = (invitation.round, invitation.start_digest)
+        if found != (history.number, history.digest):
+            return 0  # a round was closed just now: the next pass follows it
+        begin_part(
+            self._membership,
+            Invited(
+                number=invitation.round,
+                lane=invitation.lane,
+                deadline=invitation.deadline_at,
+                start_digest=invitation.start_digest,
+                withdrawals=self._choice.withdrawals,
+            ),
+        )
+        return 1

@@ -1,0 +1,217 @@
+"""Which federations the user joined on this device, and what the device keeps of each.
+
+Below `federations/<digits of the definition's digest>/`:
+
+    joined.json          the user's choice, and how often it was taken back
+    definition.json      the signed definition (FORMAT 13.1)
+    history.bin          the pooled state, its chain and the signed head that names both (FORMAT 13.5)
+    standing.json        what the service said last, and what became of the device's parts
+    steps.moments        what Adam remembers after the device's last round
+    adopted.*            the state that trainings begin from (`adopted.py`)
+    rounds/<n>/          the device's part of a round (`part.py`)
+
+Nothing that a service sends joins: only `join` does, which the user calls. A contribution is made under one
+number of withdrawals and is not sent under another, so a choice counts at once, whatever is under way.
+"""
+
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from filelock import FileLock
+
+from permille.digests import digest_of
+from permille.errors import InputError, OperatorError, PackageError
+from permille.federation.definition import MAX_BYTES, Definition
+from permille.files import fsync_folder, write_atomic
+from permille_agent.state.home import Home, overwrite_record, read_record, write_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What `joined.json` holds.
+
+    Attributes:
+        federation_id: by which the service knows it.
+        joined: what the user chose last.
+        withdrawals: how often the user left.
+        told: whether the service knows of it.
+    """
+
+    federation_id: str
+    name: str
+    joined: bool = True
+    withdrawals: int = 0
+    told: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What `standing.json` holds: what the exchange with the service has led to.
+
+    Attributes:
+        number: rounds done, as far as this device has followed.
+        sent: contributions that the service took.
+        last_round: the device's last part.
+        last: what became of it: sent, late, refused or failed.
+        waiting_for: why the device takes no part now.
+    """
+
+    number: int = 0
+    sent: int = 0
+    last_round: int | None = None
+    last: str = ""
+    adopted_round: int | None = None
+    waiting_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One federation's folder. Make it with `memberships`, `named` or `join`."""
+
+    path: Path
+
+    @property
+    def digest(self) -> str:
+        """Digest of the definition: the federation's name."""
+        return f"sha256:{self.path.name}"
+
+    @property
+    def history(self) -> Path:
+        """Where the pooled state is kept, with the head that names it."""
+        return self.path / "history.bin"
+
+    @property
+    def moments(self) -> Path:
+        """What Adam remembers after the device's last round."""
+        return self.path / "steps.moments"
+
+    def choice(self) -> Joined:
+        """Read the user's choice; without a readable one there is none to join.
+
+        Raises:
+            OperatorError: the file is gone or damaged.
+        """
+        found = read_record(self.path / "joined.json", Joined)
+        if found is None:
+            raise OperatorError(f"expected joined.json in {self.path}, found none")
+        return found
+
+    def definition(self) -> Definition:
+        """Read the definition that was signed.
+
+        Raises:
+            PackageError: `round-definition`: the file is damaged or gone.
+        """
+        try:
+            with (self.path / "definition.json").open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as exc:
+            raise PackageError("round-definition", f"expected a definition in {self.path}: {exc}") from exc
+        return read_definition(data, self.digest)
+
+    def standing(self) -> Standing:
+        """Read what the exchange has led to."""
+        return read_record(self.path / "standing.json", Standing) or Standing()
+
+    def note(self, standing: Standing) -> None:
+        """Write it, where it changed."""
+        if standing != self.standing():
+            write_record(self.path / "standing.json", standing)
+
+    def end(self, number: int, outcome: str) -> None:
+        """Note what became of the device's part of a round; it has no other part of it."""
+        standing = self.standing()
+        sent = standing.sent + (outcome == "sent")
+        self.note(replace(standing, last_round=number, last=outcome[:500], sent=sent))
+
+    def has_ended(self, number: int) -> bool:
+        """Whether the device's part of a round is over."""
+        standing = self.standing()
+        return standing.last_round is not None and standing.last_round >= number
+
+    def agrees(self, withdrawals: int) -> bool:
+        """Whether the user is a member under this number of withdrawals, now."""
+        choice = self.choice()
+        return choice.joined and choice.withdrawals == withdrawals
+
+    def choose(self, change: Callable[[Joined], Joined]) -> Joined:
+        """Change the user's choice, durably, against whoever changes it at the same time."""
+        with FileLock(self.path / "joined.lock", timeout=10.0, mode=0o600):
+            chosen = change(self.choice())
+            overwrite_record(self.path / "joined.json", chosen)
+        return chosen
+
+
+def memberships(home: Home) -> list[Membership]:
+    """List all federations that this device joined or left, by digest."""
+    return [Membership(path.parent) for path in sorted(home.federations.glob("*/joined.json"))]
+
+
+def named(home: Home, name: str) -> Membership:
+    """Find the one federation that a user names, by its name or how its digest begins.
+
+    Raises:
+        InputError: there is none, or more than one.
+    """
+    found = [each for each in memberships(home) if _is_named(each, name)]
+    if not name or len(found) != 1:
+        raise InputError(
+            f"expected a federation that this device joined, got {len(found)} named {name!r:.60}"
+        )
+    return found[0]
+
+
+def read_definition(data: bytes, digest: str) -> Definition:
+    """Read a definition of this digest.
+
+    Raises:
+        PackageError: `round-definition`: no definition, or another.
+    """
+    if (got := digest_of(data)) != digest:
+        raise PackageError("round-definition", f"expected the definition {digest}, got {got}")
+    return Definition.from_bytes(data)
+
+
+def join(home: Home, definition: Definition, *, federation_id: str, name: str) -> Membership:
+    """Make this device a member by the user's choice; durable on return. The service is told later."""
+    membership = Membership(home.federations / definition.digest.removeprefix("sha256:"))
+    membership.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fsync_folder(home.federations)
+    write_atomic(membership.path / "definition.json", definition.to_bytes(), mode=0o600)
+    chosen = Joined(federation_id=federation_id, name=name)
+    with FileLock(membership.path / "joined.lock", timeout=10.0, mode=0o600):
+        try:
+            known = read_record(membership.path / "joined.json", Joined)
+            withdrawals = 0 if known is None else known.withdrawals
+        except OperatorError:
+            withdrawals = secrets.randbits(48)  # a number that nothing was agreed under
+        write_record(membership.path / "joined.json", replace(chosen, withdrawals=withdrawals))
+    return membership
+
+
+def leave(membership: Membership) -> None:
+    """Take the choice back, durably, and erase all but that; the service is told later."""
+    membership.choose(
+        lambda known: replace(known, joined=False, told=False, withdrawals=known.withdrawals + 1)
+    )
+    erase_left(membership)
+
+
+def erase_left(membership: Membership) -> None:
+    """Erase what is kept of a federation that the user left."""
+    for path in membership.path.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)  # a part that ends just now writes there
+        elif path.name not in ("joined.json", "joined.lock"):
+            path.unlink(missing_ok=True)
+
+
+def _is_named(membership: Membership, name: str) -> bool:
+    try:
+        known = membership.choice().name
+    except OperatorError:  # damaged; its folder still has a name
+        known = ""
+    return name == known or membership.path.name.startswith(name.removeprefix("sha256:"))

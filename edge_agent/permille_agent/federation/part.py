@@ -1,0 +1,269 @@
+"""The device's part of one round: its durable files, and the work, as the daemon's child does it.
+
+Below `federations/<digits>/rounds/<n>/`:
+
+    round.json           the invitation, and the consent that it was accepted under
+    text.json            which rows train it, and by which engine
+    gain.json            what the pooled state takes off the base's loss on text that no round trains on
+    steps.journal        its steps (permille.federation.local), with what Adam remembers beside them
+    contribution.bin     what is sent, signed: once it is there, it is never made again
+
+A result is a function of what is durable before it, so a part that is killed anywhere ends with the same
+bytes. Rows that judge or select a personal model train no round: the text is divided as for a personal run.
+"""
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from permille.engines.interface import Engine
+from permille.errors import InputError, OperatorError
+from permille.federation.contribution import Contribution
+from permille.federation.definition import GAIN_NATS, Definition
+from permille.federation.local import MOMENTS, LocalRound, take_local_steps
+from permille.files import fsync_folder, write_atomic
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille.zo.exponents import exponents_of
+from permille.zo.lattice import values
+from permille_agent.federation.history import load_history
+from permille_agent.federation.membership import Membership, memberships
+from permille_agent.link.api import Identity
+from permille_agent.state.home import Home, read_record, write_record
+from permille_agent.state.models import installed_release, opening
+from permille_agent.text.preparation import Prepared, prepare
+from permille_agent.text.reading import read_documents
+from permille_agent.text.rows import Row, TrainingBatches
+from permille_agent.text.tokens import package_tokenizer
+from permille_agent.training.engines import EngineChoice, RunInterrupted, interruptible
+from permille_agent.training.evaluation import mean_loss
+from permille_agent.training.options import RunContext
+
+WEIGHT_TOKENS = 2_000
+"""Where a federation weighs its devices, one more for so many tokens that train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invited:
+    """What `round.json` holds.
+
+    Attributes:
+        deadline: when the round closes in any case.
+        start_digest: of the state to begin from.
+        withdrawals: how often the user had left when the invitation came.
+    """
+
+    number: int
+    lane: int
+    deadline: datetime
+    start_digest: str
+    withdrawals: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """What `text.json` holds: what the steps are a function of, beside the round."""
+
+    rows: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What `gain.json` holds, in the units of a contribution."""
+
+    gain: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One round's folder of one federation."""
+
+    membership: Membership
+    path: Path
+
+    @property
+    def contribution(self) -> Path:
+        """What is sent."""
+        return self.path / "contribution.bin"
+
+    def invited(self) -> Invited | None:
+        """Read the invitation; None where it is not whole yet."""
+        return read_record(self.path / "round.json", Invited)
+
+    def erase(self) -> None:
+        """Remove the part; what Adam remembers of a part that was made stays, for the next one."""
+        self._keep_moments()
+        shutil.rmtree(self.path)
+        fsync_folder(self.path.parent)
+
+    def make_contribution(self, data: bytes) -> None:
+        """Write what will be sent; durable on return."""
+        write_atomic(self.contribution, data, mode=0o600)
+        self._keep_moments()
+
+    def begin_again(self) -> None:
+        """Drop what was done of the part: it would not be a function of one text and one engine."""
+        for path in self.path.iterdir():
+            if path.name != "round.json":
+                path.unlink()
+
+    def _keep_moments(self) -> None:
+        if self.contribution.exists() and (self.path / MOMENTS).exists():
+            (self.path / MOMENTS).replace(self.membership.moments)
+            fsync_folder(self.membership.path)
+
+
+def parts(membership: Membership) -> list[Part]:
+    """List the parts of a federation that are on this disk, by round."""
+    found = [path for path in membership.path.glob("rounds/*") if path.name.isdecimal()]
+    return [Part(membership, path) for path in sorted(found, key=lambda path: int(path.name))]
+
+
+def begin_part(membership: Membership, invited: Invited) -> Part:
+    """Accept an invitation; durable on return."""
+    path = membership.path / "rounds" / str(invited.number)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fsync_folder(membership.path)
+    fsync_folder(path.parent)
+    write_record(path / "round.json", invited)
+    return Part(membership, path)
+
+
+def find_part(home: Home, federation: str, number: int) -> Part:
+    """Find the part of a round by its federation's folder name.
+
+    Raises:
+        InputError: there is none: the user left, or the round is over.
+    """
+    for membership in memberships(home):
+        for part in parts(membership):
+            if (membership.path.name, part.path.name) == (federation, str(number)):
+                return part
+    raise InputError(f"expected a part of round {number}, found none")
+
+
+def waiting_part(home: Home, now: datetime) -> Part | None:
+    """Find a part to train: accepted, agreed to still, before its deadline, and not made yet."""
+    for membership in memberships(home):
+        for part in parts(membership):
+            invited = part.invited()
+            if invited is None or part.contribution.exists() or invited.deadline <= now:
+                continue
+            if membership.agrees(invited.withdrawals) and not membership.has_ended(invited.number):
+                return part
+    return None
+
+
+def train_part(
+    home: Home, part: Part, data_paths: Sequence[Path], identity: Identity, context: RunContext = RunContext()
+) -> bool:
+    """Train a part and make its contribution; False where it was stopped, to go on later. The caller holds
+    the writers' lock.
+
+    Raises:
+        InputError: too little text; or the federation is of another package, or has moved on.
+        PackageError: the package, the history or the definition is not what it claims to be.
+    """
+    try:
+        return _train(home, part, data_paths, identity, context)
+    except OSError as exc:
+        raise OperatorError(
+            f"expected to write below {part.path}, which leaving the federation erases: {exc}"
+        ) from exc
+
+
+def _train(
+    home: Home, part: Part, data_paths: Sequence[Path], identity: Identity, context: RunContext
+) -> bool:
+    membership, invited = part.membership, part.invited()
+    if invited is None:
+        raise InputError(f"expected an invitation in {part.path}, found none")
+    if part.contribution.exists():
+        return True
+    definition = membership.definition()
+    release = installed_release(home)
+    if release is None or release.manifest_digest != definition.log.package_digest:
+        raise InputError("expected the package of the federation to be installed, another one is")
+    with opening(home, release.manifest_digest):
+        package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
+        package.check_blocks()
+    history = load_history(membership, definition, exponents_of(package))
+    if (history.number, history.digest) != (invited.number, invited.start_digest):
+        raise InputError(f"expected to be at round {invited.number}, the history is at {history.number}")
+    name = membership.choice().name
+    context.progress.phase(f"round {invited.number} of {name}: reading the text")
+    prepared = _prepared(data_paths, package, definition)
+    engine_of = context.engine_of
+    begun = read_record(part.path / "text.json", Text)
+    if begun is not None and isinstance(engine_of, EngineChoice):
+        engine_of = engine_of.begun_with(begun.engine)
+    engine = interruptible(engine_of(package), context.stop)
+    text = Text(rows=prepared.digest, engine=engine.info()["name"])
+    if begun != text:
+        part.begin_again()
+        write_record(part.path / "text.json", text)
+    local = LocalRound(
+        definition=definition,
+        number=invited.number,
+        lane=invited.lane,
+        start_W=history.s_W,
+        w_base_W=package.values(),
+        exponents=history.exponents,
+    )
+    rows = training_rows(prepared)
+    try:
+        context.progress.phase(f"round {invited.number} of {name}: measuring the pooled state")
+        gain = read_record(part.path / "gain.json", Gain)
+        if gain is None:
+            gain = Gain(gain=_measured_gain(local, engine, prepared))
+            write_record(part.path / "gain.json", gain)
+        context.progress.phase(f"round {invited.number} of {name}: {definition.steps} steps")
+        batches = TrainingBatches(rows, batch_rows=definition.batch_rows, seed=0)
+        c_TQ = take_local_steps(local, engine, batches, part.path, before=membership.moments)
+    except RunInterrupted:
+        return False
+    contribution = Contribution(
+        definition=definition,
+        round_number=invited.number,
+        lane=invited.lane,
+        weight=_weight(rows, definition),
+        start_digest=invited.start_digest,
+        c_TQ=c_TQ,
+        gain=gain.gain,
+    )
+    part.make_contribution(identity.sign_contribution(contribution))
+    return True
+
+
+def training_rows(prepared: Prepared) -> list[Row]:
+    """The rows that a round may train with: of little text the part that judges nothing."""
+    return prepared.stages[0].train if prepared.stages else prepared.train
+
+
+def _prepared(data_paths: Sequence[Path], package: Package, definition: Definition) -> Prepared:
+    documents, report = read_documents(data_paths)
+    positions = int(package.config.get("max_position_embeddings") or 1 << 31)
+    tokenizer = package_tokenizer(package)
+    try:
+        row_tokens = min(definition.row_tokens, positions)
+        return prepare(documents, tokenizer, row_tokens=row_tokens, report=report)
+    finally:
+        tokenizer.close()
+
+
+def _measured_gain(local: LocalRound, engine: Engine, prepared: Prepared) -> int:
+    rows, rules = prepared.select or prepared.test, local.definition
+    pooled_W = values(local.w_base_W, local.start_W, rules.log.step_unit_exponent)
+    nats = mean_loss(engine, local.w_base_W, rows) - mean_loss(engine, pooled_W, rows)
+    if not math.isfinite(nats):
+        nats = -GAIN_NATS
+    return round(max(-1.0, min(1.0, nats / GAIN_NATS)) * rules.gain_bound)
+
+
+def _weight(rows: Sequence[Row], definition: Definition) -> int:
+    tokens = sum(int(row.target_T.sum()) for row in rows)
+    return max(1, min(definition.max_weight, -(-tokens // WEIGHT_TOKENS)))
