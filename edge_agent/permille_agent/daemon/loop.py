@@ -112,8 +112,9 @@ class Daemon:
             self._poll()
         finally:
             for _ in range(2):  # a part of a round goes before a personal run
-                if self.train_if_wanted():
-                    self._poll()
+                if not self.train_if_wanted():
+                    break
+                self._poll()
 
     def poll(self) -> float:
         """Report and pull; errors are logged and kept for `status`. Returns seconds until the next poll."""
