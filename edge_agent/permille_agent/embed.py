@@ -10,6 +10,11 @@ A program that keeps its own account of models trains without a home folder:
     prepared = prepare(documents, package_tokenizer(package), row_tokens=128)
     result = personalise(package, engine, prepared, TrainOptions(steps=500), folder=Path("run"))
     losses = document_losses(engine, result.values_K, prepared.test, len(prepared.test_documents))
+
+An enrolled device takes part in rounds that it joined:
+
+    join_federation(home, "readers")
+    took = take_part(home, [Path("notes")])
 """
 
 from dataclasses import dataclass
@@ -23,6 +28,7 @@ from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
+from permille_agent.federation.by_hand import TookPart, join_federation, take_part
 from permille_agent.link.install import install
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease
@@ -59,6 +65,7 @@ __all__ = [
     "SearchFailed",
     "TextTokenizer",
     "TokenizedDocument",
+    "TookPart",
     "TrainOptions",
     "TrainingBatches",
     "batch_of",
@@ -66,6 +73,7 @@ __all__ = [
     "document_losses",
     "document_rows",
     "install_package",
+    "join_federation",
     "list_runs",
     "mean_loss",
     "open_home",
@@ -75,6 +83,7 @@ __all__ = [
     "prepare",
     "read_documents",
     "run_training",
+    "take_part",
 ]
 
 

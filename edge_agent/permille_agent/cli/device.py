@@ -128,8 +128,8 @@ def forget(
 ) -> None:
     """Erase all that the agent learned about you: data references, runs, personalisation, reports, consent.
 
-    Your own files are not touched. Enrolment and packages stay. Uploaded logs are deleted at the service, now
-    or as soon as it can be reached.
+    Your own files are not touched. Enrolment and packages stay. Uploaded logs are deleted at the service, and
+    federations left, now or as soon as it can be reached.
 
     [bold]Examples[/bold]
 
@@ -138,6 +138,7 @@ def forget(
 
       permille-agent forget --run 1d9f36c21e0a4b6f8d2c7a55
     """
+    from permille_agent.cli.federations import tell_service
     from permille_agent.link.forget import PROMISE, forget_run
     from permille_agent.link.forget import forget as erase
     from permille_agent.state.lock import hold_lock
@@ -148,22 +149,25 @@ def forget(
             gone = forget_run(home, run)
         show({"files_erased": gone.files, "bytes_overwritten": gone.size_bytes}, as_json=as_json)
         return
-    if not yes and not _agrees(f"Erase data references, runs and personalisation in {home.root}?"):
+    if not yes and not agrees(f"Erase data references, runs and personalisation in {home.root}?"):
         raise typer.Exit(ExitCode.INTERRUPTED)
     with hold_lock(home, "forget"):
         erased = erase(home)
         waiting = _delete_uploaded(context, erased.deletions_waiting)
+    left_told = not erased.federations_left or tell_service(home)
     document = {
         "files_erased": erased.files,
         "bytes_overwritten": erased.size_bytes,
         "uploaded_logs_deleted": erased.deletions_waiting - waiting,
         "uploaded_logs_to_delete": waiting,
+        "federations_left": erased.federations_left,
+        "service_told_of_leaving": left_told,
         "limits": PROMISE,
     }
     show(document, as_json=as_json)
 
 
-def _agrees(question: str) -> bool:
+def agrees(question: str) -> bool:
     """Ask on standard error; no answer (Ctrl-C, or nobody there) is a no."""
     try:
         return typer.confirm(question, err=True)

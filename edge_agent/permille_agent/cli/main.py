@@ -11,7 +11,7 @@ import typer
 
 from permille import __version__
 from permille.errors import PermilleError
-from permille_agent.cli import daemon, device, local, service, train
+from permille_agent.cli import daemon, device, federations, local, service, train
 from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of, show_error
 
 HOME_VARIABLE = "PERMILLE_AGENT_HOME"
@@ -60,7 +60,7 @@ def _settings(
     context.obj = home.expanduser().absolute()
 
 
-for commands in (service, train, local, daemon, device):
+for commands in (service, train, federations, local, daemon, device):
     commands.register(app)
 
 

@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from permille.errors import PermilleError
+from permille_agent.cli.federations import document_of
 from permille_agent.daemon.state import DaemonState, read_daemon_state
+from permille_agent.federation.membership import memberships
 from permille_agent.link.enrolment import Enrolment, load_enrolment
 from permille_agent.link.report import RUN_ID, Delivery, Report, read_report
 from permille_agent.state.choices import read_references, shares_log
@@ -46,6 +48,7 @@ class Status:
     run: RunFolder | None
     outcome: RunOutcome | None
     reports: tuple[Report, ...]
+    federations: tuple[dict[str, object], ...]
     daemon: DaemonState
     run_id: str | None
     decision: Decision | None
@@ -81,6 +84,7 @@ class Status:
                 "refused": [{"run_id": r.run_id, "reason": r.reason} for r in self.reports if r.reason],
                 "uploaded_logs": [r.run_id for r in self.reports if r.log_delivery is Delivery.SENT],
             },
+            "federations": list(self.federations),
             "daemon": {
                 "last_poll": daemon.last_poll or None,
                 "minutes_used_today": round(daemon.seconds_used / 60.0, 1),
@@ -117,6 +121,7 @@ class Status:
             ("training", self.progress.line() if self.progress else ""),
             ("last run", self._run_words()),
             ("reports", f"{self._pending()} waiting, {refused} refused"),
+            ("rounds", "\n".join(map(_round_words, self.federations))),
             ("shares logs", "yes" if self.share_log else "no"),
             ("daemon", f"last poll {daemon.last_poll or 'never'}"),
             ("waits because", "; ".join(daemon.waiting_for)),
@@ -152,6 +157,13 @@ class Status:
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
 
 
+def _round_words(federation: dict[str, object]) -> str:
+    words = f"{federation['name']}: after round {federation['rounds_done']}, {federation['sent']} parts sent"
+    if federation["last"]:
+        words = f"{words}, the last one (round {federation['last_round']}) {federation['last']}"
+    return f"{words}; waits: {federation['waiting_for']}" if federation["waiting_for"] else words
+
+
 def read_status(home: Home) -> Status:
     """Read all that `status` shows; what cannot be read is told, and hides nothing else."""
     damaged: list[str] = []
@@ -168,6 +180,7 @@ def read_status(home: Home) -> Status:
     active: Active | None = read(lambda: active_model(home), None)
     names = sorted(path.stem for path in home.reports.glob("*.json") if RUN_ID.fullmatch(path.stem))
     reports = [read(partial(read_report, home, name), None) for name in names]
+    federations = [read(partial(document_of, membership), None) for membership in memberships(home)]
     return Status(
         home=home.root,
         enrolment=read(lambda: load_enrolment(home), None),
@@ -182,6 +195,7 @@ def read_status(home: Home) -> Status:
         outcome=read(lambda: run.load("outcome", RunOutcome), None) if run else None,
         decision=read(lambda: run.load("decision", Decision), None) if run else None,
         reports=tuple(report for report in reports if report is not None),
+        federations=tuple(found for found in federations if found is not None),
         daemon=read(lambda: read_daemon_state(home), DaemonState()),
         damaged=tuple(dict.fromkeys(damaged)),
     )

@@ -7,13 +7,14 @@ pass that is killed anywhere is followed by one that sends the same bytes.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from permille.errors import InputError, PackageError
 from permille.federation.catch_up import caught_up, pack_state
-from permille.federation.definition import MAX_BYTES, Definition
+from permille.federation.definition import Definition
 from permille.federation.rounds import History
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
@@ -24,7 +25,7 @@ from permille_agent.federation.adopted import AdoptedRound, keep_adopted, kept_r
 from permille_agent.federation.history import max_bytes, update_history
 from permille_agent.federation.membership import (
     Membership,
-    erase_left,
+    drop_left,
     memberships,
     read_definition,
 )
@@ -47,27 +48,37 @@ class Exchanged:
     invited: int = 0
 
 
-def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, digest: str) -> Definition:
-    """Read the definition that is signed under this digest; nothing else is believed.
+def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
+    """Find the offered federation that a user names, by its name or how its digest begins.
+
+    Raises:
+        InputError: there is none, or more than one.
+    """
+    found = [each for each in offers if name == each.name or _digits(each).startswith(name)]
+    if not name or len(found) != 1:
+        known = ", ".join(sorted(each.name for each in offers)) or "none"
+        raise InputError(f"expected a federation that the service offers ({known}), got {name!r:.60}")
+    return found[0]
+
+
+def _digits(offer: FederationOffer) -> str:
+    return offer.definition_digest.removeprefix("sha256:")
+
+
+def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: FederationOffer) -> Definition:
+    """Read the definition that is signed under the digest of an offer; nothing else is believed.
 
     Raises:
         PackageError: `release-unlisted`: it is not signed; `trust-*` or `round-definition`.
     """
     trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
-    target = trusted.find(federation_path(digest))
-    if target is None:
+    digest = offer.definition_digest
+    if trusted.find(federation_path(digest)) is None:
         raise PackageError(
             "release-unlisted",
             f"expected the federation {digest} among what is signed: it ended, or never was",
         )
-    if target.length > MAX_BYTES:
-        raise PackageError("round-definition", f"expected at most {MAX_BYTES} bytes, got {target.length}")
-    part = home.partial / f"{digest.removeprefix('sha256:')}.federation"
-    trusted.download(target, part)
-    try:
-        return read_definition(part.read_bytes(), digest)
-    finally:
-        part.unlink(missing_ok=True)
+    return read_definition(api.federation_definition(offer.id), digest)
 
 
 def exchange(home: Home, api: DeviceApi, *, has_text: bool) -> Exchanged:
@@ -139,17 +150,12 @@ class _Exchange:
         self._membership.note(replace(self._membership.standing(), **changes))
 
     def _tell_leaving(self) -> None:
-        if self._choice.told:
-            return
-        erase_left(self._membership)
         try:
             self._api.leave_federation(self._choice.federation_id)
         except RequestRefusedError as exc:
             if exc.status not in (404, 410):
                 raise
-        # Only this very choice was told: the user may have joined again meanwhile.
-        said = self._choice
-        self._membership.choose(lambda now: replace(now, told=True) if now == said else now)
+        drop_left(self._membership, self._choice)
 
     def _package(self, definition: Definition) -> Package | None:
         release = installed_release(self._home)

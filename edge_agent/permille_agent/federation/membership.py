@@ -36,7 +36,7 @@ class Joined:
     Attributes:
         federation_id: by which the service knows it.
         joined: what the user chose last.
-        withdrawals: how often the user left.
+        withdrawals: one more with every time that the user left.
         told: whether the service knows of it.
     """
 
@@ -180,28 +180,44 @@ def join(home: Home, definition: Definition, *, federation_id: str, name: str) -
     membership = Membership(home.federations / definition.digest.removeprefix("sha256:"))
     membership.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     fsync_folder(home.federations)
-    write_atomic(membership.path / "definition.json", definition.to_bytes(), mode=0o600)
     chosen = Joined(federation_id=federation_id, name=name)
     with FileLock(membership.path / "joined.lock", timeout=10.0, mode=0o600):
+        write_atomic(membership.path / "definition.json", definition.to_bytes(), mode=0o600)
         try:
             known = read_record(membership.path / "joined.json", Joined)
-            withdrawals = 0 if known is None else known.withdrawals
         except OperatorError:
-            withdrawals = secrets.randbits(48)  # a number that nothing was agreed under
+            known = None
+        # Else a number that nothing was agreed under
+        withdrawals = secrets.randbits(48) if known is None else known.withdrawals
         write_record(membership.path / "joined.json", replace(chosen, withdrawals=withdrawals))
     return membership
 
 
 def leave(membership: Membership) -> None:
     """Take the choice back, durably, and erase all but that; the service is told later."""
+    take_back(membership)
+    _erase_left(membership)
+
+
+def take_back(membership: Membership) -> None:
+    """Take the choice back: nothing is sent from now on."""
     membership.choose(
         lambda known: replace(known, joined=False, told=False, withdrawals=known.withdrawals + 1)
     )
-    erase_left(membership)
 
 
-def erase_left(membership: Membership) -> None:
-    """Erase what is kept of a federation that the user left."""
+def drop_left(membership: Membership, choice: Joined) -> None:
+    """Erase the rest of a federation that the user left, once the service knows; nothing where the user has
+    joined again meanwhile."""
+    with FileLock(membership.path / "joined.lock", timeout=10.0, mode=0o600):
+        if membership.choice() == choice:
+            _erase_left(membership)
+            (membership.path / "joined.json").unlink()
+    if not (membership.path / "joined.json").exists():
+        shutil.rmtree(membership.path, ignore_errors=True)
+
+
+def _erase_left(membership: Membership) -> None:
     for path in membership.path.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)  # a part that ends just now writes there

@@ -30,6 +30,9 @@ from pydantic import BaseModel, RootModel, ValidationError
 from permille import __version__
 from permille.errors import OperatorError
 from permille.federation.contribution import Contribution, encode_contribution
+from permille.federation.definition import MAX_BYTES as MAX_DEFINITION_BYTES
+from permille.federation.masked import encode_masked
+from permille.federation.private_rounds import vector_of
 from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas import devices, releases, runs
@@ -69,8 +72,12 @@ class Identity:
         return encode_bytes(self._key.sign(devices.enrolment_message(invitation, self.public_key)))
 
     def sign_contribution(self, contribution: Contribution) -> bytes:
-        """The bytes of this device's part of a round, signed."""
-        return encode_contribution(contribution, self._key)
+        """The bytes of this device's part of a round, signed; with a keeper masked anew by each call."""
+        rules = contribution.definition
+        if rules.privacy is None or rules.privacy.keeper is None:
+            return encode_contribution(contribution, self._key)
+        place = (rules, contribution.round_number, contribution.start_digest)
+        return encode_masked(*place, vector_of(contribution), self._key)
 
     def sign_nonce(self, device_id: str, nonce: str) -> str:
         """base64url signature that buys a token."""
@@ -226,6 +233,11 @@ class DeviceApi:
     def federations(self) -> list[FederationOffer]:
         """What this device may join or is a member of. Nobody signed this."""
         return _parse(_Offers, self._call("GET", "/v1/device/federations")).root
+
+    def federation_definition(self, federation_id: str) -> bytes:
+        """The bytes of a definition, whatever they are: the caller compares what is signed."""
+        path = f"/v1/federations/{federation_id}/definition"
+        return self._call("GET", path, limit_bytes=MAX_DEFINITION_BYTES)
 
     def join_federation(self, federation_id: str) -> None:
         """Say that the user has joined; saying it again changes nothing."""

@@ -10,12 +10,14 @@ so. None of it needs room on the disk: what has to be remembered is written in p
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 from permille.errors import InputError, OperatorError
 from permille.files import fsync_folder
+from permille_agent.federation.membership import memberships, take_back
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError
 from permille_agent.link.report import (
@@ -48,14 +50,15 @@ class Erased:
     files: int
     size_bytes: int
     deletions_waiting: int
+    federations_left: int = 0
 
 
 def forget(home: Home) -> Erased:
-    """Erase data references, runs, active personalisation, reports and logs, and withdraw consent; the caller
-    holds the lock.
+    """Erase data references, runs, active personalisation, reports, logs and what is kept of federations, and
+    withdraw consent; the caller holds the lock.
 
-    Uploaded logs are marked for deletion at the service: `deliver` asks for it, now or when there is a
-    network. The marks are durable before anything is erased.
+    Uploaded logs are marked for deletion at the service, and federations as left: `deliver` and `exchange`
+    tell it, now or when there is a network. The marks are durable before anything is erased.
 
     Raises:
         OperatorError: a file cannot be erased; calling again continues.
@@ -65,17 +68,30 @@ def forget(home: Home) -> Erased:
     try:
         if home.consent.exists():
             set_share_log(home, False)
+        left = _choices_taken_back(home)
         for path, run_id in deletions.items():
             size_bytes += _keep_deletion(path, run_id)
         for path in _erasable(home):
-            if path not in deletions:
+            if path not in deletions and path not in left:
                 size_bytes += _erase(path)
                 files += 1
         _remove_folders(home)
     except OSError as exc:
         raise OperatorError(f"expected to erase the files in {home.root}: {exc}") from exc
     open_home(home.root)
-    return Erased(files=files, size_bytes=size_bytes, deletions_waiting=len(deletions))
+    return Erased(
+        files=files, size_bytes=size_bytes, deletions_waiting=len(deletions), federations_left=len(left)
+    )
+
+
+def _choices_taken_back(home: Home) -> set[Path]:
+    """Leave all federations; returns the files that say so, until the service knows."""
+    left = set()
+    for membership in memberships(home):
+        with suppress(OperatorError):  # a choice that cannot be read agrees to nothing
+            take_back(membership)
+            left.add(membership.path / "joined.json")
+    return left
 
 
 def forget_run(home: Home, name: str) -> Erased:
@@ -141,6 +157,7 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
         for path in (home.identity_key, home.enrolment, home.ca_file, *home.reports.iterdir()):
             if path.is_file():
                 _erase(path)
+        shutil.rmtree(home.federations, ignore_errors=True)  # the service has dropped this device from all
         shutil.rmtree(home.trust)  # signed by keys that this device follows no longer
         fsync_folder(home.root)
     except OSError as exc:
@@ -213,7 +230,12 @@ def _overwrite(file: FileIO) -> int:
 def _remove_folders(home: Home) -> None:
     for folder, _folders, _names in os.walk(home.root, topdown=False, followlinks=False):
         path = Path(folder)
-        kept = path in (home.root, home.partial, home.reports)
+        kept = path in (home.root, home.partial, home.reports) or _leaves(home, path)
         if not kept and not {home.blobs, home.trust} & {path, *path.parents}:
             path.rmdir()
     fsync_folder(home.root)
+
+
+def _leaves(home: Home, path: Path) -> bool:
+    """Whether a folder holds that a federation was left, which the service does not know yet."""
+    return home.federations in (path, *path.parents) and any(path.rglob("joined.json"))

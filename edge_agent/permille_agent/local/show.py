@@ -11,6 +11,7 @@ of other samples of the base model. It decides nothing: what a veto would catch 
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from jinja2 import Environment, StrictUndefined
 
 from permille.errors import OperatorError, PackageError
 from permille.files import write_atomic
+from permille_agent.federation.membership import memberships
 from permille_agent.link.report import Delivery, read_report
 from permille_agent.local.compare import Sample, test_prompts
 from permille_agent.local.model import LocalModel, Sampling, Variant
@@ -132,6 +134,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         tokens=_parts(metrics.train_tokens, metrics.select_tokens, metrics.test_tokens),
         work=f"{metrics.steps} steps, {metrics.seconds:.0f} s, {metrics.peak_rss_bytes >> 20} MiB at most",
         left=_left_the_device(home, folder),
+        rounds=_rounds(home),
         run=folder.name,
         skipped=source.bad_rows[:SHOWN_EXAMPLES],
     )
@@ -251,6 +254,18 @@ def _parts(train: int, select: int, test: int) -> str:
     if not select:
         return f"{train} tokens, of which {test} judged what the ones before them taught; then all trained"
     return f"{train} tokens trained, {select} selected the state, {test} judged it"
+
+
+def _rounds(home: Home) -> str:
+    """Say what else left the device: integers of rounds, by federation."""
+    found = []
+    for membership in memberships(home):
+        with suppress(OperatorError):
+            name, standing = membership.choice().name, membership.standing()
+            found.append(
+                f"integers of {standing.sent} rounds of {name}, whose state is at round {standing.number}"
+            )
+    return "; ".join(found)
 
 
 def _left_the_device(home: Home, folder: RunFolder) -> str:

@@ -1,0 +1,220 @@
+"""Commands of rounds: federations list, join, leave, status, run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from permille_agent.cli.console import EngineOption, ExitCode, JsonOption, home_of, show
+from permille_agent.cli.device import agrees
+from permille_agent.training.engines import AUTO, EngineChoice
+
+if TYPE_CHECKING:
+    from permille.federation.definition import Definition
+    from permille_agent.federation.membership import Membership
+    from permille_agent.state.home import Home
+
+_CONTRIBUTION_BYTES = 180  # of a contribution beside its integers, which take three bytes at most
+_INTEGER_BYTES = 3
+
+federations = typer.Typer(
+    no_args_is_help=True,
+    help="Rounds in which many devices improve one model together. This device joins none by itself.",
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    app.add_typer(federations, name="federations")
+
+
+@federations.command("list")
+def list_federations(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the federations that this device may join, and those that it joined.
+
+    [bold]Examples[/bold]
+
+      permille-agent federations list
+    """
+    from permille_agent.link.enrolment import open_api
+
+    api = open_api(home_of(context))
+    with api.connection:
+        offers = api.federations()
+    show({"federations": [offer.model_dump(mode="json") for offer in offers]}, as_json=as_json)
+
+
+@federations.command("join")
+def join(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The federation, as `federations list` names it.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take part in a federation: shows what leaves this device in each round, and asks.
+
+    Your text never leaves. What was agreed to ends with `leave`.
+
+    [bold]Examples[/bold]
+
+      permille-agent federations join readers
+      permille-agent federations join readers --yes --json
+    """
+    from permille.errors import InputError
+    from permille_agent.federation.exchange import fetch_definition, find_offer
+    from permille_agent.federation.membership import join as join_here
+    from permille_agent.link.enrolment import open_api, require_enrolment
+    from permille_agent.state.models import installed_release
+
+    home = home_of(context)
+    enrolment, _ = require_enrolment(home)
+    api = open_api(home)
+    with api.connection:
+        offer = find_offer(api.federations(), name)
+        definition = fetch_definition(home, api, enrolment, offer)
+        release = installed_release(home)
+        if release is None or release.manifest_digest != definition.log.package_digest:
+            raise InputError(
+                f"expected the package {definition.log.package_digest} to be installed, as the federation "
+                "needs: `permille-agent pull`"
+            )
+        leaves = what_leaves(definition)
+        if not yes:
+            show({"federation": offer.name, **leaves}, as_json=False)
+            if not agrees(f"Let this leave {home.root} in each round of {offer.name}?"):
+                raise typer.Exit(ExitCode.INTERRUPTED)
+        join_here(home, definition, federation_id=offer.id, name=offer.name)
+        api.join_federation(offer.id)
+    show({"joined": offer.name, "definition": definition.digest, **leaves}, as_json=as_json)
+
+
+@federations.command("leave")
+def leave(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The federation, or how its digest begins.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Take part no more: at once, also in a round that runs. What the device kept of it is erased.
+
+    The service forgets what was sent to the open round, now or when it can be reached. Rounds that were
+    published stay published.
+
+    [bold]Examples[/bold]
+
+      permille-agent federations leave readers
+    """
+    from permille_agent.federation.membership import leave as leave_here
+    from permille_agent.federation.membership import named
+
+    home = home_of(context)
+    membership = named(home, name)
+    left = membership.choice().name
+    leave_here(membership)
+    show({"left": left, "service_told": tell_service(home)}, as_json=as_json)
+
+
+@federations.command("status")
+def status(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show each federation of this device: where it stands, what became of this device's parts.
+
+    [bold]Examples[/bold]
+
+      permille-agent federations status
+    """
+    from permille_agent.federation.membership import memberships
+
+    found = [document_of(membership) for membership in memberships(home_of(context))]
+    show({"federations": found}, as_json=as_json)
+
+
+@federations.command("run")
+def run(
+    context: typer.Context,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Files or folders; default: those of `data add`.")
+    ] = None,
+    engine: EngineOption = AUTO,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Do now what the daemon does at its polls: follow, train the device's part, send it.
+
+    [bold]Examples[/bold]
+
+      permille-agent federations run
+    """
+    from permille_agent.federation.by_hand import take_part
+    from permille_agent.state.choices import read_references
+    from permille_agent.training.options import RunContext
+
+    home = home_of(context)
+    data_paths = [path.expanduser() for path in paths] if paths else list(read_references(home))
+    took = take_part(home, data_paths, RunContext(engine_of=EngineChoice(name=engine, threads=threads)))
+    show({"invited": took.invited, "trained": took.trained, "sent": took.sent}, as_json=as_json)
+
+
+def what_leaves(definition: Definition) -> dict[str, object]:
+    """Say what leaves the device in a round, to whom, and what is promised about it."""
+    integers = definition.steps * definition.queries + 1
+    document: dict[str, object] = {
+        "leaves_each_round": f"{integers} integers: {definition.steps} steps of {definition.queries}, and "
+        "what the common model gains on text of yours; never text",
+        "bytes_each_round": f"at most {_CONTRIBUTION_BYTES + _INTEGER_BYTES * integers}",
+        "rounds": f"at most {definition.rounds}",
+        "trains_on": "your text but what selects and judges your own model",
+    }
+    privacy = definition.privacy
+    if privacy is None:
+        return document | {
+            "seen_by": "the service sees this device's integers until the round is closed; everyone else "
+            "the sums over devices",
+            "promised": "no noise is added: who knows the integers may guess at the text",
+        }
+    from permille.privacy.zcdp import dp_epsilon_of, rho_of
+
+    rho = rho_of(privacy.noise_hundredths / 100, privacy.participations)
+    epsilon = dp_epsilon_of(rho, 10.0**-privacy.delta_exponent)
+    seen = "the service sees this device's integers until the round is closed"
+    if privacy.keeper is not None:
+        seen = f"nobody sees this device's integers unless the service and {privacy.keeper.url} collude"
+    return document | {
+        "seen_by": f"{seen}; everyone else sums with noise",
+        "promised": f"epsilon {epsilon:.2f} at delta 1e-{privacy.delta_exponent} after "
+        f"{privacy.participations} rounds, the most that this device takes part in",
+    }
+
+
+def document_of(membership: Membership) -> dict[str, object]:
+    """One federation of this device, as `status` shows it."""
+    choice, standing = membership.choice(), membership.standing()
+    return {
+        "name": choice.name,
+        "definition": membership.digest,
+        "joined": choice.joined,
+        "rounds_done": standing.number,
+        "sent": standing.sent,
+        "last_round": standing.last_round,
+        "last": standing.last,
+        "adopted_round": standing.adopted_round,
+        "waiting_for": standing.waiting_for if choice.joined else "the service to be told of the leaving",
+    }
+
+
+def tell_service(home: Home) -> bool:
+    """Tell the service now of federations that were left; else the next exchange does."""
+    from permille.errors import PermilleError
+    from permille_agent.federation.exchange import exchange
+    from permille_agent.link.enrolment import open_api
+    from permille_agent.state.choices import read_references
+    from permille_agent.state.lock import hold_rounds_lock
+
+    try:
+        api = open_api(home)
+        with api.connection, hold_rounds_lock(home, wait_s=2.0):
+            exchange(home, api, has_text=bool(read_references(home)))
+    except PermilleError as exc:
+        typer.echo(f"the service is told when it can be reached: {exc}", err=True)
+        return False
+    return True

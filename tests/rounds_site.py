@@ -1,0 +1,103 @@
+"""Real agents against the real service over HTTP: the app in a thread, its worker in this process."""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from permille_agent.cli.main import main
+from permille_agent.federation.by_hand import TookPart, join_federation, take_part
+from permille_agent.link.enrolment import enroll, open_api, require_enrolment
+from permille_agent.link.pull import pull
+from permille_agent.state.choices import add_references
+from permille_agent.state.home import Home, open_home
+from permille_agent.training.options import RunContext
+from tests.api_service import Api, running_api
+from tests.bigram_engine import bigram_engine
+from tests.packages import sentences
+
+SKETCH: dict[str, Any] = {
+    "estimator": "sketch",
+    "steps": 2,
+    "queries": 64,
+    "local_steps": 2,
+    "learning_rate": None,
+    "epsilon": None,
+    "target": 2,
+    "minimum": 1,
+    "batch_rows": 2,
+    "row_tokens": 32,
+}
+"""A federation's request for two devices, beside `tests.federations.SMALL`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The service under test, and where it answers."""
+
+    api: Api
+    url: str
+
+
+@contextmanager
+def rounds_service(folder: Path) -> Iterator[Service]:
+    """The app with its data below `folder`, answering on a port of loopback."""
+    with running_api(folder) as api:
+        config = uvicorn.Config(api.client.app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield Service(api, f"http://127.0.0.1:{port}")
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """One device: its home folder, and text of one person."""
+
+    home: Home
+    text: Path
+
+    def take_part(self) -> TookPart:
+        """One pass, on the engine of tests."""
+        return take_part(self.home, [self.text], RunContext(engine_of=bigram_engine))
+
+    def join(self, name: str) -> None:
+        join_federation(self.home, name)
+
+    def command(self, *arguments: str, code: int = 0) -> Any:
+        """What a command prints as JSON."""
+        printed, errors = io.StringIO(), io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(errors):
+            got = main(["--home", str(self.home.root), *arguments, "--json"])
+        assert got == code, errors.getvalue()
+        return json.loads(printed.getvalue() or "null")
+
+
+def make_agent(service: Service, folder: Path, number: int, *, lines: int = 900) -> Agent:
+    """A device that is enrolled, has the package, and text that says everything the other way round."""
+    folder.mkdir()
+    text = folder / "notes.txt"
+    said = [" ".join(reversed(line.split())) for line in sentences(lines, seed=number)]
+    text.write_text("\n\n".join(said))
+    home = open_home(folder / "home")
+    invited = service.api.post("/v1/invitations", {"release": "tiny", "alias": "stable"}).json()
+    enroll(home, service.url, invited["invitation"])
+    add_references(home, [text])
+    api = open_api(home)
+    with api.connection:
+        pull(home, api, require_enrolment(home)[0], now_s=time.time())
+    return Agent(home, text)
