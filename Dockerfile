@@ -12,7 +12,7 @@ WORKDIR /src
 # The native kernels are compiled here; the images need no compiler.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY requirements requirements
-RUN pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
+RUN pip install --no-cache-dir --no-deps --require-hashes --only-binary :all: -r requirements/build.txt
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY permille permille
 COPY service service
@@ -24,13 +24,13 @@ RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
 
 FROM wheel AS api-environment
 RUN python -m venv /opt/permille \
- && /opt/permille/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements/api.txt \
+ && /opt/permille/bin/pip install --no-cache-dir --no-deps --require-hashes --only-binary :all: -r requirements/api.txt \
  && /opt/permille/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl
 
 FROM wheel AS worker-environment
 ARG TORCH_INDEX=
 RUN python -m venv /opt/permille \
- && /opt/permille/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements/worker.txt \
+ && /opt/permille/bin/pip install --no-cache-dir --no-deps --require-hashes --only-binary :all: -r requirements/worker.txt \
       ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} $([ -n "$TORCH_INDEX" ] || echo -r requirements/cuda.txt) \
  && /opt/permille/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl
 

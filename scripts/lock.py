@@ -6,8 +6,9 @@ Each file is the whole closure of what a program imports, for Linux and macOS, a
 `pyproject.toml` under `constraints.txt`. Its first line holds the digest of what was asked for, by which a
 test finds without a network that a file is older than that. A file is installed by itself, then the program:
 
-    pip install --no-deps --require-hashes -r requirements/api.txt
-    pip install --no-deps .
+    pip install --no-deps --require-hashes --only-binary :all: -r requirements/api.txt
+
+Wheels alone: a source distribution is built with whatever versions pip finds that day.
 
 Two things are not as uv finds them. tokenizers asks for huggingface_hub, for downloads that the agent never
 makes: the agent's file leaves it out, with all that it alone asks for. torch on Linux asks for the libraries

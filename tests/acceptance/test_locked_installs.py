@@ -55,7 +55,8 @@ def _environment(folder: Path, name: str, *wheels: Path) -> str:
     _run(sys.executable, "-m", "venv", str(folder / "environment"))
     python = str(folder / "environment" / "bin" / "python")
     locked = ROOT / "requirements" / f"{name}.txt"
-    _run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", str(locked))
+    only = ["--no-deps", "--require-hashes", "--only-binary", ":all:"]
+    _run(python, "-m", "pip", "install", "--quiet", *only, "-r", str(locked))
     for wheel in wheels:
         _run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
     return python

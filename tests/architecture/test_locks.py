@@ -177,16 +177,20 @@ def test_no_range_admits_a_version_with_a_known_hole(extra: str, name: str, bad:
     assert not any(admitted.contains(bad) for admitted in ranges)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide/operate.md", "Dockerfile"])
+@pytest.mark.attack(12, "a locked package, or our own wheel, is built with what nothing locks")
+@pytest.mark.parametrize("page", ["docs/guide/operate.md", "Dockerfile"])
 def test_pages_install_what_is_locked_by_hash_and_nothing_beside_it(page: str) -> None:
     commands = re.findall(r"pip install [^`\n]*requirements/[^`\n]*", (ROOT / page).read_text())
     assert commands
     for command in commands:
         words = command.split()
         assert {"--no-deps", "--require-hashes"} <= set(words)
+        assert "--only-binary :all:" in command  # what is built from source takes what nothing locks
         named = re.findall(r"requirements/([a-z]+)\.txt", command)
         assert named
-        assert set(named) <= {*PROGRAMS, "cuda"}
+        assert set(named) <= {*PROGRAMS, "cuda", "build"}
+    made = re.findall(r"pip wheel [^`\n]*", (ROOT / page).read_text())
+    assert made and all("--no-build-isolation" in command for command in made)
 
 
 def _gated(program: str, code: str, *arguments: str) -> list[str]:

@@ -2,6 +2,9 @@
 
 import json
 import resource
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +189,35 @@ def test_a_template_that_grows_is_refused_and_the_tokenizer_works_on(template: s
         tokenizer.chat_template().render((("user", "hello"),))
     found = tokenizer.tokenize(PlainText("the river"), tokenizer.chat_template(), row_tokens=32)
     assert tokenizer.decode(found.ids_T.tolist()) == "the river"
+
+
+CONFINED = """
+import socket, sys
+from permille.sandbox.confinement import confine
+confine(memory_bytes=1 << 30)
+try:
+    open(sys.argv[1], "w", buffering=1).write("x\\n")
+    print("writes")
+except OSError:
+    pass
+try:
+    socket.create_connection(("127.0.0.1", int(sys.argv[2])), 5.0)
+    print("connects")
+except OSError:
+    pass
+"""
+MAY_UNSHARE = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x40000000) != 0)"
+
+
+@pytest.mark.attack(8, "code that broke out of a tokenizer writes a file, or calls home")
+def test_a_confined_process_writes_nothing_and_reaches_no_network(tmp_path: Path) -> None:
+    namespaces = subprocess.run([sys.executable, "-c", MAY_UNSHARE], check=False).returncode == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        arguments = [str(tmp_path / "file"), str(server.getsockname()[1])]
+        command = [sys.executable, "-c", CONFINED, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Where the system forbids namespaces to users, the page says that the network is open.
+    assert done.stdout.split() == ([] if namespaces else ["connects"]), done.stderr
 
 
 def test_a_conversation_of_twenty_thousand_messages_is_rendered_within_the_budget() -> None:

@@ -45,6 +45,24 @@ def test_forwarded_addresses_are_believed_of_named_proxies_only(tmp_path: Path) 
         assert _junk_from(stranger, "2001:db8:0:1::1") == 403
 
 
+@pytest.mark.attack(6, "a stranger who learned the id of one device asks for nonces in its name")
+def test_nonces_are_limited_by_device_and_hold_no_other_device_back(tmp_path: Path) -> None:
+    with running_service(tmp_path, "--no-worker", PERMILLE_SIGN_INS_PER_MINUTE="5") as running:
+        ids = []
+        for number in range(2):
+            with running.client() as operator:
+                invitation = operator.post("/v1/invitations", json={"release": "tiny"}).json()["invitation"]
+            home = open_home(tmp_path / f"home{number}")
+            ids.append(enroll(home, running.url, invitation).device_id)
+        with httpx.Client(base_url=running.url, trust_env=False, timeout=60.0) as stranger:
+
+            def ask(device_id: str) -> int:
+                return stranger.post("/v1/device-tokens/nonces", json={"device_id": device_id}).status_code
+
+            assert [ask(ids[0]) for _ in range(8)] == [201] * 5 + [429] * 3
+            assert ask(ids[1]) == 201
+
+
 @contextmanager
 def _stranger_to(folder: Path, **settings: str) -> Iterator[httpx.Client]:
     with (

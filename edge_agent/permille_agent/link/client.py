@@ -282,7 +282,10 @@ def _refuse(response: httpx.Response, data: bytes) -> None:
 def _read_problem(data: bytes) -> tuple[str, str]:
     try:
         document = json.loads(data)
-        return str(document["type"]).rsplit("/", 1)[-1], str(document["detail"])[:500]
+        detail = str(document["detail"])[:500]
+        # It ends on a terminal, which obeys control characters.
+        printable = "".join(letter if letter.isprintable() else "?" for letter in detail)
+        return str(document["type"]).rsplit("/", 1)[-1], printable
     except (ValueError, TypeError, KeyError, RecursionError):
         return "", ""
 

@@ -1,5 +1,6 @@
 """The connection: where it goes, what it retries, which error a refusal becomes, what it reveals."""
 
+import json
 import random
 import socket
 from collections.abc import Iterator
@@ -215,3 +216,13 @@ def test_a_ca_file_that_holds_none_is_refused(tmp_path: Path) -> None:
     path.write_text("no certificate")
     with pytest.raises(InputError, match="certificates"):
         Connection("https://models.example.org", ca_file=path)
+
+
+def test_words_of_the_service_do_not_reach_a_terminal_as_commands(
+    service: DeviceService, connection: Connection
+) -> None:
+    body = json.dumps({"type": "x/conflict", "detail": "\x1b]52;c;cm0=\x07 expected \u202e another run"})
+    service.faults = [Fault(path="nonces", status=409, body=body.encode())]
+    with pytest.raises(RequestRefusedError, match="expected") as refused:
+        ask_nonce(connection)
+    assert str(refused.value).isprintable()
