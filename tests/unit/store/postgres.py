@@ -5,6 +5,7 @@ PERMILLE_TEST_POSTGRES names a database that the tests may empty: `postgresql+ps
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -15,8 +16,59 @@ from pathlib import Path
 
 NAMED_URL = os.environ.get("PERMILLE_TEST_POSTGRES")
 PROGRAMS = ("initdb", "postgres")
-AVAILABLE = NAMED_URL is not None or all(shutil.which(program) for program in PROGRAMS)
+INSTALLED = all(shutil.which(program) for program in PROGRAMS)
+AVAILABLE = NAMED_URL is not None or INSTALLED
 _TIMEOUT_S = 60.0
+
+
+class Server:
+    """A server in a folder of its own, which can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._user, self._port = folder, _server_user(folder), _free_port()
+        self.url = f"postgresql+psycopg://permille@127.0.0.1:{self._port}/postgres"
+        subprocess.run(
+            ["initdb", "--pgdata", folder / "data", "--username", "permille", "--auth", "trust", "--no-sync"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            user=self._user,
+            cwd=folder,
+        )
+        self._process = self._start()
+
+    def crash(self) -> None:
+        """Kill every connection without a word, and come back by recovery from the log."""
+        self._process.send_signal(signal.SIGQUIT)
+        self._process.wait(_TIMEOUT_S)
+        self._process = self._start()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(_TIMEOUT_S)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        options = ["-p", str(self._port), "-h", "127.0.0.1", "-k", str(self._folder), "-c", "fsync=off"]
+        with (self._folder / "log").open("ab") as log:
+            server = subprocess.Popen(
+                ["postgres", "-D", self._folder / "data", *options],
+                user=self._user,
+                cwd=self._folder,
+                stdout=log,
+                stderr=log,
+            )
+        _wait_for(self._port, self._folder / "log")
+        return server
+
+
+@contextmanager
+def postgres_server() -> Iterator[Server]:
+    """A server of our own, as long as the block lasts."""
+    with tempfile.TemporaryDirectory(prefix="permille-postgres-") as name:
+        server = Server(Path(name))
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 @contextmanager
@@ -25,29 +77,8 @@ def postgres_url() -> Iterator[str]:
     if NAMED_URL is not None:
         yield NAMED_URL
         return
-    with tempfile.TemporaryDirectory(prefix="permille-postgres-") as name:
-        folder = Path(name)
-        user = _server_user(folder)
-        data = folder / "data"
-        subprocess.run(
-            ["initdb", "--pgdata", data, "--username", "permille", "--auth", "trust", "--no-sync"],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            user=user,
-            cwd=folder,
-        )
-        port = _free_port()
-        options = ["-p", str(port), "-h", "127.0.0.1", "-k", str(folder), "-c", "fsync=off"]
-        with (folder / "log").open("wb") as log:
-            server = subprocess.Popen(
-                ["postgres", "-D", data, *options], user=user, cwd=folder, stdout=log, stderr=log
-            )
-        try:
-            _wait_for(port, folder / "log")
-            yield f"postgresql+psycopg://permille@127.0.0.1:{port}/postgres"
-        finally:
-            server.terminate()
-            server.wait(_TIMEOUT_S)
+    with postgres_server() as server:
+        yield server.url
 
 
 def _server_user(folder: Path) -> str | None:

@@ -1,0 +1,206 @@
+"""Rounds at the same moment from several sides: contributions, deadlines, leaving, two sweepers."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import select
+
+from permille.federation.definition import encode_key
+from permille.schemas.jobs import JobKind
+from permille.store import devices
+from permille.store.database import Database
+from permille.store.errors import NotFoundError, RoundClosedError
+from permille.store.federations import contributions, definitions, members, rounds
+from permille.store.federations.contributions import Sent
+from permille.store.federations.definitions import NewFederation
+from permille.store.jobs import claims, queue
+from permille.store.tables import Federation, Job, Participation, Release, Round
+from tests.unit.federation.federations import make_definition
+from tests.unit.store.conftest import Clock
+
+DEADLINE_S = 60
+
+
+class Site:
+    """A running federation in a database, its members invited to the open round."""
+
+    def __init__(
+        self, db: Database, tenant_id: str, *, target: int, minimum: int = 1, count: int = 8
+    ) -> None:
+        self.db, self.tenant_id = db, tenant_id
+        new = NewFederation(
+            name="f", definition=make_definition(minimum=minimum), target=target, deadline_s=DEADLINE_S
+        )
+        release = Release(tenant_id=tenant_id, name="tiny", version=1, package_digest="sha256:" + "0" * 64)
+        with db.write() as session:
+            row = definitions.add(session, release=release, new=new)
+            self.id = row.id
+            definitions.start(session, row)
+            self.devices = [self._device(session, row) for _ in range(count)]
+
+    def _device(self, session: Any, row: Federation) -> str:
+        _, code = devices.invite(session, tenant_id=self.tenant_id, release="tiny", alias="stable")
+        key = encode_key(Ed25519PrivateKey.generate().public_key())
+        device_id = devices.enrol(
+            session, code=code, public_key=key, name="n", agent_version="0.1.0"
+        ).device.id
+        members.join(session, federation=row, device_id=device_id)
+        return device_id
+
+    def invite_all(self) -> None:
+        for device_id in self.devices:
+            with self.db.write() as session:
+                row = session.get_one(Federation, self.id)
+                assert contributions.invite(session, federation=row, device_id=device_id, lanes=1)
+
+    def send(self, device_id: str, number: int = 0) -> bool:
+        """Whether it was taken; False: too late, or the device has left."""
+        sent = Sent(
+            federation_id=self.id, number=number, device_id=device_id, data=b"data", digest=f"d-{device_id}"
+        )
+        try:
+            with self.db.write() as session:
+                row = session.get_one(Federation, self.id)
+                contributions.accept(session, federation=row, sent=sent)
+        except (RoundClosedError, NotFoundError):
+            return False
+        return True
+
+    def leave(self, device_id: str) -> None:
+        with self.db.write() as session:
+            members.leave(session, device_id=device_id)
+
+    def revoke(self, device_id: str) -> None:
+        with self.db.write() as session:
+            devices.revoke(session, tenant_id=self.tenant_id, device_id=device_id)
+            session.flush()
+            members.leave(session, device_id=device_id)
+
+    def round(self, number: int = 0) -> Round:
+        with self.db.read() as session:
+            return session.get_one(Round, (self.id, number))
+
+    def held(self) -> set[str]:
+        """Whose bytes are kept."""
+        with self.db.read() as session:
+            query = select(Participation.device_id).where(Participation.data.is_not(None))
+            return set(session.scalars(query))
+
+    def jobs(self) -> Sequence[Job]:
+        with self.db.read() as session:
+            return queue.list_jobs(session, tenant_id=self.tenant_id, kind=JobKind.ROUND).items
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Call all in threads that begin together; what they return."""
+    gate, found = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def run(index: int, call: Callable[[], Any]) -> None:
+        gate.wait()
+        found[index] = call()
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_the_last_of_many_at_once_adds_the_only_job(db: Database, tenant_id: str) -> None:
+    site = Site(db, tenant_id, target=8)
+    site.invite_all()
+    assert at_once(*(lambda one=one: site.send(one) for one in site.devices)) == [True] * 8
+    assert len(site.jobs()) == 1
+    assert (site.round().state, site.held()) == ("closing", set(site.devices))
+
+
+def test_the_same_bytes_at_once_are_one_contribution(db: Database, tenant_id: str) -> None:
+    site = Site(db, tenant_id, target=2, count=2)
+    site.invite_all()
+    first = site.devices[0]
+    assert at_once(*[lambda: site.send(first)] * 4) == [True] * 4
+    assert (site.round().state, site.held(), site.jobs()) == ("open", {first}, ())
+
+
+def test_what_comes_while_the_deadline_passes_is_counted_or_refused(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    site = Site(db, tenant_id, target=8)
+    site.invite_all()
+    early, *others = site.devices
+    assert site.send(early)
+    clock.forward(DEADLINE_S)
+    calls = [lambda one=one: site.send(one) for one in others]
+    taken = at_once(lambda: rounds.sweep(db), lambda: rounds.sweep(db), *calls)
+    assert not any(taken[2:])
+    assert site.held() == {early}
+    assert len(site.jobs()) == 1
+
+
+@pytest.mark.parametrize("how", ["leave", "revoke"])
+def test_nobody_who_is_gone_stays_in_an_open_round(db: Database, tenant_id: str, how: str) -> None:
+    site = Site(db, tenant_id, target=9)
+    site.invite_all()
+    calls = [
+        call
+        for one in site.devices
+        for call in (lambda one=one: site.send(one), lambda one=one: getattr(site, how)(one))
+    ]
+    at_once(*calls)
+    assert site.held() == set()
+    assert (site.round().state, site.jobs()) == ("open", ())
+
+
+def test_two_sweepers_end_a_round_of_too_few_once(db: Database, tenant_id: str, clock: Clock) -> None:
+    site = Site(db, tenant_id, target=8, minimum=2)
+    site.invite_all()
+    site.send(site.devices[0])
+    clock.forward(DEADLINE_S)
+    at_once(*[lambda: rounds.sweep(db)] * 3)
+    assert (site.round().state, site.round(1).state, site.jobs()) == ("void", "open", ())
+    with db.read() as session:
+        assert session.get_one(Federation, site.id).number == 1
+    assert site.held() == set()
+
+
+@pytest.mark.parametrize("way", ["failed", "cancelled", "dead"])
+def test_a_round_whose_job_ends_without_it_is_void_with_the_reason(
+    db: Database, tenant_id: str, clock: Clock, way: str
+) -> None:
+    site = Site(db, tenant_id, target=2, count=2)
+    site.invite_all()
+    for one in site.devices:
+        site.send(one)
+    [job] = site.jobs()
+    if way == "cancelled":
+        with db.write() as session:
+            queue.request_cancel(session, tenant_id=tenant_id, job_id=job.id)
+    for _ in range(30):
+        clock.forward(600)
+        with db.write() as session:
+            claim = claims.claim(session, worker="w", lease_s=1)
+            if claim is not None:
+                error = {"type": "InputError", "message": "no disk"}
+                claims.fail(session, claim, error=error, retryable=way == "dead")
+    at_once(lambda: rounds.sweep(db), lambda: rounds.sweep(db))
+    found = site.round()
+    assert found.state == "void"
+    assert found.reason is not None
+    assert f"{job.id} is {way}" in found.reason
+    assert ("no disk" in found.reason) == (way != "cancelled")
+    assert site.round(1).state == "open"
+
+
+def test_who_has_left_is_invited_no_more(db: Database, tenant_id: str) -> None:
+    site = Site(db, tenant_id, target=9, count=1)
+    [device_id] = site.devices
+    with db.write() as session:
+        members.leave(session, device_id=device_id)
+        row = session.get_one(Federation, site.id)
+        assert members.count(session, row.id) == 0
+        with pytest.raises(NotFoundError):
+            contributions.invite(session, federation=row, device_id=device_id, lanes=1)
