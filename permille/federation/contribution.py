@@ -25,6 +25,24 @@ SIGNATURE_BYTES = 64
 _HEAD = struct.Struct("<8s32sIIBH32sI")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a device was invited to: a round, its lane there, the digest of the state to begin from."""
+
+    round_number: int
+    lane: int
+    start_digest: str
+
+    def check(self, found: "Place") -> None:
+        """Refuse a contribution to anything else.
+
+        Raises:
+            PackageError: `round-binding`.
+        """
+        if found != self:
+            raise PackageError("round-binding", f"expected {self}, got {found}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contribution:
     """The local steps of one device in one round.
@@ -67,28 +85,10 @@ class Contribution:
             raise InputError(f"expected coefficients within {MAX_CONTRIBUTED}, got {low} to {high}")
         check_range("gain", self.gain, -rules.gain_bound, rules.gain_bound)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a device was invited to: a round, its lane there, the digest of the state to begin from."""
-
-    round_number: int
-    lane: int
-    start_digest: str
-
-    def check(self, contribution: Contribution) -> None:
-        """Refuse a contribution to anything else.
-
-        Raises:
-            PackageError: `round-binding`.
-        """
-        found = Place(
-            round_number=contribution.round_number,
-            lane=contribution.lane,
-            start_digest=contribution.start_digest,
-        )
-        if found != self:
-            raise PackageError("round-binding", f"expected {self}, got {found}")
+    @property
+    def place(self) -> Place:
+        """What it is to."""
+        return Place(round_number=self.round_number, lane=self.lane, start_digest=self.start_digest)
 
 
 def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> bytes:

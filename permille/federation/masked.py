@@ -21,7 +21,12 @@ from numpy.typing import NDArray
 
 from permille.digests import digest_bytes, digest_of
 from permille.errors import InputError, PackageError
-from permille.federation.contribution import SIGNATURE_BYTES
+from permille.federation.contribution import (
+    SIGNATURE_BYTES,
+    Contribution,
+    Place,
+    decode_contribution,
+)
 from permille.federation.definition import MAX_BYTES, MAX_DEVICES, Definition
 from permille.privacy.masks import SEAL_BYTES, SEED_BYTES, mask_of, seal_context, seal_seed
 from permille.privacy.rules import KEEPER_MINIMUM
@@ -54,6 +59,11 @@ class Masked:
     seal: bytes
     seal_signature: bytes
     masked_V: NDArray[np.uint32]
+
+    @property
+    def place(self) -> Place:
+        """What it is to; with privacy there is one lane."""
+        return Place(round_number=self.round_number, lane=0, start_digest=self.start_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +158,21 @@ def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) ->
         seal_signature=seal_signature,
         masked_V=np.frombuffer(data, dtype="<u4", count=vector_size(definition), offset=_HEAD.size),
     )
+
+
+def decode_sent(
+    data: bytes, definition: Definition, key: Ed25519PublicKey, place: Place
+) -> Contribution | Masked:
+    """Read what a device sent to this place, in the form that the federation asks for.
+
+    Raises:
+        PackageError: as `decode_contribution`, `decode_masked` and `Place.check`.
+    """
+    privacy = definition.privacy
+    decode = decode_contribution if privacy is None or privacy.keeper is None else decode_masked
+    found = decode(data, definition, key)
+    place.check(found.place)
+    return found
 
 
 def opening_of(definition: Definition, number: int, masked: Sequence[Masked]) -> Opening:

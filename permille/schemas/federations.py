@@ -13,6 +13,7 @@ from permille.schemas.fields import (
     Closed,
     Count,
     Digest,
+    Finite,
     Id,
     Name,
     Positive,
@@ -51,6 +52,36 @@ class RoundState(StrEnum):
     CLOSING = "closing"
     PUBLISHED = "published"
     VOID = "void"
+
+
+class ChargeState(StrEnum):
+    """What became of a device's charge for a round; spent is final."""
+
+    RESERVED = "reserved"
+    SPENT = "spent"
+    RELEASED = "released"
+
+
+class PrivacyCreate(Closed):
+    """What each device is promised: noise in every sum, and an end to taking part."""
+
+    dp_epsilon: Annotated[float, Field(strict=True, gt=0, le=1000, allow_inf_nan=False)] = Field(
+        description="the most that all rounds of one device cost; decides the noise"
+    )
+    participations: Annotated[
+        int, Field(strict=True, ge=1, le=1 << 20, description="the most rounds of one device"), WholeNumber
+    ]
+    delta_exponent: Annotated[
+        int,
+        Field(strict=True, ge=3, le=12, description="of delta: 6 is a millionth; below one over all devices"),
+        WholeNumber,
+    ] = 6
+    keeper_key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")] | None = Field(
+        default=None, description="public key of a keeper, who adds the noise so that no one sees a vector"
+    )
+    keeper_url: Annotated[str, Field(min_length=1, max_length=200, pattern=TEXT_PATTERN)] | None = Field(
+        default=None, description="where the keeper answers"
+    )
 
 
 class FederationCreate(Closed):
@@ -147,6 +178,7 @@ class FederationCreate(Closed):
         Field(strict=True, ge=1, le=30 * 86400, description="seconds until a round closes in any case"),
         WholeNumber,
     ] = 86400
+    privacy: PrivacyCreate | None = Field(default=None, description="noise in the sums; wants a clip")
 
 
 class FederationSummary(Closed):
@@ -180,6 +212,29 @@ class Federation(FederationSummary):
     chain: Digest = Field(description="of all rounds so far")
     state_digest: Digest
     created_at: Timestamp
+
+
+class PrivacySpent(Closed):
+    """How many devices have taken part in so many rounds, and what that has cost each."""
+
+    rounds: Count
+    devices: Count
+    dp_epsilon: Finite
+
+
+class FederationPrivacy(Closed):
+    """What a federation promises its devices, and what of it is used up."""
+
+    mode: Literal["central", "keeper"] = Field(description="who adds the noise: the service, or a keeper")
+    noise_multiplier: Finite = Field(description="of each integer of a sum, over the clip")
+    clip: Positive
+    delta: Finite
+    participations: Positive = Field(description="the most rounds of one device")
+    dp_epsilon: Finite = Field(description="after so many")
+    dp_epsilon_of_one: Finite = Field(description="after one round")
+    signal_to_noise: Finite = Field(description="predicted, of a round that reaches its target")
+    keeper_url: str | None
+    spent: list[PrivacySpent] = Field(description="by rounds; devices that took part in none are not listed")
 
 
 class RoundRecord(Closed):

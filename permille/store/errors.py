@@ -25,6 +25,10 @@ class ContributionConflictError(ConflictError):
     """The device has sent other bytes for this round."""
 
 
+class BudgetSpentError(ConflictError):
+    """The device has taken part in as many rounds as it was promised to at most."""
+
+
 class ChangedError(RetryableError):
     """Another transaction changed the same rows first: the same work may succeed on what is there now."""
 

@@ -389,6 +389,7 @@ class Federation(Named):
     state_digest: Mapped[str]
     reach: Mapped[int] = mapped_column(BigInteger)
     adopted_round: Mapped[int | None]
+    participations: Mapped[int | None]  # the most rounds of one device, where it is promised privacy
     __table_args__ = (
         UniqueConstraint("tenant_id", "name"),
         UniqueConstraint("tenant_id", "definition_digest"),
@@ -445,6 +446,20 @@ class Participation(Base):
     invited_at: Mapped[datetime]
     digest: Mapped[str | None]  # of the contribution; kept for one round more
     data: Mapped[bytes | None] = mapped_column(LargeBinary)
+    __table_args__ = (
+        ForeignKeyConstraint(["federation_id", "number"], ["rounds.federation_id", "rounds.number"]),
+    )
+
+
+class PrivacyCharge(Base):
+    """That a device's integers go into a round's sum; see `permille.store.federations.charges`."""
+
+    __tablename__ = "privacy_charges"
+    federation_id: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    state: Mapped[str]
     __table_args__ = (
         ForeignKeyConstraint(["federation_id", "number"], ["rounds.federation_id", "rounds.number"]),
     )

@@ -21,6 +21,7 @@ from starlette.routing import Match
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.schemas.problems import MEDIA_TYPE, FieldError, Figure, Problem, ProblemType
 from permille.store.errors import (
+    BudgetSpentError,
     ConflictError,
     ContributionConflictError,
     NotFoundError,
@@ -200,6 +201,7 @@ def problem_of(exc: Exception) -> ProblemType:
         (NotFoundError, ProblemType.NOT_FOUND),
         (RoundClosedError, ProblemType.ROUND_CLOSED),
         (ContributionConflictError, ProblemType.CONTRIBUTION_CONFLICT),
+        (BudgetSpentError, ProblemType.BUDGET_SPENT),
         (ConflictError, ProblemType.CONFLICT),
         (QuotaError, ProblemType.TOO_MANY_REQUESTS),
         (KeyElsewhereError, ProblemType.CONFLICT),

@@ -53,6 +53,7 @@ def add(session: Session, *, release: Release, new: NewFederation) -> Federation
         chain=begin.chain,
         state_digest=begin.digest,
         reach=0,
+        participations=None if new.definition.privacy is None else new.definition.privacy.participations,
     )
     session.add(row)
     session.flush()

@@ -12,8 +12,9 @@ from sqlalchemy.orm import Session
 
 from permille.digests import digest_of
 from permille.errors import PackageError
-from permille.federation.contribution import Place, decode_contribution
+from permille.federation.contribution import Place
 from permille.federation.definition import Definition, decode_key
+from permille.federation.masked import decode_sent
 from permille.schemas.federations import (
     CONTRIBUTION_MEDIA_TYPE,
     ContributionReceipt,
@@ -124,6 +125,7 @@ async def _body(request: Request) -> bytes:
             ProblemType.TOO_MANY_REQUESTS,
             ProblemType.ROUND_CLOSED,
             ProblemType.CONTRIBUTION_CONFLICT,
+            ProblemType.BUDGET_SPENT,
             ProblemType.UNSUPPORTED_MEDIA_TYPE,
             ProblemType.PACKAGE_REFUSED,
         ),
@@ -137,7 +139,7 @@ def put_contribution(
     response: Response,
     data: Annotated[bytes, Depends(_body)],
 ) -> ContributionReceipt:
-    """Send what the device found in a round (FORMAT 13.2). The same bytes may be sent again."""
+    """Send what the device found in a round (FORMAT 13.2, 13.7). The same bytes may be sent again."""
     with service.database.read() as session:
         row = _federation(session, device, federation_id)
         place = contributions.place_of(session, federation=row, number=number, device_id=device.device_id)
@@ -186,7 +188,7 @@ def _federation(session: Session, device: DevicePrincipal, federation_id: str) -
 def _check(data: bytes, row: tables.Federation, place: Place, device: tables.Device) -> None:
     """Refuse what is no contribution of this device to this round. Raises PackageError."""
     definition = Definition.from_bytes(row.definition)
-    place.check(decode_contribution(data, definition, decode_key(device.public_key)))
+    decode_sent(data, definition, decode_key(device.public_key), place)
 
 
 def _note_refusal(service: Service, row: tables.Federation, number: int, exc: PackageError) -> None:

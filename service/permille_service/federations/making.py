@@ -3,6 +3,7 @@
 The header of the federation's log is made from the package: no torch, no model.
 """
 
+import math
 from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -10,7 +11,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from permille.errors import InputError
 from permille.federation.definition import Definition, Rule, encode_key
 from permille.package.reader import Package
-from permille.schemas.federations import MAX_INTEGERS, FederationCreate
+from permille.privacy.rules import Keeper, Privacy, PrivacyMode
+from permille.privacy.zcdp import MEAN_NORM, dp_epsilon_of, noise_for, rho_of, signal_to_noise
+from permille.schemas.federations import MAX_INTEGERS, FederationCreate, PrivacyCreate
 from permille.schemas.runs import Estimator
 from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
@@ -32,6 +35,7 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
         raise InputError(f"expected at most {MAX_INTEGERS} integers a round and device, got {integers}")
     if body.minimum > body.target:
         raise InputError(f"expected a target of at least the minimum {body.minimum}, got {body.target}")
+    privacy = None if body.privacy is None else _privacy(body, body.privacy)
     return Definition(
         log=_header(package, body),
         round_key=encode_key(round_key),
@@ -47,6 +51,44 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
         batch_rows=body.batch_rows,
         row_tokens=body.row_tokens,
         local_steps=body.local_steps,
+        privacy=privacy,
+    )
+
+
+def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
+    """The least noise that keeps what is asked for, where it leaves something to learn.
+
+    Raises:
+        InputError: noise would be larger than what it hides; the numbers that would work are named.
+    """
+    if (asked.keeper_key is None) != (asked.keeper_url is None):
+        raise InputError("expected keeper_key and keeper_url together, got one of them")
+    delta = 10.0**-asked.delta_exponent
+    hundredths = noise_for(asked.dp_epsilon, delta, asked.participations)
+    integers = body.steps * body.queries
+    noise = hundredths / 100
+    signal = signal_to_noise(body.target, integers, noise)
+    if signal < 1:
+        affordable = body.target * MEAN_NORM / math.sqrt(integers)
+        dp_epsilon = dp_epsilon_of(rho_of(affordable, asked.participations), delta)
+        devices = math.ceil(noise * math.sqrt(integers) / MEAN_NORM)
+        fewer = int((body.target * MEAN_NORM / noise) ** 2)
+        ways = [f"a target of {devices} devices", f"dp_epsilon {math.ceil(10 * dp_epsilon) / 10:.1f}"]
+        if fewer:
+            ways.append(f"{fewer} integers, steps times queries")
+        raise InputError(
+            f"expected a signal of at least the noise, got {signal:.2f} of it: {body.target} devices, "
+            f"{integers} integers each, noise of {noise:.2f} times the clip; it takes {', or '.join(ways)}"
+        )
+    keeper = None
+    if asked.keeper_key is not None and asked.keeper_url is not None:
+        keeper = Keeper(key=asked.keeper_key, url=asked.keeper_url)
+    return Privacy(
+        mode=PrivacyMode.CENTRAL if keeper is None else PrivacyMode.KEEPER,
+        noise_hundredths=hundredths,
+        participations=asked.participations,
+        delta_exponent=asked.delta_exponent,
+        keeper=keeper,
     )
 
 

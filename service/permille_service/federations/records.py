@@ -5,17 +5,22 @@ from statistics import NormalDist
 
 from sqlalchemy.orm import Session
 
+from permille.federation.definition import Definition
+from permille.privacy.zcdp import signal_to_noise
 from permille.schemas.federations import (
     EVIDENCE_DEVICES,
     Adoption,
     Federation,
     FederationOffer,
+    FederationPrivacy,
     FederationState,
     FederationSummary,
+    PrivacySpent,
     RoundRecord,
     RoundState,
 )
 from permille.store import tables
+from permille.store.errors import NotFoundError
 from permille.store.federations import members, rounds
 
 _SURE = NormalDist().inv_cdf(0.975)
@@ -39,6 +44,30 @@ def present(session: Session, row: tables.Federation) -> Federation:
 def present_offer(row: tables.Federation, *, member: bool) -> FederationOffer:
     """What a device sees of a federation."""
     return FederationOffer(**_summary(row).model_dump(), member=member)
+
+
+def present_privacy(row: tables.Federation, distribution: dict[int, int]) -> FederationPrivacy:
+    """What a federation promises its devices. Raises NotFoundError where that is nothing."""
+    definition = Definition.from_bytes(row.definition)
+    privacy, clip = definition.privacy, definition.clip
+    if privacy is None or clip is None:
+        raise NotFoundError(f"no privacy is promised by federation {row.id!r}")
+    integers = definition.steps * definition.queries
+    return FederationPrivacy(
+        mode=privacy.mode.value,
+        noise_multiplier=privacy.noise_multiplier,
+        clip=clip,
+        delta=10.0**-privacy.delta_exponent,
+        participations=privacy.participations,
+        dp_epsilon=privacy.dp_epsilon(privacy.participations),
+        dp_epsilon_of_one=privacy.dp_epsilon(1),
+        signal_to_noise=signal_to_noise(row.target, integers, privacy.noise_multiplier),
+        keeper_url=None if privacy.keeper is None else privacy.keeper.url,
+        spent=[
+            PrivacySpent(rounds=rounds, devices=devices, dp_epsilon=privacy.dp_epsilon(rounds))
+            for rounds, devices in distribution.items()
+        ],
+    )
 
 
 def present_round(session: Session, row: tables.Round) -> RoundRecord:

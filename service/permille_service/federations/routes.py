@@ -18,13 +18,14 @@ from permille.schemas.federations import (
     AdoptionCreate,
     Federation,
     FederationCreate,
+    FederationPrivacy,
     RoundRecord,
 )
 from permille.schemas.fields import MAX_INTEGER, Page
 from permille.schemas.problems import ProblemType
 from permille.store import releases, rows, tables
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.federations import definitions, history, rounds
+from permille.store.federations import charges, definitions, history, rounds
 from permille.store.federations.definitions import NewFederation
 from permille.store.jobs.dispatch import dispatch
 from permille.trust.metadata import KeyElsewhereError
@@ -34,7 +35,7 @@ from permille_service.content import CACHE_CONTROL
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.federations.making import define
-from permille_service.federations.records import adoption_of, present, present_round
+from permille_service.federations.records import adoption_of, present, present_privacy, present_round
 from permille_service.parameters import Paging, key_of, page_of
 from permille_service.problems import PRIVATE, documented
 from permille_service.trust import repositories
@@ -152,6 +153,16 @@ def create_adoption(
             )
         row.adopted_round = adoption.round
         return adoption
+
+
+@router.get("/{federation_id}/privacy")
+def get_federation_privacy(
+    federation_id: FederationId, service: Served, operator: Viewer
+) -> FederationPrivacy:
+    """Read what a federation promises its devices, and how much of it they have used up."""
+    with service.database.read() as session:
+        row = definitions.get(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        return present_privacy(row, charges.distribution(session, row.id))
 
 
 @router.get("/{federation_id}/rounds")

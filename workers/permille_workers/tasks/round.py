@@ -89,7 +89,7 @@ def _contribution(definition: Definition, one: Received) -> Contribution:
     key = decode_key(one.public_key)
     try:
         contribution = decode_contribution(one.data, definition, key)
-        one.place.check(contribution)
+        one.place.check(contribution.place)
     except PackageError as exc:
         raise OperatorError(f"expected what {one.device_id} sent as it was accepted, got {exc}") from exc
     return contribution

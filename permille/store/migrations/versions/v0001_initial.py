@@ -294,6 +294,7 @@ def upgrade() -> None:
         _column("state_digest", TEXT),
         _column("reach", BIG),
         sa.Column("adopted_round", sa.Integer()),
+        sa.Column("participations", sa.Integer()),
         _column("id", TEXT, primary_key=True),
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
         _column("created_at", BIG),
@@ -342,6 +343,15 @@ def upgrade() -> None:
         _column("invited_at", BIG),
         sa.Column("digest", TEXT),
         sa.Column("data", sa.LargeBinary()),
+        sa.ForeignKeyConstraint(["federation_id", "number"], ["rounds.federation_id", "rounds.number"]),
+    )
+    op.create_table(
+        "privacy_charges",
+        federation(primary_key=True),
+        _column("number", sa.Integer(), primary_key=True, autoincrement=False),
+        _column("device_id", TEXT, sa.ForeignKey("devices.id"), primary_key=True, index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("state", TEXT),
         sa.ForeignKeyConstraint(["federation_id", "number"], ["rounds.federation_id", "rounds.number"]),
     )
     op.create_table(

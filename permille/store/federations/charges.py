@@ -1,0 +1,87 @@
+"""The ledger of privacy: which rounds a device's integers went into, each charged once and never forgotten.
+
+A contribution that is accepted reserves its round's charge; a sum that was made spends it, whether the round
+is then published or void. Only where no sum was made, too few came or the device took its part back, is a
+charge released. All of it happens in the transactions that accept, publish and void: no retry charges twice.
+"""
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from permille.schemas.federations import ChargeState
+from permille.store.errors import BudgetSpentError
+from permille.store.tables import Federation, PrivacyCharge
+
+_COUNTED = (ChargeState.RESERVED.value, ChargeState.SPENT.value)
+
+
+def is_spent(session: Session, federation: Federation, device_id: str) -> bool:
+    """Whether a device may take part no more."""
+    if federation.participations is None:
+        return False
+    return _count(session, federation.id, device_id) >= federation.participations
+
+
+def reserve(session: Session, federation: Federation, *, number: int, device_id: str) -> None:
+    """Charge a device for the open round, whose row is locked; nothing where nobody is promised privacy.
+
+    Raises BudgetSpentError: it has taken part as often as it was promised.
+    """
+    if federation.participations is None:
+        return
+    row = session.get(PrivacyCharge, (federation.id, number, device_id), populate_existing=True)
+    if row is not None and row.state in _COUNTED:
+        return
+    if is_spent(session, federation, device_id):
+        raise BudgetSpentError(f"expected at most {federation.participations} rounds of a device")
+    if row is None:
+        row = PrivacyCharge(
+            federation_id=federation.id, number=number, device_id=device_id, tenant_id=federation.tenant_id
+        )
+        session.add(row)
+    row.state = ChargeState.RESERVED.value
+    session.flush()
+
+
+def release(session: Session, *, federation_id: str, number: int, device_id: str | None = None) -> None:
+    """Take back the reserved charge of a device that left the open round; or of all: no sum was made."""
+    _move(session, federation_id, number, device_id, ChargeState.RELEASED)
+
+
+def spend(session: Session, *, federation_id: str, number: int) -> None:
+    """Spend the charges of a round of whose contributions a sum was, or may have been, made."""
+    _move(session, federation_id, number, None, ChargeState.SPENT)
+
+
+def distribution(session: Session, federation_id: str) -> dict[int, int]:
+    """How many devices have spent, or reserved, the charges of how many rounds."""
+    per_device = (
+        select(func.count().label("rounds"))
+        .where(PrivacyCharge.federation_id == federation_id, PrivacyCharge.state.in_(_COUNTED))
+        .group_by(PrivacyCharge.device_id)
+        .subquery()
+    )
+    query = select(per_device.c.rounds, func.count()).group_by(per_device.c.rounds)
+    return dict(session.execute(query.order_by(per_device.c.rounds)).tuples())
+
+
+def _count(session: Session, federation_id: str, device_id: str) -> int:
+    query = select(func.count()).where(
+        PrivacyCharge.federation_id == federation_id,
+        PrivacyCharge.device_id == device_id,
+        PrivacyCharge.state.in_(_COUNTED),
+    )
+    return session.scalar(query) or 0
+
+
+def _move(
+    session: Session, federation_id: str, number: int, device_id: str | None, state: ChargeState
+) -> None:
+    change = update(PrivacyCharge).where(
+        PrivacyCharge.federation_id == federation_id,
+        PrivacyCharge.number == number,
+        PrivacyCharge.state == ChargeState.RESERVED.value,
+    )
+    if device_id is not None:
+        change = change.where(PrivacyCharge.device_id == device_id)
+    session.execute(change.values(state=state.value))
