@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -118,6 +118,9 @@ bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? 
 
 bench-people: $(VENV)/.native  ## What does the agent make of twenty people's text? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.people.users
+
+bench-privacy: $(VENV)/.installed  ## What does an attacker learn of one device from the rounds? (five minutes)
+	$(BIN)/python -m permille_lab.privacy
 
 bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.quantization

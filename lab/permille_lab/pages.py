@@ -18,6 +18,7 @@ from permille_lab.evidence import page as evidence
 from permille_lab.learning import page as learning
 from permille_lab.measuring.cells import RESULTS
 from permille_lab.people import page as people
+from permille_lab.privacy import page as privacy
 from permille_lab.quantization import page as quantization
 
 _OUTPUT = Path("docs/results")
@@ -27,6 +28,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "estimators": learning.estimator_tables,
     "evidence": evidence.tables,
     "people": people.tables,
+    "privacy": privacy.tables,
     "quantizers": quantization.tables,
     "learning": learning.learning_tables,
 }

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.federation.contribution import Contribution
-from permille.federation.definition import Definition
+from permille.federation.definition import GAIN_NATS, Definition
 from permille.federation.masked import Masked, vector_size
 from permille.federation.rounds import Round, check_together, clipped, divided
 from permille.privacy.discrete_gaussian import RandBelow, draw_noise
@@ -86,3 +86,15 @@ def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArr
     weight_K = np.full(definition.steps, devices, dtype=np.int64)
     sum_KJ = sum_V[:-1].reshape(definition.steps, definition.log.queries)
     return divided(definition, number, sum_KJ, weight_K, weight_K)
+
+
+def noised_gains(definition: Definition, devices: int, gain_sum: int) -> tuple[float, float]:
+    """Mean of the devices' gains and its standard error, in nats a token, from the noised sum alone.
+
+    How much gains differ is not asked: a gain within a bound has at most its square as variance.
+    """
+    if definition.privacy is None or definition.clip is None:
+        raise InputError("expected a federation with privacy")
+    unit = GAIN_NATS / definition.gain_bound
+    noise = unit * definition.privacy.noise_multiplier * definition.clip / devices
+    return unit * gain_sum / devices, math.hypot(noise, GAIN_NATS / math.sqrt(devices))

@@ -5,21 +5,27 @@ is then published or void. Only where no sum was made, too few came or the devic
 charge released. All of it happens in the transactions that accept, publish and void: no retry charges twice.
 """
 
-from sqlalchemy import func, select, update
+from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.federations import ChargeState
 from permille.store.errors import BudgetSpentError
-from permille.store.tables import Federation, PrivacyCharge
+from permille.store.tables import Federation, PrivacyCharge, Round
 
 _COUNTED = (ChargeState.RESERVED.value, ChargeState.SPENT.value)
 
 
-def is_spent(session: Session, federation: Federation, device_id: str) -> bool:
-    """Whether a device may take part no more."""
+def is_spent(session: Session, federation: Federation, device_id: str, *, besides: int) -> bool:
+    """Whether a device may take part no more, whatever it has been charged for the round `besides`."""
     if federation.participations is None:
         return False
-    return _count(session, federation.id, device_id) >= federation.participations
+    query = select(func.count()).where(
+        PrivacyCharge.federation_id == federation.id,
+        PrivacyCharge.device_id == device_id,
+        PrivacyCharge.number != besides,
+        PrivacyCharge.state.in_(_COUNTED),
+    )
+    return (session.scalar(query) or 0) >= federation.participations
 
 
 def reserve(session: Session, federation: Federation, *, number: int, device_id: str) -> None:
@@ -32,7 +38,7 @@ def reserve(session: Session, federation: Federation, *, number: int, device_id:
     row = session.get(PrivacyCharge, (federation.id, number, device_id), populate_existing=True)
     if row is not None and row.state in _COUNTED:
         return
-    if is_spent(session, federation, device_id):
+    if is_spent(session, federation, device_id, besides=number):
         raise BudgetSpentError(f"expected at most {federation.participations} rounds of a device")
     if row is None:
         row = PrivacyCharge(
@@ -43,14 +49,18 @@ def reserve(session: Session, federation: Federation, *, number: int, device_id:
     session.flush()
 
 
-def release(session: Session, *, federation_id: str, number: int, device_id: str | None = None) -> None:
-    """Take back the reserved charge of a device that left the open round; or of all: no sum was made."""
-    _move(session, federation_id, number, device_id, ChargeState.RELEASED)
+def release(session: Session, *, federation_id: str, number: int, device_id: str) -> None:
+    """Take back the charge of a device that takes its part of the open round back."""
+    _move(session, federation_id, number, ChargeState.RELEASED, PrivacyCharge.device_id == device_id)
 
 
-def spend(session: Session, *, federation_id: str, number: int) -> None:
-    """Spend the charges of a round of whose contributions a sum was, or may have been, made."""
-    _move(session, federation_id, number, None, ChargeState.SPENT)
+def settle(session: Session, row: Round) -> None:
+    """End the charges of a locked round that ends: spent, unless too few came for its sum to be made.
+
+    A job may have made a sum, or a keeper told it, even where the round is void in the end.
+    """
+    state = ChargeState.RELEASED if row.job_id is None else ChargeState.SPENT
+    _move(session, row.federation_id, row.number, state)
 
 
 def distribution(session: Session, federation_id: str) -> dict[int, int]:
@@ -65,23 +75,16 @@ def distribution(session: Session, federation_id: str) -> dict[int, int]:
     return dict(session.execute(query.order_by(per_device.c.rounds)).tuples())
 
 
-def _count(session: Session, federation_id: str, device_id: str) -> int:
-    query = select(func.count()).where(
-        PrivacyCharge.federation_id == federation_id,
-        PrivacyCharge.device_id == device_id,
-        PrivacyCharge.state.in_(_COUNTED),
-    )
-    return session.scalar(query) or 0
-
-
 def _move(
-    session: Session, federation_id: str, number: int, device_id: str | None, state: ChargeState
+    session: Session, federation_id: str, number: int, state: ChargeState, *whose: ColumnElement[bool]
 ) -> None:
-    change = update(PrivacyCharge).where(
-        PrivacyCharge.federation_id == federation_id,
-        PrivacyCharge.number == number,
-        PrivacyCharge.state == ChargeState.RESERVED.value,
+    session.execute(
+        update(PrivacyCharge)
+        .where(
+            PrivacyCharge.federation_id == federation_id,
+            PrivacyCharge.number == number,
+            PrivacyCharge.state == ChargeState.RESERVED.value,
+            *whose,
+        )
+        .values(state=state.value)
     )
-    if device_id is not None:
-        change = change.where(PrivacyCharge.device_id == device_id)
-    session.execute(change.values(state=state.value))

@@ -12,7 +12,7 @@ from permille.federation.contribution import Place
 from permille.schemas.federations import FederationState, RoundState
 from permille.store.database import now
 from permille.store.errors import ContributionConflictError, NotFoundError, RoundClosedError
-from permille.store.federations import members, rounds
+from permille.store.federations import charges, members, rounds
 from permille.store.tables import Device, Federation, Participation, Round
 
 INVITED_SHARE: Final = 1.3
@@ -53,6 +53,8 @@ def invite(
     row = rounds.lock(session, federation.id, federation.number)
     if row is None or row.state != RoundState.OPEN or now(session) >= row.deadline_at:
         return None
+    if charges.is_spent(session, federation, device_id, besides=row.number):
+        return None
     held = session.get(Participation, (row.federation_id, row.number, device_id))
     if held is None:
         if not _is_drawn(session, federation, row, device_id):
@@ -90,6 +92,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
         NotFoundError: the device is no member, or was not invited.
         RoundClosedError: it comes too late.
         ContributionConflictError: the device has sent other bytes.
+        BudgetSpentError: it has taken part as often as it was promised to at most.
     """
     members.check(session, sent.federation_id, sent.device_id)
     row = rounds.lock(session, sent.federation_id, sent.number)
@@ -104,6 +107,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
         raise RoundClosedError(f"expected a contribution to round {sent.number} by {row.deadline_at:%F %T}")
     if held.digest is not None:
         raise ContributionConflictError(f"expected {held.digest} as sent before, got {sent.digest}")
+    charges.reserve(session, federation, number=row.number, device_id=sent.device_id)
     held.digest, held.data = sent.digest, sent.data
     session.flush()
     _, received_so_far = rounds.counts(session, row)

@@ -6,6 +6,7 @@ from sqlalchemy.orm import Session
 from permille.schemas.federations import FederationState, RoundState
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
+from permille.store.federations import charges
 from permille.store.tables import Device, Federation, FederationMember, Participation, Round
 
 _JOINABLE = (FederationState.RUNNING.value, FederationState.PAUSED.value)
@@ -96,3 +97,4 @@ def withdraw(session: Session, *, federation_id: str, device_id: str, number: in
             Participation.device_id == device_id,
         )
         session.execute(update(Participation).where(*own).values(digest=None, data=None))
+        charges.release(session, federation_id=federation_id, number=row.number, device_id=device_id)

@@ -22,6 +22,7 @@ from permille.schemas.federations import FederationState, RoundState
 from permille.schemas.jobs import JobKind, JobState
 from permille.store.database import Database, now
 from permille.store.errors import NotFoundError
+from permille.store.federations import charges
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Checkpoint, Federation, Job, Participation, Round
@@ -181,9 +182,10 @@ def lock_closing(session: Session, federation: Federation, number: int) -> Round
 
 
 def _finish(session: Session, federation: Federation, row: Round, record: bytes) -> None:
-    """Chain a round's record, and forget what was sent; digests stay for one round more."""
+    """Chain a round's record, settle its charges, forget what was sent; digests stay for one round more."""
     row.invited, row.received = counts(session, row)
     row.closed_at, row.record = now(session), record
+    charges.settle(session, row)
     session.execute(update(Participation).where(*_of(row)).values(data=None))
     session.execute(
         delete(Participation).where(

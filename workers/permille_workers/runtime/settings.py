@@ -1,6 +1,6 @@
 """The settings of a worker process."""
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from permille.store.settings import StoreSettings
 
@@ -17,6 +17,7 @@ class WorkerSettings(StoreSettings):
         drain_s: after SIGTERM, running jobs may take so long; then they are given back to the queue.
         concurrency: jobs at a time.
         threads: compute threads of each job; None: the library's default.
+        keeper_token: what a keeper of masked rounds asks for; None: there is none.
     """
 
     lease_s: float = Field(default=30.0, gt=0)
@@ -27,3 +28,4 @@ class WorkerSettings(StoreSettings):
     drain_s: float = Field(default=20.0, ge=0)
     concurrency: int = Field(default=1, ge=1, le=64)
     threads: int | None = Field(default=None, ge=1)
+    keeper_token: SecretStr | None = None

@@ -1,7 +1,8 @@
 """The round job: what devices sent to a round becomes one step of the federation's state.
 
 It is told which round is closing; what was sent does not change from then on. Nothing leaves before the
-transaction that publishes it, so a second attempt after a kill makes the same bytes.
+transaction that publishes it, so a second attempt after a kill makes the same bytes; of a private round it
+draws other noise, or gets a keeper's again.
 """
 
 import math
@@ -12,8 +13,10 @@ from sqlalchemy.orm import Session
 
 from permille.errors import InputError, OperatorError, PackageError
 from permille.federation.catch_up import pack_state
-from permille.federation.contribution import Contribution, decode_contribution
+from permille.federation.contribution import Contribution
 from permille.federation.definition import GAIN_NATS, Definition, decode_key
+from permille.federation.masked import Masked, decode_sent
+from permille.federation.private_rounds import noised_gains, round_of_sum
 from permille.federation.rounds import History, Round, combine, decode_segment
 from permille.package.reader import Package
 from permille.schemas.federations import RoundRequest
@@ -24,6 +27,7 @@ from permille.store.federations.rounds import Ended
 from permille.zo.exponents import exponents_of
 from permille.zo.packed_state import decode_state
 from permille_workers.runtime.context import Publish, TaskContext
+from permille_workers.tasks.private_sums import private_sum
 
 
 def run(context: TaskContext, request: RoundRequest) -> Publish:
@@ -43,7 +47,8 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
     context.progress(0.0, "reading the state")
     before = _history(context, definition, way)
     context.progress(0.2, f"combining {len(received)} contributions")
-    ended = close(before, received)
+    token = context.settings.keeper_token
+    ended = close(before, received, None if token is None else token.get_secret_value())
 
     def publish(session: Session) -> str:
         federation = rounds.lock_federation(session, tenant_id=tenant_id, federation_id=request.federation_id)
@@ -57,11 +62,11 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
     return publish
 
 
-def close(history: History, received: Sequence[Received]) -> Ended | str:
+def close(history: History, received: Sequence[Received], keeper_token: str | None = None) -> Ended | str:
     """What a round makes of its contributions; or why it is void. The history moves on by it."""
     definition = history.definition
     try:
-        made, gains = _combined(definition, history.number, received)
+        made, gains = _combined(definition, history.number, received, keeper_token)
         history.apply([made])
     except PackageError as exc:
         if exc.code != "round-limit":
@@ -78,21 +83,23 @@ def close(history: History, received: Sequence[Received]) -> Ended | str:
 
 
 def _combined(
-    definition: Definition, number: int, received: Sequence[Received]
+    definition: Definition, number: int, received: Sequence[Received], keeper_token: str | None
 ) -> tuple[Round, tuple[float, float] | None]:
     """The round of these contributions; mean and standard error of their gains, in nats a token, or None."""
-    sent = [_contribution(definition, one) for one in received]
-    return combine(definition, number, sent), _gains(definition, [one.gain for one in sent])
+    sent = [_sent(definition, one) for one in received]
+    if definition.privacy is not None:
+        sum_V = private_sum(definition, number, sent, keeper_token)
+        made = round_of_sum(definition, number, len(sent), sum_V)
+        return made, noised_gains(definition, len(sent), int(sum_V[-1]))
+    plain = [one for one in sent if isinstance(one, Contribution)]
+    return combine(definition, number, plain), _gains(definition, [one.gain for one in plain])
 
 
-def _contribution(definition: Definition, one: Received) -> Contribution:
-    key = decode_key(one.public_key)
+def _sent(definition: Definition, one: Received) -> Contribution | Masked:
     try:
-        contribution = decode_contribution(one.data, definition, key)
-        one.place.check(contribution.place)
+        return decode_sent(one.data, definition, decode_key(one.public_key), one.place)
     except PackageError as exc:
         raise OperatorError(f"expected what {one.device_id} sent as it was accepted, got {exc}") from exc
-    return contribution
 
 
 def _history(context: TaskContext, definition: Definition, way: Way) -> History:

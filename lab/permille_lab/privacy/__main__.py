@@ -1,0 +1,107 @@
+"""How well does an attacker tell whether a device's text was in the rounds? `make bench-privacy`.
+
+The attacker knows the very integers that the target would send in each of its rounds (worse than knowing its
+text), and reads the published sums. In half of the trials the target sent them, in the others zeros. Knowing
+all other devices, too, is what (epsilon, delta) is promised against. Knowing only the target, and what all
+have in common, is nearer to life: there the others hide it. Without what it knows, the attacker multiplies
+what was published with what the target would send, and adds that up over the rounds: of Gaussian noise no
+test makes more.
+
+Devices are synthetic, the noise is drawn as the product draws it: vectors of 64 integers of the length of the
+clip, half of it in common, as the prediction of the signal has it.
+"""
+
+import math
+from functools import partial
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.privacy.discrete_gaussian import draw_noise
+from permille.privacy.rules import Privacy, PrivacyMode
+from permille.privacy.zcdp import MEAN_NORM, noise_for, rho_of
+from permille_lab.measuring.cells import Cells, Result, settings_parser
+
+CLIP, INTEGERS = 1000, 64
+ROUNDS = 10
+EPSILONS = (None, 8.0, 4.0, 2.0)
+COHORTS = (10, 100, 1000)
+_DELTA_EXPONENT = 6
+
+
+def measure(dp_epsilon: float | None, devices: int, *, knows_others: bool, trials: int) -> Result:
+    """The attacker's AUC, and the largest that the promise allows."""
+    rng = np.random.default_rng([devices, int(knows_others), int(10 * (dp_epsilon or 0))])
+    noise = 0 if dp_epsilon is None else noise_for(dp_epsilon, 10.0**-_DELTA_EXPONENT, ROUNDS)
+    scores: dict[bool, list[float]] = {True: [], False: []}
+    for trial in range(2 * trials):
+        present = bool(trial % 2)
+        score = 0.0
+        for _ in range(ROUNDS):
+            common_V, c_DV = _vectors(rng, devices)
+            others_V = c_DV[1:].sum(axis=0)
+            seen_V = others_V + present * c_DV[0]
+            if noise:
+                seen_V = seen_V + _noise(noise, rng)
+            if knows_others:
+                score += float((seen_V - others_V) @ c_DV[0])
+            else:
+                score += float(seen_V @ (c_DV[0] - common_V * (common_V @ c_DV[0])))
+        scores[present].append(score)
+    auc = _auc(np.array(scores[True]), np.array(scores[False]))
+    error = math.sqrt(max(auc * (1 - auc), 1 / trials) / trials)
+    most = NormalDist().cdf(math.sqrt(rho_of(noise / 100, ROUNDS))) if noise else 1.0
+    return {"auc": auc, "error": error, "most": most, "noise_multiplier": noise / 100}
+
+
+def _vectors(rng: np.random.Generator, devices: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """What devices have in common, a direction; and their integers, [devices, V], the target's first."""
+    common_V = rng.standard_normal(INTEGERS)
+    common_V /= np.linalg.norm(common_V)
+    own_DV = rng.standard_normal((devices, INTEGERS))
+    own_DV /= np.linalg.norm(own_DV, axis=1)[:, None]
+    all_DV = MEAN_NORM * common_V + math.sqrt(1 - MEAN_NORM**2) * own_DV
+    length_D = np.linalg.norm(all_DV, axis=1)
+    return common_V, np.trunc(CLIP * all_DV / length_D[:, None]).astype(np.int64)
+
+
+def _noise(hundredths: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    privacy = Privacy(
+        mode=PrivacyMode.CENTRAL,
+        noise_hundredths=hundredths,
+        participations=ROUNDS,
+        delta_exponent=_DELTA_EXPONENT,
+    )
+    return draw_noise(INTEGERS, privacy.variance(CLIP), lambda below: int(rng.integers(below)))
+
+
+def _auc(present: NDArray[np.float64], absent: NDArray[np.float64]) -> float:
+    """The share of pairs that the score puts in the right order; equal ones count half."""
+    order = np.sort(absent)
+    below = np.searchsorted(order, present, side="left") + np.searchsorted(order, present, side="right")
+    return float(below.sum()) / (2 * len(present) * len(absent))
+
+
+def main() -> None:
+    """Measure what is missing: some minutes."""
+    parser = settings_parser(__doc__, "privacy")
+    parser.add_argument("--trials", type=int, default=300)
+    options = parser.parse_args()
+    cells = Cells(options.cells)
+    for knows_others in (True, False):
+        for devices in COHORTS[:1] if knows_others else COHORTS:
+            for dp_epsilon in EPSILONS:
+                settings = {
+                    "knows_others": knows_others,
+                    "devices": devices,
+                    "dp_epsilon": dp_epsilon,
+                    "rounds": ROUNDS,
+                    "trials": options.trials,
+                }
+                run = partial(measure, dp_epsilon, devices, knows_others=knows_others, trials=options.trials)
+                cells.once("attack", settings, run)
+
+
+if __name__ == "__main__":
+    main()

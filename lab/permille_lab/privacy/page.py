@@ -1,0 +1,29 @@
+"""The table of the page on privacy, from finished cells."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from permille_lab.measuring.cells import Cells
+
+
+def tables(results: Path) -> dict[str, str]:
+    """The attacker's AUC by what it knows and what devices were promised."""
+    rows = []
+    for settings, result in Cells(results / "privacy.jsonl").of("attack"):
+        knows = (
+            "all other devices" if settings["knows_others"] else f"nothing of {settings['devices']} devices"
+        )
+        promised = settings["dp_epsilon"]
+        rows.append(
+            {
+                "the attacker knows": knows,
+                "epsilon": "no noise" if promised is None else f"{promised:g}",
+                "auc": f"{result['auc']:.2f} ± {1.96 * result['error']:.2f} (at most {result['most']:.2f})",
+            }
+        )
+    found = pd.DataFrame(rows).pivot_table(
+        index="the attacker knows", columns="epsilon", values="auc", aggfunc="first", sort=False
+    )
+    found.columns.name = None
+    return {"attack": str(found.reset_index().to_markdown(index=False, disable_numparse=True))}

@@ -1,0 +1,123 @@
+"""Secure sums against plain sums, by a keeper in its own process: `python -m tests.federation.secure_sums`.
+
+Each round has its own masks, noise and dropouts: some of the devices send nothing. The service's sum of
+masked integers less the keeper's answer must be the plain sum and the keeper's noise: the noise is what is
+left, and must look like noise in every round, so that a wrong sum, which is uniform below 2**32, is seen.
+"""
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from permille.federation.contribution import Contribution
+from permille.federation.definition import Definition
+from permille.federation.masked import decode_masked, encode_masked, opening_of
+from permille.federation.private_rounds import noised_sum, unmasked_sum, vector_of
+from permille.privacy.rules import Keeper, PrivacyMode
+from permille_keeper.main import init, public_text
+from permille_workers.tasks.private_sums import ask_keeper
+from tests.unit.federation.private import device_key, make_private
+from tests.unit.keeper.keepers import running
+
+WORST_DEVIATIONS = 12
+"""An honest noise leaves this in one of 10**32 draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What so many rounds showed."""
+
+    rounds: int
+    exact: int
+    upload_bytes: int
+    keeper_ms: float
+    noise_over_promise: float
+
+    def line(self, devices: int, dropped: int) -> str:
+        """What a log keeps."""
+        return (
+            f"secure-sum: rounds={self.rounds} devices={devices} dropped={dropped} exact={self.exact} "
+            f"upload_bytes={self.upload_bytes} keeper_ms={self.keeper_ms:.1f} "
+            f"noise_over_promise={self.noise_over_promise:.3f}"
+        )
+
+
+def federation(home: Path, port: int, rounds: int) -> Definition:
+    """With 64 integers a device and noise of four times the clip, under a keeper's key."""
+    key = public_text(X25519PrivateKey.from_private_bytes((home / "keeper.key").read_bytes()))
+    keeper = Keeper(key=key, url=f"http://127.0.0.1:{port}")
+    return make_private(
+        mode=PrivacyMode.KEEPER, privacy={"keeper": keeper}, queries=64, steps=1, total_steps=rounds
+    )
+
+
+def measure(*, rounds: int, devices: int, dropped: int, seed: int = 0) -> Outcome:
+    """Run so many rounds against one keeper."""
+    rng = np.random.default_rng(seed)
+    keys = [device_key(index) for index in range(devices)]
+    exact, size, seconds, squares = 0, 0, 0.0, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "keeper"
+        init(home)
+        token = (home / "keeper.token").read_text()
+        with running(home) as (port, _):
+            rules = federation(home, port, rounds)
+            sigma = 4.0 * (rules.clip or 0)
+            for number in range(rounds):
+                came = rng.choice(devices, devices - dropped, replace=False)
+                plain, masked = [], []
+                for device in came.tolist():
+                    sent = _contribution(rules, number, rng)
+                    data = encode_masked(rules, number, sent.start_digest, vector_of(sent), keys[device])
+                    size = len(data)
+                    plain.append(sent)
+                    masked.append(decode_masked(data, rules, keys[device].public_key()))
+                begun = time.perf_counter()
+                answer_V = ask_keeper(opening_of(rules, number, masked), token)
+                seconds += time.perf_counter() - begun
+                found_V = unmasked_sum(rules, number, masked, answer_V)
+                left_V = found_V - noised_sum(rules, number, plain, np.zeros_like(found_V))
+                exact += bool(0 < np.abs(left_V).max() < WORST_DEVIATIONS * sigma)
+                squares += float((left_V.astype(float) ** 2).mean()) / sigma**2
+    return Outcome(
+        rounds=rounds,
+        exact=exact,
+        upload_bytes=size,
+        keeper_ms=1000 * seconds / rounds,
+        noise_over_promise=(squares / rounds) ** 0.5,
+    )
+
+
+def _contribution(rules: Definition, number: int, rng: np.random.Generator) -> Contribution:
+    blank = Contribution(
+        definition=rules,
+        round_number=number,
+        lane=0,
+        weight=1,
+        start_digest=rules.digest,
+        c_TQ=np.zeros((1, rules.queries), dtype=np.int64),
+    )
+    c_TQ = np.rint(rng.normal(0, 300, (1, rules.queries))).astype(np.int64)
+    return replace(blank, c_TQ=c_TQ, gain=int(rng.integers(-100, 101)))
+
+
+def main() -> None:
+    """Measure and print one line; end with an error where a round was not exact."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--devices", type=int, default=100)
+    parser.add_argument("--dropped", type=int, default=30)
+    asked = parser.parse_args()
+    found = measure(rounds=asked.rounds, devices=asked.devices, dropped=asked.dropped)
+    print(found.line(asked.devices, asked.dropped))
+    if found.exact != found.rounds:
+        raise SystemExit(f"expected {found.rounds} exact sums, got {found.exact}")
+
+
+if __name__ == "__main__":
+    main()
