@@ -72,7 +72,7 @@ def distribution(session: Session, federation_id: str) -> dict[int, int]:
         .subquery()
     )
     query = select(per_device.c.rounds, func.count()).group_by(per_device.c.rounds)
-    return dict(session.execute(query.order_by(per_device.c.rounds)).tuples())
+    return {row.rounds: row[1] for row in session.execute(query.order_by(per_device.c.rounds))}
 
 
 def _move(

@@ -69,7 +69,7 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
     noise = hundredths / 100
     signal = signal_to_noise(body.target, integers, noise)
     if signal < 1:
-        affordable = body.target * MEAN_NORM / math.sqrt(integers)
+        affordable = max(1, int(100 * body.target * MEAN_NORM / math.sqrt(integers))) / 100
         dp_epsilon = dp_epsilon_of(rho_of(affordable, asked.participations), delta)
         devices = math.ceil(noise * math.sqrt(integers) / MEAN_NORM)
         fewer = int((body.target * MEAN_NORM / noise) ** 2)

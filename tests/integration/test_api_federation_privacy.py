@@ -1,0 +1,245 @@
+"""Federations that promise privacy, over the API: asked for by epsilon, noised, charged, kept."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from sqlalchemy import select, update
+
+from permille.federation.contribution import decode_contribution
+from permille.federation.masked import encode_masked
+from permille.federation.private_rounds import vector_of
+from permille.federation.rounds import decode_segment
+from permille.store import tables
+from permille.store.federations import rounds
+from permille_keeper.main import init, public_text
+from tests.api_service import Api
+from tests.federations import SMALL, Member, Site, make_site, run_one
+from tests.unit.keeper.keepers import running
+
+PRIVATE: dict[str, Any] = {"clip": 2000, "privacy": {"dp_epsilon": 30.0, "participations": 2}}
+KEPT = 34
+
+
+def charges(site: Site) -> list[tuple[int, str]]:
+    """Round and state of every charge."""
+    with site.api.service.database.read() as session:
+        query = select(tables.PrivacyCharge.number, tables.PrivacyCharge.state)
+        return sorted((number, state) for number, state in session.execute(query))
+
+
+def run_round(site: Site, members: list[Member], number: int) -> dict[str, Any]:
+    """All of these take part, the worker closes."""
+    for member in members:
+        assert site.take_part(member, seed=number).status_code == 202
+    assert site.work() == 1
+    return site.round(number)
+
+
+def test_rounds_are_noised_and_charged_until_all_is_spent(api: Api) -> None:
+    site = make_site(api, members=3, **PRIVATE)
+    privacy = site.definition.privacy
+    assert privacy is not None
+    assert privacy.dp_epsilon(2) <= 30 < privacy.dp_epsilon(3)
+    found = run_round(site, site.members, 0)
+    assert (found["state"], found["counted"]) == ("published", 3)
+    record = api.get(f"{site.path}/rounds/0/record").content
+    (made,) = decode_segment(record, site.definition, max_bytes=1000)
+    assert made.weight_K.tolist() == [3, 3, 3]
+    assert charges(site) == [(0, "spent")] * 3
+    shown = api.get(f"{site.path}/privacy").json()
+    assert (shown["mode"], shown["participations"], shown["clip"]) == ("central", 2, 2000)
+    assert shown["spent"] == [{"rounds": 1, "devices": 3, "dp_epsilon": pytest.approx(privacy.dp_epsilon(1))}]
+    run_round(site, site.members, 1)
+    for member in site.members:
+        site.catch_up(member)
+        assert site.invite(member).status_code == 204
+    assert api.get(f"{site.path}/privacy").json()["spent"][0]["rounds"] == 2
+    assert site.read()["number"] == 2
+
+
+def test_the_same_integers_make_other_rounds_each_time_noise_is_drawn(api: Api) -> None:
+    made = []
+    for name in ("first", "second"):
+        site = make_site(api, members=3, name=name, **PRIVATE)
+        for index, member in enumerate(site.members):
+            invitation = site.invite(member).json()
+            c_TQ = np.full((3, 4), 10 * (index + 1), dtype=np.int64)
+            site.send(member, 0, site.contribution(member, invitation, c_TQ=c_TQ, gain=5))
+        site.work()
+        record = api.get(f"{site.path}/rounds/0/record").content
+        made.append(decode_segment(record, site.definition, max_bytes=1000)[0].u_KJ)
+        gain = site.round(0)["mean_gain"]
+        assert gain != pytest.approx(0.25 * 5 / 200)
+    assert (made[0] != made[1]).any()
+
+
+def test_what_a_round_of_too_few_charged_is_released_and_may_be_charged_again(api: Api) -> None:
+    site = make_site(api, members=3, **PRIVATE)
+    site.take_part(site.members[0])
+    assert charges(site) == [(0, "reserved")]
+    site.pass_deadline()
+    assert site.round(0)["state"] == "void"
+    assert charges(site) == [(0, "released")]
+    run_round(site, site.members, 1)
+    run_round(site, site.members, 2)
+    assert charges(site) == [(0, "released")] + [(1, "spent")] * 3 + [(2, "spent")] * 3
+
+
+def test_a_device_that_takes_its_part_back_is_charged_once_it_sends_again(api: Api) -> None:
+    site = make_site(api, members=3, **PRIVATE)
+    one = site.members[0]
+    invitation = site.invite(one).json()
+    data = site.contribution(one, invitation)
+    site.send(one, 0, data)
+    path = f"{site.path}/rounds/0/contribution"
+    assert api.client.delete(path, headers=api.auth(one.secret)).status_code == 204
+    assert charges(site) == [(0, "released")]
+    assert site.send(one, 0, data).status_code == 202
+    assert site.send(one, 0, data).status_code == 200
+    assert charges(site) == [(0, "reserved")]
+
+
+def test_a_round_that_was_summed_and_is_void_stays_charged(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = make_site(api, members=3, **PRIVATE)
+    monkeypatch.setattr("permille.federation.rounds.STATE_LIMIT", 1)
+    assert run_round(site, site.members, 0)["state"] == "void"
+    assert charges(site) == [(0, "spent")] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"clip": None}, "expected a clip with privacy"),
+        ({"lanes": 2, "estimator": "spsa"}, "expected one lane"),
+        ({"rule": "trimmed", "trim_percent": 10}, "expected one lane, the mean"),
+        ({"privacy": {"dp_epsilon": 1.0, "participations": 10}}, "it takes a target of"),
+        ({"rounds": 1}, "expected participations"),
+        ({"privacy": PRIVATE["privacy"] | {"keeper_url": "https://k.example.org"}}, "together"),
+        (
+            {"privacy": PRIVATE["privacy"] | {"keeper_url": "http://k.example.org", "keeper_key": "A" * 43}},
+            "https",
+        ),
+        (
+            {"privacy": PRIVATE["privacy"] | {"keeper_url": "https://k.example.org", "keeper_key": "A" * 43}},
+            "expected minimum as an integer from 32",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_those_that_would(
+    api: Api, changes: dict[str, Any], words: str
+) -> None:
+    api.publish(api.package())
+    answer = api.post("/v1/federations", SMALL | PRIVATE | changes)
+    assert answer.status_code == 422
+    assert words in answer.json()["detail"]
+
+
+def test_the_numbers_that_would_work_do(api: Api) -> None:
+    api.publish(api.package())
+    asked = SMALL | PRIVATE | {"privacy": {"dp_epsilon": 4.0, "participations": 10}}
+    detail = api.post("/v1/federations", asked).json()["detail"]
+    target = int(detail.partition("a target of ")[2].split()[0])
+    dp_epsilon = float(detail.partition("dp_epsilon ")[2].split()[0].rstrip(","))
+    assert api.post("/v1/federations", asked | {"target": target}).status_code == 201
+    again = asked | {"name": "weaker", "privacy": {"dp_epsilon": dp_epsilon, "participations": 10}}
+    assert api.post("/v1/federations", again).status_code == 201
+
+
+def test_a_federation_without_privacy_says_so(api: Api) -> None:
+    site = make_site(api)
+    answer = api.get(f"{site.path}/privacy")
+    assert answer.status_code == 404
+    assert "no privacy is promised" in answer.json()["detail"]
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    home = tmp_path / "keeper"
+    init(home)
+    with running(home) as (port, _):
+        yield home, port
+
+
+def kept_site(api: Api, home: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A federation with this keeper, whose token the worker knows."""
+    key = X25519PrivateKey.from_private_bytes((home / "keeper.key").read_bytes())
+    privacy = PRIVATE["privacy"] | {
+        "keeper_key": public_text(key),
+        "keeper_url": f"http://127.0.0.1:{port}",
+    }
+    monkeypatch.setenv("PERMILLE_KEEPER_TOKEN", (home / "keeper.token").read_text())
+    site = make_site(api, clip=2000, target=KEPT, minimum=32, privacy=privacy)
+    site.join(KEPT)
+    return site
+
+
+def send_masked(site: Site) -> None:
+    """Every member's part of the open round, masked."""
+    for member in site.members:
+        site.catch_up(member)
+        invitation = site.invite(member).json()
+        plain = site.contribution(member, invitation)
+        assert site.send(member, invitation["round"], plain).status_code == 422
+        vector_V = vector_of(decode_contribution(plain, site.definition, member.device.key.public_key()))
+        data = encode_masked(
+            site.definition, invitation["round"], invitation["start_digest"], vector_V, member.device.key
+        )
+        assert site.send(member, invitation["round"], data).status_code == 202
+
+
+def test_a_keepers_rounds_move_on_and_the_service_holds_no_integer(
+    api: Api, keeper: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = kept_site(api, *keeper, monkeypatch)
+    send_masked(site)
+    assert site.work() == 1
+    found = site.round(0)
+    assert (found["state"], found["counted"], found["refused"]) == (
+        "published",
+        KEPT,
+        {"round-content": KEPT},
+    )
+    assert charges(site) == [(0, "spent")] * KEPT
+    assert abs(found["mean_gain"]) < 5
+    site.catch_up(site.members[0])
+    assert site.members[0].history.s_W.any()
+
+
+def test_a_round_waits_for_its_keeper_and_is_void_when_that_stays_away(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "keeper"
+    init(home)
+    with running(home) as (port, _):
+        site = kept_site(api, home, port, monkeypatch)
+        send_masked(site)
+    assert run_one(api)
+    assert site.round(0)["state"] == "closing"
+    assert _again(api) == "queued"
+    with running(home, port):
+        assert site.work() == 1
+    assert site.round(0)["state"] == "published"
+    send_masked(site)
+    with api.service.database.write() as session:
+        session.execute(
+            update(tables.Job).where(tables.Job.state == "queued").values(attempt=tables.Job.max_attempts - 1)
+        )
+    assert run_one(api)
+    rounds.sweep(api.service.database)
+    found = site.round(1)
+    assert found["state"] == "void"
+    assert "expected an answer of the keeper" in found["reason"]
+    assert charges(site) == [(0, "spent")] * KEPT + [(1, "spent")] * KEPT
+    assert site.round(2)["state"] == "open"
+
+
+def _again(api: Api) -> str:
+    """Let the queued job's pause be over; its state."""
+    with api.service.database.write() as session:
+        job = session.scalars(select(tables.Job).where(tables.Job.kind == "round")).one()
+        job.available_at = job.created_at
+        return job.state
