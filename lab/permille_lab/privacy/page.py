@@ -11,9 +11,7 @@ def tables(results: Path) -> dict[str, str]:
     """The attacker's AUC by what it knows and what devices were promised."""
     rows = []
     for settings, result in Cells(results / "privacy.jsonl").of("attack"):
-        knows = (
-            "all other devices" if settings["knows_others"] else f"nothing of {settings['devices']} devices"
-        )
+        knows = "all other devices" if settings["knows_others"] else f"none of {settings['devices']} devices"
         promised = settings["dp_epsilon"]
         rows.append(
             {
@@ -25,5 +23,6 @@ def tables(results: Path) -> dict[str, str]:
     found = pd.DataFrame(rows).pivot_table(
         index="the attacker knows", columns="epsilon", values="auc", aggfunc="first", sort=False
     )
+    found = found[sorted(found.columns, key=lambda name: float(name) if name[0].isdigit() else 1e9)[::-1]]
     found.columns.name = None
     return {"attack": str(found.reset_index().to_markdown(index=False, disable_numparse=True))}

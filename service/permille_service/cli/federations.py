@@ -26,6 +26,7 @@ def create_federation(session: Session, body: dict[str, Any], key: Key = None) -
     Example:
 
       permille federations create readers --release chat --rounds 50 --target 100 --minimum 30
+      permille federations create quiet --release chat --queries 64 --clip 2000 --target 500 --dp-epsilon 4 --participations 10
     """
     session.output.show(session.client.post("/v1/federations", body, key=key))
     session.output.say_next(f"permille federations start {body['name']}")
@@ -43,6 +44,17 @@ def list_rounds(session: Session, federation: Federation, limit: Rows = 20) -> N
     """List the rounds of a federation, newest first."""
     path = f"/v1/federations/{session.id_of('federations', federation)}/rounds"
     session.output.show(session.client.pages(path, limit=limit), _ROUNDS)
+
+
+@command(federations, "privacy")
+def show_privacy(session: Session, federation: Federation) -> Any:
+    """Show what a federation promises its devices, and how many have used up how much of it.
+
+    Example:
+
+      permille federations privacy readers
+    """
+    return session.client.get(f"/v1/federations/{session.id_of('federations', federation)}/privacy")
 
 
 @command(federations, "adopt", form=form_of(AdoptionCreate))
