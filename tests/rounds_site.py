@@ -2,18 +2,21 @@
 
 import io
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import uvicorn
 
 from permille_agent.cli.main import main
 from permille_agent.federation.by_hand import TookPart, join_federation, take_part
+from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import enroll, open_api, require_enrolment
 from permille_agent.link.pull import pull
 from permille_agent.state.choices import add_references
@@ -74,6 +77,19 @@ class Agent:
     def take_part(self) -> TookPart:
         """One pass, on the engine of tests."""
         return take_part(self.home, [self.text], RunContext(engine_of=bigram_engine))
+
+    def without_sending(self) -> None:
+        """A pass that ends before the contribution is sent."""
+        with (
+            patch.object(DeviceApi, "contribute", side_effect=KeyboardInterrupt),
+            suppress(KeyboardInterrupt),
+        ):
+            self.take_part()
+
+    def copied(self, folder: Path) -> "Agent":
+        """The same device in another folder."""
+        shutil.copytree(self.home.root, folder, symlinks=True)
+        return Agent(open_home(folder), self.text)
 
     def join(self, name: str) -> None:
         join_federation(self.home, name)

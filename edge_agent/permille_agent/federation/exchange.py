@@ -133,7 +133,7 @@ class _Exchange:
         if not (offer.member and self._choice.told):
             self._membership.choose(lambda now: replace(now, told=now.joined))
         exponents = exponents_of(package)
-        history = self._follow(definition, exponents)
+        history = self._follow(definition, exponents, offer.number)
         self._adopt(offer, history, definition)
         sent = self._send(history.number)
         waiting = "" if self._has_text else "there is no text: `permille-agent data add`"
@@ -163,9 +163,9 @@ class _Exchange:
             return None
         return Package.open(BlobFolder(self._home.blobs), release.manifest_digest)
 
-    def _follow(self, definition: Definition, exponents: Exponents | None) -> History:
+    def _follow(self, definition: Definition, exponents: Exponents | None, offered: int) -> History:
         fetch = partial(self._fetch, None)
-        return update_history(self._membership, definition, exponents, fetch)
+        return update_history(self._membership, definition, exponents, offered, fetch)
 
     def _fetch(self, until: int | None, after: int, limit_bytes: int) -> bytes:
         federation_id = self._choice.federation_id

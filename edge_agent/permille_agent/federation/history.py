@@ -42,9 +42,12 @@ def load_history(membership: Membership, definition: Definition, exponents: Expo
 
 
 def update_history(
-    membership: Membership, definition: Definition, exponents: Exponents | None, fetch: Fetch
+    membership: Membership, definition: Definition, exponents: Exponents | None, offered: int, fetch: Fetch
 ) -> History:
     """Follow the federation to where it is now; durable on return.
+
+    Args:
+        offered: how many rounds the service says are done; where these are here, nothing is fetched.
 
     Raises:
         PackageError: `round-chain`: the service has another history, or an older one, than this device;
@@ -54,10 +57,16 @@ def update_history(
         held = load_history(membership, definition, exponents)
     except PackageError:  # damaged on the disk: what is signed comes again
         held = History.begin(definition, exponents)
+    if offered < held.number:
+        raise PackageError(
+            "round-chain", f"expected what follows round {held.number}, the service has {offered} rounds"
+        )
+    if offered == held.number:
+        return held
     limit = max_bytes(definition)
     data = fetch(held.number, limit)
     found = caught_up(held, data, max_bytes=limit)
-    if found.number != held.number or not membership.history.exists():
+    if found.number != held.number:
         checkpoint = Checkpoint(state=pack_state(definition, found.s_W), head=data[-HEAD_BYTES:])
         kept = encode_catch_up(checkpoint, [], checkpoint.head)
         write_atomic(membership.history, kept, mode=0o600)

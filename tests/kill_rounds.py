@@ -1,0 +1,66 @@
+"""One pass over the rounds of a device as a process of its own, which kills itself at a named step.
+
+python -m tests.kill_rounds HOME TEXT STEP
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from permille.federation import local
+from permille.zo.journal import Journal
+from permille_agent.federation import exchange, history, part
+from permille_agent.federation.by_hand import take_part
+from permille_agent.federation.membership import Membership
+from permille_agent.link.api import DeviceApi
+from permille_agent.state.home import open_home
+from permille_agent.training.options import RunContext
+from tests.bigram_engine import bigram_engine
+
+# Where to kill: an object, its function, which call of it, and whether before it or after.
+STEPS: dict[str, tuple[Any, str, int, bool]] = {
+    "history-fetched": (history, "write_atomic", 1, True),
+    "history-kept": (history, "write_atomic", 1, False),
+    "invited": (exchange, "begin_part", 1, True),
+    "invitation-kept": (exchange, "begin_part", 1, False),
+    "gain-measured": (part, "_measured_gain", 1, False),
+    "step-remembered": (local, "write_atomic", 2, False),
+    "step-durable": (Journal, "append", 2, False),
+    "part-trained": (part.Part, "make_contribution", 1, True),
+    "contribution-kept": (part, "write_atomic", 1, False),
+    "contribution-not-sent": (DeviceApi, "contribute", 1, True),
+    "contribution-sent": (DeviceApi, "contribute", 1, False),
+    "end-noted": (Membership, "end", 1, False),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """One pass, until the step."""
+    where, name, count, before = STEPS[arguments[2]]
+    setattr(where, name, killing(getattr(where, name), count, before=before))
+    home, text = open_home(Path(arguments[0])), Path(arguments[1])
+    take_part(home, [text], RunContext(engine_of=bigram_engine))
+    return 0
+
+
+def killing(function: Callable[..., Any], count: int, *, before: bool) -> Callable[..., Any]:
+    """The function, whose call of this number is the process's end."""
+    calls = iter(range(1, count + 1))
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        number = next(calls, 0)
+        if number == count and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*arguments, **options)
+        if number == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return call
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
