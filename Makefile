@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-federation federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -124,6 +124,15 @@ bench-privacy: $(VENV)/.installed  ## What does an attacker learn of one device 
 
 bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.quantization
+
+bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, attack, noise? (needs PERMILLE_DATA, PERMILLE_MODELS)
+	$(BIN)/python -m permille_lab.federation
+
+federation: $(VENV)/.native  ## 40 devices, 6 rounds, on the real service, with all that goes wrong (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --kills 2
+
+federation-long: $(VENV)/.native  ## 1,000 devices, 20 rounds (an hour or more)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 1000 --rounds 20 --kills 6 --deadline-s 120
 
 evidence: $(VENV)/.native  ## The papers' comparisons: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.evidence

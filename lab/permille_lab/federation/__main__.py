@@ -1,0 +1,310 @@
+"""Federations by the exact arithmetic in one process: `make bench-federation`.
+
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.federation [FIGURE ...]
+
+    methods      every method on every division of text
+    directions   shared, own, and as many shared directions as all own ones together
+    people       own, pooled, pooled then own, beside a pooled state of first order
+    attackers    a fifth of the devices flips or scales what it sends, under each rule
+    privacy      noise in the integers at several sizes of a cohort
+
+Rates are chosen on other people's, or other sentences', text, in a few rounds. What a device sends and
+fetches is encoded and counted; sockets are measured by `make federation`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.factory import open_engine
+from permille.federation.catch_up import pack_state
+from permille.federation.definition import Rule
+from permille.privacy.rules import Privacy, PrivacyMode
+from permille.training.adam import RATE, Moments, learning_rate, unit_exponent, unlogged_step
+from permille.zo.header import EstimatorKind
+from permille.zo.lattice import values
+from permille_agent.embed import TrainingBatches
+from permille_lab.federation import references
+from permille_lab.federation.clients import Client, Split, clients_of, small_clients
+from permille_lab.federation.methods import METHODS, OURS, Method, definition_of
+from permille_lab.federation.simulation import Attack, Outcome, Plan, World, federate
+from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
+from permille_lab.measuring.machine import machine
+from permille_lab.measuring.model_packages import Sources, model_package, sources_from_environment
+
+MODEL = "stories260K-hf"
+DEVICES, COHORT, ROUNDS = 20, 5, 6
+TUNING = Plan(cohort=2, rounds=2)
+_TUNING_DEVICES = 4
+_KIND = {
+    Split.SST2_IID: Split.SST2_IID,
+    Split.SST2_DIRICHLET: Split.SST2_IID,
+    Split.TWEETS_PERSON: Split.TWEETS_PERSON,
+}
+"""The division on which a rate is chosen, with other text."""
+DIRECTIONS = Method(estimator=EstimatorKind.SPSA, queries=1, steps=20)
+"""The paper's figure 5: two-sided, one direction a step."""
+PRIVATE = Method(
+    estimator=EstimatorKind.SKETCH, queries=64, steps=1, batch_rows=4, local_steps=1, groups=True
+)
+_OWN_STEPS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What all figures are measured with."""
+
+    world: World
+    sources: Sources
+    cells: Cells
+
+    def clients(self, split: Split, devices: int, *, turn: int = 0) -> list[Client]:
+        """Devices with text of a division."""
+        return clients_of(self.world.package, self.sources.data, split, devices, turn=turn)
+
+    def rate(self, name: str, rates: Sequence[float], split: Split, gain: Callable[..., float]) -> float:
+        """The rate of the largest gain in a few rounds on other text; kept as a cell."""
+        kind = _KIND[split]
+        settings = {"method": name, "split": kind.value, "rates": list(rates), "rounds": TUNING.rounds}
+        found = self.cells.once("rate", settings, partial(self._tried, rates, kind, gain))
+        return float(found["rate"])
+
+    def _tried(self, rates: Sequence[float], kind: Split, gain: Callable[..., float]) -> Result:
+        clients = self.clients(kind, _TUNING_DEVICES, turn=1)
+        gains = [gain(clients, rate) for rate in rates]
+        return {"gains": gains, "rate": rates[int(np.argmax(gains))]}
+
+
+def tuned(bench: Bench, name: str, method: Method, split: Split) -> float:
+    """The rate of a method."""
+
+    def gain(clients: Sequence[Client], rate: float) -> float:
+        rules = definition_of(bench.world, method, cohort=TUNING.cohort, rounds=TUNING.rounds, rate=rate)
+        found = federate(bench.world, rules, clients, replace(TUNING, carry=method.carry))
+        return float(np.mean(bench.world.gains(found.values_W, clients)))
+
+    return bench.rate(name, method.rates, split, gain)
+
+
+def measured(bench: Bench, name: str, method: Method, split: Split, seed: int) -> Result:
+    """One method on one division."""
+    rate = tuned(bench, name, method, split)
+    clients = bench.clients(split, DEVICES)
+    rules = definition_of(bench.world, method, cohort=COHORT, rounds=ROUNDS, rate=rate)
+    plan = Plan(cohort=COHORT, rounds=ROUNDS, seed=seed, carry=method.carry)
+    found = federate(bench.world, rules, clients, plan)
+    up, down = found.traffic.up, found.traffic.down
+    if method.values:
+        up = down = float(ROUNDS * len(pack_state(rules, found.history.s_W)))
+    return {
+        "gains": bench.world.gains(found.values_W, clients),
+        "rate": rate,
+        "row_passes": method.row_passes * ROUNDS,
+        "up": up,
+        "down": down,
+        "seconds": found.seconds / (COHORT * ROUNDS),
+        "machine": machine(),
+    }
+
+
+def averaged(bench: Bench, name: str, split: Split, seed: int) -> Result:
+    """One reference of first order on one division."""
+
+    def gain(clients: Sequence[Client], rate: float) -> float:
+        return float(np.mean(references.averaged(bench.world, name, clients, TUNING, rate).gains))
+
+    rate = bench.rate(name, references.RATES[name], split, gain)
+    clients = bench.clients(split, DEVICES)
+    plan = Plan(cohort=COHORT, rounds=ROUNDS, seed=seed)
+    found = references.averaged(bench.world, name, clients, plan, rate)
+    return {
+        "gains": found.gains,
+        "rate": rate,
+        "row_passes": 3 * references.ROWS * references.STEPS * ROUNDS,
+        "up": found.traffic.up,
+        "down": found.traffic.down,
+        "seconds": found.seconds / (COHORT * ROUNDS),
+        "machine": machine(),
+    }
+
+
+def methods(bench: Bench) -> None:
+    """Measure every method on every division, the cheap ones first."""
+    for name in (OURS, "FedSPZO", "DeComFL", *references.RATES, *METHODS):
+        for split in (Split.SST2_IID, Split.SST2_DIRICHLET, Split.TWEETS_PERSON):
+            settings: Settings = {
+                "method": name,
+                "split": split.value,
+                "devices": DEVICES,
+                "cohort": COHORT,
+                "rounds": ROUNDS,
+                "seed": 0,
+            }
+            if name in METHODS:
+                run = partial(measured, bench, name, METHODS[name], split, 0)
+            else:
+                run = partial(averaged, bench, name, split, 0)
+            bench.cells.once("methods", settings, run)
+
+
+def directions(bench: Bench) -> None:
+    """Measure one direction shared, one of each device, and as many shared as those together."""
+    cases: Mapping[str, Method] = {
+        "shared, 1": DIRECTIONS,
+        f"own, {COHORT} x 1": replace(DIRECTIONS, own=True),
+        f"shared, {COHORT}": replace(DIRECTIONS, queries=COHORT),
+    }
+    for seed in range(2):
+        for name, method in cases.items():
+            for split in (Split.SST2_DIRICHLET, Split.TWEETS_PERSON):
+                settings: Settings = {"method": name, "split": split.value, "rounds": ROUNDS, "seed": seed}
+                run = partial(measured, bench, f"directions {name}", method, split, seed)
+                bench.cells.once("directions", settings, run)
+
+
+def ours(bench: Bench, split: Split, plan: Plan, clients: Sequence[Client], **rules: object) -> Outcome:
+    """Our sketch with its rate, under further rules."""
+    rate = tuned(bench, OURS, METHODS[OURS], split)
+    found = definition_of(bench.world, METHODS[OURS], cohort=plan.cohort, rounds=plan.rounds, rate=rate)
+    return federate(bench.world, replace(found, **rules), clients, plan)  # type: ignore[arg-type]
+
+
+def own_values(
+    bench: Bench, client: Client, start_W: NDArray[np.float32], *, steps: int, rate: float = RATE
+) -> NDArray[np.float32]:
+    """What Adam makes of a device's own text, as the agent's steps do; the last state."""
+    first = learning_rate(bench.world.package.values()) * rate / RATE
+    exponent, k = unit_exponent(first), len(start_W)
+    moments = Moments.first(k, np.zeros(k, np.int64))
+    batches = TrainingBatches(client.train, batch_rows=references.ROWS, seed=0)
+    for step in range(steps):
+        found = bench.world.gradient(values(start_W, moments.s_K, exponent), batches(step))
+        step_rate = first * (1 - step / steps)
+        moments = unlogged_step(moments, *found, rate=step_rate, step_unit_exponent=exponent)
+    return values(start_W, moments.s_K, exponent)
+
+
+def person_states(bench: Bench) -> Result:
+    """Losses of each person's test part under each state, nats a token."""
+    clients = bench.clients(Split.TWEETS_PERSON, DEVICES)
+    base_W = bench.world.package.values()
+    plan = Plan(cohort=COHORT, rounds=2 * ROUNDS)
+    pooled_W = ours(bench, Split.TWEETS_PERSON, plan, clients).values_W
+    everyone = Client(name="all", train=[row for client in clients for row in client.train], test=[])
+    # As many batches as all devices of all rounds together.
+    steps = plan.cohort * plan.rounds * METHODS[OURS].local_steps
+    first_order_W = own_values(bench, everyone, base_W, steps=steps, rate=RATE / 3)
+    states = {
+        "pooled": [pooled_W] * DEVICES,
+        "first order, pooled": [first_order_W] * DEVICES,
+        "own": [own_values(bench, client, base_W, steps=_OWN_STEPS) for client in clients],
+        "pooled, then own": [own_values(bench, client, pooled_W, steps=_OWN_STEPS) for client in clients],
+        "first order, pooled, then own": [
+            own_values(bench, client, first_order_W, steps=_OWN_STEPS) for client in clients
+        ],
+    }
+    gains = {
+        name: [bench.world.gains(found, [client])[0] for found, client in zip(each, clients, strict=True)]
+        for name, each in states.items()
+    }
+    return {"gains": gains, "machine": machine()}
+
+
+def people(bench: Bench) -> None:
+    """Measure what pooling brings each person."""
+    settings: Settings = {"devices": DEVICES, "rounds": 2 * ROUNDS, "own_steps": _OWN_STEPS, "seed": 0}
+    bench.cells.once("people", settings, partial(person_states, bench))
+
+
+def flipped(index: int, c_TQ: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first fifth of the devices sends the opposite."""
+    return -c_TQ if index < DEVICES // 5 else c_TQ
+
+
+def scaled(index: int, c_TQ: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first fifth of the devices sends a hundred times the opposite, as far as the format takes it."""
+    return np.clip(-100 * c_TQ, -8192, 8192) if index < DEVICES // 5 else c_TQ
+
+
+def attackers(bench: Bench) -> None:
+    """Measure each rule under each attack."""
+    attacks: Mapping[str, Attack | None] = {"nobody": None, "flipped": flipped, "scaled": scaled}
+    rules: Mapping[str, dict[str, object]] = {
+        "mean": {},
+        "clipped": {"clip": 16_000},
+        "trimmed": {"rule": Rule.TRIMMED, "trim_percent": 25},
+        "median": {"rule": Rule.TRIMMED, "trim_percent": 50},
+    }
+    for attack, sent in attacks.items():
+        for rule, changes in rules.items():
+            settings: Settings = {"attack": attack, "rule": rule, "cohort": 10, "rounds": 4, "seed": 0}
+
+            def run(changes: dict[str, object] = changes, sent: Attack | None = sent) -> Result:
+                clients = bench.clients(Split.TWEETS_PERSON, DEVICES)
+                plan = Plan(cohort=10, rounds=4, attack=sent)
+                found = ours(bench, Split.TWEETS_PERSON, plan, clients, **changes)
+                # Attackers' own text counts too: it is nobody's fault but theirs that trains it less.
+                return {"gains": bench.world.gains(found.values_W, clients)}
+
+            bench.cells.once("attackers", settings, run)
+
+
+def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
+    """Rounds of all devices of a cohort with noise of so many hundredths of the clip."""
+    clients = small_clients(bench.world.package, bench.sources.data, cohort)
+    rules = definition_of(bench.world, PRIVATE, cohort=cohort, rounds=rounds, rate=0.3)
+    noise = Privacy(
+        mode=PrivacyMode.CENTRAL,
+        noise_hundredths=max(1, hundredths),
+        participations=rounds,
+        delta_exponent=6,
+    )
+    rules = replace(rules, clip=1_500, privacy=noise if hundredths else None)
+    found = federate(bench.world, rules, clients, Plan(cohort=cohort, rounds=rounds))
+    judges = small_clients(bench.world.package, bench.sources.data, 1_100)[-60:]
+    return {
+        "gains": bench.world.gains(found.values_W, judges),
+        "dp_epsilon": noise.dp_epsilon(rounds) if hundredths else None,
+    }
+
+
+def privacy(bench: Bench) -> None:
+    """Measure noise against gain."""
+    for cohort in (30, 100, 300, 1000):
+        for hundredths in (0, 220, 750):
+            settings: Settings = {
+                "cohort": cohort,
+                "noise_hundredths": hundredths,
+                "rounds": 10,
+                "clip": 1500,
+            }
+            bench.cells.once("privacy", settings, partial(private, bench, cohort, hundredths, 5))
+
+
+FIGURES: Mapping[str, Callable[[Bench], None]] = {
+    "methods": methods,
+    "directions": directions,
+    "people": people,
+    "attackers": attackers,
+    "privacy": privacy,
+}
+
+
+def main() -> None:
+    """Measure what is missing."""
+    parser = settings_parser(__doc__, "federation")
+    parser.add_argument("figures", nargs="*", choices=[[], *FIGURES], default=[])
+    options = parser.parse_args()
+    sources = sources_from_environment()
+    package = model_package(sources, MODEL, options.folder)
+    world = World(package=package, engine=open_engine(package, threads=options.threads))
+    bench = Bench(world=world, sources=sources, cells=Cells(options.cells))
+    for name in options.figures or FIGURES:
+        FIGURES[name](bench)
+
+
+if __name__ == "__main__":
+    main()

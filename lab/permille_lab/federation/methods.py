@@ -1,0 +1,152 @@
+"""The methods of the papers as definitions of one format, and ours.
+
+    FedSPZO     split perturbation, P_1 = 2, P_2 = 8, K = 20, each device its own directions
+    DeComFL     differences to the loss at the state, P = 10, K = 20, all devices the same directions
+    FedZO       the same with P = 5; its own directions; sends its values: a packed state each way
+    FedKSeed    one direction a step, two-sided, 100 steps, as its pool of seeds
+    Ferret      a gradient's steps projected on directions, Adam from nothing in each round
+    ours        a gradient's steps on every weight, projected on 1,024 groups; what Adam remembers is kept
+    one-sided   forward passes alone: 16 groups, K = 12
+
+Scalars are normalised (a step is as long as the rate says) and the rate falls linearly, for all.
+"""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from permille.federation.definition import Definition
+from permille.package.reader import Package
+from permille.training.adam import RATE, learning_rate, unit_exponent
+from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.lattice import step_unit_exponent_for
+from permille_lab.federation.clients import ROW_TOKENS
+from permille_lab.federation.simulation import World
+
+_GRADIENT_PASSES = 3
+"""Forward passes that a reverse pass costs about as much as, its forward pass included."""
+_FORWARD_RATES = (0.01, 0.03, 0.1)
+_ADAM_RATES = (0.1, 0.2, 0.4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """How devices step and what they share.
+
+    Attributes:
+        queries: of one device's step; for `SPLIT` of both blocks.
+        own: each device of a cohort has directions of its own.
+        carry: what Adam remembered goes on in the next round.
+        values: a device sends and gets its values, whatever the integers are.
+        rates: step sizes to choose from; of a sketch as shares of the weights' root mean square.
+    """
+
+    estimator: EstimatorKind
+    queries: int
+    steps: int
+    batch_rows: int = 2
+    local_steps: int = 1
+    own: bool = False
+    groups: bool = False
+    carry: bool = True
+    values: bool = False
+    epsilon: float = 1e-3
+    rates: tuple[float, ...] = _FORWARD_RATES
+
+    @property
+    def row_passes(self) -> float:
+        """Forward passes of one row in one round of one device."""
+        q = self.queries
+        passes = {
+            EstimatorKind.SPSA: 2 * q,
+            EstimatorKind.ONE_SIDED: q,
+            EstimatorKind.DIFFERENCE: q + 1,
+            EstimatorKind.FORWARD: q + 1,
+            # Half the layers 2 P_1 times, the others 2 P_2 times; P_1 + P_2 = q, P_2 = 4 P_1.
+            EstimatorKind.SPLIT: q,
+            EstimatorKind.SKETCH: _GRADIENT_PASSES * self.local_steps,
+        }
+        return passes[self.estimator] * self.batch_rows * self.steps
+
+
+_SKETCH = Method(
+    estimator=EstimatorKind.SKETCH,
+    queries=1024,
+    steps=1,
+    batch_rows=4,
+    local_steps=16,
+    groups=True,
+    rates=_ADAM_RATES,
+)
+OURS = "ours, sketch of 1,024"
+METHODS: Mapping[str, Method] = {
+    "FedSPZO": Method(estimator=EstimatorKind.SPLIT, queries=10, steps=20, own=True),
+    "DeComFL": Method(estimator=EstimatorKind.DIFFERENCE, queries=10, steps=20),
+    "FedZO, values": Method(estimator=EstimatorKind.DIFFERENCE, queries=5, steps=20, own=True, values=True),
+    "FedKSeed-like": Method(estimator=EstimatorKind.SPSA, queries=1, steps=100, own=True),
+    "Ferret-like": Method(
+        estimator=EstimatorKind.SKETCH,
+        queries=1024,
+        steps=1,
+        batch_rows=4,
+        local_steps=16,
+        groups=True,
+        carry=False,
+        rates=_ADAM_RATES,
+    ),
+    OURS: _SKETCH,
+    "ours, one-sided": Method(
+        estimator=EstimatorKind.ONE_SIDED, queries=16, steps=12, groups=True, epsilon=0.01
+    ),
+}
+
+
+def definition_of(world: World, method: Method, *, cohort: int, rounds: int, rate: float) -> Definition:
+    """The federation of a method; further rules are the caller's, by `dataclasses.replace`.
+
+    Args:
+        rate: of the first step; of a sketch a share of the weights' root mean square.
+    """
+    package = world.package
+    lanes = cohort if method.own else 1
+    split = _split(package, lanes) if method.estimator is EstimatorKind.SPLIT else None
+    guard_bits = 2
+    if method.estimator is EstimatorKind.SKETCH:
+        rate *= learning_rate(package.values()) / RATE
+        exponent = unit_exponent(rate) - guard_bits
+    else:
+        fewest = method.queries if split is None else split.lower_queries // lanes
+        exponent = step_unit_exponent_for(rate, 1.0, fewest, 1.0) - guard_bits
+    header = LogHeader(
+        package_digest=package.digest,
+        mask_digest=package.mask_digest,
+        seed=0,
+        directions=DirectionKind.GROUPS if method.groups else DirectionKind.RADEMACHER,
+        estimator=method.estimator,
+        queries=method.queries * lanes,
+        epsilon=method.epsilon,
+        learning_rate=rate,
+        schedule=Schedule.LINEAR,
+        total_steps=rounds * method.steps,
+        step_unit_exponent=exponent,
+        counts=package.counts,
+        split=split,
+    )
+    raw = world.key.public_key().public_bytes_raw()
+    return Definition(
+        log=header,
+        round_key=base64.urlsafe_b64encode(raw).decode().rstrip("="),
+        steps=method.steps,
+        lanes=lanes,
+        guard_bits=guard_bits,
+        batch_rows=method.batch_rows,
+        row_tokens=ROW_TOKENS,
+        local_steps=method.local_steps,
+    )
+
+
+def _split(package: Package, lanes: int) -> BlockSplit:
+    """FedSPZO's two blocks in the middle of the decoder layers, with P_1 = 2 directions of a device below."""
+    layers = int(package.config["num_hidden_layers"])
+    a_layer = len(package.counts) // layers
+    return BlockSplit(first_upper_tensor=(layers // 2) * a_layer, lower_queries=2 * lanes)

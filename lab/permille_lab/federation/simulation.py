@@ -1,0 +1,164 @@
+"""A federation in one process: definition, contributions, rule and history as the service uses them, exactly.
+
+Devices take their steps by `permille.federation.local` one after the other; what they would send and fetch is
+encoded and counted, and what is combined is what is decoded again. Only the sockets are missing.
+
+Shapes: W = masked weights, T = steps done, Q = a lane's queries.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from numpy.typing import NDArray
+
+from permille.engines.interface import Engine, GradientEngine
+from permille.federation.catch_up import encode_catch_up
+from permille.federation.contribution import Contribution, decode_contribution, encode_contribution
+from permille.federation.definition import Definition
+from permille.federation.local import MOMENTS, LocalRound, take_local_steps
+from permille.federation.private_rounds import draw_round_noise, noised_sum, round_of_sum
+from permille.federation.rounds import History, Round, combine
+from permille.package.reader import Package
+from permille.zo.estimators import Batch
+from permille.zo.lattice import values
+from permille_agent.embed import TrainingBatches, mean_loss
+from permille_lab.federation.clients import Client
+
+Attack = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
+"""What device number i sends in place of its integers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What all runs on one package work with."""
+
+    package: Package
+    engine: Engine
+    key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+
+    def gradient(self, values_W: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        """The loss of a batch and its gradient."""
+        return cast("GradientEngine", self.engine).gradient(values_W, batch)
+
+    def gains(self, values_W: NDArray[np.float32], clients: Sequence[Client]) -> list[float]:
+        """What values take off the package's loss, nats a token of each device's test part."""
+        base_W = self.package.values()
+        return [
+            mean_loss(self.engine, base_W, client.test) - mean_loss(self.engine, values_W, client.test)
+            for client in clients
+        ]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Encoded bytes of a device that takes part in every round."""
+
+    up: float = 0.0
+    down: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Where a federation ends; seconds are the processor's, of all devices and the service."""
+
+    history: History
+    values_W: NDArray[np.float32]
+    traffic: Traffic
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How devices come.
+
+    Attributes:
+        cohort: devices of a round, drawn without replacement.
+        rounds: how many are run, of those that the definition allows.
+        seed: of the draw and of batches.
+        carry: whether a device goes on with what Adam remembered in its last round.
+        attack: what a device sends in place of its integers.
+    """
+
+    cohort: int
+    rounds: int
+    seed: int = 0
+    carry: bool = True
+    attack: Attack | None = None
+
+
+def federate(world: World, definition: Definition, clients: Sequence[Client], plan: Plan) -> Outcome:
+    """Run a federation from the package's own values."""
+    history, traffic = History.begin(definition), Traffic()
+    rng = np.random.default_rng([plan.seed, 1])
+    begun = time.process_time()
+    with tempfile.TemporaryDirectory(dir=_memory()) as name:
+        for number in range(plan.rounds):
+            invited = rng.choice(len(clients), size=plan.cohort, replace=False).tolist()
+            sent = []
+            for place, index in enumerate(invited):
+                part = LocalRound(
+                    definition=definition,
+                    number=number,
+                    lane=place % definition.lanes,
+                    start_W=history.s_W,
+                    w_base_W=world.package.values(),
+                )
+                c_TQ = _steps(world, part, clients[index], Path(name) / str(index), plan)
+                if plan.attack is not None:
+                    c_TQ = plan.attack(index, c_TQ)
+                sent.append(_contribution(part, c_TQ, history))
+            data = [encode_contribution(each, world.key) for each in sent]
+            public = world.key.public_key()
+            received = [decode_contribution(each, definition, public) for each in data]
+            published = closed(definition, number, received)
+            history.apply([published])
+            traffic.up += sum(map(len, data)) / len(data)
+            head = history.head.signed(world.key)
+            traffic.down += len(encode_catch_up(None, [published.to_bytes()], head))
+    seconds = time.process_time() - begun
+    values_W = values(world.package.values(), history.s_W, definition.log.step_unit_exponent)
+    return Outcome(history=history, values_W=values_W, traffic=traffic, seconds=seconds)
+
+
+def closed(definition: Definition, number: int, received: Sequence[Contribution]) -> Round:
+    """The round of these contributions, with fresh noise where the definition has privacy."""
+    if definition.privacy is None:
+        return combine(definition, number, received)
+    noised_V = noised_sum(definition, number, received, draw_round_noise(definition))
+    return round_of_sum(definition, number, len(received), noised_V)
+
+
+def _steps(world: World, part: LocalRound, client: Client, folder: Path, plan: Plan) -> NDArray[np.int64]:
+    rules = part.definition
+    batches = TrainingBatches(client.train, batch_rows=rules.batch_rows, seed=plan.seed)
+    here, kept = folder / str(part.number), folder / MOMENTS
+    here.mkdir(parents=True)
+    c_TQ = take_local_steps(
+        part, world.engine, batches, here, before=kept if plan.carry and kept.exists() else None
+    )
+    if (here / MOMENTS).exists():
+        (here / MOMENTS).replace(kept)
+    return c_TQ
+
+
+def _contribution(part: LocalRound, c_TQ: NDArray[np.int64], history: History) -> Contribution:
+    return Contribution(
+        definition=part.definition,
+        round_number=part.number,
+        lane=part.lane,
+        weight=1,
+        start_digest=history.digest,
+        c_TQ=c_TQ,
+    )
+
+
+def _memory() -> Path | None:
+    """A folder in memory, where there is one: each step of a device is made durable."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else None

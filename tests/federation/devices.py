@@ -1,0 +1,226 @@
+"""Devices of a federation under test: each with its own home, key and sockets, running the agent's own round.
+
+Only two things are not the agent's: the engine of tests, and that a text is tokenized once and not in every
+round. What faulty devices send beside that goes through the same client.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpcore
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from permille.federation.contribution import Contribution, decode_contribution, encode_contribution
+from permille.federation.definition import Definition, decode_key
+from permille.package.reader import Package
+from permille_agent.federation import part as part_module
+from permille_agent.federation.by_hand import join_federation
+from permille_agent.federation.exchange import exchange
+from permille_agent.federation.membership import memberships
+from permille_agent.federation.part import Part, parts, train_part, waiting_part
+from permille_agent.link.api import DeviceApi
+from permille_agent.link.client import RequestRefusedError
+from permille_agent.link.enrolment import enroll, open_api, require_enrolment
+from permille_agent.state.home import Home, open_home
+from permille_agent.state.lock import hold_rounds_lock
+from permille_agent.text.preparation import Prepared
+from permille_agent.training.options import RunContext
+from tests.bigram_engine import bigram_engine
+from tests.running_service import environment
+
+CONTEXT = RunContext(engine_of=bigram_engine)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Bytes that a device's sockets took and gave."""
+
+    up: int = 0
+    down: int = 0
+
+
+_metered = threading.local()
+
+
+class _Stream(httpcore.NetworkStream):
+    def __init__(self, stream: httpcore.NetworkStream, meter: Meter) -> None:
+        self._stream = stream
+        self._meter = meter
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = self._stream.read(max_bytes, timeout)
+        self._meter.down += len(data)
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, timeout)
+        self._meter.up += len(buffer)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _Sockets(httpcore.SyncBackend):
+    """Plain sockets whose bytes are counted for the device of this thread."""
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        stream = super().connect_tcp(host, port, timeout, local_address, socket_options)
+        meter = getattr(_metered, "meter", None)
+        return stream if meter is None else _Stream(stream, meter)
+
+
+@contextmanager
+def light_devices() -> Iterator[None]:
+    """Tokenize each text once, and count what sockets carry."""
+    prepared, known = part_module._prepared, {}
+    lock = threading.Lock()
+
+    def once(paths: Sequence[Path], package: Package, rules: Definition) -> Prepared:
+        with lock:
+            if tuple(paths) not in known:
+                known[tuple(paths)] = prepared(paths, package, rules)
+            return known[tuple(paths)]
+
+    with patch.object(part_module, "_prepared", once), patch.object(httpcore, "SyncBackend", _Sockets):
+        yield
+
+
+@dataclass(slots=True)
+class Device:
+    """One device.
+
+    Attributes:
+        made: what it has tried to send, by round.
+        sent: what of that the service took.
+        program: its part is done by `permille-agent` as a process, on the agent's own engine.
+    """
+
+    number: int
+    home: Home
+    text: Path
+    id: str = ""
+    revoked: bool = False
+    program: bool = False
+    federation_id: str = ""
+    made: dict[int, bytes] = field(default_factory=dict)
+    meter: Meter = field(default_factory=Meter)
+    sent: dict[int, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, number: int, root: Path, text: Path, installed: Home) -> "Device":
+        """A device with a package that was installed in another home."""
+        home = open_home(root)
+        for path in installed.blobs.rglob("*"):
+            if path.is_file():
+                target = home.blobs / path.relative_to(installed.blobs)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(path, target)
+        shutil.copy(installed.releases, home.releases)
+        return cls(number=number, home=home, text=text)
+
+    def enrol(self, url: str, invitation: str, federation: str) -> None:
+        """Enrol and join, as its owner does; the bytes of that are not the rounds'."""
+        self.id = enroll(self.home, url, invitation).device_id
+        self.federation_id = join_federation(self.home, federation).choice().federation_id
+
+    def train(self, api: DeviceApi) -> Part | None:
+        """Follow the federation, and make the part that this device is invited to."""
+        exchange(self.home, api, has_text=True)
+        part = waiting_part(self.home, datetime.now(UTC))
+        if part is None:
+            return None
+        _, identity = require_enrolment(self.home)
+        return part if train_part(self.home, part, [self.text], identity, CONTEXT) else None
+
+    def send(self, api: DeviceApi, part: Part) -> bool:
+        """Send a part as the agent does; whether the service took it."""
+        number = int(part.path.name)
+        self.made[number] = part.contribution.read_bytes()
+        exchange(self.home, api, has_text=False)
+        return self.has_sent(number)
+
+    def has_sent(self, number: int) -> bool:
+        """Whether the agent says that the service took its part of a round."""
+        for membership in memberships(self.home):
+            standing = membership.standing()
+            for part in parts(membership):
+                if (standing.last_round, standing.last, part.path.name) == (number, "sent", str(number)):
+                    self.sent[number] = part.contribution.read_bytes()
+        return number in self.sent
+
+    def run_program(self, number: int) -> None:
+        """Let the program do one pass: follow, train, send."""
+        command = [sys.executable, "-m", "permille_agent", "--home", str(self.home.root)]
+        command += ["federations", "run", str(self.text), "--threads", "1", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        if done.returncode:
+            raise RuntimeError(f"expected a pass over the rounds, got {done.stdout}{done.stderr}")
+        self.has_sent(number)
+
+    def send_bytes(self, api: DeviceApi, number: int, data: bytes) -> str:
+        """Send any bytes as this device's contribution; the refusal's name, or nothing."""
+        try:
+            api.contribute(self.federation_id, number, data)
+        except RequestRefusedError as exc:
+            return exc.problem or str(exc.status)
+        return ""
+
+    def read(self, data: bytes, rules: Definition) -> Contribution:
+        """What bytes of this device say."""
+        _, identity = require_enrolment(self.home)
+        return decode_contribution(data, rules, decode_key(identity.public_key))
+
+    def forgeries(self, part: Part) -> dict[str, bytes]:
+        """What an honest device never sends, by what is wrong with it."""
+        honest = part.contribution.read_bytes()
+        rules = part.membership.definition()
+        _, identity = require_enrolment(self.home)
+        found = self.read(honest, rules)
+        other = replace(rules, log=replace(rules.log, seed=rules.log.seed + 1))
+        digest = f"sha256:{hashlib.sha256(honest).hexdigest()}"
+        return {
+            "key": encode_contribution(found, Ed25519PrivateKey.generate()),
+            "start": identity.sign_contribution(replace(found, start_digest=digest)),
+            "federation": identity.sign_contribution(replace(found, definition=other)),
+            "round": identity.sign_contribution(replace(found, round_number=found.round_number + 1)),
+            "cut": honest[:-1],
+        }
+
+    def other(self, part: Part) -> bytes:
+        """Other integers, well signed."""
+        rules = part.membership.definition()
+        _, identity = require_enrolment(self.home)
+        found = self.read(part.contribution.read_bytes(), rules)
+        return identity.sign_contribution(replace(found, c_TQ=-found.c_TQ - 1))
+
+    @contextmanager
+    def api(self) -> Iterator[DeviceApi]:
+        """A connection of this device, which holds its lock of rounds; its bytes are counted."""
+        _metered.meter = self.meter
+        try:
+            api = open_api(self.home)
+            with api.connection, hold_rounds_lock(self.home):
+                yield api
+        finally:
+            _metered.meter = None

@@ -1,0 +1,68 @@
+"""Federations in one process: a method is a definition whose rounds replay; traffic is counted."""
+
+import numpy as np
+import pytest
+
+from permille.federation.definition import Definition
+from permille.zo.lattice import values
+from permille_agent.embed import document_rows, package_tokenizer, packed_rows, read_documents
+from permille_lab.federation.clients import Client
+from permille_lab.federation.methods import METHODS, definition_of
+from permille_lab.federation.references import VALUES, averaged
+from permille_lab.federation.simulation import Plan, World, federate
+from tests.bigram_engine import BigramEngine
+from tests.packages import sentences, tiny_package
+
+PLAN = Plan(cohort=2, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    package = tiny_package(tmp_path_factory.mktemp("blobs"))
+    return World(package=package, engine=BigramEngine(package))
+
+
+@pytest.fixture(scope="module")
+def clients(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[Client]:
+    tokenizer, folder = package_tokenizer(world.package), tmp_path_factory.mktemp("text")
+    found = []
+    for number in range(3):
+        path = folder / f"{number}.txt"
+        path.write_text("\n\n".join(sentences(40, seed=number)))
+        documents, _ = read_documents([path])
+        template = tokenizer.chat_template()
+        tokens = [tokenizer.tokenize(each.content, template, row_tokens=32) for each in documents]
+        train, test = packed_rows(tokens[:-1], 32), document_rows(tokens[-1:], 32)
+        found.append(Client(name=f"{number}", train=train, test=test))
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_a_definition_whose_rounds_move_the_state(
+    name: str, world: World, clients: list[Client]
+) -> None:
+    method = METHODS[name]
+    rules = definition_of(world, method, cohort=2, rounds=2, rate=method.rates[0])
+    found = federate(world, rules, clients, PLAN)
+    assert Definition.from_bytes(rules.to_bytes()).digest == found.history.definition.digest
+    assert (found.history.number, rules.lanes) == (2, 2 if method.own else 1)
+    unit = rules.log.step_unit_exponent
+    assert np.array_equal(found.values_W, values(world.package.values(), found.history.s_W, unit))
+    assert found.history.s_W.any()
+    assert found.traffic.up > rules.steps * rules.queries
+    again = federate(world, rules, clients, PLAN)
+    assert again.history.chain == found.history.chain
+
+
+def test_who_sends_the_opposite_moves_the_state_the_other_way(world: World, clients: list[Client]) -> None:
+    rules = definition_of(world, METHODS["DeComFL"], cohort=2, rounds=1, rate=0.01)
+    honest = federate(world, rules, clients, Plan(cohort=2, rounds=1))
+    turned = federate(world, rules, clients, Plan(cohort=2, rounds=1, attack=lambda _, c_TQ: -c_TQ))
+    assert np.array_equal(honest.history.s_W, -turned.history.s_W)
+    assert honest.history.s_W.any()
+
+
+def test_averaged_values_gain_on_a_text_that_learns(world: World, clients: list[Client]) -> None:
+    found = averaged(world, VALUES, clients, Plan(cohort=3, rounds=2), 0.3)
+    assert len(found.gains) == 3 and np.mean(found.gains) > 0
+    assert found.traffic.up > 0 and found.traffic.down > 0
