@@ -5,7 +5,7 @@
 `v` in [-0.5, 0.5] and the range of each group move by the sign of the gradient of the error that a block's
 output has on calibration text (Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent").
 Symmetric, one float16 scale for 128 weights of a row. Why this one of the calibrated methods, and how it is
-called: docs/adr/0014.
+called: docs/adr/0013.
 
 Scales are not negative: what is found is an int4 layer of a package as it stands (ADR 14).
 
