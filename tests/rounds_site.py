@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from permille_agent.cli.main import main
 from permille_agent.federation.by_hand import TookPart, join_federation, take_part
@@ -43,17 +44,38 @@ SKETCH: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The service under test, and where it answers."""
+    """The service under test, where it answers, and every byte of the requests that came there."""
 
     api: Api
     url: str
+    traffic: list[bytes]
+
+
+class _Noting:
+    """An app that notes requests before it hands them on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.traffic: list[bytes] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted() -> Message:
+            message = await receive()
+            self.traffic.append(message.get("body", b""))
+            return message
+
+        headers = b"\r\n".join(b": ".join(header) for header in scope["headers"])
+        path = f"{scope['method']} {scope['path']}?".encode() + scope["query_string"]
+        self.traffic.append(path + b"\r\n" + headers)
+        await self._app(scope, noted, send)
 
 
 @contextmanager
 def rounds_service(folder: Path) -> Iterator[Service]:
     """The app with its data below `folder`, answering on a port of loopback."""
     with running_api(folder) as api:
-        config = uvicorn.Config(api.client.app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+        app = _Noting(api.client.app)
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
@@ -61,7 +83,7 @@ def rounds_service(folder: Path) -> Iterator[Service]:
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         try:
-            yield Service(api, f"http://127.0.0.1:{port}")
+            yield Service(api, f"http://127.0.0.1:{port}", app.traffic)
         finally:
             server.should_exit = True
             thread.join()

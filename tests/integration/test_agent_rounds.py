@@ -8,19 +8,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from sqlalchemy import update
 
-from permille.errors import OperatorError
+from permille.errors import InputError, OperatorError
 from permille.federation.local import take_local_steps
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
 from permille.store import tables
+from permille.zo.estimators import Batch
+from permille.zo.lattice import values
 from permille_agent.federation import part
+from permille_agent.federation.adopted import adopted_round, adopted_state
 from permille_agent.federation.by_hand import TookPart
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import require_enrolment
 from permille_agent.state.home import write_record
-from permille_agent.state.models import read_releases
+from permille_agent.state.models import active_model, read_releases
+from permille_agent.training.options import RunContext, Start, TrainOptions
+from permille_agent.training.outcome import RunResult
+from permille_agent.training.personal import model_values
+from permille_agent.training.run import BegunRun, find_run
+from permille_agent.training.train import run_training
+from tests.bigram_engine import BigramEngine
 from tests.federations import Site, make_site
 from tests.integration.agent_site import ROOT
 from tests.kill_rounds import STEPS
@@ -242,3 +255,81 @@ def test_a_damaged_history_comes_again_and_another_one_is_refused(site: Site, ag
     (standing,) = agents[1].command("federations", "status")["federations"]
     assert "round-chain" in standing["waiting_for"]
     assert standing["rounds_done"] == 1
+
+
+class Stuck(BigramEngine):
+    """An engine whose gradient is of no use: no step is taken."""
+
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        loss, gradient_K = super().gradient(values_K, batch)
+        return loss, np.full_like(gradient_K, np.nan)
+
+
+def train(agent: Agent, engine: type[BigramEngine] = BigramEngine, **changes: Any) -> RunResult:
+    options = TrainOptions(steps=40, batch_rows=2, row_tokens=32, **changes)
+    return run_training(agent.home, [agent.text], options, RunContext(engine_of=engine))
+
+
+def test_an_adopted_round_is_where_training_begins_and_alone_a_candidate(
+    site: Site, agents: list[Agent]
+) -> None:
+    for agent in agents:
+        agent.join("readers")
+    for _ in range(4):
+        for agent in agents:
+            agent.take_part()
+        site.work()
+    assert train(agents[1]).outcome == "adopted"
+    adopted = site.api.post(f"{site.path}/adoptions", {"round": 3, "reason": "two devices are all there are"})
+    assert adopted.status_code == 201, adopted.text
+    for agent in agents:
+        agent.take_part()
+        (standing,) = agent.command("federations", "status")["federations"]
+        assert (standing["adopted_round"], standing["rounds_done"]) == (3, 4)
+    start = adopted_round(agents[0].home, site.definition.log.package_digest)
+    assert start is not None
+    assert start.state_digest == adopted.json()["state_digest"]
+
+    alone = train(agents[0], Stuck)  # no step of its own: the pooled state is what is judged
+    assert alone.decision is not None
+    assert (alone.outcome, alone.decision.step) == ("adopted", 0)
+    active = active_model(agents[0].home)
+    assert active is not None
+    package = Package.open(BlobFolder(agents[0].home.blobs), active.package)
+    pooled_K = values(package.values(), *adopted_state(agents[0].home, package, start.start))
+    assert np.array_equal(model_values(agents[0].home, active, package), pooled_K)
+
+    own = train(agents[0], seed=1)  # goes on from the active model, which is that state
+    assert own.decision is not None
+    assert own.decision.loss_personal is not None and alone.decision.loss_personal is not None
+    assert own.decision.loss_personal < alone.decision.loss_personal
+
+    # A model of one's own from before is not gone on from at once: the adopted round is tried first
+    first = train(agents[1], seed=2)
+    begun = find_run(agents[1].home, first.run).require("run", BegunRun).definition
+    assert begun.start == start.start
+    assert train(agents[1], seed=2).known
+    again = train(agents[1], seed=3)
+    begun = find_run(agents[1].home, again.run).require("run", BegunRun).definition
+    assert begun.start == active_run_before(agents[1], again)
+
+
+def active_run_before(agent: Agent, result: RunResult) -> str | None:
+    """Which run was active when a run was decided."""
+    assert result.decision is not None
+    return result.decision.incumbent.run
+
+
+def test_a_federation_that_was_left_is_no_start(site: Site, agents: list[Agent]) -> None:
+    agents[0].join("readers")
+    agents[0].take_part()
+    site.pass_deadline()
+    site.work()
+    site.api.post(f"{site.path}/adoptions", {"round": 0, "reason": "test"})
+    agents[0].take_part()
+    package = site.definition.log.package_digest
+    assert adopted_round(agents[0].home, package) is not None
+    agents[0].command("federations", "leave", "readers")
+    assert adopted_round(agents[0].home, package) is None
+    with pytest.raises(InputError, match="adopted round"):
+        train(agents[0], start=Start.POOLED)
