@@ -28,6 +28,33 @@ federations = typer.Typer(
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
     app.add_typer(federations, name="federations")
+    app.command("privacy")(show_privacy)
+
+
+def show_privacy(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show what rounds have cost of your privacy, by this device's own ledger.
+
+    A smaller epsilon promises more. `forget` keeps the ledger: what has left the device stays told.
+
+    [bold]Examples[/bold]
+
+      permille-agent privacy
+    """
+    from permille_agent.federation.ledger import read_ledger
+
+    found = [
+        {
+            "federation": account.name,
+            "definition": digest,
+            "rounds": len(account.rounds),
+            "rounds_at_most": account.participations,
+            "epsilon": round(account.dp_epsilon(len(account.rounds)), 3),
+            "epsilon_at_most": round(account.dp_epsilon(account.participations), 3),
+            "delta": f"1e-{account.delta_exponent}",
+        }
+        for digest, account in read_ledger(home_of(context)).accounts.items()
+    ]
+    show({"privacy": found}, as_json=as_json)
 
 
 @federations.command("list")
@@ -172,10 +199,7 @@ def what_leaves(definition: Definition) -> dict[str, object]:
             "the sums over devices",
             "promised": "no noise is added: who knows the integers may guess at the text",
         }
-    from permille.privacy.zcdp import dp_epsilon_of, rho_of
-
-    rho = rho_of(privacy.noise_hundredths / 100, privacy.participations)
-    epsilon = dp_epsilon_of(rho, 10.0**-privacy.delta_exponent)
+    epsilon = privacy.dp_epsilon(privacy.participations)
     seen = "the service sees this device's integers until the round is closed"
     if privacy.keeper is not None:
         seen = f"nobody sees this device's integers unless the service and {privacy.keeper.url} collude"

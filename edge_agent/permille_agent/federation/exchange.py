@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from permille.digests import digest_of
 from permille.errors import InputError, PackageError
 from permille.federation.catch_up import caught_up, pack_state
 from permille.federation.definition import Definition
@@ -23,6 +24,7 @@ from permille.trust.roles import federation_path
 from permille.zo.exponents import Exponents, exponents_of
 from permille_agent.federation.adopted import AdoptedRound, keep_adopted, kept_round
 from permille_agent.federation.history import max_bytes, update_history
+from permille_agent.federation.ledger import charge, is_used_up
 from permille_agent.federation.membership import (
     Membership,
     drop_left,
@@ -137,6 +139,8 @@ class _Exchange:
         self._adopt(offer, history, definition)
         sent = self._send(history.number)
         waiting = "" if self._has_text else "there is no text: `permille-agent data add`"
+        if is_used_up(self._home, definition):
+            waiting = "this device has taken part as often as it was promised to at most"
         if offer.state is not FederationState.RUNNING:
             waiting = f"it is {offer.state.value}"
         self._note(number=history.number, waiting_for=waiting)
@@ -207,11 +211,15 @@ class _Exchange:
         return sent
 
     def _send_one(self, part: Part, number: int) -> int:
-        outcome = "sent"
+        outcome, data = "sent", part.contribution.read_bytes()
         try:
-            self._api.contribute(self._choice.federation_id, number, part.contribution.read_bytes())
+            definition, name = self._membership.definition(), self._choice.name
+            charge(self._home, definition, name=name, number=number, digest=digest_of(data))
+            self._api.contribute(self._choice.federation_id, number, data)
         except RequestRefusedError as exc:
             outcome = "late" if exc.problem == "round-closed" else f"refused: {exc}"
+        except InputError as exc:
+            outcome = f"not sent: {exc}"
         self._membership.end(number, outcome)
         return int(outcome == "sent")
 

@@ -193,6 +193,7 @@ def _erasable(home: Home) -> Iterator[Path]:
         home.releases,
         home.policy,
         home.consent,
+        home.ledger,
         home.consent.with_suffix(".lock"),
         home.lock,
         home.daemon_lock,

@@ -29,6 +29,7 @@ _REMEDIES = {
     "decisions.json": "move it away: decisions are counted anew",
     "consent.json": "`permille-agent share-log off` writes it anew",
     "daemon.json": "move it away: the daemon begins another",
+    "ledger.json": "no round with privacy is joined by it; move it away only if you accept what it counted",
     "joined.json": "`permille-agent federations join` or `leave` writes it anew",
 }
 
@@ -65,6 +66,7 @@ class Home:
     data = _Below("data.json")  # references to the user's files; the files stay where they are
     decisions = _Below("decisions.json")  # how many decisions this device has made
     consent = _Below("consent.json")  # whether logs may be shared, set by the user on this device only
+    ledger = _Below("ledger.json")  # what rounds have cost of the owner's privacy; survives `forget`
     policy = _Below("policy.toml")  # when the daemon may train, written by the user
     daemon = _Below("daemon.json")  # what the daemon did last; minutes used today
     progress = _Below("progress.json")  # where the run stands that works now

@@ -1,0 +1,97 @@
+"""The device's own account of privacy: which rounds its integers went into, kept when all else is forgotten.
+
+A contribution is charged before its first byte leaves, by its digest; what has left is never refunded. So a
+retry of the same bytes costs nothing, and other bytes for a round are not sent, also after leaving, joining
+again or `forget`. The service has a ledger of its own; this one is the owner's.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from permille.errors import InputError, OperatorError
+from permille.federation.definition import Definition
+from permille.privacy.rules import Privacy
+from permille.privacy.zcdp import dp_epsilon_of, rho_of
+from permille_agent.state.home import Home, read_record, write_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What one federation has cost, with all that its epsilon is a function of.
+
+    Attributes:
+        rounds: digests of what was sent, by number of the round.
+    """
+
+    name: str
+    noise_hundredths: int
+    participations: int
+    delta_exponent: int
+    rounds: dict[str, str]
+
+    def dp_epsilon(self, rounds: int) -> float:
+        """What so many rounds cost."""
+        if not rounds:
+            return 0.0
+        return dp_epsilon_of(rho_of(self.noise_hundredths / 100, rounds), 10.0**-self.delta_exponent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What `ledger.json` holds: accounts by the digest of the federation's definition."""
+
+    accounts: dict[str, Account] = field(default_factory=dict)
+
+
+def read_ledger(home: Home) -> Ledger:
+    """Read the ledger; nothing was sent yet where there is none.
+
+    Raises:
+        InputError: it is damaged: this device takes part in no round with privacy until it is whole.
+    """
+    try:
+        return read_record(home.ledger, Ledger) or Ledger()
+    except OperatorError as exc:
+        raise InputError(f"expected to know what this device has spent: {exc}") from exc
+
+
+def is_used_up(home: Home, definition: Definition) -> bool:
+    """Whether the device has taken part as often as it was promised to at most. Raises InputError."""
+    if definition.privacy is None:
+        return False
+    account = read_ledger(home).accounts.get(definition.digest)
+    return account is not None and len(account.rounds) >= definition.privacy.participations
+
+
+def charge(home: Home, definition: Definition, *, name: str, number: int, digest: str) -> None:
+    """Charge a contribution, durably; one that was charged costs nothing more.
+
+    Args:
+        digest: of the bytes that are about to leave.
+
+    Raises:
+        InputError: other bytes have left for this round, or all rounds are used up, or the ledger is damaged.
+        OperatorError: the ledger cannot be written.
+    """
+    if definition.privacy is None:
+        return
+    ledger = read_ledger(home)
+    account = ledger.accounts.get(definition.digest) or _account(name, definition.privacy)
+    charged = account.rounds.get(str(number))
+    if charged == digest:
+        return
+    if charged is not None:
+        raise InputError(f"expected one contribution to round {number}, other bytes have left this device")
+    if len(account.rounds) >= account.participations:
+        raise InputError(f"expected at most {account.participations} rounds, all are used up")
+    account = replace(account, rounds={**account.rounds, str(number): digest})
+    write_record(home.ledger, Ledger(accounts={**ledger.accounts, definition.digest: account}))
+
+
+def _account(name: str, privacy: Privacy) -> Account:
+    return Account(
+        name=name,
+        noise_hundredths=privacy.noise_hundredths,
+        participations=privacy.participations,
+        delta_exponent=privacy.delta_exponent,
+        rounds={},
+    )
