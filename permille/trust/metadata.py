@@ -10,10 +10,12 @@ from securesystemslib.signer import CryptoSigner, Key
 from tuf.api.exceptions import RepositoryError, UnsignedMetadataError
 from tuf.api.metadata import Metadata, Root, Snapshot, TargetFile, Targets, Timestamp
 
+from permille.digests import digest_of
 from permille.errors import InputError
 from permille.trust.roles import (
     ROOT_DIGEST_DIGITS,
     aliases_of,
+    federation_path,
     is_target_path,
     life_of,
     parse_target_path,
@@ -146,6 +148,12 @@ def list_version(
         targets.targets[path] = target
     for alias in aliases:
         name_alias(targets, version[0], alias, path)
+
+
+def list_definition(targets: Targets, definition: bytes) -> None:
+    """List a federation's definition, by its digest."""
+    path = federation_path(digest_of(definition))
+    targets.targets[path] = TargetFile.from_data(path, definition, ["sha256"])
 
 
 def name_alias(targets: Targets, name: str, alias: str, path: str | None) -> None:

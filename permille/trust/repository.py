@@ -47,6 +47,7 @@ from permille.trust.metadata import (
     hand_over,
     is_due,
     lacking_signatures,
+    list_definition,
     list_version,
     name_alias,
     new_signer,
@@ -229,8 +230,7 @@ class Repository:
         path = federation_path(digest_of(definition))
         role = self._role_of(path)
         if path not in self.targets(role).targets:
-            target = TargetFile.from_data(path, definition, ["sha256"])
-            self._edit(role, lambda targets: targets.targets.update({path: target}))
+            self._edit(role, lambda targets: list_definition(targets, definition))
 
     def drop_federation(self, digest: str) -> None:
         """List a definition no longer. Idempotent. Raises KeyElsewhereError."""

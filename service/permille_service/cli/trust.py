@@ -20,8 +20,10 @@ from cryptography.hazmat.primitives.serialization import (
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, Root, Targets
 
+from permille.errors import PackageError
+from permille.federation.definition import Definition
 from permille.files import write_atomic
-from permille.trust.metadata import list_version, parse
+from permille.trust.metadata import list_definition, list_version, parse
 from permille.trust.roles import ONLINE, ROOT, TARGETS, parse_file_name, parse_target_path
 from permille_service.cli.commands import AsJson, command
 from permille_service.cli.exits import CommandError, Exit
@@ -139,7 +141,8 @@ def sign(
     add: Annotated[str | None, typer.Option(help="List NAME/VERSION first.")] = None,
     manifest: Annotated[Path | None, typer.Option(help="Its package's manifest.")] = None,
     alias: Annotated[list[str] | None, typer.Option(help="An alias for it; repeat for more.")] = None,
-    remove: Annotated[str | None, typer.Option(help="List NAME/VERSION no longer.")] = None,
+    federation: Annotated[Path | None, typer.Option(help="List this definition first.")] = None,
+    remove: Annotated[str | None, typer.Option(help="List NAME/VERSION, or a path, no longer.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Sign a draft, without network, and show what was signed.
@@ -151,10 +154,12 @@ def sign(
     role, _ = parse_file_name(file.name)
     data = _read(file)
     metadata: Metadata[Any] = parse(Root, data) if role == ROOT else parse(Targets, data)
-    if add or remove:
+    if add or remove or federation:
         if not isinstance(metadata.signed, Targets) or role == TARGETS:
             raise CommandError(f"expected a draft of releases to change, got {file}", Exit.USAGE)
         metadata.signatures.clear()  # of other bytes
+        if federation is not None:
+            list_definition(metadata.signed, _definition(federation))
         _change_list(metadata.signed, add, manifest, alias or [], remove)
     metadata.sign(_private_key(key), append=True)
     write_atomic(file, metadata.to_bytes())
@@ -165,7 +170,7 @@ def _change_list(
     targets: Targets, add: str | None, manifest: Path | None, aliases: list[str], remove: str | None
 ) -> None:
     if remove is not None and targets.targets.pop(_path(remove), None) is None:
-        raise CommandError(f"expected a version that is listed, got {remove}", Exit.REFUSED)
+        raise CommandError(f"expected what is listed, got {remove}", Exit.REFUSED)
     if add is not None:
         name, version = parse_target_path(_path(add))
         if manifest is None and _path(add) not in targets.targets:
@@ -183,12 +188,22 @@ def _signed(role: str, metadata: Metadata[Any]) -> dict[str, Any]:
     }
     if isinstance(metadata.signed, Targets):
         listed = metadata.signed.targets.items()
-        shown["lists"] = [f"{path} {','.join(target.custom['aliases'])}".strip() for path, target in listed]
+        shown["lists"] = [
+            f"{path} {','.join(target.custom['aliases']) if target.custom else ''}".strip()
+            for path, target in listed
+        ]
     return shown
 
 
+def _definition(file: Path) -> bytes:
+    try:
+        return Definition.from_bytes(_read(file)).to_bytes()
+    except PackageError as exc:
+        raise CommandError(f"expected the definition of a federation in {file}: {exc}", Exit.REFUSED) from exc
+
+
 def _path(version: str) -> str:
-    return f"releases/{version}.json"
+    return version if version.startswith("federations/") else f"releases/{version}.json"
 
 
 def _private_key(file: Path) -> CryptoSigner:
