@@ -9,6 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from permille.errors import PackageError
+from permille.federation.catch_up import Checkpoint, caught_up, encode_catch_up, pack_state
 from permille.federation.contribution import decode_contribution, encode_contribution
 from permille.federation.definition import Definition
 from permille.federation.rounds import History, combine, decode_segment
@@ -90,6 +91,34 @@ def too_fast() -> object:
     return None
 
 
+def catch_up(
+    change: Callable[[bytes], bytes] = lambda data: data, held: History | None = None, until: int = 2
+) -> Callable[[], object]:
+    """What one is sent who holds a history, changed."""
+    data = change(CATCH_UP if until == 2 else encode_catch_up(None, [], HISTORY.head.signed(KEY)))
+    return lambda: caught_up(held or HISTORY, data, max_bytes=10_000)
+
+
+def moved(rounds: int, seed: int = 0) -> History:
+    history = History.begin(DEFINITION)
+    for number in range(rounds):
+        history.apply([combine(DEFINITION, number, make_contributions(history, 3, seed=seed + number))])
+    return history
+
+
+def checkpoint(state: bytes) -> Callable[[bytes], bytes]:
+    """Another checkpoint in its place."""
+    kept = Checkpoint(state=state, head=MOVED.head.signed(KEY))
+    return lambda _: encode_catch_up(kept, [], MOVED.head.signed(KEY))
+
+
+MOVED = moved(2)
+CATCH_UP = encode_catch_up(
+    Checkpoint(state=pack_state(DEFINITION, MOVED.s_W), head=MOVED.head.signed(KEY)),
+    [],
+    MOVED.head.signed(KEY),
+)
+OTHER_PACKAGE = make_definition(log={"package_digest": "sha256:" + "7" * 64})
 NINE = b"\x09" * 15  # 3 weights and 12 coefficients
 NAMED: list[tuple[str, str, Callable[[], object]]] = [
     ("round-definition", "no_json", lambda: Definition.from_bytes(b"{")),
@@ -140,6 +169,32 @@ NAMED: list[tuple[str, str, Callable[[], object]]] = [
     ("round-content", "head_with_another_magic", head(lambda data: b"PMLHED2\n" + data[8:])),
     ("round-signature", "head_signed_by_a_stranger", head(lambda data: data, STRANGER)),
     ("round-chain", "head_of_a_later_round", head(lambda data: data[:40] + b"\x01" + data[41:])),
+    ("round-chain", "head_of_another_federation", head(lambda data: data[:8] + bytes(32) + data[40:])),
+    ("round-limit", "catch_up_of_more_bytes_than_accepted", catch_up(lambda data: data + bytes(20_000))),
+    ("round-content", "catch_up_of_no_bytes", catch_up(lambda _: b"")),
+    ("round-content", "catch_up_with_another_magic", catch_up(lambda data: b"PMLCUP2\n" + data[8:])),
+    ("round-content", "catch_up_cut_in_its_state", catch_up(lambda data: data[:100])),
+    (
+        "round-content",
+        "catch_up_of_a_state_of_four_gigabytes",
+        catch_up(lambda d: d[:8] + b"\xff" * 4 + d[12:]),
+    ),
+    ("round-content", "catch_up_without_a_head", catch_up(lambda data: data[:-180])),
+    ("round-content", "catch_up_with_bytes_behind", catch_up(lambda data: data + b"\0")),
+    ("round-signature", "catch_up_with_a_changed_head", catch_up(lambda data: flipped(data, len(data) - 1))),
+    ("state-corrupt", "catch_up_with_a_flipped_state", catch_up(lambda data: flipped(data, 90))),
+    (
+        "round-chain",
+        "checkpoint_that_its_head_does_not_name",
+        catch_up(checkpoint(pack_state(DEFINITION, MOVED.s_W + 1))),
+    ),
+    (
+        "state-binding",
+        "checkpoint_of_another_package",
+        catch_up(checkpoint(pack_state(OTHER_PACKAGE, MOVED.s_W))),
+    ),
+    ("round-chain", "catch_up_to_an_older_round", catch_up(held=MOVED, until=0)),
+    ("round-chain", "catch_up_to_what_is_held_by_another_way", catch_up(held=moved(2, seed=9))),
     ("round-chain", "head_of_another_history", head(lambda data: flipped(data, 60))),
 ]
 ATTACKS = [(code, data) for code, _, data in NAMED]
@@ -153,5 +208,7 @@ def test_malformed_rounds_are_refused(code: str, attack: Callable[[], object]) -
 
 def test_honest_bytes_are_read() -> None:
     contribution()()
+    assert caught_up(HISTORY, CATCH_UP, max_bytes=10_000).chain == MOVED.chain
+    assert not HISTORY.s_W.any()
     assert decode_segment(ROUND.to_bytes(), DEFINITION, max_bytes=1000)[0].to_bytes() == ROUND.to_bytes()
     HISTORY.check_head(HISTORY.head.signed(KEY))

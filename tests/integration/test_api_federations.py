@@ -1,13 +1,15 @@
 """Federations over the API: defined, joined, and moved on round by round to what anyone can replay."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from permille.federation.catch_up import caught_up
-from permille.federation.definition import Definition
+from permille.federation.definition import Definition, encode_key
 from permille.federation.rounds import History, decode_segment
 from permille.schemas.access import Role
 from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE
@@ -15,6 +17,7 @@ from permille.schemas.problems import ProblemType
 from permille.store.tables import Checkpoint
 from permille.trust.repository import Repository
 from permille.trust.roles import federation_path
+from permille_service.cli.main import main
 from permille_service.trust import repositories
 from tests.api_service import Api
 from tests.federations import SMALL, Site, make_site
@@ -80,6 +83,36 @@ def test_a_definition_is_made_of_the_package_and_listed_when_started(api: Api) -
 
 def repository_of(api: Api) -> Repository:
     return repositories.look(api.service, api.tenant_id)
+
+
+def test_a_teams_key_that_is_elsewhere_lists_a_federation_there(api: Api, tmp_path: Path) -> None:
+    site = make_site(api, start=False)
+    assert main(["trust", "key", str(tmp_path / "team.pem"), "--json"]) == 0
+    key = load_pem_private_key((tmp_path / "team.pem").read_bytes(), password=None)
+    assert isinstance(key, Ed25519PrivateKey)
+    role = {"role": "releases", "public_keys": [encode_key(key.public_key())]}
+    for draft in api.post("/v1/trust/rotations", {"roles": [role]}).json()["drafts"]:
+        sign_and_send(api, tmp_path, draft)
+    answer = api.post(f"{site.path}/start")
+    assert (answer.status_code, slug(answer)) == (409, "conflict")
+    assert site.read()["state"] == "draft"
+    definition = tmp_path / "readers.json"
+    definition.write_bytes(api.get(f"{site.path}/definition").content)
+    [draft] = api.post("/v1/trust/renewals", {"roles": ["releases"]}).json()["drafts"]
+    sign_and_send(api, tmp_path, draft, "--federation", str(definition))
+    assert api.post(f"{site.path}/start").json()["state"] == "running"
+    assert api.post(f"{site.path}/finish").json()["state"] == "finished"  # listed or not, it has ended
+
+
+def sign_and_send(api: Api, folder: Path, draft: dict[str, str], *change: str) -> None:
+    """Sign a draft elsewhere, and bring it to the service."""
+    version = json.loads(draft["metadata"])["signed"]["version"]
+    file = folder / f"{version}.{draft['role']}.json"
+    file.write_text(draft["metadata"])
+    assert main(["trust", "sign", str(file), "--key", str(folder / "team.pem"), *change]) == 0
+    headers = api.auth() | {"Content-Type": "application/json"}
+    answer = api.client.put(f"/v1/trust/metadata/{file.name}", content=file.read_bytes(), headers=headers)
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_sketch_needs_no_rate_and_others_name_where_it_comes_from(api: Api) -> None:
