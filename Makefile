@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-federation federation federation-long evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-federation federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -69,6 +69,16 @@ sbom: $(VENV)/.installed  ## Write lists of components (CycloneDX) to build/sbom
 
 test-slow: $(VENV)/.native system-packages  ## Long kills, chaos and fuzz: what `make test` does in short
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# Its exporter's dependencies stay out of the environment: what we use of it needs these alone.
+EXECUTORCH := build/executorch
+$(EXECUTORCH)/.installed: $(VENV)/.installed
+	@rm -rf $(EXECUTORCH)
+	@$(PIP) install --no-deps --target $(EXECUTORCH) executorch==1.5.1 torchao==0.18.0 flatbuffers==25.12.19 ruamel.yaml==0.19.1 parameterized==0.9.0
+	@touch $@
+
+test-executorch: $(VENV)/.native $(EXECUTORCH)/.installed  ## Export programs and run them by ExecuTorch's runtime (minutes; a C++ compiler)
+	PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m executorch tests/unit/engines
 
 attack: $(VENV)/.native system-packages  ## Every attack of docs/security.md, on real processes (ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.attacks.run

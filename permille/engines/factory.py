@@ -3,13 +3,15 @@
 "auto" takes the light engine, which a device always has, where it knows the package's model, and else torch.
 """
 
+from pathlib import Path
+
 from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.package.reader import Package
 
-AUTO, LIGHT, LIGHT_INT8, TORCH = "auto", "light", "light-int8", "torch"
-ENGINES = (AUTO, LIGHT, LIGHT_INT8, TORCH)
+AUTO, LIGHT, LIGHT_INT8, TORCH, EXECUTORCH = "auto", "light", "light-int8", "torch", "executorch"
+ENGINES = (AUTO, LIGHT, LIGHT_INT8, TORCH, EXECUTORCH)
 
 
 def open_engine(
@@ -19,13 +21,16 @@ def open_engine(
     device: str = "cpu",
     compute_dtype: str = "float32",
     threads: int | None = None,
+    programs: Path | None = None,
 ) -> Engine:
     """Load a package into the engine of this name.
 
     Args:
         name: "light" computes on a CPU in float32, "light-int8" with inputs of linear layers in 8 bits, for
-            packages of int4; "torch" also on CUDA and in bfloat16, if it is installed.
+            packages of int4; "torch" also on CUDA and in bfloat16, if it is installed; "executorch" by a
+            program that was exported from the package.
         threads: None leaves it to the engine.
+        programs: folder of exported programs, named by their packages' digests.
 
     Raises:
         InputError: an unknown name, an engine whose extra is not installed, or one that cannot do what is
@@ -34,6 +39,11 @@ def open_engine(
     """
     if name not in ENGINES:
         raise InputError(f"expected an engine of {', '.join(ENGINES)}; got {name!r}")
+    if name == EXECUTORCH:
+        from permille.engines.executorch.engine import ExecutorchEngine
+
+        _check_plain(name, device, compute_dtype)
+        return ExecutorchEngine(package, programs or Path(), threads=threads)
     if name in (LIGHT, LIGHT_INT8) or (name == AUTO and _light_fits(package, device, compute_dtype)):
         return _light(package, name, device, compute_dtype, threads)
     return _torch(package, device, compute_dtype, threads)
@@ -56,11 +66,15 @@ def _light(
     compute_dtype: str,
     threads: int | None,
 ) -> Engine:
-    if device != "cpu" or compute_dtype != "float32":
-        raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "{name}"')
+    _check_plain(name, device, compute_dtype)
     from permille.engines.light.engine import LightEngine
 
     return LightEngine(package, threads=threads, int8=name == LIGHT_INT8)
+
+
+def _check_plain(name: str, device: str, compute_dtype: str) -> None:
+    if device != "cpu" or compute_dtype != "float32":
+        raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "{name}"')
 
 
 def _torch(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:

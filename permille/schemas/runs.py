@@ -49,6 +49,7 @@ class EngineName(StrEnum):
     TORCH = "torch"
     LIGHT = "light"
     LIGHT_INT8 = "light-int8"
+    EXECUTORCH = "executorch"
 
 
 class OperatingSystem(StrEnum):

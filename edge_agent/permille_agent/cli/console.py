@@ -20,9 +20,10 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         envvar="PERMILLE_AGENT_ENGINE",
-        help="auto, light, light-int8 or torch. auto: light, which needs no torch, where it knows the model. "
-        "light-int8: inputs of linear layers in 8 bits, faster for models of ten million weights and more, "
-        "coarser; for int4 packages.",
+        help="auto, light, light-int8, torch or executorch. auto: light, which needs no torch, where it "
+        "knows the model. light-int8: inputs of linear layers in 8 bits, faster for models of ten million "
+        "weights and more, coarser; for int4 packages. executorch: forward passes of a program in the home's "
+        "`programs`.",
     ),
 ]
 

@@ -50,6 +50,14 @@ def train(
             "Default: gradient."
         ),
     ] = None,
+    queries: Annotated[
+        int | None,
+        typer.Option(
+            help="Directions a step of forward passes alone; along the gradient the groups of a log, 0 for a "
+            "state without one."
+        ),
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
     start: Annotated[
         str,
         typer.Option(
@@ -69,6 +77,9 @@ def train(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="What the engine computes in: float32, or bfloat16 with --engine torch.")
+    ] = "float32",
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
@@ -112,7 +123,9 @@ def train(
     kind = DEFAULT_ESTIMATOR if estimator is None else estimator_named(estimator)
     consent = read_consent(home)
     sharing = consent.share_log if share_log is None else share_log
-    options = TrainOptions.of(kind, seed=seed, steps=steps, minutes=minutes, start=start_named(start))
+    options = TrainOptions.of(
+        kind, queries=queries, rows=rows, seed=seed, steps=steps, minutes=minutes, start=start_named(start)
+    )
     data_paths = [path.expanduser() for path in paths] if paths else list(read_references(home))
     if not data_paths:
         raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")
@@ -123,7 +136,9 @@ def train(
             withdrawals=consent.withdrawals,
             stop=stop,
             progress=progress,
-            engine_of=EngineChoice(name=engine, threads=threads, device=device),
+            engine_of=EngineChoice(
+                name=engine, threads=threads, device=device, dtype=dtype, programs=home.programs
+            ),
         )
         result = run_training(home, data_paths, options, context_of_run)
         collect_reports(home)

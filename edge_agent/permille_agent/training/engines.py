@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from permille.errors import PermilleError
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from permille.engines.interface import Engine
     from permille.package.reader import Package
 
-AUTO, LIGHT_INT8 = "auto", "light-int8"
+AUTO, LIGHT_INT8, EXECUTORCH = "auto", "light-int8", "executorch"
 
 
 class RunInterrupted(PermilleError):  # noqa: N818 - not a fault: the user or the policy asked for it
@@ -34,14 +35,18 @@ class EngineChoice:
     """An engine that is not open yet.
 
     Attributes:
-        name: "auto", "light", "light-int8" or "torch".
+        name: "auto", "light", "light-int8", "torch" or "executorch".
         device: cpu, or cuda with torch.
+        dtype: what it computes in: float32, or bfloat16 with torch.
         threads: None leaves it to the engine.
+        programs: folder of exported programs, for "executorch".
     """
 
     name: str = AUTO
     device: str = "cpu"
+    dtype: str = "float32"
     threads: int | None = None
+    programs: Path | None = None
 
     def __call__(self, package: "Package") -> "Engine":
         """Open it.
@@ -55,7 +60,9 @@ class EngineChoice:
             package,
             name=self.name,
             device=self.device,
+            compute_dtype=self.dtype,
             threads=self.threads,
+            programs=self.programs,
         )
 
     def begun_with(self, name: str) -> "EngineChoice":
@@ -63,8 +70,8 @@ class EngineChoice:
         return replace(self, name=name) if self.name == AUTO else self
 
     def for_any_package(self) -> "EngineChoice":
-        """Return this choice where it opens any package: int8 activations want int4."""
-        return replace(self, name=AUTO) if self.name == LIGHT_INT8 else self
+        """Return this choice where it opens any package: int8 activations want int4, programs are of one."""
+        return replace(self, name=AUTO) if self.name in (LIGHT_INT8, EXECUTORCH) else self
 
 
 OpenEngine = Callable[["Package"], "Engine"]

@@ -99,10 +99,16 @@ class TrainOptions:
             raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
 
     @classmethod
-    def of(cls, estimator: EstimatorKind, **others: Any) -> Self:
-        """Return the defaults of an estimator."""
-        queries, rows = DEFAULT_QUERIES[estimator], DEFAULT_ROWS[estimator]
-        return cls(estimator=estimator, queries=queries, batch_rows=rows, **others)
+    def of(
+        cls, estimator: EstimatorKind, *, queries: int | None = None, rows: int | None = None, **others: Any
+    ) -> Self:
+        """Return the options of an estimator, with its defaults for what is None."""
+        return cls(
+            estimator=estimator,
+            queries=DEFAULT_QUERIES[estimator] if queries is None else queries,
+            batch_rows=DEFAULT_ROWS[estimator] if rows is None else rows,
+            **others,
+        )
 
     @property
     def has_log(self) -> bool:

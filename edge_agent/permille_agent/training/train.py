@@ -255,6 +255,10 @@ class _Task:
                 f"expected engine {begun.name!r}, with which this run began, got {used.name!r}: "
                 f"go on with --engine {begun.name}, or begin another run with --seed"
             )
+        if begun is not None and begun.compute_dtype != used.compute_dtype:
+            raise InputError(
+                f"expected an engine in {begun.compute_dtype}, as this run began, got {used.compute_dtype}"
+            )
         folder.once("engine", EngineUsed, lambda: used)
         return engine
 

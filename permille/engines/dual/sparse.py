@@ -1,16 +1,16 @@
 """Dual forwarding of sparse values: a package as a module whose inputs are the values of every variant.
 
     module = dual_model(package)
-    loss_VBT = module(values_VK, ids_BT)          # both signs of all directions: one pass over the weights
-    program = torch.export.export(module, (values_VK, ids_BT))
+    loss_RT = module(values_VK, variant_R, ids_RT)     # both signs of all directions in one pass
+    program = torch.export.export(module, (values_VK, variant_R, ids_RT))
 
 The frozen weights are read once for all variants (P-RGE, section 3.4, with the values in the place of LoRA's
 B). What moves the values stays outside: integers on a lattice, as for every engine.
 
 Plain PyTorch: `sparse_add` is an operator so that an exported program names it; a runtime may bring its own.
 
-# Legend: V variants, B sequences, T tokens, M = B * T, K and N inputs and outputs of a linear, C its masked
-weights; `values_VK` has the masked weights of the whole package.
+# Legend: V variants, R rows of the pass (a sequence under a variant each), T tokens, K and N inputs and
+# outputs of a linear, C its masked weights; `values_VK` has the masked weights of the whole package.
 """
 
 import torch
@@ -23,15 +23,17 @@ from permille.package.reader import Package
 
 
 @torch.library.custom_op("permille::sparse_add", mutates_args=())
-def sparse_add(y_VMN: Tensor, x_VMK: Tensor, values_VC: Tensor, row_C: Tensor, column_C: Tensor) -> Tensor:
-    """`y_v + x_v S_v^T`, S_v [N, K] being zero but for `values_v` at (row, column)."""
-    product_VMC = x_VMK[..., column_C] * values_VC[:, None]
-    return y_VMN.index_add(2, row_C, product_VMC)
+def sparse_add(
+    y_RTN: Tensor, x_RTK: Tensor, values_VC: Tensor, variant_R: Tensor, row_C: Tensor, column_C: Tensor
+) -> Tensor:
+    """`y_r + x_r S_v^T`, v the row's variant, S_v [N, K] zero but for `values_v` at (row, column)."""
+    product_RTC = x_RTK[..., column_C] * values_VC[variant_R, None]
+    return y_RTN.index_add(2, row_C, product_RTC)
 
 
 @sparse_add.register_fake
-def _(y_VMN: Tensor, *_others: Tensor) -> Tensor:
-    return torch.empty_like(y_VMN)
+def _(y_RTN: Tensor, *_others: Tensor) -> Tensor:
+    return torch.empty_like(y_RTN)
 
 
 class DualSparseLinear(nn.Module):
@@ -42,21 +44,23 @@ class DualSparseLinear(nn.Module):
         super().__init__()
         self.linear = masked.dense(torch.zeros_like(masked.values))
         self.values = nn.Parameter(masked.values.data[None], requires_grad=False)
+        self.register_buffer("variant_R", torch.zeros(1, dtype=torch.int64))
         self.register_buffer("row_C", masked.row_C)
         self.register_buffer("column_C", masked.column_C)
+        self.variant_R: Tensor
         self.row_C: Tensor
         self.column_C: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """[V * B, T, K] to [V * B, T, N]; `values` [V, C] is what `functional_call` replaced."""
-        y, variants = self.linear(x), len(self.values)
-        y_VMN, x_VMK = y.reshape(variants, -1, y.shape[-1]), x.reshape(variants, -1, x.shape[-1])
-        added: Tensor = sparse_add(y_VMN, x_VMK, self.values, self.row_C, self.column_C)
+        """[R, T, K], or OPT's [R * T, K]; `values` [V, C] and `variant_R` are replaced from outside."""
+        y: Tensor = self.linear(x)
+        x_RTK, y_RTN = (tensor.reshape(len(self.variant_R), -1, tensor.shape[-1]) for tensor in (x, y))
+        added: Tensor = sparse_add(y_RTN, x_RTK, self.values, self.variant_R, self.row_C, self.column_C)
         return added.view(y.shape)
 
 
 class DualModel(nn.Module):
-    """A package's losses and logits under several variants of the sparse values."""
+    """A package's token losses under several variants of the sparse values."""
 
     def __init__(self, package: Package, model: TorchModel) -> None:
         super().__init__()
@@ -64,25 +68,13 @@ class DualModel(nn.Module):
         self._counts = list(package.counts)
         self._value_names = model.value_names
 
-    def forward(self, values_VK: Tensor, ids_BT: Tensor) -> Tensor:
-        """`-log p(token t + 1 | tokens to t)` under every variant, float32 [V, B, T - 1]."""
-        logits = self._logits(values_VK, ids_BT)[:, :-1]
-        target = ids_BT[:, 1:].repeat(len(values_VK), 1)
-        loss = functional.cross_entropy(
-            logits.reshape(target.numel(), -1), target.reshape(-1), reduction="none"
-        )
-        return loss.view(len(values_VK), len(ids_BT), -1)
-
-    def next_logits(self, values_1K: Tensor, ids_1T: Tensor, last: Tensor) -> Tensor:
-        """Logits [1, 1, D] of what follows position `last` (int64 [1])."""
-        return self._logits(values_1K, ids_1T, last)
-
-    def _logits(self, values_VK: Tensor, ids_BT: Tensor, keep: Tensor | int = 0) -> Tensor:
-        values = dict(zip(self._value_names, torch.split(values_VK, self._counts, dim=1), strict=True))
-        ids = ids_BT.repeat(len(values_VK), 1)
-        options = {"logits_to_keep": keep, "use_cache": False}
-        logits: Tensor = functional_call(self.model, values, (ids,), options).logits
-        return logits
+    def forward(self, values_VK: Tensor, variant_R: Tensor, ids_RT: Tensor) -> Tensor:
+        """`-log p(token t + 1 | tokens to t)` of each row under its variant, float32 [R, T - 1]."""
+        replaced = dict(zip(self._value_names, torch.split(values_VK, self._counts, dim=1), strict=True))
+        replaced |= {name.removesuffix("values") + "variant_R": variant_R for name in self._value_names}
+        logits = functional_call(self.model, replaced, (ids_RT,), {"use_cache": False}).logits[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1), ids_RT[:, 1:].flatten(), reduction="none")
+        return loss.view(len(ids_RT), -1)
 
 
 def dual_model(package: Package) -> DualModel:

@@ -6,13 +6,14 @@ dtype states its tolerance when it is handed in.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from permille.engines.interface import GradientEngine
+from permille.engines.interface import Engine, GradientEngine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.zo.estimators import Batch
@@ -37,7 +38,7 @@ class Conformance:
         derivative_tolerance: bound on the error of a derivative, relative to the largest of them.
     """
 
-    engine: GradientEngine
+    engine: Engine
     tiny: Tiny
     loss_tolerance: float = 1e-5
     derivative_tolerance: float = 1e-4
@@ -102,7 +103,7 @@ class Conformance:
         assert abs(loss - expected_loss) <= self.loss_tolerance
         atol = self.derivative_tolerance * np.abs(expected_Q).max()
         np.testing.assert_allclose(got_Q, expected_Q, rtol=0, atol=atol)
-        loss, got_K = self.engine.gradient(values_K, batch)
+        loss, got_K = self._gradient_engine().gradient(values_K, batch)
         assert abs(loss - expected_loss) <= self.loss_tolerance
         assert got_K.dtype == np.float32
         assert got_K.shape == (self.engine.k,)
@@ -124,7 +125,10 @@ class Conformance:
         got = self.engine.losses(values_VK, tiny_batch())
         assert np.isfinite(got[0])
         assert not np.isfinite(got[1])
-        loss, gradient_K = self.engine.gradient(values_VK[1], tiny_batch())
+
+    def infinite_values_give_a_gradient_that_is_not_finite(self) -> None:
+        values_K = np.full_like(self.tiny.package.values(), np.nan)
+        loss, gradient_K = self._gradient_engine().gradient(values_K, tiny_batch())
         assert not np.isfinite(loss)
         assert not np.isfinite(gradient_K).any()
 
@@ -158,20 +162,31 @@ class Conformance:
 
     def wrong_input_is_refused(self) -> None:
         batch, values_K = tiny_batch(), self.tiny.package.values()
-        for call in (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: self.engine.losses(values_K, batch),
             lambda: self.engine.losses(values_K[None, :-1], batch),
             lambda: self.engine.losses(values_K[None].astype(np.float64), batch),
             lambda: self.engine.losses(values_K[None][:0], batch),
             lambda: self.engine.losses(values_K[None], _with_token(batch, VOCABULARY)),
+        )
+        for call in calls:
+            with pytest.raises(InputError, match="expected"):
+                call()
+
+    def wrong_input_of_derivatives_and_text_is_refused(self) -> None:
+        batch, values_K = tiny_batch(), self.tiny.package.values()
+        for call in (
             lambda: self.engine.directional_derivatives(values_K, values_K, batch),
-            lambda: self.engine.gradient(values_K[:-1], batch),
-            lambda: self.engine.gradient(values_K, _with_token(batch, VOCABULARY)),
+            lambda: self._gradient_engine().gradient(values_K[:-1], batch),
+            lambda: self._gradient_engine().gradient(values_K, _with_token(batch, VOCABULARY)),
             lambda: self.engine.generate(values_K, np.array([VOCABULARY]), TokenSampling(max_new_tokens=1)),
             lambda: self.engine.generate(values_K, np.array([1]), TokenSampling(max_new_tokens=0)),
         ):
             with pytest.raises(InputError, match="expected"):
                 call()
+
+    def _gradient_engine(self) -> GradientEngine:
+        return cast("GradientEngine", self.engine)
 
     def _reference(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         set_values(self.tiny.package, self.tiny.reference, values_K)
@@ -184,20 +199,26 @@ class Conformance:
         return gradient_K
 
 
-RULES: tuple[Callable[[Conformance], None], ...] = (
+# What training by losses alone needs.
+LOSS_RULES: tuple[Callable[[Conformance], None], ...] = (
     Conformance.token_losses_are_those_of_the_reference,
     Conformance.losses_are_means_over_targets,
     Conformance.variants_together_are_variants_alone,
     Conformance.repeated_calls_have_the_same_bits,
     Conformance.padding_changes_nothing,
     Conformance.sequences_together_are_sequences_alone,
+    Conformance.infinite_values_give_losses_that_are_not_finite,
+    Conformance.wrong_input_is_refused,
+)
+RULES = (
+    *LOSS_RULES,
     Conformance.derivatives_are_those_of_reverse_mode,
     Conformance.derivatives_are_linear_in_the_direction,
-    Conformance.infinite_values_give_losses_that_are_not_finite,
+    Conformance.infinite_values_give_a_gradient_that_is_not_finite,
     Conformance.greedy_text_is_that_of_the_reference,
     Conformance.sampling_depends_on_the_seed_alone,
     Conformance.text_ends_before_a_stop_token,
-    Conformance.wrong_input_is_refused,
+    Conformance.wrong_input_of_derivatives_and_text_is_refused,
 )
 
 

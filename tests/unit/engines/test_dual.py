@@ -9,6 +9,7 @@ import torch
 from permille.engines.dual.lora_fa import LoraFALinear, LoraFAModel, StepInput, lora_fa_model, signs
 from permille.engines.dual.sparse import DualModel, dual_model
 from permille.engines.torch_engine import TorchEngine
+from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.zo.directions import direction
 from permille.zo.estimators import Batch
@@ -29,24 +30,31 @@ def _batch(ids_BT: torch.Tensor) -> Batch:
     )
 
 
+def _dual_inputs(package: Package) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every variant on the same sequences, as a two-sided step orders them."""
+    values_VK = torch.from_numpy(variants(package, 2 * QUERIES))
+    return values_VK, torch.arange(len(values_VK)).repeat_interleave(ROWS), _ids().repeat(2 * QUERIES, 1)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_all_variants_in_one_pass_have_the_losses_of_the_reference(family: str, tmp_path: Path) -> None:
     package = tiny_package(tmp_path, family).package
-    values_VK, ids_BT = variants(package, 2 * QUERIES), _ids()
+    values_VK, variant_R, ids_RT = _dual_inputs(package)
     with torch.no_grad():
-        got = dual_model(package)(torch.from_numpy(values_VK), ids_BT)
-    assert got.shape == (2 * QUERIES, ROWS, TOKENS - 1)
-    engine, batch = TorchEngine(package), _batch(ids_BT)
-    for got_BT, values_K in zip(got, values_VK, strict=True):
+        got = dual_model(package)(values_VK, variant_R, ids_RT)
+    assert got.shape == (len(variant_R), TOKENS - 1)
+    engine, batch = TorchEngine(package), _batch(_ids())
+    for variant, values_K in enumerate(values_VK.numpy()):
         expected = engine.token_losses(values_K, batch)
-        np.testing.assert_allclose(got_BT.reshape(-1).numpy(), expected, rtol=0, atol=1e-5)
+        found = got[variant_R == variant].reshape(-1).numpy()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_exported_program_is_the_module(family: str, tmp_path: Path) -> None:
     package = tiny_package(tmp_path, family, Scheme.INT4).package
     module: DualModel = dual_model(package)
-    inputs = (torch.from_numpy(variants(package, 4)), _ids())
+    inputs = _dual_inputs(package)
     program = torch.export.export(module, inputs)
     assert "permille.sparse_add.default" in {str(node.target) for node in program.graph.nodes}
     with torch.no_grad():

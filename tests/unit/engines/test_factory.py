@@ -22,7 +22,9 @@ def package(tmp_path: Path) -> Package:
 
 
 def test_an_unknown_engine_is_refused_with_the_list(package: Package) -> None:
-    with pytest.raises(InputError, match=r"expected an engine of auto, light, light-int8, torch; got"):
+    with pytest.raises(
+        InputError, match=r"expected an engine of auto, light, light-int8, torch, executorch; got"
+    ):
         open_engine(package, "abacus")
 
 
@@ -47,6 +49,16 @@ def test_the_light_engine_refuses_another_device(package: Package) -> None:
     for name in ("light", "light-int8"):
         with pytest.raises(InputError, match=f'expected engine "torch" for float32 on cuda, got "{name}"'):
             open_engine(package, name, device="cuda")
+
+
+def test_a_runtime_that_is_not_installed_is_named(
+    package: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(InputError, match=r"needs its runtime: pip install --no-deps executorch"):
+        open_engine(package, "executorch", programs=tmp_path)
+    with pytest.raises(InputError, match='expected engine "torch" for bfloat16 on cpu, got "executorch"'):
+        open_engine(package, "executorch", compute_dtype="bfloat16", programs=tmp_path)
 
 
 def test_int8_activations_are_an_engine_of_their_own(tmp_path: Path) -> None:

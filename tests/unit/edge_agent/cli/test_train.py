@@ -76,6 +76,27 @@ def test_an_estimator_is_chosen_by_name(
     assert _run(home, "train", text, "--steps", "6", "--estimator", "adam") == 3
 
 
+def test_queries_rows_and_dtype_reach_the_run(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, asked = str(user_text(tmp_path)), list[object]()
+
+    def open_engine(package: Package, *_name: object, **choices: object) -> BigramEngine:
+        asked.append(choices["compute_dtype"])
+        return BigramEngine(package)
+
+    monkeypatch.setattr(permille.engines.factory, "open_engine", open_engine)
+    chosen = ("--estimator", "spsa", "--queries", "3", "--rows", "5", "--dtype", "bfloat16")
+    assert _run(home, "train", text, "--steps", "4", *chosen) in (0, 7)
+    (report,) = read_reports(home)
+    assert report.metrics is not None
+    assert report.metrics.queries == 3
+    (definition,) = home.runs.glob("*/run.json")
+    assert json.loads(definition.read_text())["definition"]["options"]["batch_rows"] == 5
+    assert set(asked) == {"bfloat16"}
+    assert _run(home, "train", text, "--steps", "4", "--queries", "9999999") == 3
+
+
 def test_the_log_is_shared_only_where_the_user_says_so(home: Home, tmp_path: Path) -> None:
     text = str(user_text(tmp_path))
     assert _run(home, "train", text, "--steps", "5", "--share-log", "--json") == 0

@@ -1,0 +1,68 @@
+"""Compile what joins us to ExecuTorch's runtime: `python -m permille.engines.executorch.build`.
+
+One small library beside this file, against the headers and libraries in the `executorch` wheel, which are C++
+and need no torch: a device installs the wheel without its dependencies. It is made on the machine that uses
+it, by a C++ compiler; Android's is made with the NDK (docs/guide/inference-engines.md).
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from permille.errors import InputError, OperatorError
+
+LIBRARY = Path(__file__).resolve().parent / "_runtime.so"
+SOURCE = Path(__file__).resolve().parent / "runtime.cpp"
+
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden")
+_DEFINES = ("-DET_USE_THREADPOOL", "-DC10_USING_CUSTOM_GENERATED_MACROS")
+_NEEDED = ("", "_threadpool", "_kernels_optimized", "_backend_xnnpack")
+
+
+def runtime_folder() -> Path:
+    """Where the installed wheel lies.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    spec = importlib.util.find_spec("executorch")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places:
+        raise InputError('engine "executorch" needs its runtime: pip install --no-deps executorch==1.5.1')
+    return Path(places[0])
+
+
+def build(library: Path = LIBRARY) -> Path:
+    """Compile the library.
+
+    Raises:
+        InputError: the wheel is not installed.
+        OperatorError: no C++ compiler, or it failed.
+    """
+    wheel = runtime_folder()
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        raise OperatorError("expected a C++ compiler (c++, g++ or clang++), found none")
+    portable = wheel / "include/executorch/runtime/core/portable_type/c10"
+    part = library.with_name(f"{library.name}.{os.getpid()}.part")
+    command = [compiler, *_FLAGS, *_DEFINES, f"-I{wheel / 'include'}", f"-I{portable}", "-w", str(SOURCE)]
+    # Registering kernels and a backend is all that some of them do: no symbol asks for these
+    libraries = ["-Wl,--no-as-needed", *(f"-lexecutorch{name}" for name in _NEEDED)]
+    found = [f"-L{wheel / 'lib'}", f"-Wl,-rpath,{wheel / 'lib'}"]
+    try:
+        done = subprocess.run(
+            [*command, "-o", str(part), *found, *libraries], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise OperatorError(f"{compiler}: {(done.stderr.strip() or 'failed').splitlines()[0]}")
+        part.replace(library)
+    finally:
+        part.unlink(missing_ok=True)
+    return library
+
+
+if __name__ == "__main__":
+    made = build()
+    print(f"permille: {made.name}, {made.stat().st_size // 1024} KiB")

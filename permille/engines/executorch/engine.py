@@ -1,0 +1,158 @@
+"""The engine of an exported program: losses of variants by ExecuTorch's runtime, without torch.
+
+A program's shape is fixed when it is exported. A call is cut into pairs of a variant and a sequence, as many
+as the program has rows; what is left of the last pass is computed and thrown away. Attention is causal, so
+what stands in the padding changes no loss.
+
+An inference engine has neither derivatives nor, here, text: train with an estimator of losses, talk with
+another engine.
+
+# Legend: V variants, B sequences, T tokens, R rows of the program, S pairs of variant and sequence.
+"""
+
+import threading
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import permille
+from permille.engines.executorch.program import Program, ProgramShape, program_name
+from permille.engines.inputs import ModelLimits, check_batch, check_values
+from permille.engines.interface import EngineInfo
+from permille.engines.light.threads import available_processors
+from permille.engines.sampling import TokenSampling
+from permille.errors import InputError
+from permille.package.reader import Package
+from permille.zo.estimators import Batch
+
+Array = NDArray[np.float32]
+
+
+class ExecutorchEngine:
+    """See `permille.engines.interface.Engine` for what each method promises."""
+
+    def __init__(self, package: Package, programs: Path, *, threads: int | None = None) -> None:
+        """Map the program of this package in a folder.
+
+        Args:
+            threads: of the runtime's pool, for the whole process; None takes all processors.
+
+        Raises:
+            InputError: the runtime is not installed or not built or does not take the program, or that is
+                another package's.
+            OperatorError: there is no such file.
+        """
+        if threads is not None and threads < 1:
+            raise InputError(f"expected at least 1 thread, got {threads}")
+        self._threads = threads or available_processors()
+        self._program = Program(programs / program_name(package), threads=self._threads)
+        digest = np.zeros(32, np.uint8)
+        self._program.run("package", (), digest)
+        if digest.tobytes().hex() != package.digest.removeprefix("sha256:"):
+            raise InputError(f"expected a program of {package.digest}, got one of {digest.tobytes().hex()}")
+        bits = np.zeros(1, np.uint8)
+        self._program.run("activation_bits", (), bits)
+        self._dtype = "int8-activations" if bits[0] == 8 else "float32"
+        (variants, k), (rows, tokens) = (self._program.input_shape("forward", index) for index in (0, 2))
+        if k != package.k:
+            raise InputError(f"expected {package.k} masked weights, got {k}")
+        self._shape = ProgramShape(variants=variants, rows=rows, tokens=tokens)
+        vocabulary = package.config["vocab_size"]
+        self._limits = ModelLimits(k=k, vocabulary=vocabulary, positions=tokens)
+        self._lock = threading.Lock()
+
+    @property
+    def k(self) -> int:
+        """Number of masked weights of the package."""
+        return self._limits.k
+
+    @property
+    def shape(self) -> ProgramShape:
+        """What one pass of the program takes."""
+        return self._shape
+
+    def info(self) -> EngineInfo:
+        """Name, versions, threads and device."""
+        return EngineInfo(
+            name="executorch",
+            version=f"permille {permille.__version__}, executorch {metadata.version('executorch')}",
+            compute_dtype=self._dtype,
+            threads=self._threads,
+            device="cpu",
+        )
+
+    def losses(self, values_VK: Array, batch: Batch) -> Array:
+        """Mean loss over the batch's targets for each variant, float32 [v]."""
+        check_values(values_VK, self._limits)
+        batch = check_batch(batch, self._limits)
+        losses_VBT = self._losses(values_VK, batch)
+        with np.errstate(all="ignore"):
+            means_V: Array = (
+                losses_VBT[:, batch.target_BT[:, 1:]].mean(1, dtype=np.float64).astype(np.float32)
+            )
+        return means_V
+
+    def token_losses(self, values_K: Array, batch: Batch) -> Array:
+        """Loss of each target token, float32 [targets], in row-major order of the batch."""
+        check_values(values_K[None], self._limits)
+        batch = check_batch(batch, self._limits)
+        losses_R: Array = self._losses(values_K[None], batch)[0][batch.target_BT[:, 1:]]
+        return losses_R
+
+    def directional_derivatives(
+        self,
+        values_K: Array,  # noqa: ARG002
+        directions_QK: Array,  # noqa: ARG002
+        batch: Batch,  # noqa: ARG002
+    ) -> tuple[float, NDArray[np.float64]]:
+        """
+        Raises:
+            InputError: always; an inference engine has no derivatives.
+        """
+        raise InputError('expected an engine with derivatives, got "executorch": train with --estimator spsa')
+
+    def generate(
+        self,
+        values_K: Array,  # noqa: ARG002
+        prompt_ids: NDArray[np.int64],  # noqa: ARG002
+        sampling: TokenSampling,  # noqa: ARG002
+    ) -> Iterator[int]:
+        """
+        Raises:
+            InputError: always; a program computes losses of rows.
+        """
+        raise InputError('expected an engine that writes text, got "executorch": take "auto"')
+
+    def _losses(self, values_VK: Array, batch: Batch) -> Array:
+        """[V, B, T - 1] for a checked batch."""
+        sequences, tokens = batch.input_ids_BT.shape
+        rows = self._shape.rows
+        ids_RT = np.zeros((rows, self._shape.tokens), np.int64)
+        loss_RT = np.zeros((rows, self._shape.tokens - 1), np.float32)
+        values = np.zeros((self._shape.variants, self.k), np.float32)
+        found = np.empty((len(values_VK) * sequences, tokens - 1), np.float32)
+        with self._lock:
+            for first, last in self._passes(len(values_VK), sequences):
+                pair = np.arange(first, last)
+                variant, row = pair // sequences, pair % sequences
+                chosen = values_VK[variant[0] : variant[-1] + 1]
+                values[: len(chosen)] = chosen
+                variant_R = np.zeros(rows, np.int64)
+                variant_R[: len(pair)] = variant - variant[0]
+                ids_RT[:] = 0
+                ids_RT[: len(pair), :tokens] = batch.input_ids_BT[row]
+                self._program.run("forward", (values, variant_R, ids_RT), loss_RT)
+                found[first:last] = loss_RT[: len(pair), : tokens - 1]
+        return found.reshape(len(values_VK), sequences, -1)
+
+    def _passes(self, variants: int, sequences: int) -> Iterator[tuple[int, int]]:
+        """Ranges of pairs, variant by variant, that fit one pass each."""
+        first = 0
+        while first < variants * sequences:
+            most = (first // sequences + self._shape.variants) * sequences
+            last = min(first + self._shape.rows, most, variants * sequences)
+            yield first, last
+            first = last

@@ -1,0 +1,112 @@
+"""An exported program on this device: opened, asked for its shapes, run. numpy and the runtime; no torch."""
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.executorch.build import LIBRARY, runtime_folder
+from permille.errors import InputError, OperatorError
+from permille.package.reader import Package
+
+_TYPES = {np.dtype(np.uint8): 0, np.dtype(np.int64): 4, np.dtype(np.float32): 6}  # ExecuTorch's ScalarType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramShape:
+    """What a call of a program takes; fixed when it is exported.
+
+    Attributes:
+        variants: of the sparse values.
+        rows: sequences of all variants together.
+        tokens: of each row.
+    """
+
+    variants: int
+    rows: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse what no program has."""
+        if not 1 <= self.variants <= self.rows or self.tokens < 2:
+            raise InputError(f"expected 1 <= variants <= rows and 2 tokens or more, got {self}")
+
+
+def program_name(package: Package) -> str:
+    """Name of the file that holds a package's program."""
+    return f"{package.digest.removeprefix('sha256:')}.pte"
+
+
+class Program:
+    """An open program. Calls are not safe from several threads."""
+
+    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+        """Map it.
+
+        Raises:
+            InputError: the runtime is not installed, the library that joins us to it is not built, or the
+                file is no program that this runtime takes.
+            OperatorError: no file is there.
+        """
+        self._library = _library()
+        if not path.is_file():
+            raise OperatorError(f"expected a program at {path}, found none")
+        self._opened = ctypes.c_void_p()
+        code = self._library.program_open(str(path).encode(), threads or 0, ctypes.byref(self._opened))
+        if code:
+            raise InputError(f"expected a program of ExecuTorch, got {self._error(code)}")
+        self._close = weakref.finalize(self, self._library.program_close, self._opened)
+
+    def input_shape(self, method: str, index: int) -> tuple[int, ...]:
+        """Sizes of one input.
+
+        Raises:
+            InputError: there is no such method or input.
+        """
+        sizes, rank = (ctypes.c_int64 * 4)(), ctypes.c_int()
+        code = self._library.program_input(self._opened, method.encode(), index, sizes, ctypes.byref(rank))
+        if code:
+            raise InputError(f"expected method {method} with inputs, got {self._error(code)}")
+        return tuple(sizes[: rank.value])
+
+    def run(self, method: str, inputs: tuple[NDArray[Any], ...], out: NDArray[Any]) -> None:
+        """Run `method`; its only output fills `out`.
+
+        Args:
+            inputs: uint8, int64 or float32, of the shapes that the program has.
+
+        Raises:
+            InputError: the runtime refuses the call.
+        """
+        arrays = [np.ascontiguousarray(array) for array in inputs]
+        sizes = np.array([size for array in arrays for size in array.shape], np.int32)
+        code = self._library.program_run(
+            self._opened,
+            method.encode(),
+            len(arrays),
+            (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays)),
+            (ctypes.c_int * len(arrays))(*(_TYPES[array.dtype] for array in arrays)),
+            (ctypes.c_int * len(arrays))(*(array.ndim for array in arrays)),
+            sizes.ctypes.data_as(ctypes.c_void_p),
+            out.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_size_t(out.nbytes),
+        )
+        if code:
+            raise InputError(f"expected {method} to run, got {self._error(code)}")
+
+    def _error(self, code: int) -> str:
+        message = self._library.program_message().decode(errors="replace")
+        return f"error {code} of the runtime: {message or 'no message'}"
+
+
+def _library() -> ctypes.CDLL:
+    runtime_folder()
+    if not LIBRARY.is_file():
+        raise InputError('engine "executorch" is not built here: python -m permille.engines.executorch.build')
+    library = ctypes.CDLL(str(LIBRARY))
+    library.program_message.restype = ctypes.c_char_p
+    return library

@@ -1,0 +1,177 @@
+"""ExecuTorch's runtime against the reference: losses, refusals, a training (`make test-executorch`)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from permille.engines.executorch.build import LIBRARY, build
+from permille.engines.executorch.engine import ExecutorchEngine
+from permille.engines.executorch.program import ProgramShape, program_name
+from permille.engines.light.engine import LightEngine
+from permille.engines.sampling import TokenSampling
+from permille.errors import InputError, OperatorError
+from permille.package.reader import Package
+from permille.quantization.types import Scheme
+from permille.zo.estimators import Batch
+from permille.zo.header import EstimatorKind
+from permille.zo.lattice import state_digest
+from permille.zo.log import decode_canonical
+from permille.zo.replay import replay
+from permille_agent.state.home import open_home
+from permille_agent.state.models import InstalledRelease, record_installed
+from permille_agent.training.engines import EngineChoice
+from permille_agent.training.outcome import RunResult
+from tests import packages
+from tests.unit.edge_agent.runs import train_quickly, user_text
+from tests.unit.engines.conformance import LOSS_RULES, Conformance
+from tests.unit.engines.tiny import Tiny, tiny_batch, tiny_package, variants
+
+pytestmark = pytest.mark.executorch
+
+# Five variants and three rows of the conformance suite do not fit one pass, nor divide evenly
+SHAPE = ProgramShape(variants=4, rows=7, tokens=20)
+# Activations in 8 bits, scales in bfloat16, on a model whose losses are about 5
+INT8_TOLERANCE = 0.05
+
+RUN_ALONE = """
+import sys
+from pathlib import Path
+import numpy as np
+from permille.engines.executorch.engine import ExecutorchEngine
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille.zo.estimators import Batch
+package = Package.open(BlobFolder(Path(sys.argv[1])), sys.argv[2])
+engine = ExecutorchEngine(package, Path(sys.argv[3]), threads=1)
+ids = np.arange(12)[None]
+batch = Batch(input_ids_BT=ids, attention_BT=ids >= 0, target_BT=ids > 0)
+print(float(engine.losses(package.values()[None], batch)[0]), "torch" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> Path:
+    return build(LIBRARY)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def float32(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    tiny = tiny_package(tmp_path_factory.mktemp("blobs"), "llama", Scheme.NF4)
+    _export(tiny.package, programs)
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def int4(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    tiny = tiny_package(tmp_path_factory.mktemp("blobs"), "llama", Scheme.INT4)
+    _export(tiny.package, programs, weights="int4")
+    return tiny
+
+
+def _export(package: Package, folder: Path, shape: ProgramShape = SHAPE, weights: str = "float32") -> None:
+    from permille.engines.executorch.exporting import export_program
+
+    folder.mkdir(exist_ok=True)
+    export_program(package, folder / program_name(package), shape, weights=weights)
+
+
+@pytest.mark.parametrize("rule", LOSS_RULES, ids=lambda rule: rule.__name__)
+def test_float32_passes_the_suite(rule: object, float32: Tiny, programs: Path) -> None:
+    engine = ExecutorchEngine(float32.package, programs, threads=2)
+    assert engine.info()["compute_dtype"] == "float32"
+    rule(Conformance(engine=engine, tiny=float32))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("rule", LOSS_RULES, ids=lambda rule: rule.__name__)
+def test_int4_weights_and_int8_activations_pass_the_suite(rule: object, int4: Tiny, programs: Path) -> None:
+    engine = ExecutorchEngine(int4.package, programs, threads=2)
+    assert engine.info()["compute_dtype"] == "int8-activations"
+    rule(Conformance(engine=engine, tiny=int4, loss_tolerance=INT8_TOLERANCE))  # type: ignore[operator]
+
+
+def test_the_runtime_alone_gives_the_losses_of_the_light_engine(float32: Tiny, programs: Path) -> None:
+    """In a process that never imports torch."""
+    package = float32.package
+    command = [sys.executable, "-c", RUN_ALONE, str(package.blobs.root), package.digest, str(programs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loss, torch_is_there = done.stdout.split()
+    assert (torch_is_there, done.stderr) == ("False", "")
+    ids = np.arange(12)[None]
+    batch = Batch(input_ids_BT=ids, attention_BT=ids >= 0, target_BT=ids > 0)
+    expected = LightEngine(package, threads=1).losses(package.values()[None], batch)[0]
+    assert abs(float(loss) - expected) < 1e-5
+
+
+def test_differences_along_directions_are_those_of_the_light_engine(int4: Tiny, programs: Path) -> None:
+    """What an estimator needs; 8-bit activations keep the larger part of it."""
+    package, batch = int4.package, tiny_batch(lengths=(20,) * 6)
+    values_VK = variants(package, 9, scale=0.1)[1:]
+    exact = LightEngine(package, threads=1).losses(values_VK, batch)
+    coarse = ExecutorchEngine(package, programs, threads=1).losses(values_VK, batch)
+    exact_C, coarse_C = exact - exact.mean(), coarse - coarse.mean()
+    assert np.linalg.norm(coarse_C - exact_C) < 0.5 * np.linalg.norm(exact_C)
+
+
+def test_what_is_not_there_or_not_ours_is_refused(
+    float32: Tiny, int4: Tiny, programs: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OperatorError, match=r"expected a program at .*, found none"):
+        ExecutorchEngine(float32.package, tmp_path)
+    other = tmp_path / program_name(float32.package)
+    other.write_bytes((programs / program_name(int4.package)).read_bytes())
+    with pytest.raises(InputError, match=r"expected a program of sha256:.*, got one of "):
+        ExecutorchEngine(float32.package, tmp_path)
+    other.write_bytes(b"x" * 1000)
+    with pytest.raises(InputError, match="expected a program of ExecuTorch, got error"):
+        ExecutorchEngine(float32.package, tmp_path)
+    engine = ExecutorchEngine(float32.package, programs)
+    values_K, long = float32.package.values(), tiny_batch(lengths=(21,))
+    with pytest.raises(InputError, match="expected at most 20 tokens a sequence, got 21"):
+        engine.losses(values_K[None], long)
+    with pytest.raises(InputError, match="expected an engine with derivatives"):
+        engine.directional_derivatives(values_K, values_K[None], tiny_batch())
+    with pytest.raises(InputError, match="expected an engine that writes text"):
+        engine.generate(values_K, np.array([1]), TokenSampling(max_new_tokens=1))
+
+
+def _gain(run: RunResult) -> float:
+    decision = run.decision
+    assert decision is not None and decision.loss_base is not None and decision.loss_personal is not None
+    return decision.loss_base - decision.loss_personal
+
+
+def test_a_training_learns_what_the_light_engine_does_and_its_log_replays(tmp_path: Path) -> None:
+    """The same text, seed and directions: integers of a log, the same state anywhere, as good a loss."""
+    found: dict[str, RunResult] = {}
+    for name in ("light", "executorch"):
+        home = open_home(tmp_path / name)
+        package = packages.tiny_package(home.blobs, scheme=Scheme.INT4)
+        record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
+        if name == "executorch":
+            _export(package, home.programs, ProgramShape(variants=8, rows=16, tokens=32))
+        found[name] = train_quickly(
+            home,
+            [user_text(tmp_path)],
+            estimator=EstimatorKind.SPSA,
+            steps=60,
+            share_log=True,
+            engine_of=EngineChoice(name=name, threads=1, programs=home.programs),
+        )
+        used = found[name].engine
+        assert used is not None and used.name == name
+    result, gained = found["executorch"], [_gain(run) for run in found.values()]
+    assert gained[0] > 0
+    assert abs(gained[1] - gained[0]) < 0.2 * gained[0]
+    data = (home.runs / str(result.run) / "shared.log").read_bytes()
+    log = decode_canonical(data, max_bytes=1 << 20, max_steps=1000)
+    s_K, exponent = replay(log.header, log.coefficients_TQ), log.header.step_unit_exponent
+    digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
+    assert result.metrics is not None and result.metrics.state_digest == digest
