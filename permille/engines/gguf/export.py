@@ -93,7 +93,10 @@ def _write_model(
     writer = GGUFWriter(path, description.name)
     try:
         description.write(writer)
-        vocabulary_of(package, shape_of(package.config).vocabulary).write(writer)
+        if "tokenizer.json" in package.manifest.files():
+            vocabulary_of(package, shape_of(package.config).vocabulary).write(writer)
+        else:
+            writer.add_tokenizer_model("none")
         writer.add_file_type(_TYPES[kind][1])
         writer.add_quantization_version(2)
         weights = _Weights(package, values_K, description, kind)

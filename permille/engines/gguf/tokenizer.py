@@ -81,13 +81,13 @@ class Vocabulary:
 
 
 def vocabulary_of(package: Package, rows: int) -> Vocabulary:
-    """The tokenizer of a package.
+    """The tokenizer of a package that has one.
 
     Args:
         rows: of the embedding; ids that no token has are filled.
 
     Raises:
-        PackageError: there is none, or it is malformed.
+        PackageError: it is malformed.
         InputError: it is of another kind than those that llama.cpp computes alike.
     """
     try:
@@ -272,8 +272,6 @@ def _text(value: object) -> str:
 
 def _json(package: Package, name: str) -> dict[str, Any]:
     if name not in package.manifest.files():
-        if name == "tokenizer.json":
-            raise PackageError("tokenizer", "expected a tokenizer.json in the package, found none")
         return {}
     try:
         value = json.loads(package.file(name))
