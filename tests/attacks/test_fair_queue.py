@@ -157,3 +157,26 @@ def test_no_modest_one_waits_behind_more_than_one_greedy_job_a_worker(
         assert shop.worst <= 1
     finally:
         db.close()
+
+
+@pytest.mark.attack(10, "many devices of one tenant, to hold its operators back")
+def test_operators_do_not_wait_for_their_devices(template: Path, tmp_path: Path) -> None:
+    shutil.copy(template, tmp_path / "permille.db")
+    at = [START]
+    db = Database(f"sqlite:///{tmp_path / 'permille.db'}", clock=lambda: at[0])
+    with db.write() as session:
+        tenant_id = access.create_tenant(session, name="t").id
+    devices = [add_device(db, tenant_id, str(number)) for number in range(8)]
+    shop = Shop(db=db)
+    with db.write() as session:
+        for device_id in devices * 2:
+            shop.submit(session, tenant_id, device_id, "greedy")
+    at[0] += timedelta(seconds=1)
+    shop.work(0, 1)
+    with db.write() as session:
+        for _ in range(2):
+            shop.submit(session, tenant_id, None, "operator")
+    for worker in (1, 2):
+        shop.work(worker, 1)
+    assert shop.began == {"greedy": 1, "operator": 2}
+    db.close()

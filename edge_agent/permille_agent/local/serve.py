@@ -65,10 +65,10 @@ def read_or_make_token(home: Home) -> tuple[Path, str]:
     path = home.root / "serve.token"
     if not path.exists():
         write_atomic(path, secrets.token_urlsafe(32).encode() + b"\n", mode=0o600)
-    token = path.read_text().strip()
-    if not token:
-        raise OperatorError(f"expected a token in {path}, found an empty file: delete it")
-    return path, token
+    token = path.read_bytes().strip()
+    if not token.isascii() or not token.decode().isprintable() or not token:
+        raise OperatorError(f"expected a token in {path}, found something else: delete it")
+    return path, token.decode()
 
 
 class _RequestError(Exception):
