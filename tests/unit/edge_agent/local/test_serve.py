@@ -205,7 +205,7 @@ def test_the_token_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) -
     assert len(token) >= 43
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text("")
-    with pytest.raises(OperatorError, match="empty file"):
+    with pytest.raises(OperatorError, match="delete it"):
         read_or_make_token(home)
 
 
