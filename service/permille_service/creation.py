@@ -122,10 +122,12 @@ class Creation:
             payload=request.model_dump(mode="json"),
             idempotency_key=self.key,
         )
-        repeated = self._is_repeated()
+        with self.service.database.read() as session:
+            repeated = self._is_repeated(session)
         if not repeated:
             check(self.service, tenant_id, request)
         with self.service.database.write() as session:
+            repeated = self._is_repeated(session)  # the same request may have been faster
             try:
                 row = queue.submit(session, new)
             except ConflictError as exc:
@@ -137,12 +139,11 @@ class Creation:
         self.response.headers["Location"] = f"/v1/jobs/{record.id}"
         return record
 
-    def _is_repeated(self) -> bool:
+    def _is_repeated(self, session: Session) -> bool:
         if self.key is None:
             return False
-        with self.service.database.read() as session:
-            found = queue.find_by_key(session, tenant_id=self.operator.tenant_id, idempotency_key=self.key)
-        return found is not None
+        tenant_id = self.operator.tenant_id
+        return queue.find_by_key(session, tenant_id=tenant_id, idempotency_key=self.key) is not None
 
 
 def _creation_by(role: Role) -> Callable[..., Creation]:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from permille_service.cli.exits import CommandError
 from permille_service.cli.fleet import verify_entries
 from permille_service.cli.session import Session
 from tests.api_service import Api
+from tests.tiny_model import write_model
 
 WRITES = re.compile(r"database\.write\(|\.transact\(|repositories\.change\(")
 NOTED_OR_NO_OPERATORS = {
@@ -70,6 +72,19 @@ def test_what_failed_or_was_sent_again_is_not_noted(api: Api) -> None:
     assert api.post("/v1/tenants", {"name": "acme"}, key="twice").status_code == 409
     assert api.put("/v1/releases/none/aliases/stable", {"version": 1}).status_code == 404
     assert len(entries(api)) == count
+
+
+@pytest.mark.attack(13, "one request sent many times at once, to note a job twice")
+def test_a_job_asked_for_many_times_at_once_is_noted_once(api: Api) -> None:
+    write_model(api.service.settings.model_root / "tiny")
+    source = {"kind": "folder", "path": "tiny"}
+    model_id = api.post("/v1/models", {"name": "tiny", "source": source}).json()["id"]
+    before = len(entries(api))
+    body = {"model_id": model_id, "method": "random"}
+    with ThreadPoolExecutor(8) as pool:
+        jobs = list(pool.map(lambda _: api.post("/v1/masks", body, key="once").json()["id"], range(8)))
+    assert len(set(jobs)) == 1
+    assert [one.action for one in entries(api)[before:]] == ["create_mask"]
 
 
 class Lines:
