@@ -1,0 +1,12 @@
+"""The short form of `python -m tests.federation.crashes`."""
+
+from tests.federation.crashes import measure
+
+
+def test_every_summed_vector_is_charged_once_whatever_is_killed() -> None:
+    found = measure(trials=150, seed=7)
+    assert found.trials == 150
+    assert found.trials - found.after_commit > 60
+    assert found.killed > 0
+    assert found.rounds > 10
+    assert (found.charged_twice, found.lost, found.beyond) == (0, 0, 0)
