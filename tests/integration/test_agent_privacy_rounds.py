@@ -68,7 +68,8 @@ def test_a_ledger_survives_leaving_and_forgetting(service: Service, site: Site, 
 
 
 @pytest.mark.slow
-def test_32_agents_and_a_keeper_make_rounds_that_nobody_saw_the_parts_of(
+@pytest.mark.timeout(1800)
+def test_32_agents_and_a_keeper_make_a_round_of_parts_that_nobody_saw(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "keeper"
@@ -84,10 +85,8 @@ def test_32_agents_and_a_keeper_make_rounds_that_nobody_saw_the_parts_of(
         for agent in agents:
             joined = agent.command("federations", "join", "readers", "--yes")
             assert "collude" in joined["seen_by"]
-        for number in range(2):
-            assert [agent.take_part().sent for agent in agents] == [1] * 32
-            assert site.work() == 1
-            assert (site.round(number)["state"], site.round(number)["counted"]) == ("published", 32)
-    for agent in agents[:2]:
-        agent.take_part()
-        assert agent.command("federations", "status")["federations"][0]["rounds_done"] == 2
+        assert [agent.take_part().sent for agent in agents] == [1] * 32
+        assert site.work() == 1
+        assert (site.round(0)["state"], site.round(0)["counted"]) == ("published", 32)
+        assert agents[0].take_part().sent == 1
+    assert agents[0].command("federations", "status")["federations"][0]["rounds_done"] == 1
