@@ -90,7 +90,9 @@ def withdraw(session: Session, *, federation_id: str, device_id: str, number: in
     query = select(Round).where(Round.federation_id == federation_id, Round.state == RoundState.OPEN.value)
     if number is not None:
         query = query.where(Round.number == number)
-    for row in session.scalars(query.with_for_update().execution_options(populate_existing=True)):
+    for row in session.scalars(
+        query.with_for_update(key_share=True).execution_options(populate_existing=True)
+    ):
         own = (
             Participation.federation_id == row.federation_id,
             Participation.number == row.number,

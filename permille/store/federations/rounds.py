@@ -6,7 +6,7 @@ contribution to it, locks its row first. What devices sent is read by the job, a
 transaction that publishes what became of it.
 
 Locks are taken in this order, so that no two transactions wait for each other: a job, a federation, a
-member, a round.
+member, a round. They do not stop rows that only refer to these (FOR NO KEY UPDATE, in PostgreSQL).
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Ended:
 def lock_federation(session: Session, *, tenant_id: str, federation_id: str) -> Federation:
     """Read a federation for change, as it is now. Raises NotFoundError."""
     query = select(Federation).where(Federation.id == federation_id, Federation.tenant_id == tenant_id)
-    row = session.scalar(query.with_for_update().execution_options(populate_existing=True))
+    row = session.scalar(query.with_for_update(key_share=True).execution_options(populate_existing=True))
     if row is None:
         raise NotFoundError(f"no federation {federation_id!r}")
     return row
@@ -63,7 +63,7 @@ def lock_federation(session: Session, *, tenant_id: str, federation_id: str) -> 
 def lock(session: Session, federation_id: str, number: int) -> Round | None:
     """Read a round for change, as it is now."""
     query = select(Round).where(Round.federation_id == federation_id, Round.number == number)
-    return session.scalar(query.with_for_update().execution_options(populate_existing=True))
+    return session.scalar(query.with_for_update(key_share=True).execution_options(populate_existing=True))
 
 
 def counts(session: Session, row: Round) -> tuple[int, int]:

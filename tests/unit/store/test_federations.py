@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import select
 
 from permille.federation.definition import encode_key
+from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
-from permille.store import devices
+from permille.store import audit, devices
+from permille.store.audit import Change
 from permille.store.database import Database
 from permille.store.errors import NotFoundError, RoundClosedError
 from permille.store.federations import contributions, definitions, members, rounds
@@ -96,24 +100,20 @@ class Site:
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """Call all in threads that begin together; what they return."""
-    gate, found = threading.Barrier(len(calls)), [None] * len(calls)
+    gate = threading.Barrier(len(calls))
 
-    def run(index: int, call: Callable[[], Any]) -> None:
+    def run(call: Callable[[], Any]) -> Any:
         gate.wait()
-        found[index] = call()
+        return call()
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(run, call) for call in calls]]
 
 
 def test_the_last_of_many_at_once_adds_the_only_job(db: Database, tenant_id: str) -> None:
     site = Site(db, tenant_id, target=8)
     site.invite_all()
-    assert at_once(*(lambda one=one: site.send(one) for one in site.devices)) == [True] * 8
+    assert at_once(*(partial(site.send, one) for one in site.devices)) == [True] * 8
     assert len(site.jobs()) == 1
     assert (site.round().state, site.held()) == ("closing", set(site.devices))
 
@@ -134,7 +134,7 @@ def test_what_comes_while_the_deadline_passes_is_counted_or_refused(
     early, *others = site.devices
     assert site.send(early)
     clock.forward(DEADLINE_S)
-    calls = [lambda one=one: site.send(one) for one in others]
+    calls = [partial(site.send, one) for one in others]
     taken = at_once(lambda: rounds.sweep(db), lambda: rounds.sweep(db), *calls)
     assert not any(taken[2:])
     assert site.held() == {early}
@@ -146,9 +146,7 @@ def test_nobody_who_is_gone_stays_in_an_open_round(db: Database, tenant_id: str,
     site = Site(db, tenant_id, target=9)
     site.invite_all()
     calls = [
-        call
-        for one in site.devices
-        for call in (lambda one=one: site.send(one), lambda one=one: getattr(site, how)(one))
+        call for one in site.devices for call in (partial(site.send, one), partial(getattr(site, how), one))
     ]
     at_once(*calls)
     assert site.held() == set()
@@ -204,3 +202,38 @@ def test_who_has_left_is_invited_no_more(db: Database, tenant_id: str) -> None:
         assert members.count(session, row.id) == 0
         with pytest.raises(NotFoundError):
             contributions.invite(session, federation=row, device_id=device_id, lanes=1)
+
+
+def test_operators_and_devices_at_once_wait_for_nobody_in_a_circle(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    site = Site(db, tenant_id, target=8)
+    site.invite_all()
+
+    def noted(change: Callable[[Any, Federation], Any]) -> None:
+        """An operator's change: the federation first, the audit log's row of the tenant last."""
+        with db.write() as session:
+            row = rounds.lock_federation(session, tenant_id=tenant_id, federation_id=site.id)
+            change(session, row)
+            change_noted = Change(token_id=f"operator_{EXAMPLE_ULID}", action="a", subject="s")
+            audit.append(session, tenant_id=tenant_id, change=change_noted)
+
+    def rejoin(device_id: str) -> None:
+        with db.write() as session:
+            row = session.get_one(Federation, site.id)
+            members.leave(session, device_id=device_id, federation_id=site.id)
+            members.join(session, federation=row, device_id=device_id)
+
+    calls: list[Callable[[], Any]] = []
+    for one in site.devices:
+        calls += [partial(site.send, one), partial(rejoin, one)]
+
+    def pause(_: Any, row: Federation) -> None:
+        definitions.pause(row)
+
+    calls += [partial(noted, pause), partial(noted, definitions.start)] * 3
+    at_once(*calls, partial(rounds.sweep, db))
+    noted(definitions.finish)
+    assert site.round().state in ("closing", "void")
+    with db.read() as session:
+        assert len(audit.entries_after(session, tenant_id=tenant_id, seq=0, limit=50)) == 7
