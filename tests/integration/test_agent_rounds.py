@@ -333,3 +333,72 @@ def test_a_federation_that_was_left_is_no_start(site: Site, agents: list[Agent])
     assert adopted_round(agents[0].home, package) is None
     with pytest.raises(InputError, match="adopted round"):
         train(agents[0], start=Start.POOLED)
+
+
+def test_joining_shows_what_leaves_and_asks(service: Service, site: Site, agents: list[Agent]) -> None:
+    agent = agents[0]
+    asked = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "permille_agent",
+            "--home",
+            str(agent.home.root),
+            "federations",
+            "join",
+            "readers",
+        ],
+        cwd=ROOT,
+        input="n\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert asked.returncode == 130
+    shown = " ".join(asked.stdout.split())
+    for said in ("129 integers: 2 steps of 64", "never text", "the service sees", "no noise is added"):
+        assert said in shown
+    assert "Let this leave" in asked.stderr
+    assert not agent.home.federations.exists()
+    assert site.read()["members"] == 0
+    assert agent.take_part() == TookPart(invited=0, trained=0, sent=0)
+    assert agent.command("federations", "join", "nobody", "--yes", code=3) is None
+
+
+def test_too_little_text_ends_the_part_and_says_why(service: Service, site: Site, tmp_path: Path) -> None:
+    agent = make_agent(service, tmp_path / "quiet", 5, lines=10)
+    agent.join("readers")
+    assert agent.take_part() == TookPart(invited=1, trained=0, sent=0)
+    (standing,) = agent.command("federations", "status")["federations"]
+    assert standing["last"].startswith("failed: expected at least 1000 tokens")
+    assert agent.take_part() == TookPart(invited=0, trained=0, sent=0)
+
+
+FORWARD = {"queries": 4, "local_steps": 1, "learning_rate": 0.05, "epsilon": 0.01, "steps": 3}
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "spsa": {"estimator": "spsa", "lanes": 2},
+    "forward": {"estimator": "forward"},
+    "one-sided": {"estimator": "one_sided", "lanes": 2},
+    "difference": {"estimator": "difference"},
+    "split": {"estimator": "split", "queries": 10, "lower_queries": 2, "lanes": 2},
+}
+
+
+def test_rounds_of_every_estimator_by_text_of_every_size(
+    service: Service, site: Site, agents: list[Agent], tmp_path: Path
+) -> None:
+    agents = [agents[0], make_agent(service, tmp_path / "little", 7, lines=150)]
+    sites = {
+        name: make_site(service.api, **SKETCH | FORWARD | changes | {"name": name})
+        for name, changes in ESTIMATORS.items()
+    }
+    for agent in agents:
+        for name in sites:
+            agent.join(name)
+    for number in range(2):
+        assert [agent.take_part() for agent in agents] == [TookPart(invited=5, trained=5, sent=5)] * 2
+        for each in sites.values():
+            each.work()
+            assert (each.round(number)["counted"], each.round(number)["refused"]) == (2, {})
+    for name, each in sites.items():
+        assert each.round(1)["mean_gain"] != 0.0, name

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from permille.digests import digest_of
-from permille.errors import InputError, PackageError
+from permille.errors import InputError, OperatorError, PackageError
 from permille.federation.catch_up import caught_up, pack_state
 from permille.federation.definition import Definition
 from permille.federation.rounds import History
@@ -102,6 +102,10 @@ def exchange(home: Home, api: DeviceApi, *, has_text: bool) -> Exchanged:
     for membership in known:
         try:
             one = _Exchange(home, api, membership, has_text=has_text)
+        except OperatorError as exc:  # a choice that cannot be read agrees to nothing
+            log.warning("federation %s: %s", membership.path.name[:12], exc)
+            continue
+        try:
             found = one.run(offers.get(membership.digest))
             done = Exchanged(sent=done.sent + found.sent, invited=done.invited + found.invited)
         except (InputError, PackageError) as exc:

@@ -4,8 +4,8 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,15 @@ from permille.errors import InputError, OperatorError, PermilleError, RetryableE
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
+from permille_agent.daemon import loop
 from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, Daemon, World
 from permille_agent.daemon.policy import Machine
 from permille_agent.daemon.state import data_fingerprint, read_daemon_state
-from permille_agent.daemon.training_child import TrainingRequest
+from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest
+from permille_agent.federation.exchange import Exchanged
+from permille_agent.federation.membership import join, leave
+from permille_agent.federation.part import Invited, Part, begin_part
+from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.report import enqueue
 from permille_agent.state.choices import add_references
@@ -29,6 +34,7 @@ from tests.device_service import DeviceService, Fault
 from tests.packages import tiny_package
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics
+from tests.unit.federation.federations import make_definition
 
 IDLE = Machine(on_ac=True, battery=None, load=0.0)
 UNPLUGGED = Machine(on_ac=False, battery=90.0, load=0.0)
@@ -320,3 +326,118 @@ def test_a_fingerprint_follows_files_in_folders(tmp_path: Path) -> None:
     (folder / "deep" / "b.txt").unlink()
     assert len({first, second}) == 2
     assert data_fingerprint([folder, tmp_path / "gone.txt"]) == first
+
+
+@dataclass
+class Rounds:
+    """A part of a round that waits or does not, and when rounds were exchanged."""
+
+    part: Part | None = None
+    exchanged_s: list[float] = field(default_factory=list)
+    outcome: str | PermilleError = READY
+    requests: list[RoundRequest] = field(default_factory=list)
+
+    def train(self, _home: Home, request: RoundRequest, keep_going: Callable[[], bool]) -> str:
+        self.requests.append(request)
+        if isinstance(self.outcome, PermilleError):
+            raise self.outcome
+        if not keep_going():
+            return "interrupted"
+        self.part = None
+        return self.outcome
+
+
+@pytest.fixture
+def rounds(home: Home, outside: Outside, monkeypatch: pytest.MonkeyPatch) -> Rounds:
+    """A daemon's view of rounds, which a test moves."""
+    rounds = Rounds()
+
+    def exchanged(_home: Home, _api: DeviceApi, *, has_text: bool) -> Exchanged:
+        assert has_text
+        rounds.exchanged_s.append(outside.seconds)
+        return Exchanged()
+
+    monkeypatch.setattr(loop, "exchange", exchanged)
+    monkeypatch.setattr(loop, "waiting_part", lambda _home, _now: rounds.part)
+    return rounds
+
+
+@pytest.fixture
+def part(home: Home) -> Part:
+    membership = join(home, make_definition(), federation_id="fed", name="readers")
+    return begin_part(
+        membership,
+        Invited(
+            number=3,
+            lane=0,
+            deadline=datetime(2026, 3, 2, tzinfo=UTC),
+            start_digest="sha256:" + "0" * 64,
+            withdrawals=membership.choice().withdrawals,
+        ),
+    )
+
+
+@pytest.fixture
+def taking_part(daemon: Daemon, outside: Outside, rounds: Rounds) -> Daemon:
+    daemon._world = replace(outside.world(), train_part=rounds.train)
+    return daemon
+
+
+def test_rounds_are_exchanged_while_a_training_runs_and_holds_the_lock(
+    taking_part: Daemon, outside: Outside, rounds: Rounds
+) -> None:
+    outside.training_s = 2 * POLL_S + 100.0
+    taking_part.run_once()
+    assert rounds.exchanged_s == [0.0, POLL_S, 2 * POLL_S, outside.training_s]
+
+
+def test_a_part_of_a_round_goes_before_a_personal_run_which_goes_on_later(
+    home: Home, taking_part: Daemon, outside: Outside, rounds: Rounds, part: Part, tmp_path: Path
+) -> None:
+    def invite(elapsed: float) -> None:
+        if elapsed == 30.0:
+            rounds.part = part
+
+    outside.during_training = invite
+    taking_part.run_once()
+    assert outside.stopped_after_s == [30.0]
+    assert rounds.requests == []
+    outside.during_training = lambda _elapsed: None
+    taking_part.run_once()
+    asked = RoundRequest(federation=part.membership.path.name, number=3, data_paths=(tmp_path / "notes.txt",))
+    assert rounds.requests == [asked]
+    assert outside.requests[0] == outside.requests[1]
+    assert read_daemon_state(home).last_outcome == "adopted"
+
+
+def test_a_part_waits_for_the_policy_like_a_run(
+    taking_part: Daemon, outside: Outside, rounds: Rounds, part: Part
+) -> None:
+    rounds.part, outside.machine = part, UNPLUGGED
+    taking_part.run_once()
+    assert rounds.requests == []
+    outside.machine = IDLE
+    taking_part.run_once()
+    assert len(rounds.requests) == 1
+
+
+def test_a_part_whose_federation_was_left_is_stopped(taking_part: Daemon, rounds: Rounds, part: Part) -> None:
+    leave(part.membership)
+    rounds.part = part
+    assert not taking_part.train_if_wanted()
+    assert len(rounds.requests) == 1
+
+
+def test_a_part_that_cannot_be_trained_ends_and_one_whose_process_died_is_tried_again(
+    home: Home, taking_part: Daemon, outside: Outside, rounds: Rounds, part: Part
+) -> None:
+    rounds.part, rounds.outcome = part, RetryableError("it ended with -9")
+    assert not taking_part.train_if_wanted()
+    assert not part.membership.has_ended(3)
+    assert not taking_part.train_if_wanted()
+    assert len(rounds.requests) == 1
+    outside.pass_time(3601.0)
+    rounds.outcome = InputError("expected at least 1000 tokens of text")
+    assert not taking_part.train_if_wanted()
+    assert part.membership.has_ended(3)
+    assert "1000 tokens" in part.membership.standing().last

@@ -1,0 +1,77 @@
+"""Joining and leaving: choices that are durable, counted, and of the user alone."""
+
+import pytest
+
+from permille.errors import InputError, OperatorError, PackageError
+from permille_agent.federation.membership import drop_left, join, leave, memberships, named
+from permille_agent.state.home import Home
+from tests.unit.federation.federations import make_definition
+
+FIRST, SECOND = make_definition(), make_definition(guard_bits=1)
+
+
+def test_a_federation_is_found_by_its_name_and_by_its_digest(home: Home) -> None:
+    first = join(home, FIRST, federation_id="fed_1", name="readers")
+    second = join(home, SECOND, federation_id="fed_2", name="writers")
+    assert named(home, "readers") == named(home, FIRST.digest) == named(home, first.path.name[:9]) == first
+    assert sorted(memberships(home), key=lambda each: each.choice().name) == [first, second]
+    assert second.definition() == SECOND
+    for wrong in ("", "nobody"):
+        with pytest.raises(InputError):
+            named(home, wrong)
+
+
+def test_what_was_agreed_to_ends_with_leaving_and_joining_again_is_another_choice(home: Home) -> None:
+    first = join(home, FIRST, federation_id="fed_1", name="readers")
+    agreed = first.choice().withdrawals
+    assert first.agrees(agreed)
+    (first.path / "rounds" / "3").mkdir(parents=True)
+    first.end(2, "sent")
+    leave(first)
+    assert not first.agrees(agreed) and not first.agrees(agreed + 1)
+    assert sorted(path.name for path in first.path.iterdir()) == ["joined.json", "joined.lock"]
+    join(home, FIRST, federation_id="fed_1", name="readers")
+    assert first.agrees(agreed + 1) and not first.agrees(agreed)
+    assert not first.has_ended(2)
+
+
+def test_what_was_left_is_dropped_once_the_service_knows_unless_it_was_joined_again(home: Home) -> None:
+    first = join(home, FIRST, federation_id="fed_1", name="readers")
+    leave(first)
+    said = first.choice()
+    join(home, FIRST, federation_id="fed_1", name="readers")
+    drop_left(first, said)
+    assert first.choice().joined
+    assert first.definition() == FIRST
+    leave(first)
+    drop_left(first, first.choice())
+    assert memberships(home) == []
+    assert not first.path.exists()
+
+
+def test_a_damaged_choice_agrees_to_nothing_and_joining_writes_it_anew(home: Home) -> None:
+    first = join(home, FIRST, federation_id="fed_1", name="readers")
+    agreed = first.choice().withdrawals
+    path = first.path / "joined.json"
+    path.write_bytes(path.read_bytes().replace(b"true", b"null", 1))
+    with pytest.raises(OperatorError, match="federations join"):
+        first.agrees(agreed)
+    join(home, FIRST, federation_id="fed_1", name="readers")
+    assert first.choice().joined
+    assert not first.agrees(agreed)
+
+
+def test_a_definition_of_another_digest_is_refused(home: Home) -> None:
+    first = join(home, FIRST, federation_id="fed_1", name="readers")
+    (first.path / "definition.json").write_bytes(SECOND.to_bytes())
+    with pytest.raises(PackageError, match="round-definition"):
+        first.definition()
+
+
+def test_a_round_ends_once(home: Home) -> None:
+    first = join(home, FIRST, federation_id="fed_1", name="readers")
+    assert not first.has_ended(0)
+    first.end(4, "sent")
+    first.end(5, "late")
+    assert [first.has_ended(number) for number in (4, 5, 6)] == [True, True, False]
+    assert (first.standing().sent, first.standing().last) == (1, "late")
