@@ -7,10 +7,11 @@ import select
 import socket
 import ssl
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ from permille.store import access, devices, runs
 from permille.store.database import Database
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
-from tests.running_service import Running, running_service
+from tests.running_service import Running, environment, running_service
 from tests.unit.edge_agent.samples import metrics
 
 FILES = "1024"
@@ -177,6 +178,30 @@ def test_places_of_those_who_keep_us_waiting_go_to_who_asks(tmp_path: Path, sent
         assert sum(not _is_closed(each) for each in attackers) >= 20  # who makes room are few
 
 
+IMPATIENT = """
+from permille_service import connections
+from permille_service.__main__ import main
+connections.STALL_S = 2.0
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.attack(9, "asks for much and never reads it")
+def test_an_answer_that_nobody_takes_ends(tmp_path: Path) -> None:
+    settings = environment(PERMILLE_DATA_DIR=str(tmp_path), PERMILLE_PORT="0")
+    url = tmp_path / "service.url"
+    with subprocess.Popen([sys.executable, "-c", IMPATIENT], env=settings) as process:
+        try:
+            wait_until(lambda: url.exists() or process.poll() is not None)
+            idle = _sockets_of(process.pid)
+            with sending(url.read_text().strip(), UNREAD, 4) as sockets:
+                wait_until(lambda: _sockets_of(process.pid) == idle + 4)
+                wait_until(lambda: _sockets_of(process.pid) == idle)  # what the kernel has may still come
+                assert all(len(answer_of(opened)) < 20 << 20 for opened in sockets)  # it asked for 33 MiB
+        finally:
+            process.terminate()
+
+
 @pytest.mark.attack(9, "bodies of one byte now and then hold no thread, lock or transaction")
 def test_slow_bodies_hold_nothing_and_end(tmp_path: Path) -> None:
     with running_service(tmp_path, "--no-worker", PERMILLE_BODY_S="3") as running:
@@ -213,6 +238,14 @@ def test_connections_that_broke_off_are_forgotten(tmp_path: Path) -> None:
             with sending(running.url, HALF_BODY, 4), sending(running.url, HALF_HEAD, 2):
                 pass
         assert httpx.get(f"{running.url}/v1/models", trust_env=False).status_code == 401
+
+
+def _sockets_of(pid: int) -> int:
+    found = 0
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += str(path.readlink()).startswith("socket:")
+    return found
 
 
 def _drip(sockets: list[socket.socket]) -> None:
