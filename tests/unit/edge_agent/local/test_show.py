@@ -8,12 +8,14 @@ import pytest
 
 from permille.errors import InputError, OperatorError
 from permille_agent.cli import main as cli
+from permille_agent.federation.membership import join
 from permille_agent.local.show import UnknownWords, Written, show_run, unknown_words
 from permille_agent.state.home import Home, write_record
 from permille_agent.training.decision import DecisionCount
 from tests.bigram_engine import bigram_engine
 from tests.packages import sentences
 from tests.unit.edge_agent.runs import home_with_package, train_quickly
+from tests.unit.federation.federations import make_definition
 
 SCRIPT = "<script>alert(1)"
 
@@ -113,3 +115,10 @@ def test_many_more_unknown_words_are_worth_a_warning(words: int, unknown: int, w
     base = UnknownWords(words=1000, unknown=110)
     personal = UnknownWords(words=words, unknown=unknown)
     assert Written(samples=(), base=base, personal=personal).worse is worse
+
+
+def test_integers_of_rounds_are_told_beside_what_else_left(home: Home, tmp_path: Path) -> None:
+    membership = join(home, make_definition(), federation_id="fed", name="readers")
+    membership.end(7, "sent")
+    train_quickly(home, [_text(tmp_path / "notes")])
+    assert "<td>integers of 1 rounds of readers, whose state is at round 0</td>" in _page(home)
