@@ -140,9 +140,13 @@ bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, atta
 
 federation: $(VENV)/.native  ## 40 devices, 6 rounds, on the real service, with all that goes wrong (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --kills 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 20
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 500
 
 federation-long: $(VENV)/.native  ## 1,000 devices, 20 rounds (an hour or more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 1000 --rounds 20 --kills 6 --deadline-s 120
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 1000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 10000
 
 evidence: $(VENV)/.native  ## The papers' comparisons: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.evidence
