@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.api_service import new_run_id, run_metrics, running_api
+from tests.federations import make_site
 from tests.running_service import Running, environment, running_service
 from tests.tiny_model import write_corpus, write_model
 
@@ -37,6 +38,16 @@ DEVICE_OPERATIONS += (
     "get_package_manifest",
     "get_package_blob",
     "head_package_blob",
+)
+# Not put_contribution: no schema says which bytes are a contribution.
+DEVICE_OPERATIONS += (
+    "list_own_federations",
+    "put_membership",
+    "create_round_invitation",
+    "delete_contribution",
+    "get_federation_definition",
+    "get_federation_history",
+    "get_round_record",
 )
 
 
@@ -110,14 +121,18 @@ def _stock(running: Running) -> dict[str, str]:
 
 
 def _enrol(folder: Path) -> tuple[str, dict[str, str]]:
-    """A device that reported a run, put into the same database: its token and the ids."""
+    """A device that reported a run and joined a federation, in the same database: its token and the ids."""
     with running_api(folder) as api:
         device = api.device(release="tiny-llama")
         token, run_id = device.token(), new_run_id()
         answer = api.post("/v1/runs", {"run_id": run_id, "metrics": run_metrics()}, token)
         if answer.status_code != 201:
             raise RuntimeError(f"expected 201, got {answer.status_code}: {answer.text}")
-    return token, {"device_id": device.id, "run_id": run_id}
+        site = make_site(api, release="tiny-llama")
+        answer = api.client.put(f"{site.path}/membership", headers=api.auth(token))
+        if answer.status_code != 204:
+            raise RuntimeError(f"expected 204, got {answer.status_code}: {answer.text}")
+    return token, {"device_id": device.id, "run_id": run_id, "federation_id": site.id, "number": "0"}
 
 
 def main() -> int:

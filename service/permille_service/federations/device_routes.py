@@ -33,10 +33,11 @@ from permille_service.problems import PRIVATE, ApiError, documented
 
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
+_MEDIA_TYPES = (CONTRIBUTION_MEDIA_TYPE, "application/octet-stream")
 _BODY = {
     "requestBody": {
         "required": True,
-        "content": {CONTRIBUTION_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        "content": {name: {"schema": {"type": "string", "format": "binary"}} for name in _MEDIA_TYPES},
     }
 }
 
@@ -106,10 +107,10 @@ def create_round_invitation(
 
 async def _body(request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != CONTRIBUTION_MEDIA_TYPE:
+    if media_type not in _MEDIA_TYPES:
         raise ApiError(
             ProblemType.UNSUPPORTED_MEDIA_TYPE,
-            f"expected {CONTRIBUTION_MEDIA_TYPE}, got {media_type[:60]!r}",
+            f"expected {' or '.join(_MEDIA_TYPES)}, got {media_type[:60]!r}",
         )
     return await request.body()
 

@@ -187,7 +187,9 @@ def get_round(
 
 
 def _bytes(media_type: str, description: str) -> dict[int | str, dict[str, object]]:
-    content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+    json_like = media_type.endswith("json")
+    schema = {"type": "object"} if json_like else {"type": "string", "format": "binary"}
+    content = {media_type: {"schema": schema}}
     return {200: {"description": description, "content": content}}
 
 
