@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-federation federation federation-long evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-federation federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -116,6 +116,9 @@ bench-replay: $(VENV)/.native  ## How long is the replay of 20,000 steps of 1.1M
 
 bench-engine: $(VENV)/.native  ## How fast and large is a step, beside dense passes, bitsandbytes and MeZO? (20 minutes)
 	$(BIN)/python -m permille_lab.engine
+
+bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed  ## How fast and large is a step by ExecuTorch, beside light, torch and plain passes?
+	PYTHONPATH=$(EXECUTORCH) $(BIN)/python -m permille_lab.engine.inference
 
 bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first order and MeZO? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.compare
