@@ -3,8 +3,8 @@
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, TypeVar
+from datetime import datetime, timedelta
+from typing import Any, Final, TypeVar
 
 from securesystemslib.signer import CryptoSigner, Key
 from tuf.api.exceptions import RepositoryError, UnsignedMetadataError
@@ -23,6 +23,8 @@ from permille.trust.roles import (
 )
 
 KEY_TYPE = "ed25519"
+CLOCK_SLACK: Final = timedelta(days=1)
+"""Between the service's clock and that of who signs elsewhere."""
 
 AnySigned = TypeVar("AnySigned", Root, Targets, Snapshot, Timestamp)
 Delegator = Root | Targets
@@ -60,9 +62,12 @@ class RoleState:
 
 
 def is_due(role: str, data: bytes, now: datetime) -> bool:
-    """Whether a role's metadata is past half its life."""
+    """Whether a role's metadata is past half its life, or was signed under a clock that went too far: what
+    is good for years would hold devices at it for as long.
+    """
     expires_at: datetime = Metadata.from_bytes(data).signed.expires
-    return expires_at - now < life_of(role) / 2
+    left, life = expires_at - now, life_of(role)
+    return not life / 2 <= left <= life + CLOCK_SLACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

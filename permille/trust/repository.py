@@ -15,7 +15,7 @@ maintainers do not call it stable.
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from securesystemslib.signer import Signer
@@ -35,6 +35,7 @@ from tuf.api.metadata import (
 from permille.digests import digest_of
 from permille.errors import InputError, OperatorError
 from permille.trust.metadata import (
+    CLOCK_SLACK,
     AnySigned,
     Delegator,
     Draft,
@@ -73,7 +74,6 @@ from permille.trust.roles import (
 
 MAX_BYTES = 500_000
 """Of one file, some 3,000 versions: python-tuf's client reads no larger root."""
-_CLOCK_SLACK = timedelta(days=1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,7 +240,7 @@ class Repository:
             self._edit(role, lambda targets: targets.targets.pop(path))
 
     def renew(self, roles: Iterable[str] = ()) -> list[Draft]:
-        """Sign again what is past half its life, and these roles in any case.
+        """Sign again what is past half its life or lasts too long, and these roles in any case.
 
         Returns: drafts of the named roles whose keys are elsewhere.
         """
@@ -321,7 +321,7 @@ class Repository:
         signed, expected = offered.signed, self.version(role) + 1
         if signed.version != expected:
             raise InputError(f"expected version {expected} of {role}, got {signed.version}")
-        latest = self.now + life_of(role) + _CLOCK_SLACK
+        latest = self.now + life_of(role) + CLOCK_SLACK
         if not self.now < signed.expires <= latest:
             raise InputError(
                 f"expected {role} to expire after {self.now:%F} and by {latest:%F}, got {signed.expires:%F}"

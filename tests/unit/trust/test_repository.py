@@ -107,6 +107,26 @@ def test_what_is_past_half_its_life_is_signed_again_and_nothing_else(repository:
         assert list(repository.changed)[: len(files)] == files
 
 
+@pytest.mark.attack(9, "metadata signed under a clock nine years ahead, to hold devices at it")
+def test_what_was_signed_under_a_clock_that_was_ahead_is_signed_again(
+    repository: Repository, client: TufClient
+) -> None:
+    ahead = timedelta(days=9 * 365)
+    repository.now = NOW + ahead
+    repository.renew()
+    assert all(state.expires_at > NOW + ahead for state in repository.states())
+    repository.now = NOW
+    repository.renew()
+    assert all(state.expires_at <= NOW + timedelta(days=365) for state in repository.states())
+    client.publish(repository)
+    repository.changed.clear()
+    repository.renew()
+    assert not repository.changed
+    repository.publish("tiny", 1, MANIFEST, aliases=["stable"])
+    client.publish(repository)
+    assert client.look(ONE) is not None
+
+
 def test_an_old_timestamp_is_refused_after_a_day(tmp_path: Path) -> None:
     frozen = Repository.create(now=NOW - timedelta(days=1, minutes=1))
     client = TufClient(tmp_path, frozen)
