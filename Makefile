@@ -151,6 +151,9 @@ federation-long: $(VENV)/.native  ## 1,000 devices, 20 rounds (an hour or more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 1000
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 10000
 
+bench-exports: $(VENV)/.native  ## What is left of a person's gain in llama.cpp? (needs PERMILLE_DATA, PERMILLE_MODELS, `make test-llama-cpp` before)
+	$(BIN)/python -m permille_lab.exports
+
 evidence: $(VENV)/.native  ## The papers' comparisons: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.evidence
 

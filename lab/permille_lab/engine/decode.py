@@ -1,12 +1,16 @@
-"""Tokens a second with the overlay and without it, one after the other.
+"""Tokens a second with the overlay and without it, and llama.cpp's of the same shape, one after the other.
 
 Without: a package of the same shape in which each matrix has a single masked weight, since none at all is no
-package. Greedy, with a key-value cache, after a prompt that is not timed.
+package. llama.cpp has the int4 package as Q4_0, where it is installed (`make test-llama-cpp`). Greedy, with a
+key-value cache in float32, after a prompt that is not timed. Of one thread the seconds are the processor's,
+which others who use the machine spoil less; of more the clock's.
 """
 
+import importlib.util
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,7 @@ from permille.engines.factory import LIGHT, open_engine
 from permille.engines.interface import Engine
 from permille.engines.sampling import TokenSampling
 from permille.package.reader import Package
+from permille.quantization.types import Scheme
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Result
 from permille_lab.measuring.machine import machine
@@ -22,21 +27,28 @@ from permille_lab.measuring.machine import machine
 _BARE_DENSITY = 1e-9
 _PROMPT, _TOKENS = 16, 16
 
+Clock = Callable[[], float]
+
 
 def measure(folder: Path, sizes: Sizes) -> Result:
-    """Both packages in interleaved rounds."""
+    """All contenders in interleaved rounds."""
     before = machine()
     packages = {
         "overlay": sizes.package(folder),
         "bare": sizes.package(folder, density=_BARE_DENSITY),
+        "int4": sizes.package(folder, Scheme.INT4),
     }
-    engines = {
-        which: open_engine(package, LIGHT, threads=sizes.threads) for which, package in packages.items()
+    clock = time.process_time if sizes.threads == 1 else time.perf_counter
+    contenders = {
+        which: partial(_token_seconds, open_engine(package, LIGHT, threads=sizes.threads), package, clock)
+        for which, package in packages.items()
     }
-    seconds: dict[str, list[float]] = {which: [] for which in engines}
+    if importlib.util.find_spec("llama_cpp"):
+        contenders["llama.cpp"] = partial(_llama_cpp_seconds, folder, packages["int4"], sizes, clock)
+    seconds: dict[str, list[float]] = {which: [] for which in contenders}
     for _ in range(sizes.rounds):
-        for which, engine in engines.items():
-            seconds[which] += _token_seconds(engine, packages[which])
+        for which, contender in contenders.items():
+            seconds[which] += contender()
     rates = {which: round(1 / statistics.median(found), 3) for which, found in seconds.items()}
     return {
         "tokens_per_s": rates,
@@ -45,12 +57,32 @@ def measure(folder: Path, sizes: Sizes) -> Result:
     }
 
 
-def _token_seconds(engine: Engine, package: Package) -> Iterator[float]:
-    ids = np.random.default_rng(0).integers(0, package.config["vocab_size"], _PROMPT)
-    stream = engine.generate(package.values(), ids, TokenSampling(max_new_tokens=_TOKENS + 1))
+def _token_seconds(engine: Engine, package: Package, clock: Clock) -> Iterator[float]:
+    stream = engine.generate(package.values(), _prompt(package), TokenSampling(max_new_tokens=_TOKENS + 1))
+    yield from _after_the_first(stream, clock)
+
+
+def _llama_cpp_seconds(folder: Path, package: Package, sizes: Sizes, clock: Clock) -> Iterator[float]:
+    from permille.engines.gguf.export import GGUF_FILE, export_gguf
+    from permille_lab.exports.llama_cpp import LlamaCpp
+
+    path = folder / "gguf" / package.digest.removeprefix("sha256:")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        export_gguf(package, None, path, kind="q4_0")
+    with LlamaCpp(path / GGUF_FILE, context=_PROMPT + 2 * _TOKENS, threads=sizes.threads) as peer:
+        yield from _after_the_first(peer.stream(_prompt(package), _TOKENS + 1), clock)
+
+
+def _prompt(package: Package) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.random.default_rng(0).integers(0, package.config["vocab_size"], _PROMPT)
+
+
+def _after_the_first(stream: Iterator[int], clock: Clock) -> Iterator[float]:
+    """Seconds of each token but the first, which the prompt is part of."""
     next(stream)
-    begin = time.perf_counter()
+    begin = clock()
     for _ in stream:
-        now = time.perf_counter()
+        now = clock()
         yield now - begin
         begin = now

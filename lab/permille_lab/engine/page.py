@@ -35,11 +35,12 @@ def tables(results: Path) -> dict[str, str]:
     ]
     decoding = [
         {
-            "shape": _shape(settings),
+            "shape": f"{_shape(settings)}, {settings['threads']} threads",
             "tokens/s": result["tokens_per_s"]["overlay"],
             "without overlay": result["tokens_per_s"]["bare"],
             "ratio": f"{result['ratio']:.3f}",
         }
+        | {name: str(result["tokens_per_s"].get(name, "")) for name in ("int4", "llama.cpp")}
         for settings, result in cells.of("decode")
     ]
     replay = [

@@ -3,7 +3,6 @@
 Its cache of keys and values is float32 here, so that a difference is the file's and not the cache's.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -59,15 +58,13 @@ class LlamaCpp:
 
     def greedy(self, ids_T: NDArray[np.int64], count: int) -> list[int]:
         """The most likely continuation."""
-        return [token for token, _ in self.timed(ids_T, count)]
+        return list(self.stream(ids_T, count))
 
-    def timed(self, ids_T: NDArray[np.int64], count: int) -> Iterator[tuple[int, float]]:
-        """The same with the seconds that each token took; the prompt's are the first one's."""
+    def stream(self, ids_T: NDArray[np.int64], count: int) -> Iterator[int]:
+        """The same, token by token as it is computed."""
         self._model.reset()
-        begin = time.perf_counter()
-        self._model.eval([int(token) for token in ids_T])
+        following = [int(token) for token in ids_T]
         for _ in range(count):
-            token = int(np.argmax(self._model.scores[self._model.n_tokens - 1]))
-            yield token, time.perf_counter() - begin
-            begin = time.perf_counter()
-            self._model.eval([token])
+            self._model.eval(following)
+            following = [int(np.argmax(self._model.scores[self._model.n_tokens - 1]))]
+            yield following[0]
