@@ -17,6 +17,8 @@ from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 
 _SPACE = "▁"
+_LONGEST = 256
+"""Letters of a token of sentencepiece's: they are looked at pair by pair, and the file is a stranger's."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPLITS = {
     # As in the files of these models: (patterns or kinds that cut, whether whole words are not merged).
@@ -208,6 +210,8 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
         last = token
     known = set(pairs)
     for token in ids:
+        if len(token) > _LONGEST:
+            raise InputError(f"expected tokens of at most {_LONGEST} letters, got {len(token)}")
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
             both = (left in ids or place == 1) and (right in ids or len(right) == 1)

@@ -210,12 +210,15 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path: Pa
     lower["normalizer"] = {"type": "Lowercase"}
     words = {**whole, "model": {**whole["model"], "type": "WordPiece"}}
     large = tiny_tokenizer(VOCABULARY + 40)
+    long = json.loads(json.dumps(whole))
+    long["model"]["vocab"]["a" * 100_000] = VOCABULARY - 1
     for number, (document, message) in enumerate(
         [
             (fewer, "sentencepiece's scores"),
             (split, "cuts text"),
             (lower, "Lowercase"),
             (words, "byte pair encoding"),
+            (long, "at most 256 letters"),
             (json.loads(large.to_str()), "rows of the embedding"),
         ]
     ):
