@@ -71,6 +71,7 @@ def test_the_service_gets_the_sum_and_noise_that_it_never_saw_alone(site: tuple[
     assert private_sum(rules, 0, masked[::-1], token).tolist() == sum_V.tolist()
 
 
+@pytest.mark.attack(13, "malformed rounds")
 def test_a_second_set_of_a_round_is_refused_and_noted_on_both_sides(
     home: Path,
     site: tuple[Definition, str],
@@ -130,6 +131,7 @@ def test_what_was_kept_before_a_kill_is_the_answer(home: Path) -> None:
     assert unmasked_sum(rules, 0, masked, answer_V).any()
 
 
+@pytest.mark.attack(13, "malformed rounds")
 def test_strangers_and_forgers_get_nothing(site: tuple[Definition, str], tmp_path: Path) -> None:
     rules, token = site
     _, masked = send_all(rules)
