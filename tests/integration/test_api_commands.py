@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from permille.store import access
+from permille.store.database import Database
 from permille_service.cli.main import main
+from tests.artifacts import add_package
+from tests.packages import tiny_package
 from tests.running_service import Running, environment, permille, running_service
 from tests.tiny_model import write_corpus, write_model
 
@@ -167,3 +171,31 @@ def test_import_of_the_command_line_is_light() -> None:
         cwd=Path.cwd(),
     )
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
+    db = Database(f"sqlite:///{up.data_dir / 'permille.db'}")
+    package = tiny_package(up.data_dir / "blobs")
+    with db.write() as session:
+        tenant = access.first_tenant(session)
+        assert tenant is not None
+        add_package(session, tenant_id=tenant.id, manifest=package.manifest)
+    db.close()
+    up.answer("releases", "publish", "rounds", "--package", package.digest, "--alias", "stable")
+    options = ("--release", "rounds", "--rounds", "5", "--target", "3", "--minimum", "2", "--queries", "16")
+    made = up.answer("federations", "create", "readers", *options)
+    assert (made["state"], made["rounds"], made["minimum"]) == ("draft", 5, 2)
+    assert up.answer("federations", "start", "readers")["state"] == "running"
+    assert [one["name"] for one in up.answer("federations", "list")] == ["readers"]
+    assert [one["state"] for one in up.answer("federations", "rounds", "readers")] == ["open"]
+    refused = up.permille("federations", "adopt", "readers")
+    assert (refused.returncode, "expected a round whose devices have measured a gain" in refused.stderr) == (
+        3,
+        True,
+    )
+    assert up.answer("federations", "pause", "readers")["state"] == "paused"
+    assert up.answer("federations", "finish", made["id"])["state"] == "finished"
+    assert up.answer("federations", "show", "readers")["number"] == 1  # its round was void
+    forward = up.permille("federations", "create", "other", "--release", "rounds", "--estimator", "spsa")
+    assert forward.returncode == 3
+    assert "expected learning_rate and epsilon for spsa" in forward.stderr
