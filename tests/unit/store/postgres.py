@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psycopg
+
 NAMED_URL = os.environ.get("PERMILLE_TEST_POSTGRES")
 PROGRAMS = ("initdb", "postgres")
 INSTALLED = all(shutil.which(program) for program in PROGRAMS)
@@ -100,9 +102,9 @@ def _wait_for(port: int, log: Path) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            psycopg.connect(host="127.0.0.1", port=port, user="permille", dbname="postgres").close()
             return
-        except OSError as exc:
+        except psycopg.OperationalError as exc:  # not there yet, or still recovering
             if time.monotonic() > deadline:
                 raise TimeoutError(f"expected PostgreSQL on port {port}: {log.read_text()[-2000:]}") from exc
             time.sleep(0.1)
