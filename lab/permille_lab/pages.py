@@ -16,6 +16,7 @@ from permille_lab.decision import page as decision
 from permille_lab.engine import page as engine
 from permille_lab.evidence import page as evidence
 from permille_lab.exports import page as exports
+from permille_lab.federation import page as federation
 from permille_lab.learning import page as learning
 from permille_lab.measuring.cells import RESULTS
 from permille_lab.people import page as people
@@ -29,6 +30,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "estimators": learning.estimator_tables,
     "evidence": evidence.tables,
     "exports": exports.tables,
+    "federation": federation.tables,
     "people": people.tables,
     "privacy": privacy.tables,
     "quantizers": quantization.tables,

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import httpcore
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from permille.errors import RetryableError
 from permille.federation.contribution import Contribution, decode_contribution, encode_contribution
 from permille.federation.definition import Definition, decode_key
 from permille.package.reader import Package
@@ -147,6 +148,7 @@ class Device:
     def train(self, api: DeviceApi) -> Part | None:
         """Follow the federation, and make the part that this device is invited to."""
         exchange(self.home, api, has_text=True)
+        self.has_sent(-1)  # what a pass before left ready went now, maybe in a later round than that was of
         part = waiting_part(self.home, datetime.now(UTC))
         if part is None:
             return None
@@ -161,12 +163,12 @@ class Device:
         return self.has_sent(number)
 
     def has_sent(self, number: int) -> bool:
-        """Whether the agent says that the service took its part of a round."""
+        """Note what the agent says that the service took; whether that was its part of this round."""
         for membership in memberships(self.home):
             standing = membership.standing()
             for part in parts(membership):
-                if (standing.last_round, standing.last, part.path.name) == (number, "sent", str(number)):
-                    self.sent[number] = part.contribution.read_bytes()
+                if (standing.last, str(standing.last_round)) == ("sent", part.path.name):
+                    self.sent[int(part.path.name)] = part.contribution.read_bytes()
         return number in self.sent
 
     def run_program(self, number: int) -> None:
@@ -174,8 +176,11 @@ class Device:
         command = [sys.executable, "-m", "permille_agent", "--home", str(self.home.root)]
         command += ["federations", "run", str(self.text), "--threads", "1", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        for part in (each for membership in memberships(self.home) for each in parts(membership)):
+            if part.path.name == str(number) and part.contribution.exists():
+                self.made[number] = part.contribution.read_bytes()
         if done.returncode:
-            raise RuntimeError(f"expected a pass over the rounds, got {done.stdout}{done.stderr}")
+            raise RetryableError(f"expected a pass over the rounds, got {done.stdout}{done.stderr}")
         self.has_sent(number)
 
     def send_bytes(self, api: DeviceApi, number: int, data: bytes) -> str:
@@ -203,7 +208,9 @@ class Device:
             "key": encode_contribution(found, Ed25519PrivateKey.generate()),
             "start": identity.sign_contribution(replace(found, start_digest=digest)),
             "federation": identity.sign_contribution(replace(found, definition=other)),
-            "round": identity.sign_contribution(replace(found, round_number=found.round_number + 1)),
+            "round": identity.sign_contribution(
+                replace(found, round_number=(found.round_number + 1) % rules.rounds)
+            ),
             "cut": honest[:-1],
         }
 

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from typing import Any
 
 import httpx
 
-from permille.errors import PermilleError
+from permille.errors import RetryableError
 from permille.federation.catch_up import caught_up
 from permille.federation.contribution import Contribution
 from permille.federation.definition import Definition
@@ -53,7 +54,7 @@ TEXTS, TEXT_SENTENCES = 12, 130
 THREADS = 8
 ORDERS = 100
 DROPOUTS, LATE, TWICE, CONFLICTING, FORGING = 0.20, 0.05, 0.05, 0.03, 0.05
-_WAIT_S, _POLL_S = 300.0, 0.1
+_WAIT_S, _POLL_S = 120.0, 0.1
 
 
 @dataclass(slots=True)
@@ -166,7 +167,7 @@ class Run:
     revoked: int
     tally: Tally = field(default_factory=Tally)
     rounds: list[bytes] = field(default_factory=list)
-    ranked: list[list[Contribution]] = field(default_factory=list)
+    ranked: dict[int, list[Contribution]] = field(default_factory=dict)
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -211,7 +212,7 @@ def one_round(run: Run, number: int, pool: ThreadPoolExecutor, *, nobody: bool) 
 
 def visit(run: Run, device: Device, number: int, late: list[tuple[Device, Part]], nobody: bool) -> None:
     """One device in one round, with its fault; again where the service went away meanwhile."""
-    until = time.monotonic() + _WAIT_S
+    until, trouble = time.monotonic() + _WAIT_S, RetryableError("none")
     while time.monotonic() < until:
         try:
             _visit(run, device, number, late, nobody)
@@ -221,10 +222,10 @@ def visit(run: Run, device: Device, number: int, late: list[tuple[Device, Part]]
                 raise
             run.refused("revoked")
             return
-        except PermilleError as exc:
-            if exc.__class__.__name__ not in ("ServiceUnavailableError", "RetryableError"):
-                raise
+        except RetryableError as exc:
+            trouble = exc
             time.sleep(0.5)
+    raise RuntimeError(f"expected device {device.number} to get through, the last trouble was {trouble}")
 
 
 def _visit(run: Run, device: Device, number: int, late: list[tuple[Device, Part]], nobody: bool) -> None:
@@ -236,7 +237,6 @@ def _visit(run: Run, device: Device, number: int, late: list[tuple[Device, Part]
     with device.api() as api:
         part = device.train(api)
         if part is None or int(part.path.name) != number:
-            device.has_sent(number)  # by a pass that the service's end cut short
             return
         if nobody or draw < DROPOUTS:
             run.refused("dropped")
@@ -257,7 +257,7 @@ def _visit(run: Run, device: Device, number: int, late: list[tuple[Device, Part]
             run.expect("the same bytes", device.send_bytes(api, number, honest), ("",))
             run.refused("duplicate")
         edge += TWICE
-        if taken and number == 1 and device.number < run.revoked:
+        if taken and number >= 1 and device.number < run.revoked:
             run.revoke(device)
             return
         if taken and edge <= draw < edge + CONFLICTING:
@@ -300,23 +300,24 @@ def compare(run: Run, number: int, ended: dict[str, Any]) -> None:
         return
     if combine(run.definition, number, [*taken, *shut_out]).to_bytes() == published:
         taken += shut_out  # the round was closing when they were shut out
-    run.ranked.append(taken)
+    run.ranked[number] = taken
     run.tally.counted += ended["counted"]
     run.tally.lost += max(0, len(taken) - ended["counted"])
     run.tally.counted_twice += max(0, ended["counted"] - len(taken))
     if combine(run.definition, number, taken).to_bytes() != published:
-        run.tally.wrong.append(f"round {number} is not that of the {len(taken)} contributions taken")
+        run.tally.wrong.append(
+            f"round {number} of {ended['counted']} is not that of the {len(taken)} contributions taken"
+        )
 
 
 def orders(run: Run, count: int) -> int:
     """How many of so many shuffled orders give other bytes than the published ones."""
     rng, differing = random.Random(run.seed), 0
-    published = [each for each in run.rounds if any(each[8 : 8 + run.definition.steps])]
-    for number in range(count):
-        index = number % len(run.ranked)
-        shuffled = rng.sample(run.ranked[index], len(run.ranked[index]))
-        again = combine(run.definition, shuffled[0].round_number, shuffled)
-        differing += again.to_bytes() != published[index]
+    published = {number: taken for number, taken in run.ranked.items() if taken}
+    for _ in range(count):
+        number = rng.choice(sorted(published))
+        shuffled = rng.sample(published[number], len(published[number]))
+        differing += combine(run.definition, number, shuffled).to_bytes() != run.rounds[number]
     return differing
 
 
@@ -458,6 +459,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _measured(site, installed, folder, pool, options, begun)
         except BaseException:
+            traceback.print_exc()
+            pool.shutdown(wait=False, cancel_futures=True)
             sys.stderr.write((folder / "up.log").read_text()[-4000:])
             raise
         finally:

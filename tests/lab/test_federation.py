@@ -1,5 +1,7 @@
 """Federations in one process: a method is a definition whose rounds replay; traffic is counted."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,10 @@ from permille.zo.lattice import values
 from permille_agent.embed import document_rows, package_tokenizer, packed_rows, read_documents
 from permille_lab.federation.clients import Client
 from permille_lab.federation.methods import METHODS, definition_of
+from permille_lab.federation.page import tables
 from permille_lab.federation.references import VALUES, averaged
 from permille_lab.federation.simulation import Plan, World, federate
+from permille_lab.measuring.cells import Cells
 from tests.bigram_engine import BigramEngine
 from tests.packages import sentences, tiny_package
 
@@ -66,3 +70,22 @@ def test_averaged_values_gain_on_a_text_that_learns(world: World, clients: list[
     found = averaged(world, VALUES, clients, Plan(cohort=3, rounds=2), 0.3)
     assert len(found.gains) == 3 and np.mean(found.gains) > 0
     assert found.traffic.up > 0 and found.traffic.down > 0
+
+
+def test_tables_hold_intervals_over_devices_and_every_figure(tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "federation.jsonl")
+    of_method = {"row_passes": 100.0, "up": 2000.0, "down": 1000.0, "seconds": 0.5}
+    for split, gains in (("a", [1.0, 2.0, 3.0]), ("b", [0.0, 1.0, 2.0])):
+        settings = {"method": "one", "split": split, "seed": 0}
+        cells.keep("methods", settings, {"gains": gains} | of_method)
+        cells.keep("directions", settings, {"gains": gains})
+    pooled, own = [1.0, 1.5, 2.0], [0.5, 1.0, 3.0]
+    names = ("pooled", "own", "pooled, then own", "first order, pooled", "first order, pooled, then own")
+    states = dict(zip(names, (pooled, own, own, pooled, pooled), strict=True))
+    cells.keep("people", {"seed": 0}, {"gains": states})
+    cells.keep("attackers", {"attack": "flipped", "rule": "median"}, {"gains": pooled})
+    cells.keep("privacy", {"cohort": 30, "noise_hundredths": 220}, {"gains": own, "dp_epsilon": 8.0})
+    found = tables(tmp_path)
+    assert "+2.000 (-0.484 to +4.484)" in found["methods"] and "2.0 " in found["methods"]
+    assert "+1.500" in found["attackers"] and "z = 2.2, epsilon 8.0" in found["privacy"]
+    assert found["people"].count(" of 3 ") == 6 and "+2.000 (1 seeds)" in found["directions"]

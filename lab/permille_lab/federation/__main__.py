@@ -13,7 +13,7 @@ fetches is encoded and counted; sockets are measured by `make federation`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -60,10 +60,14 @@ class Bench:
     world: World
     sources: Sources
     cells: Cells
+    known: dict[tuple[Split, int, int], list[Client]] = field(default_factory=dict)
 
     def clients(self, split: Split, devices: int, *, turn: int = 0) -> list[Client]:
-        """Devices with text of a division."""
-        return clients_of(self.world.package, self.sources.data, split, devices, turn=turn)
+        """Devices with text of a division, read once."""
+        key = (split, devices, turn)
+        if key not in self.known:
+            self.known[key] = clients_of(self.world.package, self.sources.data, split, devices, turn=turn)
+        return self.known[key]
 
     def rate(self, name: str, rates: Sequence[float], split: Split, gain: Callable[..., float]) -> float:
         """The rate of the largest gain in a few rounds on other text; kept as a cell."""
@@ -165,10 +169,19 @@ def directions(bench: Bench) -> None:
                 bench.cells.once("directions", settings, run)
 
 
-def ours(bench: Bench, split: Split, plan: Plan, clients: Sequence[Client], **rules: object) -> Outcome:
+def ours(
+    bench: Bench,
+    split: Split,
+    plan: Plan,
+    clients: Sequence[Client],
+    *,
+    local_steps: int = METHODS[OURS].local_steps,
+    **rules: object,
+) -> Outcome:
     """Our sketch with its rate, under further rules."""
     rate = tuned(bench, OURS, METHODS[OURS], split)
-    found = definition_of(bench.world, METHODS[OURS], cohort=plan.cohort, rounds=plan.rounds, rate=rate)
+    method = replace(METHODS[OURS], local_steps=local_steps)
+    found = definition_of(bench.world, method, cohort=plan.cohort, rounds=plan.rounds, rate=rate)
     return federate(bench.world, replace(found, **rules), clients, plan)  # type: ignore[arg-type]
 
 
@@ -234,7 +247,7 @@ def attackers(bench: Bench) -> None:
     attacks: Mapping[str, Attack | None] = {"nobody": None, "flipped": flipped, "scaled": scaled}
     rules: Mapping[str, dict[str, object]] = {
         "mean": {},
-        "clipped": {"clip": 16_000},
+        "clipped": {"clip": 20_000},
         "trimmed": {"rule": Rule.TRIMMED, "trim_percent": 25},
         "median": {"rule": Rule.TRIMMED, "trim_percent": 50},
     }
@@ -245,7 +258,7 @@ def attackers(bench: Bench) -> None:
             def run(changes: dict[str, object] = changes, sent: Attack | None = sent) -> Result:
                 clients = bench.clients(Split.TWEETS_PERSON, DEVICES)
                 plan = Plan(cohort=10, rounds=4, attack=sent)
-                found = ours(bench, Split.TWEETS_PERSON, plan, clients, **changes)
+                found = ours(bench, Split.TWEETS_PERSON, plan, clients, local_steps=4, **changes)
                 # Attackers' own text counts too: it is nobody's fault but theirs that trains it less.
                 return {"gains": bench.world.gains(found.values_W, clients)}
 
@@ -262,7 +275,7 @@ def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
         participations=rounds,
         delta_exponent=6,
     )
-    rules = replace(rules, clip=1_500, privacy=noise if hundredths else None)
+    rules = replace(rules, clip=4_000, privacy=noise if hundredths else None)
     found = federate(bench.world, rules, clients, Plan(cohort=cohort, rounds=rounds))
     judges = small_clients(bench.world.package, bench.sources.data, 1_100)[-60:]
     return {
@@ -274,12 +287,12 @@ def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
 def privacy(bench: Bench) -> None:
     """Measure noise against gain."""
     for cohort in (30, 100, 300, 1000):
-        for hundredths in (0, 220, 750):
+        for hundredths in (0, 220):
             settings: Settings = {
                 "cohort": cohort,
                 "noise_hundredths": hundredths,
-                "rounds": 10,
-                "clip": 1500,
+                "rounds": 5,
+                "clip": 4000,
             }
             bench.cells.once("privacy", settings, partial(private, bench, cohort, hundredths, 5))
 
