@@ -96,8 +96,8 @@ def take_local_steps(
         engine: of the package; for a sketch one that also differentiates backward.
         batches: the batch of each step of the history, of a sketch's each local step; a pure function.
         folder: of this round alone, where the steps are durable.
-        before: what Adam remembered after the device's last round, the file `MOMENTS` of that; it goes on
-            from there, which is worth more than beginning anew.
+        before: what Adam remembered after the device's last round, the file `MOMENTS` of that, to go on from
+            there. The agent begins anew: that was better in six settings of seven (docs/adr/0014).
 
     Raises:
         InputError: the engine cannot do what the estimator needs.

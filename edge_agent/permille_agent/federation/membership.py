@@ -6,7 +6,6 @@ Below `federations/<digits of the definition's digest>/`:
     definition.json      the signed definition (FORMAT 13.1)
     history.bin          the pooled state, its chain and the signed head that names both (FORMAT 13.5)
     standing.json        what the service said last, and what became of the device's parts
-    steps.moments        what Adam remembers after the device's last round
     adopted.*            the state that trainings begin from (`adopted.py`)
     rounds/<n>/          the device's part of a round (`part.py`)
 
@@ -82,11 +81,6 @@ class Membership:
     def history(self) -> Path:
         """Where the pooled state is kept, with the head that names it."""
         return self.path / "history.bin"
-
-    @property
-    def moments(self) -> Path:
-        """What Adam remembers after the device's last round."""
-        return self.path / "steps.moments"
 
     def choice(self) -> Joined:
         """Read the user's choice; without a readable one there is none to join.

@@ -23,7 +23,7 @@ from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.federation.contribution import Contribution
 from permille.federation.definition import GAIN_NATS, Definition
-from permille.federation.local import MOMENTS, LocalRound, take_local_steps
+from permille.federation.local import LocalRound, take_local_steps
 from permille.files import fsync_folder, write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
@@ -95,26 +95,19 @@ class Part:
         return read_record(self.path / "round.json", Invited)
 
     def erase(self) -> None:
-        """Remove the part; what Adam remembers of a part that was made stays, for the next one."""
-        self._keep_moments()
+        """Remove the part."""
         shutil.rmtree(self.path)
         fsync_folder(self.path.parent)
 
     def make_contribution(self, data: bytes) -> None:
         """Write what will be sent; durable on return."""
         write_atomic(self.contribution, data, mode=0o600)
-        self._keep_moments()
 
     def begin_again(self) -> None:
         """Drop what was done of the part: it would not be a function of one text and one engine."""
         for path in self.path.iterdir():
             if path.name != "round.json":
                 path.unlink()
-
-    def _keep_moments(self) -> None:
-        if self.contribution.exists() and (self.path / MOMENTS).exists():
-            (self.path / MOMENTS).replace(self.membership.moments)
-            fsync_folder(self.membership.path)
 
 
 def parts(membership: Membership) -> list[Part]:
@@ -223,7 +216,7 @@ def _train(
             write_record(part.path / "gain.json", gain)
         context.progress.phase(f"round {invited.number} of {name}: {definition.steps} steps")
         batches = TrainingBatches(rows, batch_rows=definition.batch_rows, seed=0)
-        c_TQ = take_local_steps(local, engine, batches, part.path, before=membership.moments)
+        c_TQ = take_local_steps(local, engine, batches, part.path)
     except RunInterrupted:
         return False
     contribution = Contribution(
@@ -256,6 +249,8 @@ def _prepared(data_paths: Sequence[Path], package: Package, definition: Definiti
 
 
 def _measured_gain(local: LocalRound, engine: Engine, prepared: Prepared) -> int:
+    if not local.start_W.any():
+        return 0
     rows, rules = prepared.select or prepared.test, local.definition
     pooled_W = values(local.w_base_W, local.start_W, rules.log.step_unit_exponent)
     nats = mean_loss(engine, local.w_base_W, rows) - mean_loss(engine, pooled_W, rows)
