@@ -141,8 +141,8 @@ bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PER
 bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, attack, noise? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.federation
 
-federation: $(VENV)/.native  ## 40 devices, 6 rounds, on the real service, with all that goes wrong (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --kills 2
+federation: $(VENV)/.native  ## 20 devices, 5 rounds, on the real service, with all that goes wrong (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 20 --rounds 5 --deadline-s 30 --kills 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 20
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 500
 

@@ -1,6 +1,6 @@
 """A federation on the real service, with all that goes wrong: `make federation`, `make federation-long`.
 
-    python -m tests.federation.run --devices 40 --rounds 6
+    python -m tests.federation.run --devices 20 --rounds 5 --kills 2
     python -m tests.federation.run --devices 1000 --rounds 20 --kills 4
 
 `permille up` with its API and worker runs as processes of its own. Devices have their own home, key and
@@ -439,12 +439,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--devices", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=0, help="of API and worker, at random moments")
     parser.add_argument("--programs", type=int, default=2, help="devices that are processes")
     parser.add_argument("--revoked", type=int, default=2)
-    parser.add_argument("--deadline-s", type=int, default=20)
+    parser.add_argument("--deadline-s", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     begun = time.monotonic()
