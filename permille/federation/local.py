@@ -86,8 +86,6 @@ def take_local_steps(
     engine: LossEngine,
     batches: Callable[[int], Batch],
     folder: Path,
-    *,
-    before: Path | None = None,
 ) -> NDArray[np.int64]:
     """Take the steps of a round, or what is left of them; returns their integers, int64 [T, Q].
 
@@ -96,8 +94,6 @@ def take_local_steps(
         engine: of the package; for a sketch one that also differentiates backward.
         batches: the batch of each step of the history, of a sketch's each local step; a pure function.
         folder: of this round alone, where the steps are durable.
-        before: what Adam remembered after the device's last round, the file `MOMENTS` of that, to go on from
-            there. The agent begins anew: that was better in six settings of seven (docs/adr/0014).
 
     Raises:
         InputError: the engine cannot do what the estimator needs.
@@ -106,7 +102,7 @@ def take_local_steps(
     descent, path = part.descent(), folder / JOURNAL
     with Journal.open(path) if path.exists() else Journal.create(path, descent.header) as journal:
         if descent.header.estimator is EstimatorKind.SKETCH:
-            steps: _Steps = _SketchedSteps(part, descent, journal, (folder / MOMENTS, before))
+            steps: _Steps = _SketchedSteps(part, descent, journal, folder / MOMENTS)
         else:
             steps = _Steps(part, descent, journal)
         while journal.next_step < part.definition.steps:
@@ -139,19 +135,17 @@ class _Steps:
 class _SketchedSteps(_Steps):
     """Steps along a gradient, as far as the groups of the history hold them.
 
-    What the groups do not hold is lost: to carry it over to the next step made the pooled loss worse. What
-    Adam remembers is durable before the journal is, so a kill leaves a record to append, or nothing.
+    What the groups do not hold is lost, and Adam begins anew in each round: to carry either over did not make
+    the pooled loss lower (docs/adr/0014). What Adam remembers is durable before the journal is, so a kill
+    leaves a record to append, or nothing.
     """
 
-    def __init__(
-        self, part: LocalRound, descent: Descent, journal: Journal, paths: tuple[Path, Path | None]
-    ) -> None:
+    def __init__(self, part: LocalRound, descent: Descent, journal: Journal, path: Path) -> None:
         super().__init__(part, descent, journal)
-        self._path, before = paths
-        moments = _load_moments(self._path)
+        self._path = path
+        moments = _load_moments(path)
         if moments is None:
-            known = None if before is None else _load_moments(before)
-            moments = replace(known or Moments.first(len(self._s_W), self._s_W), step=part.first_step)
+            moments = replace(Moments.first(len(self._s_W), self._s_W), step=part.first_step)
         if moments.step == part.first_step + journal.next_step + 1:
             self._append(moments.record())
         self._moments = moments

@@ -87,7 +87,7 @@ def tuned(bench: Bench, name: str, method: Method, split: Split) -> float:
 
     def gain(clients: Sequence[Client], rate: float) -> float:
         rules = definition_of(bench.world, method, cohort=TUNING.cohort, rounds=TUNING.rounds, rate=rate)
-        found = federate(bench.world, rules, clients, replace(TUNING, carry=method.carry))
+        found = federate(bench.world, rules, clients, TUNING)
         return float(np.mean(bench.world.gains(found.values_W, clients)))
 
     return bench.rate(name, method.rates, split, gain)
@@ -98,7 +98,7 @@ def measured(bench: Bench, name: str, method: Method, split: Split, seed: int) -
     rate = tuned(bench, name, method, split)
     clients = bench.clients(split, DEVICES)
     rules = definition_of(bench.world, method, cohort=COHORT, rounds=ROUNDS, rate=rate)
-    plan = Plan(cohort=COHORT, rounds=ROUNDS, seed=seed, carry=method.carry)
+    plan = Plan(cohort=COHORT, rounds=ROUNDS, seed=seed)
     found = federate(bench.world, rules, clients, plan)
     up, down = found.traffic.up, found.traffic.down
     if method.values:

@@ -4,8 +4,7 @@
     DeComFL     differences to the loss at the state, P = 10, K = 20, all devices the same directions
     FedZO       the same with P = 5; its own directions; sends its values: a packed state each way
     FedKSeed    one direction a step, two-sided, 100 steps, as its pool of seeds
-    Ferret      a gradient's steps projected on directions, Adam from nothing in each round
-    ours        a gradient's steps on every weight, projected on 1,024 groups; what Adam remembers is kept
+    ours        a gradient's steps on every weight, projected on 1,024 groups; Ferret's idea, in integers
     one-sided   forward passes alone: 16 groups, K = 12
 
 Scalars are normalised (a step is as long as the rate says) and the rate falls linearly, for all.
@@ -36,7 +35,6 @@ class Method:
     Attributes:
         queries: of one device's step; for `SPLIT` of both blocks.
         own: each device of a cohort has directions of its own.
-        carry: what Adam remembered goes on in the next round.
         values: a device sends and gets its values, whatever the integers are.
         rates: step sizes to choose from; of a sketch as shares of the weights' root mean square.
     """
@@ -48,7 +46,6 @@ class Method:
     local_steps: int = 1
     own: bool = False
     groups: bool = False
-    carry: bool = True
     values: bool = False
     epsilon: float = 1e-3
     rates: tuple[float, ...] = _FORWARD_RATES
@@ -84,16 +81,6 @@ METHODS: Mapping[str, Method] = {
     "DeComFL": Method(estimator=EstimatorKind.DIFFERENCE, queries=10, steps=20),
     "FedZO, values": Method(estimator=EstimatorKind.DIFFERENCE, queries=5, steps=20, own=True, values=True),
     "FedKSeed-like": Method(estimator=EstimatorKind.SPSA, queries=1, steps=100, own=True),
-    "Ferret-like": Method(
-        estimator=EstimatorKind.SKETCH,
-        queries=1024,
-        steps=1,
-        batch_rows=4,
-        local_steps=16,
-        groups=True,
-        carry=False,
-        rates=_ADAM_RATES,
-    ),
     OURS: _SKETCH,
     "ours, one-sided": Method(
         estimator=EstimatorKind.ONE_SIDED, queries=16, steps=12, groups=True, epsilon=0.01

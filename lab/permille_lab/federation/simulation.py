@@ -21,7 +21,7 @@ from permille.engines.interface import Engine, GradientEngine
 from permille.federation.catch_up import encode_catch_up
 from permille.federation.contribution import Contribution, decode_contribution, encode_contribution
 from permille.federation.definition import Definition
-from permille.federation.local import MOMENTS, LocalRound, take_local_steps
+from permille.federation.local import LocalRound, take_local_steps
 from permille.federation.private_rounds import draw_round_noise, noised_sum, round_of_sum
 from permille.federation.rounds import History, Round, combine
 from permille.package.reader import Package
@@ -81,14 +81,12 @@ class Plan:
         cohort: devices of a round, drawn without replacement.
         rounds: how many are run, of those that the definition allows.
         seed: of the draw and of batches.
-        carry: whether a device goes on with what Adam remembered in its last round.
         attack: what a device sends in place of its integers.
     """
 
     cohort: int
     rounds: int
     seed: int = 0
-    carry: bool = True
     attack: Attack | None = None
 
 
@@ -137,14 +135,9 @@ def closed(definition: Definition, number: int, received: Sequence[Contribution]
 def _steps(world: World, part: LocalRound, client: Client, folder: Path, plan: Plan) -> NDArray[np.int64]:
     rules = part.definition
     batches = TrainingBatches(client.train, batch_rows=rules.batch_rows, seed=plan.seed)
-    here, kept = folder / str(part.number), folder / MOMENTS
+    here = folder / str(part.number)
     here.mkdir(parents=True)
-    c_TQ = take_local_steps(
-        part, world.engine, batches, here, before=kept if plan.carry and kept.exists() else None
-    )
-    if (here / MOMENTS).exists():
-        (here / MOMENTS).replace(kept)
-    return c_TQ
+    return take_local_steps(part, world.engine, batches, here)
 
 
 def _contribution(part: LocalRound, c_TQ: NDArray[np.int64], history: History) -> Contribution:

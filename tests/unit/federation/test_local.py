@@ -14,7 +14,7 @@ from permille.federation.contribution import Contribution
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
 from permille.federation.local import JOURNAL, MOMENTS, LocalRound, take_local_steps
 from permille.federation.rounds import History, combine
-from permille.training.adam import Moments, unit_exponent
+from permille.training.adam import unit_exponent
 from permille.zo.estimators import Batch, directions_of
 from permille.zo.groups import grouping
 from permille.zo.header import DirectionKind, EstimatorKind
@@ -218,21 +218,6 @@ def test_a_device_killed_before_any_batch_or_write_goes_on_with_the_same_integer
         (torn / JOURNAL).write_bytes(data[:-cut])
         assert np.array_equal(take_local_steps(part, ENGINE, batches, torn), expected_TQ)
         assert (torn / JOURNAL).read_bytes() == data
-
-
-def test_adam_goes_on_from_the_round_before(tmp_path: Path) -> None:
-    definition = definition_of("sketch-local")
-    folders = [tmp_path / name for name in ("first", "second", "anew")]
-    for folder in folders:
-        folder.mkdir()
-    first, second = part_of(definition, rounds=2), part_of(definition, rounds=3)
-    take_local_steps(first, ENGINE, batches, folders[0])
-    c_TQ = take_local_steps(second, ENGINE, batches, folders[1], before=folders[0] / MOMENTS)
-    anew_TQ = take_local_steps(second, ENGINE, batches, folders[2], before=tmp_path / "nothing")
-    assert not np.array_equal(c_TQ, anew_TQ)
-    steps = definition.steps * definition.local_steps
-    taken = [Moments.from_bytes((folder / MOMENTS).read_bytes()).taken for folder in folders]
-    assert taken == [steps, 2 * steps, steps]
 
 
 def test_damaged_moments_are_told(tmp_path: Path) -> None:
