@@ -30,6 +30,9 @@ ROUND_MEDIA_TYPE: Final = "application/vnd.permille.round"
 DEFINITION_MEDIA_TYPE: Final = "application/vnd.permille.federation+json"
 MAX_INTEGERS: Final = 200_000
 """The most integers of a contribution: they fit the body of a request."""
+MAX_DEVICES: Final = 65536
+"""The most devices of a round."""
+MAX_DP_EPSILON: Final = 1000
 EVIDENCE_DEVICES: Final = 30
 """So many devices' gains say whether a state may be adopted."""
 
@@ -65,7 +68,7 @@ class ChargeState(StrEnum):
 class PrivacyCreate(Closed):
     """What each device is promised: noise in every sum, and an end to taking part."""
 
-    dp_epsilon: Annotated[float, Field(strict=True, gt=0, le=1000, allow_inf_nan=False)] = Field(
+    dp_epsilon: Annotated[float, Field(strict=True, gt=0, le=MAX_DP_EPSILON, allow_inf_nan=False)] = Field(
         description="the most that all rounds of one device cost; decides the noise"
     )
     participations: Annotated[
@@ -167,11 +170,11 @@ class FederationCreate(Closed):
     ] = 1
     target: Annotated[
         int,
-        Field(strict=True, ge=1, le=65536, description="a round closes with so many devices"),
+        Field(strict=True, ge=1, le=MAX_DEVICES, description="a round closes with so many devices"),
         WholeNumber,
     ] = 100
     minimum: Annotated[
-        int, Field(strict=True, ge=1, le=65536, description="a round of fewer is void"), WholeNumber
+        int, Field(strict=True, ge=1, le=MAX_DEVICES, description="a round of fewer is void"), WholeNumber
     ] = 10
     deadline_s: Annotated[
         int,

@@ -20,6 +20,7 @@ from permille.package.reader import Package
 from permille.store import tables
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
+from permille_agent.cli.main import main
 from permille_agent.federation import part
 from permille_agent.federation.adopted import adopted_round, adopted_state
 from permille_agent.federation.by_hand import TookPart
@@ -363,6 +364,19 @@ def test_joining_shows_what_leaves_and_asks(service: Service, site: Site, agents
     assert site.read()["members"] == 0
     assert agent.take_part() == TookPart(invited=0, trained=0, sent=0)
     assert agent.command("federations", "join", "nobody", "--yes", code=3) is None
+
+
+def test_people_read_lists_of_federations_as_lines(
+    site: Site, agents: list[Agent], capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = str(agents[0].home.root)
+    assert main(["--home", home, "federations", "status"]) == 0
+    assert capsys.readouterr().out.split() == ["federations", "none"]
+    assert main(["--home", home, "federations", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "name: readers" in shown
+    assert "adopted round: -" in shown
+    assert "{" not in shown
 
 
 def test_too_little_text_ends_the_part_and_says_why(service: Service, site: Site, tmp_path: Path) -> None:

@@ -118,6 +118,21 @@ def test_a_round_that_was_summed_and_is_void_stays_charged(api: Api, monkeypatch
         ({"rule": "trimmed", "trim_percent": 10}, "expected one lane, the mean"),
         ({"privacy": {"dp_epsilon": 1.0, "participations": 10}}, "it takes a target of"),
         ({"rounds": 1}, "expected participations"),
+        # The most noise does not keep this epsilon, however many devices there are.
+        (
+            {"privacy": {"dp_epsilon": 0.0005, "participations": 10}, "target": 65536},
+            "a dp_epsilon that some noise keeps",
+        ),
+        # A target above the limit of the field is no way out.
+        (
+            {
+                "privacy": {"dp_epsilon": 0.01, "participations": 10},
+                "queries": 1000,
+                "estimator": "spsa",
+                "target": 100,
+            },
+            "noise of 1071.01 times the clip; it takes dp_epsilon",
+        ),
         ({"privacy": PRIVATE["privacy"] | {"keeper_url": "https://k.example.org"}}, "together"),
         (
             {"privacy": PRIVATE["privacy"] | {"keeper_url": "http://k.example.org", "keeper_key": "A" * 43}},

@@ -99,7 +99,12 @@ def show(
 def _words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, Mapping):  # of a list: a block of lines, and an empty one
+        lines = [f"{key.replace('_', ' ')}: {_words(part)}" for key, part in value.items()]
+        return "\n".join([*lines, ""])
+    if isinstance(value, list | tuple):
+        return "\n".join(map(_words, value)) or "none"
+    return "-" if value is None else str(value)
 
 
 def show_error(error: PermilleError, *, as_json: bool) -> None:

@@ -13,7 +13,13 @@ from permille.federation.definition import Definition, Rule, encode_key
 from permille.package.reader import Package
 from permille.privacy.rules import Keeper, Privacy, PrivacyMode
 from permille.privacy.zcdp import MEAN_NORM, dp_epsilon_of, noise_for, rho_of, signal_to_noise
-from permille.schemas.federations import MAX_INTEGERS, FederationCreate, PrivacyCreate
+from permille.schemas.federations import (
+    MAX_DEVICES,
+    MAX_DP_EPSILON,
+    MAX_INTEGERS,
+    FederationCreate,
+    PrivacyCreate,
+)
 from permille.schemas.runs import Estimator
 from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
@@ -67,18 +73,28 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
     hundredths = noise_for(asked.dp_epsilon, delta, asked.participations)
     integers = body.steps * body.queries
     noise = hundredths / 100
+    kept = dp_epsilon_of(rho_of(noise, asked.participations), delta)
+    if kept > asked.dp_epsilon:
+        raise InputError(
+            f"expected a dp_epsilon that some noise keeps for {asked.participations} rounds of a device, got "
+            f"{asked.dp_epsilon}: the most noise, {noise:.0f} times the clip, keeps {kept:.2g}"
+        )
     signal = signal_to_noise(body.target, integers, noise)
     if signal < 1:
         affordable = max(1, int(100 * body.target * MEAN_NORM / math.sqrt(integers))) / 100
         dp_epsilon = dp_epsilon_of(rho_of(affordable, asked.participations), delta)
         devices = math.ceil(noise * math.sqrt(integers) / MEAN_NORM)
         fewer = int((body.target * MEAN_NORM / noise) ** 2)
-        ways = [f"a target of {devices} devices", f"dp_epsilon {math.ceil(10 * dp_epsilon) / 10:.1f}"]
-        if fewer:
-            ways.append(f"{fewer} integers, steps times queries")
+        ways = {
+            f"a target of {devices} devices": devices <= MAX_DEVICES,
+            f"dp_epsilon {math.ceil(10 * dp_epsilon) / 10:.1f}": dp_epsilon <= MAX_DP_EPSILON,
+            f"{fewer} integers, steps times queries": fewer > 0,
+        }
+        possible = [way for way, is_possible in ways.items() if is_possible]
+        takes = ", or ".join(possible) or "more devices and fewer integers together, or fewer participations"
         raise InputError(
             f"expected a signal of at least the noise, got {signal:.2f} of it: {body.target} devices, "
-            f"{integers} integers each, noise of {noise:.2f} times the clip; it takes {', or '.join(ways)}"
+            f"{integers} integers each, noise of {noise:.2f} times the clip; it takes {takes}"
         )
     keeper = None
     if asked.keeper_key is not None and asked.keeper_url is not None:

@@ -148,8 +148,7 @@ def create_adoption(
         if not adoption.sure and body.reason is None:
             raise ConflictError(
                 f"expected a gain surely above 0 by at least {EVIDENCE_DEVICES} devices of round "
-                f"{adoption.round}, got {adoption.mean_gain} (at least {adoption.gain_low}) nats a token by "
-                f"{adoption.devices}: adopt it for a reason"
+                f"{adoption.round}, got {_gain_words(adoption)}: adopt it for a reason"
             )
         row.adopted_round = adoption.round
         return adoption
@@ -261,6 +260,13 @@ def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> byt
         state, head = way.checkpoint
         checkpoint = Checkpoint(state=state, head=head.signed(key))
     return encode_catch_up(checkpoint, way.records, way.head.signed(key))
+
+
+def _gain_words(adoption: Adoption) -> str:
+    if adoption.mean_gain is None:
+        return "none measured"
+    low = "" if adoption.gain_low is None else f" (surely {adoption.gain_low:.3g})"
+    return f"{adoption.mean_gain:.3g}{low} nats a token by {adoption.devices}"
 
 
 def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:
