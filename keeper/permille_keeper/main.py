@@ -25,6 +25,7 @@ def init(home: Path) -> str:
     if (home / _KEY).exists():
         raise OperatorError(f"expected no key, got {home / _KEY}: seals would no longer open with another")
     home.mkdir(parents=True, exist_ok=True)
+    Memory(home / _MEMORY)
     key, token = X25519PrivateKey.generate(), secrets.token_urlsafe(32)
     for name, data in ((_TOKEN, token.encode()), (_KEY, key.private_bytes_raw())):
         descriptor = os.open(home / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
@@ -43,13 +44,18 @@ def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | N
     """A server that listens; `serve_forever` answers.
 
     Raises:
-        OperatorError: no key, or an address that others reach without TLS.
+        OperatorError: no key, a key without its memory, or an address that others reach without TLS.
     """
     try:
         key = X25519PrivateKey.from_private_bytes((home / _KEY).read_bytes())
         token = (home / _TOKEN).read_text()
     except (OSError, ValueError) as exc:
         raise OperatorError(f"expected key and token of `permille-keeper init` in {home}: {exc}") from exc
+    if not (home / _MEMORY).exists():
+        raise OperatorError(
+            f"expected {home / _MEMORY} beside the key: without it seals that were opened would open again; "
+            "make a new key in an empty folder"
+        )
     if tls is None and not ipaddress.ip_address(address[0]).is_loopback:
         raise OperatorError(f"expected --tls-certificate and --tls-key for {address[0]}, got none")
     context = None

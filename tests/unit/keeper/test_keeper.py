@@ -4,9 +4,12 @@ import os
 import signal
 import socket
 import stat
+import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -186,3 +189,57 @@ def test_a_keepers_files_are_its_own_and_its_key_stays(home: Path) -> None:
         init(home)
     with pytest.raises(OperatorError, match="--tls-certificate"):
         open_server(home, ("0.0.0.0", 0), None)
+    (home / "keeper.sqlite").unlink()
+    with pytest.raises(OperatorError, match=r"expected .* beside the key"):
+        open_server(home, ("127.0.0.1", 0), None)
+
+
+@contextmanager
+def lying(parts: Iterator[bytes]) -> Iterator[int]:
+    """Something in the keeper's place that says these bytes, one after the other, to one caller; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def say() -> None:
+            caller, _ = listener.accept()
+            with caller, suppress(OSError):
+                caller.recv(1 << 16)
+                for part in parts:
+                    caller.sendall(part)
+
+        threading.Thread(target=say, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def slowly() -> Iterator[bytes]:
+    yield b"HTTP/1.0 200 OK\r\ncontent-length: 1000\r\n\r\n"
+    for _ in range(1000):
+        time.sleep(0.05)
+        yield b"x"
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "words"),
+    [
+        (slowly, RetryableError, "whole answer within"),
+        (lambda: iter([b"x" * 100_000]), RetryableError, "expected an answer of the keeper"),
+        (lambda: iter([b"HTTP/1.0 200 OK\r\n\r\n" + bytes(1_000_000)]), RetryableError, "expected an answer"),
+        (lambda: iter([b"HTTP/1.0 200 OK\r\n\r\n"]), RetryableError, "expected an answer"),
+        (
+            lambda: iter([b"HTTP/1.0 302 Found\r\nlocation: http://[::1]/\r\n\r\n"]),
+            OperatorError,
+            "302",
+        ),
+    ],
+)
+def test_whatever_answers_in_a_keepers_place_moves_nothing(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: Callable[[], Iterator[bytes]],
+    error: type[Exception],
+    words: str,
+) -> None:
+    monkeypatch.setattr("permille_workers.tasks.private_sums._LONGEST_S", 1.0)
+    with lying(parts()) as port:
+        rules = federation(home, port)
+        with pytest.raises(error, match=words):
+            private_sum(rules, 0, send_all(rules)[1], "token")

@@ -6,6 +6,8 @@ answer, durably, so that a second attempt of the job gets the same bytes; while 
 
 import http.client
 import logging
+import queue
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -21,7 +23,8 @@ from permille.federation.masked import Masked, Opening, decode_answer, opening_o
 from permille.federation.private_rounds import draw_round_noise, noised_sum, unmasked_sum
 
 KEEPER_PATH: Final = "/v1/sums"
-_TIMEOUT_S: Final = 60.0
+_TIMEOUT_S: Final = 60.0  # between two bytes
+_LONGEST_S: Final = 300.0  # of a question, as the keeper has it
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +54,32 @@ def ask_keeper(opening: Opening, token: str | None) -> NDArray[np.uint32]:
     Raises:
         RetryableError, OperatorError: as `private_sum`.
     """
+    found: queue.SimpleQueue[NDArray[np.uint32] | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found.put(_ask(opening, token))
+        except Exception as exc:  # noqa: BLE001 - raised below
+            found.put(exc)
+
+    threading.Thread(target=ask, daemon=True).start()  # a slow answer ends with this attempt's process
+    try:
+        answer = found.get(timeout=_LONGEST_S)
+    except queue.Empty:
+        raise RetryableError(f"expected the keeper's whole answer within {_LONGEST_S:.0f} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Take a redirection as the refusal that it is: the token is for the keeper of the definition alone."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
     privacy = opening.definition.privacy
     if privacy is None or privacy.keeper is None:
         raise InputError("expected a federation with a keeper")
@@ -62,7 +91,7 @@ def ask_keeper(opening: Opening, token: str | None) -> NDArray[np.uint32]:
         headers={"authorization": f"Bearer {token}", "content-type": "application/octet-stream"},
     )
     try:
-        with urllib.request.urlopen(question, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - as above
+        with urllib.request.build_opener(_NoRedirect).open(question, timeout=_TIMEOUT_S) as answer:
             return decode_answer(answer.read(opening.answer_bytes + 1), opening)
     except urllib.error.HTTPError as exc:
         reason = exc.read(1000).decode(errors="replace")
