@@ -421,6 +421,19 @@ def test_what_is_refused_too_often_is_counted_no_more(tmp_path: Path) -> None:
         assert site.send(member, 0, site.contribution(member, invitation)).status_code == 202
 
 
+def test_a_device_that_joins_too_often_waits_and_leaves_all_the_same(tmp_path: Path) -> None:
+    with running_api(tmp_path, sign_ins_per_minute=1) as api:
+        site = make_site(api, members=1)
+        path, caller = f"{site.path}/membership", api.auth(site.members[0].secret)
+        codes = []
+        for _ in range(20):
+            assert api.client.delete(path, headers=caller).status_code == 204
+            codes.append(api.client.put(path, headers=caller).status_code)
+        assert codes.count(429) > 10
+        assert api.client.delete(path, headers=caller).status_code == 204
+        assert site.read()["members"] == 0
+
+
 def test_lists_of_rounds_are_pages(api: Api) -> None:
     site = make_site(api, members=3)
     for seed in range(3):

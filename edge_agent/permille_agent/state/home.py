@@ -29,7 +29,7 @@ _REMEDIES = {
     "decisions.json": "move it away: decisions are counted anew",
     "consent.json": "`permille-agent share-log off` writes it anew",
     "daemon.json": "move it away: the daemon begins another",
-    "ledger.json": "no round with privacy is joined by it; move it away only if you accept what it counted",
+    "ledger.json": "until it is whole, no private round is joined; without it, what it counted is forgotten",
     "joined.json": "`permille-agent federations join` or `leave` writes it anew",
 }
 

@@ -59,6 +59,7 @@ def list_own_federations(service: Served, device: CallingDevice) -> list[Federat
 )
 def put_membership(federation_id: FederationId, service: Served, device: CallingDevice) -> None:
     """Join, by the choice of the device's owner. Idempotent."""
+    service.sign_ins.check(f"{device.device_id} membership")  # leaving is never refused
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
         members.join(session, federation=row, device_id=device.device_id)
