@@ -277,7 +277,7 @@ def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
     )
     rules = replace(rules, clip=4_000, privacy=noise if hundredths else None)
     found = federate(bench.world, rules, clients, Plan(cohort=cohort, rounds=rounds))
-    judges = small_clients(bench.world.package, bench.sources.data, 1_100)[-60:]
+    judges = small_clients(bench.world.package, bench.sources.data, 980)[-60:]
     return {
         "gains": bench.world.gains(found.values_W, judges),
         "dp_epsilon": noise.dp_epsilon(rounds) if hundredths else None,
@@ -286,7 +286,7 @@ def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
 
 def privacy(bench: Bench) -> None:
     """Measure noise against gain."""
-    for cohort in (30, 100, 300, 1000):
+    for cohort in (30, 100, 300):
         for hundredths in (0, 220):
             settings: Settings = {
                 "cohort": cohort,
