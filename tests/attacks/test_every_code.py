@@ -7,7 +7,14 @@ from pathlib import Path
 
 import permille
 from permille_agent.link import enrolment, pull, trust
-from tests.attacks import test_logs, test_packages, test_rounds, test_states, test_trust_device
+from tests.attacks import (
+    test_logs,
+    test_packages,
+    test_private_rounds,
+    test_rounds,
+    test_states,
+    test_trust_device,
+)
 
 LIBRARY = Path(permille.__file__).parent
 TRUST = [Path(str(module.__file__)) for module in (enrolment, pull, trust)]
@@ -39,6 +46,7 @@ def attacked_codes() -> set[str]:
         *test_logs.ATTACKS,
         *test_logs.JOURNAL_ATTACKS,
         *test_states.ATTACKS,
+        *test_private_rounds.ATTACKS,
         *test_rounds.ATTACKS,
     ]
     tried = ast.walk(ast.parse(Path(test_trust_device.__file__).read_text()))

@@ -126,11 +126,10 @@ NAMED: list[tuple[str, str, Callable[[], object]]] = [
         lambda: decode_answer(ANSWER, opening_of(RULES, 0, MASKED)),
     ),
 ]
+ATTACKS = [(code, attack) for code, _, attack in NAMED]
 
 
-@pytest.mark.parametrize(
-    ("code", "attack"), [(c, a) for c, _, a in NAMED], ids=[f"{c}-{n}" for c, n, _ in NAMED]
-)
+@pytest.mark.parametrize(("code", "attack"), ATTACKS, ids=[f"{c}-{n}" for c, n, _ in NAMED])
 def test_malformed_privacy_is_refused(code: str, attack: Callable[[], object]) -> None:
     with pytest.raises(PackageError, match=f"^{code}:"):
         attack()

@@ -13,7 +13,7 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from permille.errors import InputError, PackageError
+from permille.errors import InputError
 from permille.package.reader import Package
 
 _SPACE = "▁"
@@ -89,13 +89,12 @@ def vocabulary_of(package: Package, rows: int) -> Vocabulary:
         rows: of the embedding; ids that no token has are filled.
 
     Raises:
-        PackageError: it is malformed.
-        InputError: it is of another kind than those that llama.cpp computes alike.
+        InputError: it is malformed, or of another kind than those that llama.cpp computes alike.
     """
     try:
         return _read(package, rows)
     except (KeyError, TypeError, AttributeError, IndexError) as exc:
-        raise PackageError("tokenizer", f"expected a tokenizer.json of the known form: {exc!r:.200}") from exc
+        raise InputError(f"expected a tokenizer.json of the known form: {exc!r:.200}") from exc
 
 
 def _read(package: Package, rows: int) -> Vocabulary:
@@ -280,5 +279,5 @@ def _json(package: Package, name: str) -> dict[str, Any]:
     try:
         value = json.loads(package.file(name))
     except (ValueError, RecursionError) as exc:
-        raise PackageError("tokenizer", f"expected JSON in {name}: {exc!s:.200}") from exc
+        raise InputError(f"expected JSON in {name}: {exc!s:.200}") from exc
     return value if isinstance(value, dict) else {}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from permille.engines.gguf.description import describe
 from permille.engines.gguf.export import GGUF_FILE, MODELFILE, export_gguf
 from permille.engines.gguf.tokenizer import vocabulary_of
-from permille.errors import InputError, PackageError
+from permille.errors import InputError
 from permille.package.reader import Package
 from permille.quantization import dequantize as decoded
 from permille.quantization.types import Scheme
@@ -226,5 +226,5 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path: Pa
         with pytest.raises(InputError, match=message):
             vocabulary_of(package, VOCABULARY)
     package = exported_package(tmp_path / "broken", "llama", tokenizer=b'{"model": {"vocab": 3}}')
-    with pytest.raises(PackageError, match="known form"):
+    with pytest.raises(InputError, match="known form"):
         vocabulary_of(package, VOCABULARY)
