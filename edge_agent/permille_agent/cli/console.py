@@ -78,9 +78,14 @@ def output_console() -> Console:
 
 
 def show(
-    document: Mapping[str, object], *, as_json: bool, render: Callable[[Console], None] | None = None
+    document: Mapping[str, object],
+    *,
+    as_json: bool,
+    render: Callable[[Console], None] | None = None,
+    then: str = "",
 ) -> None:
-    """Print `document`: as JSON, or by `render`, or as a table of two columns."""
+    """Print `document`: as JSON, or by `render`, or as a table of two columns; `then` is what usually comes
+    next."""
     if as_json:
         typer.echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
         return
@@ -94,6 +99,8 @@ def show(
     for key, value in document.items():
         table.add_row(key.replace("_", " "), Text(_words(value)))
     console.print(table)
+    if then:
+        console.print(f"next: {then}", highlight=False)
 
 
 def _words(value: object) -> str:
@@ -114,7 +121,8 @@ def show_error(error: PermilleError, *, as_json: bool) -> None:
         document = {"error": {"kind": code.name.lower(), "message": str(error), "exit_code": int(code)}}
         typer.echo(json.dumps(document, indent=2), err=True)
     else:
-        Console(stderr=True).print(f"[red]error[/red] ({code.name.lower().replace('_', ' ')}):", end=" ")
+        kind = "you must act" if code is ExitCode.OPERATOR else code.name.lower().replace("_", " ")
+        Console(stderr=True).print(f"[red]error[/red] ({kind}):", end=" ")
         typer.echo(str(error), err=True)
         if isinstance(error, PackageError) and _is_damage(error):
             typer.echo("`permille-agent verify --repair` finds and mends what the disk damaged", err=True)

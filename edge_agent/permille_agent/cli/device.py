@@ -1,11 +1,15 @@
 """Commands about what is on this device: status, data, rollback, reset, forget."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
+
+if TYPE_CHECKING:
+    from permille_agent.state.home import Home
+    from permille_agent.state.models import Active
 
 data = typer.Typer(
     no_args_is_help=True,
@@ -99,11 +103,11 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
     home = home_of(context)
     with hold_lock(home, "rollback"):
         active = models.rollback(home)
-    show({"package": active.package, "run": active.run, "personal": active.run is not None}, as_json=as_json)
+    show(_now_active(home, active), as_json=as_json)
 
 
 def reset(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Go back to the base model. The personalisation is kept and `rollback` brings it back.
+    """Go back to the model that was installed. The personalisation is kept and `rollback` brings it back.
 
     [bold]Examples[/bold]
 
@@ -115,7 +119,15 @@ def reset(context: typer.Context, as_json: JsonOption = False) -> None:
     home = home_of(context)
     with hold_lock(home, "reset"):
         active = models.reset(home)
-    show({"package": active.package, "run": active.run, "personal": False}, as_json=as_json)
+    show(_now_active(home, active), as_json=as_json)
+
+
+def _now_active(home: "Home", active: "Active") -> dict[str, object]:
+    from permille_agent.state.models import carries_pooled
+
+    personal = active.run is not None
+    pooled = not personal and carries_pooled(home, active.package)
+    return {"package": active.package, "run": active.run, "personal": personal, "pooled": pooled}
 
 
 def forget(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
 from permille_agent.training.engines import AUTO, EngineChoice
@@ -258,7 +259,7 @@ def export(
     from permille.errors import InputError
     from permille.package.blobs import BlobFolder
     from permille.package.reader import Package
-    from permille_agent.state.models import require_active
+    from permille_agent.state.models import carries_pooled, require_active
     from permille_agent.training.personal import model_values
 
     home = home_of(context)
@@ -269,7 +270,13 @@ def export(
     package = Package.open(BlobFolder(home.blobs), active.package)
     values_K = package.values() if base else model_values(home, active, package)
     personal = active.run is not None and not base
-    document: dict[str, object] = {"folder": str(folder), "package": active.package, "personal": personal}
+    pooled = not (personal or base) and carries_pooled(home, active.package)
+    document: dict[str, object] = {
+        "folder": str(folder),
+        "package": active.package,
+        "personal": personal,
+        "pooled": pooled,
+    }
     if form is ExportForm.TRANSFORMERS:
         export_transformers(package, values_K, folder)
     else:
@@ -321,18 +328,27 @@ def _read_line() -> str | None:
 
 
 def _render_comparison(console: Console, result: "SideBySide") -> None:
-    losses = result.losses
-    table = Table(title=losses.text, title_justify="left")
-    for column in ("", "base", "personal"):
+    losses, pooled = result.losses, result.losses.pooled
+    console.print(f"measured on: {losses.text}", highlight=False)
+    table = Table()
+    for column in ("", "base", "personal") if pooled is None else ("", "base", "pooled", "personal"):
         table.add_column(column)
-    table.add_row("loss per token", f"{losses.base:.4f}", f"{losses.personal:.4f}")
-    base, personal = losses.bits_per_byte_base, losses.bits_per_byte_personal
-    table.add_row("bits per byte", f"{base:.4f}", f"{personal:.4f}")
+    for name, measured in (
+        ("loss per token", (losses.base, pooled, losses.personal)),
+        (
+            "bits per byte",
+            (losses.bits_per_byte_base, losses.bits_per_byte_pooled, losses.bits_per_byte_personal),
+        ),
+    ):
+        table.add_row(name, *(f"{number:.4f}" for number in measured if number is not None))
     console.print(table)
-    console.print(f"improvement {losses.improvement}")
+    console.print(f"improvement on the base: {losses.improvement}", highlight=False)
+    if losses.improvement_on_pooled is not None:
+        console.print(f"improvement on the pooled model: {losses.improvement_on_pooled}", highlight=False)
     for sample in result.samples:
-        table = Table(title=sample.prompt, title_justify="left", show_lines=True)
-        table.add_column("base", ratio=1)
-        table.add_column("personal", ratio=1)
-        table.add_row(sample.base, sample.personal)
+        console.print(Text(f"\n{sample.prompt} ...", style="bold"))
+        table = Table.grid(padding=(0, 2))
+        for name in ("base", "pooled", "personal"):
+            if (text := getattr(sample, name)) is not None:
+                table.add_row(name, Text(text))
         console.print(table)

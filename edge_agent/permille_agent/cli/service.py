@@ -63,7 +63,7 @@ def enroll(
     home = home_of(context)
     with hold_lock(home, "enroll"):
         enrolment = enroll_device(home, server, invitation, name=name, ca_file=ca_file)
-    show(enrolment.document(), as_json=as_json)
+    show(enrolment.document(), as_json=as_json, then="permille-agent pull")
 
 
 def pull(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -88,7 +88,7 @@ def pull(context: typer.Context, as_json: JsonOption = False) -> None:
         "package_bytes": pulled.package_bytes,
         "collected_bytes": pulled.collected_bytes,
     }
-    show(document, as_json=as_json)
+    show(document, as_json=as_json, then="permille-agent train FILES")
 
 
 def verify(
@@ -268,4 +268,5 @@ def _progress(quiet: bool) -> Progress:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

@@ -123,7 +123,7 @@ class Status:
             ("reports", f"{self._pending()} waiting, {refused} refused"),
             ("rounds", "\n".join(map(_round_words, self.federations))),
             ("shares logs", "yes" if self.share_log else "no"),
-            ("daemon", f"last poll {daemon.last_poll or 'never'}"),
+            ("daemon", f"asked the service last {daemon.last_poll}" if daemon.last_poll else "has not run"),
             ("waits because", "; ".join(daemon.waiting_for)),
             ("poll failed", daemon.poll_error),
             ("training failed", daemon.training_error),
@@ -149,7 +149,7 @@ class Status:
             return "none yet"
         metrics = self.outcome.metrics if self.outcome else None
         if metrics is None:
-            return self._outcome()
+            return "unfinished" if self.progress else "unfinished: the same command goes on with it"
         words = outcome_words(metrics.outcome, self.decision)
         if metrics.loss_base is None or metrics.loss_personal is None:
             return words

@@ -46,7 +46,7 @@ def train(
     estimator: Annotated[
         str | None,
         typer.Option(
-            help="gradient, or, of forward passes alone, one_sided, spsa, split or forward. "
+            help="gradient, or, of forward passes alone, one-sided, spsa, split or forward. "
             "Default: gradient."
         ),
     ] = None,
@@ -106,6 +106,7 @@ def train(
     from permille_agent.state.choices import read_consent, read_references
     from permille_agent.state.home import as_json as json_of
     from permille_agent.state.lock import hold_lock
+    from permille_agent.state.models import active_model
     from permille_agent.training.options import (
         DEFAULT_ESTIMATOR,
         DEFAULT_MINUTES,
@@ -145,8 +146,10 @@ def train(
         if share_log and result.known:
             share_log_of(home, result.run, withdrawals=consent.withdrawals)
         log = log_delivery(home, result.run_id)
+    active = active_model(home)
+    in_use = active is not None and active.run == result.run
     document = {**json_of(result), "log_delivery": log.value}
-    show(document, as_json=as_json, render=lambda console: _render(console, result, log))
+    show(document, as_json=as_json, render=lambda console: _render(console, result, log, in_use))
     raise typer.Exit(int(_EXIT_CODES[result.outcome.value]))
 
 
@@ -178,14 +181,20 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
+def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool) -> None:
     from permille_agent.training.outcome import outcome_words
 
+    if result.known:
+        adopted = result.outcome.value == "adopted"
+        where = f", and its model is {'' if in_use else 'not '}in use" if adopted else ""
+        console.print(
+            f"This text with these options was tried before{where}: nothing was computed. "
+            "Another --seed tries again. It had ended so:",
+            highlight=False,
+        )
     colour = "green" if result.outcome.value == "adopted" else "yellow"
     words = outcome_words(result.outcome, result.decision)
     console.print(f"[{colour}]{words}[/{colour}]: {result.message}", highlight=False)
-    if result.known:
-        console.print("This run had ended before; nothing was computed.")
     if log.value == "queued":
         console.print("It is shared with the next `permille-agent report`.")
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
@@ -194,7 +203,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery") -> None:
     if decision is None or metrics is None or decision.against_base is None:
         return
     table = Table(show_header=False, box=None)
-    table.add_row("held-out loss", f"{decision.loss_base:.4f} -> {decision.loss_personal:.4f}")
+    table.add_row("held-out loss", f"{decision.loss_base:.4f} of the base -> {decision.loss_personal:.4f}")
     table.add_row("against the base", str(decision.against_base))
     if decision.against_active is not None:
         active = "the pooled model" if decision.pooled else "the active model"

@@ -115,6 +115,8 @@ class Daemon:
                 if not self.train_if_wanted():
                     break
                 self._poll()
+            else:
+                log.info("trained nothing: %s", self._why_not())
 
     def poll(self) -> float:
         """Report and pull; errors are logged and kept for `status`. Returns seconds until the next poll."""
@@ -156,6 +158,15 @@ class Daemon:
         if part is not None:
             return self._take_part(policy, part)
         return wanted is not None and self._train(policy, wanted)
+
+    def _why_not(self) -> str:
+        """Say why nothing was trained."""
+        if self._wanted() is not None:
+            state = read_daemon_state(self._home)
+            return "; ".join(state.waiting_for) or "`permille-agent status` says why"
+        if not read_references(self._home):
+            return "no text was added (`permille-agent data add`)"
+        return "text and package are as they were"
 
     def _poll(self) -> None:
         api = open_api(self._home, connection=self._world.connection)

@@ -12,11 +12,11 @@ from permille_agent.text.documents import PlainText
 from permille_agent.text.preparation import prepare, tokenize
 from permille_agent.text.reading import read_documents, survey
 from permille_agent.text.rows import document_rows
-from permille_agent.training.decision import Decision
-from permille_agent.training.evaluation import document_losses
+from permille_agent.training.decision import Decision, known_losses
+from permille_agent.training.evaluation import DocumentLosses, document_losses
 from permille_agent.training.evidence import Comparison, compare_losses
 from permille_agent.training.outcome import TextSource
-from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run
+from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run, finite_or_none
 
 PROMPT_WORDS = 6
 DEFAULT_SAMPLES = 2
@@ -24,7 +24,8 @@ DEFAULT_SAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedLosses:
-    """Losses of both models, nats a token, on the text that `text` describes."""
+    """Losses, nats a token, on the text that `text` describes; `pooled` where a state of the package's that
+    public text trained was measured, too."""
 
     text: str
     base: float | None
@@ -32,15 +33,19 @@ class ComparedLosses:
     bits_per_byte_base: float | None
     bits_per_byte_personal: float | None
     improvement: Comparison | None
+    pooled: float | None = None
+    bits_per_byte_pooled: float | None = None
+    improvement_on_pooled: Comparison | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What each model writes after a prompt."""
+    """What each model writes after a prompt; None where the package carries no pooled state."""
 
     prompt: str
     base: str
     personal: str
+    pooled: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,11 @@ def compare(
 def _judged(folder: RunFolder) -> ComparedLosses:
     decision = folder.require("decision", Decision)
     by_parts = folder.load("learned", LearnedText) is not None
+    pooled = known_losses(folder, "active") if decision.pooled else None
     return ComparedLosses(
+        pooled=finite_or_none(pooled.per_token) if pooled else None,
+        bits_per_byte_pooled=finite_or_none(pooled.bits_per_byte) if pooled else None,
+        improvement_on_pooled=decision.against_active if pooled else None,
         text="parts of the text, each before it trained" if by_parts else "test split, untouched by training",
         base=decision.loss_base,
         personal=decision.loss_personal,
@@ -97,26 +106,34 @@ def _measured(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLosses:
     if len(known) < 2:
         raise InputError(f"expected at least 2 documents to compare on, got {len(known)}")
     rows = document_rows(tokenized, row_tokens)
-    base, personal = (
-        document_losses(model.engine, model.values(variant), rows, len(known))
-        for variant in (Variant.BASE, Variant.PERSONAL)
-    )
-    improvement = compare_losses((base.nats_D - personal.nats_D) / base.tokens_D, base.tokens_D)
+    found = {
+        variant: document_losses(model.engine, model.values(variant), rows, len(known))
+        for variant in model.variants
+    }
+    base, personal, pooled = found[Variant.BASE], found[Variant.PERSONAL], found.get(Variant.POOLED)
+
+    def improvement_on(other: DocumentLosses) -> Comparison | None:
+        compared = compare_losses((other.nats_D - personal.nats_D) / other.tokens_D, other.tokens_D)
+        return compared if math.isfinite(compared.improvement) else None
+
     return ComparedLosses(
+        pooled=pooled.per_token if pooled else None,
+        bits_per_byte_pooled=pooled.bits_per_byte if pooled else None,
+        improvement_on_pooled=improvement_on(pooled) if pooled else None,
         text=f"{len(known)} documents, {int(base.tokens_D.sum())} tokens, maybe trained on",
         base=base.per_token,
         personal=personal.per_token,
         bits_per_byte_base=base.bits_per_byte,
         bits_per_byte_personal=personal.bits_per_byte,
-        improvement=improvement if math.isfinite(improvement.improvement) else None,
+        improvement=improvement_on(base),
     )
 
 
 def _sample(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
-    base, personal = (
-        "".join(model.complete(prompt, variant, sampling)[1]) for variant in (Variant.BASE, Variant.PERSONAL)
-    )
-    return Sample(prompt=prompt, base=base, personal=personal)
+    written = {
+        variant.value: "".join(model.complete(prompt, variant, sampling)[1]) for variant in model.variants
+    }
+    return Sample(prompt=prompt, **written)
 
 
 def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMPLES) -> list[str]:

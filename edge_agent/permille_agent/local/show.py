@@ -30,7 +30,7 @@ from permille_agent.text.reading import survey
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
 from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
-from permille_agent.training.run import BegunRun, Evaluation, RunFolder, list_runs, named_run
+from permille_agent.training.run import BegunRun, Evaluation, LearnedText, RunFolder, list_runs, named_run
 
 PAGE = "show.html"
 PROMPTS = 2
@@ -77,7 +77,13 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """The judgement in numbers that say something. `percent`: how much likelier the next piece became."""
+    """The judgement in numbers that say something.
+
+    Attributes:
+        percent: how much likelier the next piece became.
+        sure, beside: the gain on the base, and on what was in use (`beside_name`); empty where not compared.
+        by_parts: little text was judged part by part, by states that are not this one.
+    """
 
     loss_base: float
     loss: float
@@ -85,6 +91,9 @@ class Gain:
     perplexity_base: float
     perplexity: float
     sure: str
+    beside: str
+    beside_name: str
+    by_parts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +119,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
     folder = _run(home, name)
     end = folder.require("outcome", RunOutcome)
     decision = folder.load("decision", Decision)
-    gain = _gain(decision)
+    gain = _gain(decision, by_parts=folder.load("learned", LearnedText) is not None)
     written, no_samples = None, ""
     if gain is not None:
         try:
@@ -164,7 +173,7 @@ def _run(home: Home, name: str | None) -> RunFolder:
     return ended[-1]
 
 
-def _gain(decision: Decision | None) -> Gain | None:
+def _gain(decision: Decision | None, *, by_parts: bool) -> Gain | None:
     if decision is None or decision.loss_base is None or decision.loss_personal is None:
         return None
     base, personal = decision.loss_base, decision.loss_personal
@@ -175,6 +184,9 @@ def _gain(decision: Decision | None) -> Gain | None:
         perplexity_base=math.exp(min(50.0, base)),
         perplexity=math.exp(min(50.0, personal)),
         sure=str(decision.against_base) if decision.against_base else "",
+        beside=str(decision.against_active) if decision.against_active else "",
+        beside_name="the pooled model" if decision.pooled else "the model in use before",
+        by_parts=by_parts,
     )
 
 
@@ -210,8 +222,16 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
         prompts = test_prompts(folder, model, PROMPTS) or ["The"]
         base = _texts(model, prompts, Variant.BASE, SEEDS)
         personal = _texts(model, prompts, Variant.PERSONAL, SEEDS)
+        pooled = None
+        if Variant.POOLED in model.variants:
+            pooled = _texts(model, prompts, Variant.POOLED, SEEDS[:1])
         samples = tuple(
-            Sample(prompt=prompt, base=base[place], personal=personal[place])
+            Sample(
+                prompt=prompt,
+                base=base[place],
+                personal=personal[place],
+                pooled=pooled[place] if pooled else None,
+            )
             for place, prompt in enumerate(prompts)
         )
         source = folder.load("data", TextSource) or TextSource()

@@ -313,7 +313,16 @@ def _measured_once(folder: RunFolder, name: str, measure: Callable[[], DocumentL
             nats=nats, tokens=tuple(losses.tokens_D.tolist()), bytes=tuple(losses.bytes_D.tolist())
         )
 
-    known = folder.once(f"losses-{name}", StoredLosses, stored)
+    return _unpacked(folder.once(f"losses-{name}", StoredLosses, stored))
+
+
+def known_losses(folder: RunFolder, name: str) -> DocumentLosses | None:
+    """Read losses that a decision measured; None where it did not."""
+    known = folder.load(f"losses-{name}", StoredLosses)
+    return None if known is None else _unpacked(known)
+
+
+def _unpacked(known: StoredLosses) -> DocumentLosses:
     return DocumentLosses(
         np.array([math.nan if nats is None else nats for nats in known.nats], dtype=np.float64),
         np.array(known.tokens, dtype=np.int64),

@@ -180,5 +180,5 @@ def estimator_named(name: str) -> EstimatorKind:
     try:
         return _NAMES[name.replace("-", "_")]
     except KeyError:
-        known = ", ".join(_NAMES)
+        known = ", ".join(_NAMES).replace("_", "-")
         raise InputError(f"expected an estimator of {known}, got {name!r}") from None

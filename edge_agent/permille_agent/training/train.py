@@ -29,7 +29,6 @@ from permille_agent.state.models import (
     opening,
     referenced_models,
 )
-from permille_agent.text.documents import Document
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, Split, prepare
 from permille_agent.text.reading import DataReport, read_documents
 from permille_agent.text.tokens import package_tokenizer
@@ -65,6 +64,11 @@ from permille_agent.training.run import (
 )
 from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import FAILED, SelectedState, train
+
+KNOWN_TEXT = (
+    "expected text that the model in use has not learned from, got none: it has learned from all of this; "
+    "add to it, or begin again with `permille-agent reset` (`permille-agent rollback` returns)"
+)
 
 
 def run_training(
@@ -104,11 +108,11 @@ def run_training(
         meanwhile = ""
         if package.manifest.has_layer(Role.POOLED):
             meanwhile = "; until then the package's pooled model is used, which public text trained"
-        return task.refuse(documents, f"{exc}{meanwhile}")
+        return task.refuse([document.group for document in documents], f"{exc}{meanwhile}")
     if prepared.stages and options.estimator is not EstimatorKind.SKETCH:
         got = prepared.counts[Split.TRAIN].tokens
         return task.refuse(
-            documents,
+            [document.group for document in documents],
             f"expected at least {NEEDED_TOKENS} tokens of text for steps of forward passes alone, got {got}: "
             "train without --estimator, along the gradient",
         )
@@ -126,9 +130,9 @@ class _Task:
     report: DataReport
     context: RunContext
 
-    def refuse(self, documents: Sequence[Document], message: str) -> RunResult:
-        """End a run that has too little text to begin: reported once for the same text."""
-        digest = hashlib.sha256("\0".join(document.group for document in documents).encode()).hexdigest()
+    def refuse(self, groups: Sequence[str], message: str) -> RunResult:
+        """End a run whose text does not do before it begins: reported once for the same text."""
+        digest = hashlib.sha256("\0".join(groups).encode()).hexdigest()
         folder = self._open_run(f"refused:{digest}", ())
         known = folder.load("outcome", RunOutcome) is not None
         facts = self._facts(Outcome.REFUSED_DATA)
@@ -141,7 +145,19 @@ class _Task:
         start = find_start(self.home, self.package, prepared, options)
         if self.context.share_log and start is None:  # what went on from a state is shared as a state
             options = options.shared(self.package.k)
-        return replace(self, options=options)._train(prepared, data_paths, start)
+        task = replace(self, options=options)
+        folder = self.home.runs / task._definition(prepared.digest, start).name()
+        if prepared.stages and not folder.exists() and self._active_knows(prepared):
+            return task.refuse(prepared.groups, KNOWN_TEXT)
+        return task._train(prepared, data_paths, start)
+
+    def _active_knows(self, prepared: Prepared) -> bool:
+        """Say whether the active model has learned from all of the text: then none of it could judge."""
+        active = active_model(self.home)
+        if active is None or active.run is None:
+            return False
+        learned = RunFolder(self.home.runs / active.run).load("learned", LearnedText)
+        return learned is not None and set(prepared.groups) <= set(learned.groups)
 
     def _train(self, prepared: Prepared, data_paths: Sequence[Path], start: str | None) -> RunResult:
         folder = self._open_run(prepared.digest, data_paths, start)
@@ -226,11 +242,11 @@ class _Task:
             engine=EngineUsed(**run.engine.info()) if run else None,
         )
 
+    def _definition(self, data_digest: str, start: str | None) -> RunDefinition:
+        return RunDefinition(package=self.package.digest, data=data_digest, options=self.options, start=start)
+
     def _open_run(self, data_digest: str, data_paths: Sequence[Path], start: str | None = None) -> RunFolder:
-        definition = RunDefinition(
-            package=self.package.digest, data=data_digest, options=self.options, start=start
-        )
-        folder = open_run(self.home, definition)
+        folder = open_run(self.home, self._definition(data_digest, start))
         paths = tuple(path.absolute() for path in data_paths)
         source = TextSource(paths=paths, bad_rows=tuple(self.report.examples))
         folder.once("data", TextSource, lambda: source)

@@ -181,7 +181,7 @@ def test_rollback_and_reset_move_the_active_model(enrolled: Agent, home: Home, p
     enrolled("pull")
     assert enrolled("rollback").code == ExitCode.INPUT_REFUSED
     activate(home, Active(package=package.digest, run="r"), expected=active_model(home))
-    personal = {"package": package.digest, "run": "r", "personal": True}
+    personal = {"package": package.digest, "run": "r", "personal": True, "pooled": False}
     assert enrolled("reset", "--json").document == personal | {"run": None, "personal": False}
     assert enrolled("rollback", "--json").document == personal
 

@@ -62,7 +62,7 @@ def test_train_adopts_reports_and_says_what_it_did(
     shown = capsys.readouterr().out
     assert "adopted" in shown
     assert "held-out loss" in shown
-    assert "had ended before" in shown
+    assert "tried before, and its model is in use: nothing was computed" in shown
 
 
 def test_an_estimator_is_chosen_by_name(

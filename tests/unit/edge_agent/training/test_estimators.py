@@ -180,7 +180,7 @@ def test_one_masked_layer_cannot_be_split() -> None:
 def test_estimators_have_names() -> None:
     for name in ("one_sided", "one-sided"):
         assert estimator_named(name) is EstimatorKind.ONE_SIDED
-    with pytest.raises(InputError, match="spsa, forward, one_sided, split"):
+    with pytest.raises(InputError, match="spsa, forward, one-sided, split"):
         estimator_named("adam")
 
 

@@ -21,7 +21,7 @@ from permille.zo.packed_state import decode_state
 from permille.zo.replay import replay
 from permille_agent.cli.status import read_status
 from permille_agent.local.show import show_run
-from permille_agent.state.models import Active
+from permille_agent.state.models import Active, reset
 from permille_agent.text.preparation import prepare
 from permille_agent.text.reading import read_documents
 from permille_agent.text.tokens import package_tokenizer
@@ -112,6 +112,7 @@ def test_status_and_the_page_say_how_it_was_judged(device: Device) -> None:
     assert "(little text, judged part by part)" in console.export_text()
     page = show_run(device.home, None, bigram_engine).read_text()
     assert "judged what the ones before them taught; then all trained" in page
+    assert "text of yours that training never saw" not in page
     assert "on text that was judged before it trained" in page
 
 
@@ -147,8 +148,8 @@ def test_what_only_knows_by_heart_is_not_adopted(device: Device) -> None:
 def test_a_model_of_little_text_is_compared_only_on_what_came_since(device: Device) -> None:
     first = device.train(**OPTIONS)
     again = device.train(**OPTIONS, seed=1)
-    assert again.outcome is Outcome.KEPT_BASE
-    assert "has learned from all of this text" in again.message
+    assert again.outcome is Outcome.REFUSED_DATA  # before a step is computed
+    assert "has learned from all of this" in again.message
     text = user_text(device.text.parent, 3 * LITTLE)
     assert text == device.text
     more = device.train(**OPTIONS, seed=1)
@@ -157,6 +158,17 @@ def test_a_model_of_little_text_is_compared_only_on_what_came_since(device: Devi
     assert new is not None and all_of_it is not None
     assert 20 <= new.groups < all_of_it.groups
     assert find_run(device.home, first.run).path.exists()
+
+
+def test_after_a_reset_the_same_text_trains_again(device: Device) -> None:
+    first = device.train(**OPTIONS)
+    assert device.train(**OPTIONS).known
+    refused = device.train(**OPTIONS, seed=1)
+    assert refused.outcome is Outcome.REFUSED_DATA
+    reset(device.home)
+    again = device.train(**OPTIONS, seed=1)
+    assert again.outcome is Outcome.ADOPTED and not again.known
+    assert again.run not in (first.run, refused.run)
 
 
 def test_more_text_begins_at_the_base_and_not_at_what_has_seen_it_all(device: Device) -> None:

@@ -16,7 +16,9 @@ from permille.zo.header import EstimatorKind
 from permille.zo.lattice import state_digest, values
 from permille.zo.packed_state import StateOrigin, decode_state, pooled_state
 from permille_agent.cli.status import read_status
+from permille_agent.local.compare import compare
 from permille_agent.local.model import LocalModel, Sampling, Variant
+from permille_agent.local.show import show_run
 from permille_agent.state.models import InstalledRelease, record_installed, reset
 from permille_agent.training.options import Start
 from permille_agent.training.outcome import outcome_words
@@ -94,6 +96,24 @@ def test_training_begins_at_the_pooled_state_and_has_to_beat_it(device: Device) 
         assert model.variants == (Variant.PERSONAL, Variant.POOLED, Variant.BASE)
     again = device.train(**GRADIENT)
     assert (again.run, again.known) == (result.run, True)
+
+
+def test_comparisons_show_the_pooled_model_beside_base_and_personal(device: Device) -> None:
+    result = device.train(**GRADIENT)
+    assert result.decision is not None and result.decision.against_active is not None
+    sampling = Sampling(max_new_tokens=8)
+    with LocalModel(device.home, bigram_engine) as model:
+        judged = compare(device.home, model, data_paths=[], prompts=["On day"], sampling=sampling)
+        measured = compare(device.home, model, data_paths=[device.text], prompts=["On"], sampling=sampling)
+    for losses in (judged.losses, measured.losses):
+        assert losses.base is not None and losses.pooled is not None and losses.personal is not None
+        assert losses.personal < losses.pooled
+        assert losses.improvement_on_pooled is not None and losses.improvement_on_pooled.improvement > 0
+    assert judged.losses.improvement_on_pooled == result.decision.against_active
+    assert judged.samples[0].pooled is not None
+    page = show_run(device.home, None, bigram_engine).read_text()
+    assert f"Against the pooled model: {result.decision.against_active}." in page
+    assert "<th>pooled model</th>" in page
 
 
 def test_the_personal_state_is_one_state_relative_to_the_base(device: Device) -> None:
