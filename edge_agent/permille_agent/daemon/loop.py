@@ -111,11 +111,11 @@ class Daemon:
         try:
             self._poll()
         finally:
-            for _ in range(2):  # a part of a round goes before a personal run
-                if not self.train_if_wanted():
-                    break
+            trained = 0
+            while trained < 2 and self.train_if_wanted():  # a part of a round goes before a personal run
+                trained += 1
                 self._poll()
-            else:
+            if not trained:
                 log.info("trained nothing: %s", self._why_not())
 
     def poll(self) -> float:
@@ -161,7 +161,7 @@ class Daemon:
 
     def _why_not(self) -> str:
         """Say why nothing was trained."""
-        if self._wanted() is not None:
+        if self._wanted() is not None or self._waiting_part() is not None:
             state = read_daemon_state(self._home)
             return "; ".join(state.waiting_for) or "`permille-agent status` says why"
         if not read_references(self._home):

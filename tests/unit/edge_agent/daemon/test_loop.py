@@ -26,7 +26,7 @@ from permille_agent.federation.part import Invited, Part, begin_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.report import enqueue
-from permille_agent.state.choices import add_references
+from permille_agent.state.choices import add_references, remove_references
 from permille_agent.state.home import Home
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import Active, activate, active_model, installed_release
@@ -165,6 +165,24 @@ def test_the_policy_holds_training_back_and_status_says_why(
     daemon.run_once()
     assert len(outside.requests) == 1
     assert read_daemon_state(home).waiting_for == ()
+
+
+def test_one_pass_that_trains_nothing_says_why(
+    home: Home, daemon: Daemon, outside: Outside, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    outside.machine = UNPLUGGED
+    daemon.run_once()
+    assert f"trained nothing: {'; '.join(read_daemon_state(home).waiting_for)}" in caplog.text
+    outside.machine = IDLE
+    caplog.clear()
+    daemon.run_once()
+    assert "trained nothing" not in caplog.text
+    daemon.run_once()
+    assert "trained nothing: text and package are as they were" in caplog.text
+    remove_references(home, [tmp_path / "notes.txt"])
+    daemon.run_once()
+    assert "trained nothing: no text was added" in caplog.text
 
 
 def test_a_pulled_plug_ends_the_training_and_it_is_resumed(
