@@ -94,10 +94,18 @@ def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
         with urllib.request.build_opener(_NoRedirect).open(question, timeout=_TIMEOUT_S) as answer:
             return decode_answer(answer.read(opening.answer_bytes + 1), opening)
     except urllib.error.HTTPError as exc:
-        reason = exc.read(1000).decode(errors="replace")
+        reason = _reason(exc)
         _log.warning("the keeper refused with %d: %s", exc.code, reason)
         if exc.code >= 500 or exc.code == 429:
             raise RetryableError(f"expected the keeper's answer, got {exc.code}: {reason}") from exc
         raise OperatorError(f"expected the keeper's answer, got {exc.code}: {reason}") from exc
     except (OSError, http.client.HTTPException, PackageError) as exc:  # also half an answer
         raise RetryableError(f"expected an answer of the keeper at {privacy.keeper.url}, got {exc}") from exc
+
+
+def _reason(refusal: urllib.error.HTTPError) -> str:
+    """What a refusal says, as far as it comes."""
+    try:
+        return refusal.read(1000).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as exc:
+        return f"nothing more: {exc}"
