@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# The tests need a real Redis and a real Chromium. As root on Debian they are installed; otherwise this says what to type.
+# The tests need a real Redis, PostgreSQL and Chromium. As root on Debian they are installed; otherwise this says what to type.
 set -euo pipefail
 missing=()
 command -v redis-server >/dev/null 2>&1 || missing+=(redis-server)
+command -v initdb >/dev/null 2>&1 || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing+=(postgresql)
 command -v chromium >/dev/null 2>&1 || command -v chromium-browser >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 || missing+=(chromium)
 [ ${#missing[@]} -eq 0 ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
   echo "installing ${missing[*]}"
-  export DEBIAN_FRONTEND=noninteractive
+  export DEBIAN_FRONTEND=noninteractive UCF_FORCE_CONFFOLD=1
   apt-get update -qq
+  # The tests run servers of their own: none of the machine's is wanted.
+  [ -e /etc/postgresql-common ] || { mkdir -p /etc/postgresql-common && echo 'create_main_cluster = false' >/etc/postgresql-common/createcluster.conf; }
   apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 else
   echo "the tests need: ${missing[*]}. Type: sudo apt-get install ${missing[*]}" >&2

@@ -138,7 +138,6 @@ def put_there(api: Api, site: Site, secret: str, data: bytes, folder: Path) -> h
         return None
 
 
-@pytest.mark.skipif(not postgres.INSTALLED, reason="needs PostgreSQL's own programs")
 def test_a_database_that_crashes_in_each_transaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with postgres.postgres_server() as server, running_api(tmp_path, database_url=server.url) as api:
         monkeypatch.setenv("PERMILLE_DATABASE_URL", server.url)

@@ -8,8 +8,7 @@ on the same build and number of threads.
 
 With `int8` the linear layers of a loss see their inputs in 8 bits: a step of a 1.1B model takes two thirds of
 float32's on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms and head stay
-float32, and so do derivatives and generated text. The error of a difference of losses is measured in
-`docs/results/precision.md`.
+float32, and so do derivatives and generated text.
 
 # Legend: V variants, G groups of them, K masked weights, Q directions, B sequences, T and M tokens, H hidden
 size, R target tokens.

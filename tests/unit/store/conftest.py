@@ -1,4 +1,4 @@
-"""A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too, if installed."""
+"""A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from permille.store.migrations.schema import migrate
 from permille.store.tables import Base
 from tests.unit.store import postgres
 
-BACKENDS = ("sqlite", "postgresql") if postgres.AVAILABLE else ("sqlite",)
+BACKENDS = ("sqlite", "postgresql")
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""A private PostgreSQL server for tests, where its programs are installed; or one that the environment names.
+"""A private PostgreSQL server for tests; or one that the environment names.
 
 PERMILLE_TEST_POSTGRES names a database that the tests may empty: `postgresql+psycopg://user@host/name`.
 """
@@ -17,9 +17,6 @@ from pathlib import Path
 import psycopg
 
 NAMED_URL = os.environ.get("PERMILLE_TEST_POSTGRES")
-PROGRAMS = ("initdb", "postgres")
-INSTALLED = all(shutil.which(program) for program in PROGRAMS)
-AVAILABLE = NAMED_URL is not None or INSTALLED
 _TIMEOUT_S = 60.0
 
 
@@ -30,7 +27,16 @@ class Server:
         self._folder, self._user, self._port = folder, _server_user(folder), _free_port()
         self.url = f"postgresql+psycopg://permille@127.0.0.1:{self._port}/postgres"
         subprocess.run(
-            ["initdb", "--pgdata", folder / "data", "--username", "permille", "--auth", "trust", "--no-sync"],
+            [
+                _program("initdb"),
+                "--pgdata",
+                folder / "data",
+                "--username",
+                "permille",
+                "--auth",
+                "trust",
+                "--no-sync",
+            ],
             check=True,
             stdout=subprocess.DEVNULL,
             user=self._user,
@@ -52,7 +58,7 @@ class Server:
         options = ["-p", str(self._port), "-h", "127.0.0.1", "-k", str(self._folder), "-c", "fsync=off"]
         with (self._folder / "log").open("ab") as log:
             server = subprocess.Popen(
-                ["postgres", "-D", self._folder / "data", *options],
+                [_program("postgres"), "-D", self._folder / "data", *options],
                 user=self._user,
                 cwd=self._folder,
                 stdout=log,
@@ -81,6 +87,14 @@ def postgres_url() -> Iterator[str]:
         return
     with postgres_server() as server:
         yield server.url
+
+
+def _program(name: str) -> str:
+    """Find one of the server's programs: on the path, or where Debian keeps them."""
+    debian = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")), key=lambda path: (len(path), path))
+    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(reversed(debian)))
+    assert found is not None, f"expected PostgreSQL's {name}: scripts/system-packages.sh installs it"
+    return found
 
 
 def _server_user(folder: Path) -> str | None:
