@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from permille.federation.definition import Definition
-from permille.package.reader import Package
 from permille.training.adam import RATE, learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
 from permille.zo.lattice import step_unit_exponent_for
@@ -96,7 +95,9 @@ def definition_of(world: World, method: Method, *, cohort: int, rounds: int, rat
     """
     package = world.package
     lanes = cohort if method.own else 1
-    split = _split(package, lanes) if method.estimator is EstimatorKind.SPLIT else None
+    split = None
+    if method.estimator is EstimatorKind.SPLIT:  # P_1 = 2 directions of each device below
+        split = BlockSplit.halving(package.counts, int(package.config["num_hidden_layers"]), 2 * lanes)
     guard_bits = 2
     if method.estimator is EstimatorKind.SKETCH:
         rate *= learning_rate(package.values()) / RATE
@@ -130,10 +131,3 @@ def definition_of(world: World, method: Method, *, cohort: int, rounds: int, rat
         row_tokens=ROW_TOKENS,
         local_steps=method.local_steps,
     )
-
-
-def _split(package: Package, lanes: int) -> BlockSplit:
-    """FedSPZO's two blocks in the middle of the decoder layers, with P_1 = 2 directions of a device below."""
-    layers = int(package.config["num_hidden_layers"])
-    a_layer = len(package.counts) // layers
-    return BlockSplit(first_upper_tensor=(layers // 2) * a_layer, lower_queries=2 * lanes)

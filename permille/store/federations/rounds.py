@@ -118,7 +118,7 @@ def end(session: Session, federation: Federation, row: Round) -> str | None:
 
 def sweep(db: Database) -> None:
     """End the rounds whose deadline has passed, and those whose job has ended without them; one short
-    transaction each.
+    transaction each. Where the job cannot succeed, the federation pauses: a person has to look after it.
     """
     with db.read() as session:
         due = session.execute(
@@ -145,6 +145,9 @@ def sweep(db: Database) -> None:
             is_closing = row is not None and row.state == RoundState.CLOSING
             if row is not None and is_closing and job.state in _WITHOUT_RESULT:
                 error = (job.error or {}).get("message", "no error")
+                if job.state == JobState.FAILED and federation.state == FederationState.RUNNING:
+                    # Trying again changes nothing: the next round would be lost, and charged for, as well.
+                    federation.state = FederationState.PAUSED.value
                 void(session, federation, row, f"{job.id} is {job.state}: {error}")
 
 

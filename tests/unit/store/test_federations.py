@@ -190,6 +190,10 @@ def test_a_round_whose_job_ends_without_it_is_void_with_the_reason(
     assert found.reason is not None
     assert f"{job.id} is {way}" in found.reason
     assert ("no disk" in found.reason) == (way != "cancelled")
+    with db.write() as session:
+        row = session.get_one(Federation, site.id)
+        assert row.state == ("paused" if way == "failed" else "running")
+        definitions.start(session, row)
     assert site.round(1).state == "open"
 
 
