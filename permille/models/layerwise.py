@@ -1,0 +1,189 @@
+"""Runs a checkpoint one decoder layer at a time, so that a model larger than memory can be read or changed.
+
+    stream = LayerStream(checkpoint)
+    with stream.ends() as ends:                      # embedding, last norm and head are in memory
+        hidden = [ends.embed(tokens_BT) for tokens_BT in batches]
+    for index in range(stream.layers):
+        with stream.layer(index) as layer:           # this decoder layer alone is in memory
+            hidden = [layer(hidden_BTH) for hidden_BTH in hidden]
+    with stream.ends() as ends:
+        logits = [ends.logits(hidden_BTH) for hidden_BTH in hidden]
+
+The code that runs is transformers' own, in eval mode. The model is built without memory ("meta"). Its decoder
+layers are taken out, and a recorder stands in the place of each: it notes what the model hands to that layer
+(masks, rotations), which depends on the shape of the input alone. So no family is special here.
+
+Everything is differentiable where gradients are enabled: `layer` and `logits` are functions of the hidden
+states, and of those parameters of which the caller asks `requires_grad_()`. Nothing here keeps a graph.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from permille.errors import InputError
+from permille.models.checkpoint import Checkpoint
+from permille.models.families import shape_of
+
+
+class LayerStream:
+    """A model of which only the part in use is in memory."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Build the model without its weights; what the parts compute in is `dtype`, on `device`."""
+        self.checkpoint = checkpoint
+        self._dtype, self._device = dtype, torch.device(device)
+        self._prefix = shape_of(checkpoint.config).about.prefix
+        self._model = _meta_model(checkpoint, dtype)
+        layers = self._model.get_submodule(self._prefix)
+        if not isinstance(layers, nn.ModuleList):
+            raise InputError(
+                f"expected a list of decoder layers at {self._prefix}, got {type(layers).__name__}"
+            )
+        self._layers = list(layers)
+        self._recorders = [_Recorder() for _ in self._layers]
+        self._model.set_submodule(self._prefix, nn.ModuleList(self._recorders))
+        _restore_buffers(self._model, self._device)
+        self._inputs: dict[tuple[int, int], tuple[Mapping[str, Any], ...]] = {}
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self._layers)
+
+    @contextmanager
+    def ends(self) -> Iterator["Ends"]:
+        """Load what stands before and behind the decoder layers; free it at the end."""
+        self._fill(self._model, "")
+        self._model.tie_weights()
+        try:
+            yield Ends(self)
+        finally:
+            _empty(self._model)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator["DecoderLayer"]:
+        """Load one decoder layer; free it at the end."""
+        module, prefix = self._layers[index], f"{self._prefix}.{index}"
+        self._fill(module, f"{prefix}.")
+        try:
+            yield DecoderLayer(stream=self, index=index, module=module, prefix=prefix)
+        finally:
+            _empty(module)
+
+    def _run(self, tokens_BT: Tensor, replaced: Tensor | None = None) -> Tensor:
+        """The model without its layers, on tokens, or on `replaced` where the first layer's output would be.
+
+        The logits of the last token only where nothing is replaced: nobody wants them then.
+        """
+        self._recorders[0].replaced = replaced
+        kept = 1 if replaced is None else 0
+        try:
+            found: Tensor = self._model(
+                input_ids=tokens_BT.to(self._device), use_cache=False, logits_to_keep=kept
+            ).logits
+        finally:
+            self._recorders[0].replaced = None
+        shape = (tokens_BT.shape[0], tokens_BT.shape[1])
+        self._inputs[shape] = tuple(each.keywords for each in self._recorders)
+        return found
+
+    def _keywords(self, index: int, hidden_BTH: Tensor) -> Mapping[str, Any]:
+        shape = (hidden_BTH.shape[0], hidden_BTH.shape[1])
+        if shape not in self._inputs:
+            with self.ends() as ends, torch.no_grad():
+                ends.embed(torch.zeros(shape, dtype=torch.long))
+        return self._inputs[shape][index]
+
+    def _fill(self, module: nn.Module, prefix: str) -> None:
+        for name, _ in list(module.named_parameters()):
+            if prefix + name not in self.checkpoint.names:
+                continue  # a tied head
+            weight = torch.tensor(self.checkpoint.float32(f"{prefix}{name}"))
+            _put(module, name, weight.to(self._device, self._dtype))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """A decoder layer in memory. `prefix` stands before the names of the module's parameters in a checkpoint."""
+
+    stream: LayerStream
+    index: int
+    module: nn.Module
+    prefix: str
+
+    def __call__(self, hidden_BTH: Tensor) -> Tensor:
+        """The hidden states behind this layer of those before it."""
+        keywords = self.stream._keywords(self.index, hidden_BTH)
+        found: Tensor = self.module(hidden_BTH.to(self.stream._device), **keywords)
+        return found
+
+
+class Ends:
+    """What stands before and behind the decoder layers, in memory."""
+
+    def __init__(self, stream: LayerStream) -> None:
+        self._stream = stream
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """The hidden states before the first decoder layer."""
+        self._stream._run(tokens_BT)
+        return self._stream._recorders[0].hidden
+
+    def logits(self, hidden_BTH: Tensor) -> Tensor:
+        """The logits of the hidden states behind the last decoder layer."""
+        tokens_BT = torch.zeros(hidden_BTH.shape[:2], dtype=torch.long)
+        return self._stream._run(tokens_BT, hidden_BTH.to(self._stream._device))
+
+
+class _Recorder(nn.Module):
+    """Stands in a decoder layer's place, and hands the hidden states on, or others in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.empty(0)
+        self.keywords: Mapping[str, Any] = {}
+        self.replaced: Tensor | None = None
+
+    def forward(self, hidden_BTH: Tensor, **keywords: Any) -> Tensor:
+        self.hidden, self.keywords = hidden_BTH, keywords
+        return hidden_BTH if self.replaced is None else self.replaced
+
+
+def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    return model.eval().requires_grad_(False)
+
+
+def _restore_buffers(model: Any, device: torch.device) -> None:
+    """Make what is computed from the config alone, such as frequencies of rotations: no checkpoint has it."""
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            setattr(module, name, torch.empty_like(buffer, device=device))
+        if buffers:
+            model._init_weights(module)  # as `from_pretrained` does it
+
+
+def _put(module: nn.Module, name: str, weight: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(module.get_submodule(path), last, nn.Parameter(weight, requires_grad=False))
+
+
+def _empty(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters()):
+        _put(module, name, torch.empty_like(parameter, device="meta"))
