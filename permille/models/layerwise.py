@@ -115,7 +115,7 @@ class LayerStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
-    """A decoder layer in memory. `prefix` stands before the names of the module's parameters in a checkpoint."""
+    """A decoder layer in memory. A parameter is `prefix`, a dot and its name in the module."""
 
     stream: LayerStream
     index: int

@@ -39,7 +39,7 @@ def test_the_stream_gives_the_logits_and_gradients_of_the_whole_model(
         with stream.layer(index) as layer, torch.enable_grad():
             layer.module.requires_grad_(True)
             before = hidden[index].detach().requires_grad_()
-            layer(before).backward(gradient)
+            layer(before).backward(gradient)  # type: ignore[no-untyped-call]
             assert before.grad is not None
             gradient = before.grad
             for name, parameter in layer.module.named_parameters():
