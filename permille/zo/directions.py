@@ -2,7 +2,7 @@
 
 Nothing else enters: not chunking, thread count, device, library version or iteration order (FORMAT 6; golden
 vectors in `tests/golden/directions.json`). The numpy here is the definition; where the native kernels are
-built, they make whole directions and their sums, held to the same vectors (ADR 8).
+built, they make whole directions and their sums, held to the same vectors (ADR 7).
 
 A direction's elements are fair signs, one bit of the generator each. Another kind of direction is another
 module like this one and another value of `header.DirectionKind`.

@@ -1,0 +1,148 @@
+"""What is trained to recover a pruned model: a small adapter beside each linear, merged at the end.
+
+    LoRA       dW = B A                        A [r, K], B [N, r]            r (N + K) numbers
+    pooling    dW[i, j] = G[i // n, j // k] / k   G [g, g]                   g^2 numbers   (equations 9 to 12)
+
+Pooling takes the mean of `k` neighbouring inputs, multiplies by G and gives each of `n` neighbouring outputs
+the same; sides that g does not divide are padded with zeros (equation 23). Both begin with dW = 0.
+
+The linear computes with `keep * (W + dW)`, or, as long as a dense adapter trains, with `W + dW`: `keep` is
+where W is not 0. Merging writes the former, so a pruned place is 0 for ever.
+
+# Legend: N outputs, K inputs of a linear; r rank, g groups of a side.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+class AdapterKind(StrEnum):
+    """What stands beside a linear."""
+
+    LORA = "lora"
+    POOLING = "pooling"
+
+
+class LoraAdapter(nn.Module):
+    """A change of rank r."""
+
+    def __init__(self, shape: tuple[int, int], rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        rows, columns = shape
+        self.a = nn.Parameter(torch.randn(rank, columns, generator=generator) / math.sqrt(columns))
+        self.b = nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self) -> Tensor:
+        """The change [N, K]."""
+        return self.b @ self.a
+
+
+class PoolingAdapter(nn.Module):
+    """A change that is the same over blocks of the matrix."""
+
+    def __init__(self, shape: tuple[int, int], groups: int) -> None:
+        super().__init__()
+        self._shape = shape
+        self.g = nn.Parameter(torch.zeros(groups, groups))
+
+    def forward(self) -> Tensor:
+        """The change [N, K]."""
+        rows, columns = self._shape
+        n, k = (-(-side // len(self.g)) for side in self._shape)
+        blocks = (self.g / k).repeat_interleave(n, dim=0)[:rows]
+        return blocks.repeat_interleave(k, dim=1)[:, :columns]
+
+
+class Adapted(nn.Module):
+    """A linear's weight with its adapter, as torch parametrizes it; `masked` says whether zeros stay 0."""
+
+    def __init__(self, adapter: nn.Module, *, masked: bool) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.masked = masked
+
+    def forward(self, w_NK: Tensor) -> Tensor:
+        """What the linear computes with."""
+        changed_NK = w_NK + self.adapter().to(w_NK.dtype)
+        return torch.where(w_NK != 0, changed_NK, 0) if self.masked else changed_NK
+
+
+def allocate(
+    losses: Mapping[str, float], shapes: Mapping[str, tuple[int, int]], average: float
+) -> dict[str, int]:
+    """Groups of each linear's pooling adapter: its share of the numbers is that of its loss (equation 22).
+
+        P = average * loss / mean loss,   g = floor(sqrt(P)), at least 1 and at most the shorter side
+
+    Args:
+        losses: what pruning lost, by name of the weight; all equal for adapters of equal sizes.
+        average: trained numbers a linear.
+    """
+    mean = math.fsum(losses.values()) / len(losses)
+    shares = {name: loss / mean if mean else 1.0 for name, loss in losses.items()}
+    return {
+        # A mean is rounded: what is a square but for that is one.
+        name: min(max(1, math.isqrt(int(average * share * (1 + 1e-12)))), *shapes[name])
+        for name, share in shares.items()
+    }
+
+
+def attach(
+    model: nn.Module, sizes: Mapping[str, int], kind: AdapterKind, *, masked: bool, seed: int
+) -> list[nn.Parameter]:
+    """Put an adapter beside each of these weights; everything else is frozen. The trained numbers, in order.
+
+    Args:
+        sizes: rank or groups, by name of the weight.
+        masked: whether pruned places count while the adapter trains.
+        seed: of LoRA's beginning.
+    """
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    found: list[nn.Parameter] = []
+    for name, size in sizes.items():
+        linear = _linear(model, name)
+        shape = (linear.out_features, linear.in_features)
+        adapter = (
+            LoraAdapter(shape, size, generator) if kind is AdapterKind.LORA else PoolingAdapter(shape, size)
+        ).to(linear.weight.device)
+        parametrize.register_parametrization(linear, "weight", Adapted(adapter, masked=masked))
+        found.extend(adapter.parameters())
+    return found
+
+
+def merge(model: nn.Module) -> None:
+    """Write `keep * (W + dW)` as the weights; the adapters are gone. Zeros of W are zeros of the result."""
+    for module, adapted in list(_adapted(model)):
+        adapted.masked = True
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+
+
+def change_norms(model: nn.Module) -> tuple[float, float]:
+    """Euclidean norms of all adapters' changes at kept places, and at pruned ones."""
+    kept = pruned = 0.0
+    with torch.no_grad():
+        for module, adapted in _adapted(model):
+            squares = adapted.adapter().double() ** 2
+            keep = module.parametrizations["weight"].original != 0  # type: ignore[index, union-attr]
+            kept += float(squares[keep].sum())
+            pruned += float(squares[~keep].sum())
+    return math.sqrt(kept), math.sqrt(pruned)
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[nn.Module, Adapted]]:
+    for module in model.modules():
+        if parametrize.is_parametrized(module, "weight"):
+            yield module, module.parametrizations["weight"][0]  # type: ignore[index, misc]
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    module = model.get_submodule(name.removesuffix(".weight"))
+    if not isinstance(module, nn.Linear):
+        raise TypeError(f"{name}: expected a linear, got {type(module).__name__}")
+    return module

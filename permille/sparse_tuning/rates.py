@@ -1,0 +1,97 @@
+"""How much of each decoder layer is pruned, and when: rates by CKA, a cubic schedule over the rounds.
+
+    CKA(X, Y) = |Y'X|^2 / (|X'X| |Y'Y|)                 columns centred, Frobenius norms       (equation 20)
+    I_l       = exp(-beta * sum over i != l of CKA(X_l, X_i))                                  (equation 21)
+    max sum_l I_l n_l (1 - s_l)   with   sum_l n_l s_l = rate * sum_l n_l,   lower <= s <= upper
+    rate_t    = rate * (1 - (1 - t / T)^3)              t = 1 ... T                            (equation 24)
+
+Equations are those of "Mitigating gradient interference for efficient sparse fine-tuning". Where we read them
+otherwise than they are printed, and why: docs/adr/0008.
+
+# Legend: T tokens, D and E features, L decoder layers.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+
+SPREAD = 0.1
+"""How far a layer may be from the mean: the printed programme has no bounds, and would empty layers."""
+LARGEST_RATE = 0.99
+
+
+def cubic_rate(final: float, round_: int, rounds: int) -> float:
+    """The rate after a round, counted from 1; the last one's is `final`."""
+    return final if round_ == rounds else final * (1 - (1 - round_ / rounds) ** 3)
+
+
+def linear_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
+    """How similar two layers' features of the same tokens are: 0 to 1, whatever their rotation and scale.
+
+    A feature that is the same for all tokens is similar to nothing: 0.
+    """
+    x_TD = x_TD - x_TD.mean(axis=0, dtype=np.float64)
+    y_TE = y_TE - y_TE.mean(axis=0, dtype=np.float64)
+    scale = float(np.linalg.norm(x_TD.T @ x_TD) * np.linalg.norm(y_TE.T @ y_TE))
+    return float(np.linalg.norm(y_TE.T @ x_TD) ** 2) / scale if scale else 0.0
+
+
+def similarities(features: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+    """CKA of each pair of layers, float64 [L, L]; the features have as many rows, their widths may differ."""
+    found_LL = np.eye(len(features))
+    for first in range(len(features)):
+        for second in range(first):
+            found_LL[first, second] = linear_cka(features[first], features[second])
+            found_LL[second, first] = found_LL[first, second]
+    return found_LL
+
+
+def importance(similarity_LL: NDArray[np.float64], beta: float = 1.0) -> NDArray[np.float64]:
+    """What each layer holds that the others do not, float64 [L]: 1 where it is like none of them."""
+    others_L = similarity_LL.sum(axis=1) - np.diagonal(similarity_LL)
+    found_L: NDArray[np.float64] = np.exp(-beta * others_L)
+    return found_L
+
+
+def layer_rates(
+    importance_L: NDArray[np.float64],
+    weights_L: NDArray[np.int64],
+    rate: float,
+    pruned_L: NDArray[np.float64],
+    *,
+    spread: float = SPREAD,
+) -> NDArray[np.float64]:
+    """The rates that keep most of what is important, their mean over the weights being `rate`: float64 [L].
+
+    Args:
+        weights_L: number of weights that may be pruned in each layer.
+        pruned_L: rates that the layers have already, below which none can fall.
+        spread: the most by which a layer's rate may differ from the mean; 0 makes all rates equal.
+
+    Raises:
+        InputError: more is pruned already than `rate` allows.
+    """
+    from scipy.optimize import linprog
+
+    lower_L = np.maximum(pruned_L, max(0.0, rate - spread))
+    upper_L = np.maximum(lower_L, min(max(LARGEST_RATE, rate), rate + spread))
+    # HiGHS calls coefficients that differ by less than 1e-7 equal, and an exponential of many layers is tiny.
+    worth_L = importance_L / importance_L.max()
+    share_L = weights_L / weights_L.sum()
+    found = linprog(
+        worth_L * share_L,  # of what is pruned: the least
+        A_eq=share_L[None],
+        b_eq=[rate],
+        bounds=np.stack([lower_L, upper_L], axis=1),
+        method="highs",
+    )
+    if not found.success:
+        raise InputError(
+            f"expected rates of mean {rate:.4f} between {lower_L.min():.4f} and {upper_L.max():.4f}, "
+            f"got none: {float(pruned_L @ share_L):.4f} is pruned already"
+        )
+    rates_L: NDArray[np.float64] = np.clip(found.x, lower_L, upper_L)
+    return rates_L

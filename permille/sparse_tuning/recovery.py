@@ -1,0 +1,143 @@
+"""Fine-tuning of a pruned model's adapters by first order, in steps that a kill does not lose.
+
+Adam on the mean next-token loss of public text, the rate falling to 0 over the steps. `l2` adds
+`l2 * number` to each gradient: of a pooling adapter this is the norm of the change of the weights, which
+section 4.2 wants small. Which rows a step takes is a function of seed and step, so a call with the same
+arguments and checkpoint goes on after a kill, to the same bits on the same machine and threads.
+
+# Legend: N rows, T tokens, B rows of a step, K trained numbers.
+"""
+
+import contextlib
+import io
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from permille.errors import InputError
+from permille.files import write_atomic
+from permille.sensitivity.backward import check_sequences, differentiable, sequence_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+STEPS_A_CHECKPOINT = 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryPlan:
+    """How adapters are trained.
+
+    Attributes:
+        rate: Adam's at the first step.
+        l2: weight of the squared numbers in the loss, halved.
+        seed: of the order of the rows.
+        recomputed: a decoder layer's activations are made again in the reverse pass: a third more time, and
+            the memory of one layer.
+    """
+
+    steps: int
+    rows: int
+    rate: float
+    l2: float = 0.0
+    seed: int = 0
+    recomputed: bool = True
+
+
+def recover(
+    model: "PreTrainedModel",
+    trained: Sequence[nn.Parameter],
+    rows_NT: NDArray[np.int64],
+    plan: RecoveryPlan,
+    *,
+    checkpoint: Path | None = None,
+    progress: Progress = lambda _done, _total: None,
+) -> list[float]:
+    """Train in place; the mean loss of each step's rows.
+
+    Args:
+        trained: what `attach` gave; everything else is frozen.
+        checkpoint: file that keeps what is needed to go on; a kill costs at most `STEPS_A_CHECKPOINT` steps.
+        progress: called after each step; what it raises stops the work.
+
+    Raises:
+        InputError: fewer rows than a step takes, tokens outside of the vocabulary, a loss that is not finite.
+    """
+    check_sequences(model, rows_NT)
+    if len(rows_NT) < plan.rows:
+        raise InputError(f"expected at least {plan.rows} rows of text, got {len(rows_NT)}")
+    optimizer = torch.optim.Adam(trained, lr=plan.rate, weight_decay=plan.l2, foreach=False)
+    losses = _load(checkpoint, trained, optimizer)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    with differentiable(model, names) if plan.recomputed else contextlib.nullcontext():
+        for step in range(len(losses), plan.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = plan.rate * (1 - step / plan.steps)
+            optimizer.zero_grad()
+            total = 0.0
+            for tokens_T in rows_NT[row_order(len(rows_NT), plan.rows, plan.seed, step)]:
+                loss = sequence_loss(model, tokens_T, step) / plan.rows
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+            optimizer.step()
+            losses.append(total)
+            if checkpoint and (len(losses) % STEPS_A_CHECKPOINT == 0 or len(losses) == plan.steps):
+                write_atomic(checkpoint, _bytes(trained, optimizer, losses))
+            progress(len(losses), plan.steps)
+    return losses
+
+
+def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
+    """Which rows a step takes: all once, in an order by the seed, then all again in another."""
+    places = np.arange(step * taken, (step + 1) * taken)
+    orders = {
+        int(turn): np.random.default_rng([seed, int(turn)]).permutation(rows) for turn in places // rows
+    }
+    return np.array([orders[int(place // rows)][place % rows] for place in places])
+
+
+def _bytes(trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam, losses: Sequence[float]) -> bytes:
+    moments = [
+        torch.cat([optimizer.state[parameter][key].reshape(-1) for parameter in trained])
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    values_3K = torch.stack([parameters_to_vector(trained).detach(), *moments])
+    buffer = io.BytesIO()
+    np.savez(buffer, values_3K=values_3K.float().cpu().numpy(), losses=np.array(losses))
+    return buffer.getvalue()
+
+
+def _load(
+    checkpoint: Path | None, trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam
+) -> list[float]:
+    """Put back what a checkpoint holds: the losses of its steps, none where there is no whole file."""
+    if checkpoint is None or not checkpoint.exists():
+        return []
+    try:
+        with np.load(checkpoint, allow_pickle=False) as stored:
+            values_3K, losses = torch.from_numpy(stored["values_3K"]), stored["losses"]
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile):
+        return []
+    if values_3K.shape != (3, sum(parameter.numel() for parameter in trained)):
+        return []
+    vector_to_parameters(values_3K[0], trained)
+    start = 0
+    for parameter in trained:
+        end = start + parameter.numel()
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(len(losses))),
+            "exp_avg": values_3K[1, start:end].view_as(parameter).clone(),
+            "exp_avg_sq": values_3K[2, start:end].view_as(parameter).clone(),
+        }
+        start = end
+    return [float(loss) for loss in losses]
