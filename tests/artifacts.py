@@ -49,7 +49,7 @@ def add_package(session: Session, *, tenant_id: str, manifest: Manifest) -> Arti
     made = Made(
         model_id=some_model(session, tenant_id),
         digest=manifest.digest,
-        k=manifest.mask.k,
+        k=manifest.k,
         provenance={},
         blobs=(whole, *blobs),
     )

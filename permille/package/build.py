@@ -5,19 +5,21 @@ in it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.digests import JSON
+from permille.errors import InputError
 from permille.models.families import family_of, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import write_blocks
 from permille.package.config_files import clean_config, config_bytes
 from permille.package.layers import (
     masked_values,
+    write_adapter,
     write_dense,
     write_exponents,
     write_file,
@@ -25,8 +27,9 @@ from permille.package.layers import (
     write_plain,
     write_values,
 )
-from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES
+from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES, AdapterKind
 from permille.package.manifest import (
+    AdapterInfo,
     Layer,
     Manifest,
     MaskInfo,
@@ -41,6 +44,7 @@ from permille.quantization import default_group_size, quantize
 from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
 
+_Trainable = tuple[MaskInfo | AdapterInfo, tuple[TensorInfo, ...], list[Layer]]
 _NONE = np.empty(0, np.uint32)
 
 
@@ -82,70 +86,70 @@ class ChosenMask:
     exponents_K: NDArray[np.int8] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenAdapter:
+    """The adapter to train in place of masked weights (FORMAT 4.10); `seed` is that of its matrices A."""
+
+    kind: AdapterKind
+    rank: int
+    alpha: int
+    scope: str = "all"
+    seed: int = 0
+
+
 def pack_model(
     blobs: BlobFolder,
     model: SourceModel,
-    mask: ChosenMask,
+    chosen: ChosenMask | ChosenAdapter,
     scheme: Scheme = Scheme.NF4,
     *,
     group_size: int | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
-    """Quantize the model, take its masked values and write everything; returns the package's digest.
+    """Quantize the model, take what is trained of it and write everything; returns the package's digest.
 
     Args:
         group_size: None takes the scheme's default.
 
     Raises:
-        InputError: a mask or exponents that do not fit, weights that are not finite, too large a file.
+        InputError: a mask, exponents or an adapter that do not fit, weights that are not finite, too large a
+            file.
         PackageError: a file of the model may not be in a package.
         OSError: as the file system reports it.
     """
     size = default_group_size(scheme) if group_size is None else group_size
     scoped = [name for name, _ in scoped_tensors(model.config)]
     quantized = ((name, quantize(model.raw(name).float32(), scheme, size, name=name)) for name in scoped)
-    layers = (
-        write_dense(blobs, quantized, scheme),
-        write_plain(blobs, plain_tensors(model)),
-        write_mask(blobs, mask.indices, scoped),
-    )
+    layers = (write_dense(blobs, quantized, scheme), write_plain(blobs, plain_tensors(model)))
     how = Quantization(name=scheme, group_size=size)
-    return write_package(blobs, model, mask, layers, how, provenance=provenance).digest
+    return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest
 
 
 def write_package(
     blobs: BlobFolder,
     model: SourceModel,
-    mask: ChosenMask,
-    layers: tuple[Layer, Layer, Layer],
+    chosen: ChosenMask | ChosenAdapter,
+    layers: tuple[Layer, Layer],
     scheme: Quantization,
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write what is missing beside the dense, the plain and the mask layer.
+    """Write what is missing beside the dense and the plain layer.
 
     Raises:
         InputError, PackageError, OSError: as `pack_model`.
     """
-    scoped = scoped_tensors(model.config)
-    masks = {name: mask.indices.get(name, _NONE) for name, _ in scoped}
-    counts = {name: indices.size for name, indices in masks.items()}
-    values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
-    made = [*layers, write_blocks(blobs, layers), write_values(blobs, values, list(masks))]
-    if mask.exponents_K is not None:
-        made.append(write_exponents(blobs, mask.exponents_K, counts))
+    if isinstance(chosen, ChosenMask):
+        trainable, tensors, own = _write_mask(blobs, model, chosen)
+    else:
+        trainable, tensors, own = _write_adapter(blobs, model, chosen)
     config = write_file(blobs, "config.json", config_bytes(clean_config(model.config)))
     manifest = Manifest(
         model=ModelInfo(family=family_of(model.config).value, config=config.digest),
         scheme=scheme,
-        mask=MaskInfo(
-            method=mask.method,
-            density=decimal_text(float(mask.density)),
-            scope=mask.scope,
-            k=sum(counts.values()),
-        ),
-        tensors=tuple(TensorInfo(name=name, shape=shape, count=counts[name]) for name, shape in scoped),
-        layers=sort_layers([*made, config, *_other_files(blobs, model)]),
+        trainable=trainable,
+        tensors=tensors,
+        layers=sort_layers([*layers, write_blocks(blobs, layers), *own, config, *_other_files(blobs, model)]),
         provenance=provenance or {},
     )
     write_manifest(blobs, manifest)
@@ -166,6 +170,41 @@ def plain_tensors(model: SourceModel) -> Iterator[RawTensor]:
     """All tensors that are not quantized, in the model's order."""
     scoped = {name for name, _ in scoped_tensors(model.config)}
     return (model.raw(name) for name in model.names if name not in scoped)
+
+
+def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask) -> _Trainable:
+    scoped = dict(scoped_tensors(model.config))
+    masks = {name: mask.indices.get(name, _NONE) for name in scoped}
+    counts = {name: indices.size for name, indices in masks.items()}
+    values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
+    own = [write_mask(blobs, mask.indices, list(scoped)), write_values(blobs, values, list(scoped))]
+    if mask.exponents_K is not None:
+        own.append(write_exponents(blobs, mask.exponents_K, counts))
+    about = MaskInfo(
+        method=mask.method,
+        density=decimal_text(float(mask.density)),
+        scope=mask.scope,
+        k=sum(counts.values()),
+    )
+    tensors = (TensorInfo(name=name, shape=shape, count=counts[name]) for name, shape in scoped.items())
+    return about, tuple(tensors), own
+
+
+def _write_adapter(blobs: BlobFolder, model: SourceModel, chosen: ChosenAdapter) -> _Trainable:
+    covered = dict(scoped_tensors(model.config, chosen.scope))
+    about = AdapterInfo(kind=chosen.kind, rank=chosen.rank, alpha=chosen.alpha, scope=chosen.scope, k=0)
+    for name, (rows, columns) in covered.items():
+        if about.count((rows, columns)) > rows * columns:
+            raise InputError(
+                f"expected an adapter smaller than the weights beside it, got rank {chosen.rank} of {name} "
+                f"({rows} by {columns}): choose a lower rank, or a scope without it"
+            )
+    tensors = tuple(
+        TensorInfo(name=name, shape=shape, count=about.count(shape) if name in covered else 0)
+        for name, shape in scoped_tensors(model.config)
+    )
+    layer = write_adapter(blobs, about, tensors, seed=chosen.seed)
+    return replace(about, k=sum(tensor.count for tensor in tensors)), tensors, [layer]
 
 
 def _other_files(blobs: BlobFolder, model: SourceModel) -> Iterator[Layer]:

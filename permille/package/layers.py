@@ -4,6 +4,7 @@ The same tensors in the same order give the same bytes. Reading is in `reader`; 
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
@@ -14,7 +15,7 @@ from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import check_file
 from permille.package.limits import FILE_NAMES, GROUP_SIZES, MAX_EXPONENT, Role
-from permille.package.manifest import Layer
+from permille.package.manifest import AdapterInfo, Layer, TensorInfo
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.types import QuantizedTensor, Scheme
@@ -69,6 +70,30 @@ def write_mask(blobs: BlobFolder, mask: Mapping[str, NDArray[np.uint32]], order:
                 raise InputError(f"expected strictly increasing uint32 indices of {name!r}")
             writer.add(name, "U32", indices.shape, indices)
         return _layer(Role.MASK, writer.finish())
+
+
+def write_adapter(
+    blobs: BlobFolder, adapter: AdapterInfo, tensors: Sequence[TensorInfo], *, seed: int
+) -> Layer:
+    """The matrix A of each linear in scope, [rank, K] in F16 (FORMAT 4.10): uniform with variance `1 / K`.
+
+    Args:
+        tensors: all quantized tensors, in tensor_id order; those with a count are in scope.
+    """
+    with SafetensorsWriter(blobs) as writer:
+        for tensor_id, tensor in enumerate(tensors):
+            if tensor.count:
+                a_RK = random_matrix(adapter.rank, tensor.shape[1], key=(seed, tensor_id))
+                writer.add(tensor.name, "F16", a_RK.shape, a_RK.astype("<f2"))
+        return _layer(Role.ADAPTER, writer.finish())
+
+
+def random_matrix(rank: int, columns: int, *, key: tuple[int, int]) -> NDArray[np.float32]:
+    """[rank, columns] with variance `1 / columns`, so that `A x` is as large as x. The generator's words are
+    the same in every version of numpy, which its normal distribution is not promised to be."""
+    words = np.random.Philox(key=np.array(key, np.uint64)).random_raw(rank * columns)
+    uniform = (words >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - np.float32(1)
+    return uniform.reshape(rank, columns) * np.float32(math.sqrt(3 / columns))
 
 
 def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence[str]) -> Layer:

@@ -15,6 +15,8 @@ MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 8.1: what the header of a log can say
 MAX_EXPONENT = 15  # FORMAT 4.6
+MAX_RANK = 256  # FORMAT 3.1: of an adapter
+MAX_ALPHA = 1024
 BLOCK_BYTES = 1 << 20  # FORMAT 4.7
 BLOCK_HASH_BYTES = 32
 POOLING = "pooling"  # FORMAT 4.9: the key of provenance that a pooled state adds
@@ -39,6 +41,13 @@ FILE_NAMES = frozenset(
 )
 
 
+class AdapterKind(StrEnum):
+    """Which matrices of a low-rank adapter are trained: both, or B alone (LoRA-FA)."""
+
+    LORA = "lora"
+    LORA_FA = "lora-fa"
+
+
 class Role(StrEnum):
     """What a layer holds."""
 
@@ -46,6 +55,7 @@ class Role(StrEnum):
     PLAIN = "plain"
     BLOCKS = "blocks"
     MASK = "mask"
+    ADAPTER = "adapter"
     VALUES = "values"
     EXPONENTS = "exponents"
     POOLED = "pooled"
@@ -57,13 +67,15 @@ MEDIA_TYPES = {
     Role.PLAIN: "application/vnd.permille.plain+safetensors",
     Role.BLOCKS: "application/vnd.permille.blocks",
     Role.MASK: "application/vnd.permille.mask+safetensors",
+    Role.ADAPTER: "application/vnd.permille.adapter+safetensors",
     Role.VALUES: "application/vnd.permille.values+safetensors",
     Role.EXPONENTS: "application/vnd.permille.exponents+safetensors",
     Role.POOLED: "application/vnd.permille.state",
     Role.FILE: "application/vnd.permille.file",
 }
 
-# FORMAT 3.3: one of each in every package; exponents, a pooled state and files besides.
-REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS, Role.MASK, Role.VALUES)
+# FORMAT 3.3: one of each; a pooled state and files besides, with a mask also exponents.
+REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
+MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
 # FORMAT 4.7: whose blocks are hashed, in the order of the list.
 BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

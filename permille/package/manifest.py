@@ -15,17 +15,21 @@ from typing import Any, TypeVar
 from permille.digests import JSON, canonical_json, digest_of, is_digest, parse_canonical
 from permille.errors import PackageError
 from permille.package.limits import (
+    ADAPTER_ROLES,
     BLOCK_BYTES,
     BLOCK_HASH_BYTES,
     BLOCKED_ROLES,
     FILE_NAMES,
     FORMAT,
     GROUP_SIZES,
+    MASK_ROLES,
+    MAX_ALPHA,
     MAX_FILE_BYTES,
     MAX_HEADER_BYTES,
     MAX_K,
     MAX_LAYER_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_RANK,
     MAX_TENSORS,
     MAX_WEIGHTS_OF_A_TENSOR,
     MEDIA_TYPES,
@@ -33,6 +37,7 @@ from permille.package.limits import (
     REQUIRED_ROLES,
     STATE_BLOCK_WEIGHTS,
     VERSION,
+    AdapterKind,
     Role,
 )
 from permille.quantization.types import Scheme, packed_size, scales_shape
@@ -83,8 +88,42 @@ class MaskInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """Low-rank matrices beside the linears in scope: `y = W x + alpha / rank * B A x` (FORMAT 4.10).
+
+    Attributes:
+        k: all numbers that are trained.
+    """
+
+    kind: AdapterKind
+    rank: int
+    alpha: int
+    scope: str
+    k: int
+
+    def __post_init__(self) -> None:
+        _check_word(self.scope)
+        if not 1 <= self.rank <= MAX_RANK or not 1 <= self.alpha <= MAX_ALPHA:
+            got = f"{self.rank} and {self.alpha}"
+            raise PackageError(
+                "manifest-schema", f"expected rank 1 to {MAX_RANK} and alpha 1 to {MAX_ALPHA}, got {got}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What the product of both matrices is multiplied by."""
+        return self.alpha / self.rank
+
+    def count(self, shape: tuple[int, int]) -> int:
+        """Trained numbers beside a linear of this shape (N, K): of B [N, rank], of LoRA also A [rank, K]."""
+        rows, columns = shape
+        return self.rank * (rows + columns if self.kind is AdapterKind.LORA else rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One quantized weight: its (N, K), how many of its weights are masked. Its index is the tensor_id."""
+    """One quantized weight: its (N, K), how many of its weights are masked, or numbers of its adapter are
+    trained. Its index is the tensor_id."""
 
     name: str
     shape: tuple[int, int]
@@ -98,7 +137,7 @@ class TensorInfo:
             )
         if not 0 <= self.count <= rows * columns:
             raise PackageError(
-                "manifest-counts", f"expected at most {rows * columns} masked weights, got {self.count}"
+                "manifest-counts", f"expected at most {rows * columns} trained numbers, got {self.count}"
             )
 
 
@@ -137,7 +176,7 @@ class Manifest:
 
     model: ModelInfo
     scheme: Quantization
-    mask: MaskInfo
+    trainable: MaskInfo | AdapterInfo
     tensors: tuple[TensorInfo, ...]
     layers: tuple[Layer, ...]
     provenance: Mapping[str, JSON] = field(default_factory=dict)
@@ -149,8 +188,23 @@ class Manifest:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Masked weights of each tensor, in tensor_id order."""
+        """Masked weights, or trained numbers of the adapter, of each tensor, in tensor_id order."""
         return tuple(tensor.count for tensor in self.tensors)
+
+    @property
+    def k(self) -> int:
+        """All masked weights, or trained numbers of the adapter."""
+        return self.trainable.k
+
+    @property
+    def adapter(self) -> AdapterInfo | None:
+        """The adapter; None of a package with a mask."""
+        return self.trainable if isinstance(self.trainable, AdapterInfo) else None
+
+    @property
+    def mask_digest(self) -> str:
+        """What logs and states call so: the digest of the mask layer, or of the adapter layer."""
+        return self.layer(Role.MASK if self.adapter is None else Role.ADAPTER).digest
 
     @property
     def size_bytes(self) -> int:
@@ -194,7 +248,7 @@ class Manifest:
                 "version": VERSION,
                 "model": asdict(self.model),
                 "scheme": asdict(self.scheme),
-                "mask": asdict(self.mask),
+                "mask" if self.adapter is None else "adapter": asdict(self.trainable),
                 "tensors": [asdict(tensor) for tensor in self.tensors],
                 "layers": [asdict(layer) | {"media_type": layer.media_type} for layer in self.layers],
                 "provenance": self.provenance,
@@ -212,12 +266,13 @@ class Manifest:
         if isinstance(top, Mapping) and (top.get("format"), top.get("version")) != (FORMAT, VERSION):
             got = f"{top.get('format')!r:.60} {top.get('version')!r:.20}"
             raise PackageError("manifest-version", f"expected {FORMAT} version {VERSION}, got {got}")
-        fields = _fields(top, "manifest", _TOP)
+        chosen = "adapter" if isinstance(top, Mapping) and "adapter" in top else "mask"
+        fields = _fields(top, "manifest", _TOP | {chosen: dict})
         scheme = _fields(fields["scheme"], "scheme", _SCHEME)
         return cls(
             model=ModelInfo(**_fields(fields["model"], "model", _MODEL)),
             scheme=Quantization(**scheme | {"name": _member(Scheme, scheme["name"])}),
-            mask=MaskInfo(**_fields(fields["mask"], "mask", _MASK)),
+            trainable=_adapter(fields[chosen]) if chosen == "adapter" else _mask(fields[chosen]),
             tensors=tuple(_tensor(item) for item in fields["tensors"]),
             layers=tuple(_layer(item) for item in fields["layers"]),
             provenance=fields["provenance"],
@@ -229,16 +284,27 @@ class Manifest:
             raise PackageError("manifest-tensors", f"expected 1 to {MAX_TENSORS} tensors, got {number}")
         if len({tensor.name for tensor in self.tensors}) != number:
             raise PackageError("manifest-tensors", "expected every tensor once, got a name twice")
-        if total != self.mask.k or not 1 <= total <= MAX_K:
+        if total != self.k or not 1 <= total <= MAX_K:
             raise PackageError(
-                "manifest-counts", f"expected k = {self.mask.k} from 1 to {MAX_K}, got counts of {total}"
+                "manifest-counts", f"expected k = {self.k} from 1 to {MAX_K}, got counts of {total}"
             )
+        for tensor in self.tensors:
+            if self.adapter is not None and tensor.count not in (0, self.adapter.count(tensor.shape)):
+                wanted = self.adapter.count(tensor.shape)
+                raise PackageError(
+                    "manifest-counts", f"expected 0 or {wanted} of {tensor.name!r:.100}, got {tensor.count}"
+                )
 
     def _check_layers(self) -> None:
+        with_mask, with_adapter = (*MASK_ROLES, Role.EXPONENTS), ADAPTER_ROLES
+        required = (*REQUIRED_ROLES, *(MASK_ROLES if self.adapter is None else ADAPTER_ROLES))
+        excluded: tuple[Role, ...] = with_adapter if self.adapter is None else with_mask
         for role in Role:
             found = sum(layer.role is role for layer in self.layers)
-            if role is not Role.FILE and (found > 1 or (role in REQUIRED_ROLES and found == 0)):
+            if role is not Role.FILE and (found > 1 or (role in required and found == 0)):
                 raise PackageError("manifest-layers", f"expected one {role} layer, got {found}")
+            if role in excluded and found:
+                raise PackageError("manifest-layers", f"expected no {role} layer in this package")
         files = [layer.path for layer in self.layers if layer.role is Role.FILE]
         if len(set(files)) != len(files):
             raise PackageError("manifest-layers", f"expected every file once, got {files}")
@@ -252,7 +318,7 @@ class Manifest:
 
     def _check_sizes(self) -> None:
         """FORMAT 3.4: what each layer can weigh, known before a byte of it is downloaded."""
-        scheme, k = self.scheme, self.mask.k
+        scheme, k = self.scheme, self.k
         dense = sum(
             packed_size(t.shape) + 4 * math.prod(scales_shape(scheme.name, t.shape, scheme.group_size))
             for t in self.tensors
@@ -260,12 +326,15 @@ class Manifest:
         code_book = 320 * len(self.tensors) if scheme.name is Scheme.NF4 else 0
         overhead = MAX_HEADER_BYTES + 8
         blocks = BLOCK_HASH_BYTES * sum(-(-self.layer(r).size_bytes // BLOCK_BYTES) for r in BLOCKED_ROLES)
+        rank = 0 if self.adapter is None else self.adapter.rank
+        frozen = rank * sum(t.shape[1] for t in self.tensors if t.count)  # numbers of A
         blocks_of_state = -(-k // STATE_BLOCK_WEIGHTS)
         bounds = {
             Role.DENSE: (dense, dense + code_book + overhead),
             Role.PLAIN: (0, MAX_LAYER_BYTES),
             Role.BLOCKS: (blocks, blocks),
             Role.MASK: (4 * k, 4 * k + overhead),
+            Role.ADAPTER: (2 * frozen, 4 * frozen + overhead),
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.EXPONENTS: (k, k + overhead),
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
@@ -295,11 +364,12 @@ def decimal_text(number: float) -> str:
 
 # --- from JSON -------------------------------------------------------------------------------------------
 
-_TOP = {"format": str, "version": int, "model": dict, "scheme": dict, "mask": dict, "tensors": list}
-_TOP |= {"layers": list, "provenance": dict}
+_TOP = {"format": str, "version": int, "model": dict, "scheme": dict, "tensors": list, "layers": list}
+_TOP |= {"provenance": dict}
 _MODEL = {"family": str, "config": str}
 _SCHEME = {"name": str, "group_size": int}
 _MASK = {"method": str, "density": str, "scope": str, "k": int}
+_ADAPTER = {"kind": str, "rank": int, "alpha": int, "scope": str, "k": int}
 _TENSOR = {"name": str, "shape": list, "count": int}
 _LAYER = {"role": str, "media_type": str, "digest": str, "size_bytes": int, "path": object}
 
@@ -317,6 +387,15 @@ def _fields(value: object, what: str, kinds: Mapping[str, type]) -> dict[str, An
             got = type(value[key]).__name__
             raise PackageError("manifest-schema", f"expected {what}.{key} to be {kind.__name__}, got {got}")
     return value
+
+
+def _mask(item: object) -> MaskInfo:
+    return MaskInfo(**_fields(item, "mask", _MASK))
+
+
+def _adapter(item: object) -> AdapterInfo:
+    found = _fields(item, "adapter", _ADAPTER)
+    return AdapterInfo(**found | {"kind": _member(AdapterKind, found["kind"])})
 
 
 def _tensor(item: object) -> TensorInfo:

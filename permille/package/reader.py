@@ -1,9 +1,10 @@
 """Opening a package: nothing is returned that was not checked (FORMAT 4.8).
 
 `Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, blocks, mask,
-values, exponents), and holds the structure of all layers against the manifest and the config. The big layers
-(dense, plain) are mapped. All their blocks are hashed when the first tensor of them is asked for, so opening
-stays quick and nothing computes with damaged bytes. Scales and plain numbers are checked as they are read.
+adapter, values, exponents), and holds the structure of all layers against the manifest and the config. The
+big layers (dense, plain) are mapped. All their blocks are hashed when the first tensor of them is asked for,
+so opening stays quick and nothing computes with damaged bytes. Scales and plain numbers are checked as they
+are read.
 """
 
 import threading
@@ -14,13 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.errors import PackageError
+from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
 from permille.package.layers import ABSMAX, SCALES, are_exponents
-from permille.package.limits import BLOCKED_ROLES, MAX_EXPONENT, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
-from permille.package.manifest import Layer, Manifest
+from permille.package.limits import (
+    BLOCKED_ROLES,
+    MAX_EXPONENT,
+    MAX_FILE_BYTES,
+    MAX_MANIFEST_BYTES,
+    AdapterKind,
+    Role,
+)
+from permille.package.manifest import AdapterInfo, Layer, Manifest
 from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import check_code_book, check_indices, check_scales, check_shapes
 from permille.quantization.types import QuantizedTensor, Scheme
@@ -30,6 +38,7 @@ _DTYPES = {
     Role.DENSE: frozenset({"U8", "F32"}),
     Role.PLAIN: FLOATS,
     Role.MASK: frozenset({"U32"}),
+    Role.ADAPTER: FLOATS,
     Role.VALUES: FLOATS,
     Role.EXPONENTS: frozenset({"I8"}),
 }
@@ -62,7 +71,7 @@ class Package:
             if manifest.has_layer(role)
         }
         check_shapes(manifest, self.config, self._layers)
-        for tensor in manifest.tensors:
+        for tensor in manifest.tensors if manifest.adapter is None else ():
             check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
         self.exponents()
 
@@ -77,18 +86,18 @@ class Package:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Masked weights of each tensor, in tensor_id order."""
+        """Masked weights, or trained numbers of the adapter, of each tensor, in tensor_id order."""
         return self.manifest.counts
 
     @property
     def k(self) -> int:
-        """All masked weights."""
-        return self.manifest.mask.k
+        """All masked weights, or trained numbers of the adapter."""
+        return self.manifest.k
 
     @property
     def mask_digest(self) -> str:
-        """Digest of the mask layer."""
-        return self.manifest.layer(Role.MASK).digest
+        """Digest of the mask layer, or of the adapter layer that stands in its place."""
+        return self.manifest.mask_digest
 
     @property
     def size_bytes(self) -> int:
@@ -156,23 +165,57 @@ class Package:
         return tensor
 
     def mask(self, name: str) -> NDArray[np.uint32]:
-        """Flat indices of a weight's masked positions, strictly increasing (KeyError: no such tensor)."""
+        """Flat indices of a weight's masked positions, strictly increasing.
+
+        Raises:
+            KeyError: no such tensor.
+            InputError: the package has an adapter in place of a mask.
+        """
+        if self.manifest.adapter is not None:
+            got = f"{self.manifest.adapter.kind} of rank {self.manifest.adapter.rank}"
+            raise InputError(
+                f"expected a package with a mask (sparse values), got one with an adapter: {got}"
+            )
         return self._layers[Role.MASK].tensor(name).data.view("<u4").astype(np.uint32, copy=False)
 
     def values(self) -> NDArray[np.float32]:
-        """The sparse values [k] float32, tensors concatenated in tensor_id order; the caller's own copy.
+        """What training begins with, [k] float32, tensor by tensor; the caller's own copy: the sparse values,
+        or of an adapter A, where it is trained, and then B, which is 0.
 
         Raises:
-            PackageError: `values-not-finite`.
+            PackageError: `values-not-finite` or `adapter-not-finite`.
         """
+        if self.manifest.adapter is not None:
+            return self._adapter_values(self.manifest.adapter)
         found = [self._layers[Role.VALUES].tensor(tensor.name) for tensor in self.manifest.tensors]
         for tensor in found:
             if not tensor.all_finite():
                 raise PackageError("values-not-finite", f"expected finite values of {tensor.name}")
         return np.concatenate([tensor.float32() for tensor in found])
 
+    def adapter_matrix(self, name: str) -> NDArray[np.float32]:
+        """A [rank, K] beside a weight: frozen (LoRA-FA), or what training begins with (LoRA).
+
+        Raises:
+            KeyError: no such tensor, or one outside of the adapter's scope.
+            PackageError: `adapter-not-finite`.
+        """
+        tensor = self._layers[Role.ADAPTER].tensor(name)
+        if not tensor.all_finite():
+            raise PackageError("adapter-not-finite", f"expected finite numbers beside {name}")
+        return tensor.float32().reshape(tensor.shape)
+
+    def _adapter_values(self, adapter: AdapterInfo) -> NDArray[np.float32]:
+        parts = [np.empty(0, np.float32)]
+        for tensor in self.manifest.tensors:
+            if tensor.count:
+                a_RK = self.adapter_matrix(tensor.name)
+                parts += [a_RK.reshape(-1)] if adapter.kind is AdapterKind.LORA else []
+                parts.append(np.zeros(tensor.shape[0] * adapter.rank, np.float32))
+        return np.concatenate(parts)
+
     def values_dtype(self, name: str) -> str:
-        """The source model's dtype of a masked weight: BF16, F16 or F32."""
+        """The source model's dtype of a masked weight: BF16, F16 or F32 (KeyError: beside an adapter)."""
         return self._layers[Role.VALUES].specs[name].dtype
 
     def exponents(self) -> NDArray[np.int8] | None:

@@ -37,11 +37,13 @@ def check_shapes(
     expected: dict[Role, Mapping[str, tuple[int, ...]]] = {
         Role.DENSE: _dense_shapes(manifest),
         Role.PLAIN: plain,
-        Role.MASK: counts,
-        Role.VALUES: counts,
     }
-    if Role.EXPONENTS in layers:
-        expected[Role.EXPONENTS] = counts
+    if manifest.adapter is not None:
+        rank = manifest.adapter.rank
+        expected[Role.ADAPTER] = {t.name: (rank, t.shape[1]) for t in manifest.tensors if t.count}
+    for role in (Role.MASK, Role.VALUES, Role.EXPONENTS):
+        if role in layers:
+            expected[role] = counts
     for role, shapes in expected.items():
         _check_layer_shapes(role, layers[role], shapes)
 

@@ -144,9 +144,9 @@ def write_pooled(
     parent = manifest.parent()
     header = StateHeader(
         package_digest=parent.digest,
-        mask_digest=parent.layer(Role.MASK).digest,
+        mask_digest=parent.mask_digest,
         step_unit_exponent=found.step_unit_exponent,
-        k=parent.mask.k,
+        k=parent.k,
         origin=StateOrigin.POOLED,
     )
     data = encode_state(header, found.s_K)

@@ -15,7 +15,8 @@ import pytest
 from permille.digests import canonical_json, digest_of
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
-from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES
+from permille.package.build import ChosenAdapter
+from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, AdapterKind
 from permille.package.plan import check_plan
 from permille.package.reader import verify_package
 from tests.attacks.forge import Container, Forge, container_bytes
@@ -538,6 +539,76 @@ def exponents_of_one_weight_less(forge: Forge) -> str:
     return forge.seal()
 
 
+# --- FORMAT 4.10: adapters -------------------------------------------------------------------------------
+
+
+def with_an_adapter(change: Callable[[Forge], object], forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, adapter=ADAPTER), forge.target)
+    change(other)
+    return other.seal()
+
+
+def adapter_set(fields: dict[str, Any], forge: Forge) -> None:
+    forge.manifest["adapter"].update(fields)
+
+
+def adapter_with(change: Callable[[Container], object], forge: Forge) -> None:
+    container_with("adapter", change, forge)
+
+
+def transpose_a(container: Container) -> None:
+    container.entries[Q0]["shape"].reverse()
+
+
+def one_more_of_b(forge: Forge) -> None:
+    first(forge.manifest)["count"] += 1
+    forge.manifest["adapter"]["k"] += 1
+
+
+def layer_beside_an_adapter(role: str, forge: Forge) -> None:
+    same = Forge(forge.tiny, forge.target)
+    layer = {
+        **same.entry("adapter"),
+        "role": role,
+        "media_type": f"application/vnd.permille.{role}+safetensors",
+    }
+    at = [entry["role"] for entry in forge.manifest["layers"]].index("adapter")
+    forge.manifest["layers"].insert(at if role == "mask" else at + 1, layer)
+
+
+def mask_for_an_adapter(forge: Forge) -> None:
+    forge.manifest["mask"] = {"method": "random", "density": "0.1", "scope": "all", "k": 1}
+    del forge.manifest["adapter"]
+
+
+ADAPTER = ChosenAdapter(kind=AdapterKind.LORA, rank=4, alpha=8)
+ADAPTERS: list[tuple[str, str, Callable[[Forge], object]]] = [
+    ("manifest-schema", "a_mask_too", lambda f: f.manifest.update(mask=dict(f.manifest["adapter"]))),
+    ("manifest-schema", "no_word_of_it", lambda f: f.manifest.pop("adapter")),
+    ("manifest-schema", "an_unknown_kind", partial(adapter_set, {"kind": "dora"})),
+    ("manifest-schema", "no_rank", partial(adapter_set, {"rank": 0})),
+    ("manifest-schema", "an_endless_alpha", partial(adapter_set, {"alpha": 10**9})),
+    ("manifest-schema", "a_scope_for_terminals", partial(adapter_set, {"scope": "\x1b[2Jall"})),
+    ("manifest-counts", "another_rank", partial(adapter_set, {"rank": 5})),
+    ("manifest-counts", "another_kind", partial(adapter_set, {"kind": "lora-fa"})),
+    ("manifest-counts", "one_number_more", one_more_of_b),
+    ("manifest-layers", "no_layer", lambda f: layer_is_missing("adapter", f)),
+    ("manifest-counts", "a_mask_of_other_counts", mask_for_an_adapter),
+    *(
+        ("manifest-layers", role, partial(layer_beside_an_adapter, role))
+        for role in ("mask", "values", "exponents")
+    ),
+    ("layer-size", "an_exabyte", lambda f: layer_with("adapter", {"size_bytes": 2**60}, f)),
+    ("layer-size", "half_of_a", lambda f: layer_with("adapter", {"size_bytes": 3839}, f)),
+    ("adapter-not-finite", "nan", partial(adapter_with, partial(number_in, Q0, ("<f2", 5, np.nan)))),
+    ("tensor-shape", "a_transposed", partial(adapter_with, transpose_a)),
+    ("tensor-names", "another_name", partial(adapter_with, partial(rename, Q0, "lm_head.weight"))),
+    ("header-dtype", "whole_numbers", partial(adapter_with, partial(entry_with, {"dtype": "U32"}))),
+]
+for code, name, alter in ADAPTERS:
+    register(code, f"adapter_with_{name}", partial(with_an_adapter, alter))
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     exponents = (np.arange(70) % 16).astype(np.int8)
@@ -553,7 +624,7 @@ def test_a_package_that_was_only_taken_apart_and_sealed_again_verifies(forge: Fo
     for role in ("dense", "plain", "mask", "values", "exponents"):
         forge.replace(role, forge.container(role).data())
     assert forge.seal() == tiny.digest
-    assert verify_package(forge.target, tiny.digest).k == tiny.manifest.mask.k
+    assert verify_package(forge.target, tiny.digest).k == tiny.manifest.k
 
 
 @pytest.mark.parametrize(("code", "build"), ATTACKS, ids=NAMES)

@@ -133,7 +133,7 @@ def _write(
     manifest = Manifest(
         model=ModelInfo(family="llama", config=config_layer.digest),
         scheme=Quantization(name=scheme, group_size=group_size),
-        mask=MaskInfo(
+        trainable=MaskInfo(
             method="random",
             density=decimal_text(density),
             scope=f"layers:{first_layer}-" if first_layer else "all",

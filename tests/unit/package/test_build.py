@@ -14,6 +14,7 @@ from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model
 from permille.package.limits import MAX_FILE_BYTES
+from permille.package.manifest import MaskInfo
 from permille.package.reader import Package, verify_package
 from permille.quantization import dequantize, quantize
 from permille.quantization.types import Scheme
@@ -55,13 +56,15 @@ def test_a_package_holds_the_model_and_its_masked_weights(
     assert [tensor.name for tensor in package.manifest.tensors] == [
         n for n, _ in scoped_tensors(checkpoint.config)
     ]
-    assert package.manifest.mask.density == "0.05"
+    k = sum(indices.size for indices in mask.values())
+    expected = MaskInfo(method="random", density="0.05", scope="layers:1-1", k=k)
+    assert package.manifest.trainable == expected
     assert package.manifest.provenance == {"made": "by hand"}
     masked = [checkpoint.float32(name).reshape(-1)[indices] for name, indices in mask.items()]
     assert np.array_equal(package.values(), np.concatenate(masked))
     for name, _ in scoped_tensors(checkpoint.config):
-        expected = quantize(checkpoint.float32(name), Scheme.INT4, 128)
-        assert np.array_equal(dequantize(package.quantized(name)), dequantize(expected))
+        coded = quantize(checkpoint.float32(name), Scheme.INT4, 128)
+        assert np.array_equal(dequantize(package.quantized(name)), dequantize(coded))
         assert np.array_equal(package.mask(name), mask.get(name, np.empty(0, np.uint32)))
     for name in package.plain_names:
         assert np.array_equal(package.plain(name).data, checkpoint.raw(name).data)

@@ -1,6 +1,7 @@
 """Packages that are written are opened again, bit for bit, and change only where their inputs changed."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from permille.errors import InputError, PackageError
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package import layers
 from permille.package.blobs import BlobFolder
-from permille.package.build import write_manifest
+from permille.package.build import ChosenAdapter, write_manifest
 from permille.package.config_files import clean_config
-from permille.package.limits import Role
+from permille.package.limits import AdapterKind, Role
 from permille.package.manifest import Manifest, decimal_text
 from permille.package.reader import Package, verify_package
 from permille.package.safetensors_io import SafetensorsWriter
@@ -167,10 +168,42 @@ def test_exponents_come_back_in_flat_order_and_change_nothing_else(blobs: BlobFo
     found_K = package.exponents()
     assert found_K is not None and found_K.dtype == np.int8 and np.array_equal(found_K, EXPONENTS)
     assert [layer.role for layer in tiny.manifest.layers if layer.role is not Role.FILE] == [
-        *(role for role in Role if role not in (Role.POOLED, Role.FILE))
+        *(role for role in Role if role not in (Role.ADAPTER, Role.POOLED, Role.FILE))
     ]
     assert set(tiny.manifest.layers) - set(without.manifest.layers) == {tiny.manifest.layer(Role.EXPONENTS)}
     assert Manifest.from_bytes(tiny.manifest.to_bytes()) == tiny.manifest
+
+
+@pytest.mark.parametrize("kind", list(AdapterKind))
+def test_an_adapter_is_a_then_zeros_and_stands_in_the_place_of_a_mask(
+    blobs: BlobFolder, kind: AdapterKind
+) -> None:
+    chosen = ChosenAdapter(kind=kind, rank=4, alpha=8, scope="mlp", seed=3)
+    tiny = write_tiny(blobs, adapter=chosen)
+    package = verify_package(blobs, tiny.digest)
+    assert Manifest.from_bytes(tiny.manifest.to_bytes()) == tiny.manifest == package.manifest
+    with_a = kind is AdapterKind.LORA
+    expected = [
+        4 * (rows + with_a * columns) if ".mlp." in name else 0
+        for name, (rows, columns) in scoped_tensors(LLAMA)
+    ]
+    assert list(package.counts) == expected
+    parts = np.split(package.values(), np.cumsum(expected)[:-1])
+    for tensor, part in zip(tiny.manifest.tensors, parts, strict=True):
+        if tensor.count:
+            a_RK, columns = package.adapter_matrix(tensor.name), tensor.shape[1]
+            assert 0.7 < a_RK.std() * np.sqrt(columns) < 1.3 and np.unique(a_RK).size > 90
+            frozen = part[: 4 * columns * with_a], part[4 * columns * with_a :]
+            assert np.array_equal(frozen[0], a_RK.reshape(-1)[: frozen[0].size]) and not frozen[1].any()
+    again, other = write_tiny(blobs, adapter=chosen), write_tiny(blobs, adapter=replace(chosen, seed=4))
+    assert again.digest == tiny.digest and other.manifest.mask_digest != package.mask_digest
+    with pytest.raises(InputError, match=f"with a mask .sparse values., got one with an adapter: {kind}"):
+        package.mask(tiny.manifest.tensors[0].name)
+
+
+def test_an_adapter_larger_than_the_weights_beside_it_is_refused(blobs: BlobFolder) -> None:
+    with pytest.raises(InputError, match="choose a lower rank"):
+        write_tiny(blobs, adapter=ChosenAdapter(kind=AdapterKind.LORA, rank=16, alpha=16))
 
 
 def test_exponents_whose_bytes_changed_after_opening_are_not_used(blobs: BlobFolder) -> None:

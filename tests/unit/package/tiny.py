@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
-from permille.package.build import ChosenMask, pack_model
+from permille.package.build import ChosenAdapter, ChosenMask, pack_model
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.quantization.types import Scheme
@@ -80,13 +80,14 @@ def write_tiny(
     seed: int = 0,
     mask_seed: int = 0,
     exponents: NDArray[np.int8] | None = None,
+    adapter: ChosenAdapter | None = None,
 ) -> Tiny:
-    """Write a package of random weights and a random mask, with [70] exponents on request."""
+    """Write a package of random weights and a random mask, with [70] exponents on request; or an adapter."""
     weights = random_weights(config, seed=seed, dtype=dtype)
     mask = random_mask(config, seed=mask_seed)
     license_text = b"Anybody may do anything with these random numbers.\n"
     model = MemoryModel(config=config, tensors=weights, files={"LICENSE": license_text})
     chosen = ChosenMask(indices=mask, method="random", density="0.004", exponents_K=exponents)
-    digest = pack_model(blobs, model, chosen, scheme, provenance={"seed": seed})
+    digest = pack_model(blobs, model, adapter or chosen, scheme, provenance={"seed": seed})
     manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     return Tiny(blobs=blobs, digest=digest, manifest=manifest, weights=weights, mask=mask)

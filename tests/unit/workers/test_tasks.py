@@ -162,7 +162,7 @@ def test_masks_without_a_corpus(bench: Bench, method: str) -> None:
 def test_a_mask_of_one_part_of_the_layers_is_a_packages(bench: Bench, scope: str, part: str) -> None:
     row = made_by(bench, JobKind.BUILD, build_request(bench, mask={"method": "magnitude", "scope": scope}))
     manifest = manifest_of(bench, row)
-    assert manifest.mask.scope == scope
+    assert manifest.trainable.scope == scope
     chosen = [tensor.name for tensor in manifest.tensors if tensor.count]
     assert chosen and all(part in name for name in chosen)
 
@@ -387,7 +387,7 @@ def shared_log(bench: Bench, package: Artifact, **changes: Any) -> bytes:
     manifest = manifest_of(bench, package)
     fields: dict[str, Any] = {
         "package_digest": package.digest,
-        "mask_digest": manifest.layer(Role.MASK).digest,
+        "mask_digest": manifest.mask_digest,
         "seed": 7,
         "estimator": EstimatorKind.SPSA,
         "queries": 2,
@@ -597,9 +597,9 @@ def sent_state(bench: Bench, package: Artifact, **changes: Any) -> tuple[bytes, 
     manifest = manifest_of(bench, package)
     fields: dict[str, Any] = {
         "package_digest": package.digest,
-        "mask_digest": manifest.layer(Role.MASK).digest,
+        "mask_digest": manifest.mask_digest,
         "step_unit_exponent": -20,
-        "k": manifest.mask.k,
+        "k": manifest.k,
         "origin": StateOrigin.PERSONAL,
         **changes,
     }
@@ -663,7 +663,7 @@ def test_a_malformed_state_is_refused(
 def test_a_state_beyond_the_exact_range_is_refused(bench: Bench, package: Artifact) -> None:
     data, digest = sent_state(bench, package)
     head = data[: 12 + int.from_bytes(data[8:12], "little")]
-    k = manifest_of(bench, package).mask.k
+    k = manifest_of(bench, package).k
     block = b"\x37" + (2**54 + 1).to_bytes(-(-55 * k // 8), "little")
     run = replayed(bench, package, resealed(head + block), digest, LogForm.STATE)
     assert run.log_state == "refused"

@@ -69,7 +69,6 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         (
             layer_of(quantization, Role.DENSE),
             layer_of(quantization, Role.PLAIN),
-            layer_of(mask_row, Role.MASK),
         ),
         Quantization(name=scheme_of(coded.options), group_size=coded.options.group_size),
         provenance=cast(
@@ -88,7 +87,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     made = Made(
         model_id=mask_row.model_id,
         digest=manifest.digest,
-        k=manifest.mask.k,
+        k=manifest.k,
         provenance={},  # in the manifest
         blobs=(whole, *(blob_of_layer(layer) for layer in manifest.layers)),
     )

@@ -89,5 +89,5 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     blobs = (whole, *(blob_of_layer(layer) for layer in made.layers))
     return publishes(
         context,
-        Made(model_id=row.model_id, digest=made.digest, k=made.mask.k, provenance={}, blobs=blobs),
+        Made(model_id=row.model_id, digest=made.digest, k=made.k, provenance={}, blobs=blobs),
     )

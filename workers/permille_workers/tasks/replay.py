@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.blobs import BlobFolder
-from permille.package.limits import MAX_MANIFEST_BYTES, Role
+from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.schemas.jobs import JobKind
@@ -86,9 +86,9 @@ def _digest_of_log(context: TaskContext, data: bytes, manifest: Manifest) -> str
 
 
 def _digest_of_state(_: TaskContext, data: bytes, manifest: Manifest) -> str:
-    state = decode_state(data, max_bytes=MAX_LOG_BYTES, max_k=manifest.mask.k)
-    mask_digest = manifest.layer(Role.MASK).digest
-    state.check_binding(package_digest=manifest.digest, mask_digest=mask_digest, k=manifest.mask.k)
+    state = decode_state(data, max_bytes=MAX_LOG_BYTES, max_k=manifest.k)
+    mask_digest = manifest.mask_digest
+    state.check_binding(package_digest=manifest.digest, mask_digest=mask_digest, k=manifest.k)
     if state.header.origin is not StateOrigin.PERSONAL:
         raise PackageError("state-binding", f"expected a personal state, got {state.header.origin}")
     exponent = state.header.step_unit_exponent
@@ -117,7 +117,7 @@ def _stored_log(folder: BlobFolder, log_digest: str) -> bytes:
 
 def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
     header = log.header
-    expected = (manifest.digest, manifest.layer(Role.MASK).digest, manifest.counts)
+    expected = (manifest.digest, manifest.mask_digest, manifest.counts)
     if (header.package_digest, header.mask_digest, header.counts) != expected:
         raise PackageError(
             "log-foreign",
