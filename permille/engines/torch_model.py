@@ -1,7 +1,9 @@
-"""A package as a model of transformers, whose masked weights are parameters of their own.
+"""A package as a model of transformers, whose masked weights, or numbers of an adapter, are parameters of
+their own.
 
-Every linear layer that a mask may cover becomes a `MaskedLinear`; everything else is transformers' own code
-on the package's tensors. No code of a package runs: its family is on our list, and transformers has the code.
+Every linear layer that a mask may cover becomes a `MaskedLinear` or an `AdaptedLinear`; everything else is
+transformers' own code on the package's tensors. No code of a package runs: its family is on our list, and
+transformers has the code.
 """
 
 from dataclasses import dataclass
@@ -9,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -17,6 +18,8 @@ from transformers.utils import logging
 
 from permille.errors import InputError
 from permille.models.families import family_of
+from permille.package.limits import AdapterKind
+from permille.package.manifest import AdapterInfo, TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
 
@@ -58,6 +61,32 @@ class MaskedLinear(nn.Module):
         return matrix_NK.index_put((self.row_C, self.column_C), value_C.to(matrix_NK.dtype))
 
 
+class AdaptedLinear(nn.Module):
+    """`y = x W^T + b + scale (x A^T) B^T` (FORMAT 4.10); `values` begin with A where it is trained."""
+
+    def __init__(self, linear: nn.Linear, adapter: AdapterInfo, a_RK: Tensor, count: int) -> None:
+        """`count` values, 0 where nothing stands beside the linear; `functional_call` replaces them."""
+        super().__init__()
+        self.linear = linear
+        self.values = nn.Parameter(torch.zeros(count, device=a_RK.device), requires_grad=False)
+        self.register_buffer("a_RK", a_RK, persistent=False)
+        self.a_RK: Tensor
+        self._adapter = adapter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N]."""
+        y: Tensor = self.linear(x)
+        if not len(self.values):
+            return y
+        a_RK: Tensor = self.a_RK
+        b_N: Tensor = self.values
+        if self._adapter.kind is AdapterKind.LORA:
+            a_RK, b_N = self.values[: a_RK.numel()].view_as(a_RK), self.values[a_RK.numel() :]
+        low = functional.linear(x.to(a_RK.dtype), a_RK)
+        added = functional.linear(low, b_N.view(-1, self._adapter.rank))
+        return y + (self._adapter.scale * added).to(y.dtype)
+
+
 class Float32Head(nn.Module):
     """The output head in float32, whatever the decoder computes in: logits rounded to bfloat16 would drown
     the difference of two perturbed losses."""
@@ -73,7 +102,7 @@ class Float32Head(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchModel:
-    """A causal language model of transformers; `value_names` are its masked layers' `values`, in the
+    """A causal language model of transformers; `value_names` are its trained layers' `values`, in the
     package's order."""
 
     module: nn.Module
@@ -105,10 +134,7 @@ def load_torch_model(package: Package, device: torch.device, dtype: torch.dtype)
     model.set_output_embeddings(Float32Head(model.get_output_embeddings().weight))
     return TorchModel(
         module=model,
-        value_names=tuple(
-            _mask_layer(model, info.name, package.mask(info.name), device)
-            for info in package.manifest.tensors
-        ),
+        value_names=tuple(_trained_layer(model, package, info) for info in package.manifest.tensors),
         vocabulary=model.get_input_embeddings().weight.shape[0],
         positions=getattr(config, "max_position_embeddings", None),
     )
@@ -121,11 +147,17 @@ def _state(package: Package) -> dict[str, Tensor]:
     return plain | {name: torch.from_numpy(dequantize(package.quantized(name))) for name in names}
 
 
-def _mask_layer(model: Any, name: str, indices: NDArray[np.uint32], device: torch.device) -> str:
-    """Put a masked layer in the place of a linear one; returns the name of its values."""
-    path = name.removesuffix(".weight")
+def _trained_layer(model: Any, package: Package, info: TensorInfo) -> str:
+    """Put a layer with values in the place of a linear one; returns their name."""
+    path, adapter = info.name.removesuffix(".weight"), package.manifest.adapter
     linear = model.get_submodule(path)
+    device = linear.weight.device
+    if adapter is not None:
+        a_RK = package.adapter_matrix(info.name) if info.count else np.empty((0, 0), np.float32)
+        frozen = torch.from_numpy(np.array(a_RK)).to(device)
+        model.set_submodule(path, AdaptedLinear(linear, adapter, frozen, info.count))
+        return f"{path}.values"
     bias_N = None if linear.bias is None else linear.bias.data
-    flat = torch.from_numpy(indices.astype(np.int64)).to(device)
+    flat = torch.from_numpy(package.mask(info.name).astype(np.int64)).to(device)
     model.set_submodule(path, MaskedLinear(linear.weight.data, bias_N, flat))
     return f"{path}.values"

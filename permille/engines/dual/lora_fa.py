@@ -105,8 +105,9 @@ def lora_fa_model(package: Package, *, rank: int, queries: int, seed: int = 0) -
     """Build the module in float32, on the package's own values; B is zero and A Gaussian over sqrt(K).
 
     Raises:
-        InputError: a family that we do not know, or attention that is not causal.
+        InputError: a family that we do not know, attention that is not causal, or a package with an adapter.
     """
+    package.mask(package.manifest.tensors[0].name)  # refuses an adapter
     model = load_torch_model(package, torch.device("cpu"), torch.float32)
     rng, start, own_K = np.random.default_rng(seed), 0, torch.from_numpy(package.values().copy())
     for name in model.value_names:

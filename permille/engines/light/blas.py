@@ -46,6 +46,10 @@ class Blas:
         """`out += a b`."""
         self._multiply(a_MK, b_KN, out_MN, _AS_IS, 1.0)
 
+    def add_transposed(self, a_MK: Array, b_NK: Array, out_MN: Array) -> None:
+        """`out += a b^T`."""
+        self._multiply(a_MK, b_NK, out_MN, _TRANSPOSED, 1.0)
+
     def _multiply(self, a: Array, b: Array, out: Array, second: int, kept: float) -> None:
         if self._library is None or not (_rows(a) and _rows(b) and _rows(out)) or out.size == 0:
             found = a @ (b.T if second == _TRANSPOSED else b)

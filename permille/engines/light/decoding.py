@@ -79,10 +79,14 @@ class TextPass(LossPass):
             ],
         )
         for layer, out_1MN in zip(layers, outs, strict=True):
-            correction = self._correction(layer)
-            sparse_product(
-                x_GMK[0], correction.row_start_N1, correction.column_C, correction.difference_GC, out_1MN
-            )
+            if layer.adapter is None:
+                correction = self._correction(layer)
+                sparse_product(
+                    x_GMK[0], correction.row_start_N1, correction.column_C, correction.difference_GC, out_1MN
+                )
+            else:
+                low_rank = layer.adapter.of_variants(self._tools.blas, threads, x_GMK, self._values_GK)
+                low_rank.add(self._tools.blas, 0, slice(None), out_1MN[0])
             if layer.bias_N is not None:
                 out_1MN += layer.bias_N
 

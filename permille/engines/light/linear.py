@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.light.adapter import LightAdapter, LowRank
 from permille.engines.light.blas import Blas
 from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
@@ -72,8 +73,26 @@ class Correction:
     difference_GC: Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerValues:
+    """What groups of variants set in one layer: values at its mask, or its adapter's numbers."""
+
+    masked_GC: Array
+    low_rank: LowRank | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerTangents:
+    """The values of a primal in one layer, and the directions of its tangents; of an adapter see
+    `LightAdapter.of_tangents`."""
+
+    value_1C: Array
+    z_QC: Array
+    low_rank: tuple[LowRank, LowRank] | None
+
+
 class LightLinear:
-    """One quantized layer."""
+    """One quantized layer, with masked weights or an adapter."""
 
     def __init__(
         self,
@@ -81,11 +100,13 @@ class LightLinear:
         indices: NDArray[np.uint32],
         start: int,
         bias_N: Array | None,
+        adapter: LightAdapter | None = None,
     ) -> None:
         """`indices` are flat and strictly increasing; `start` is their offset in the package's values."""
         self.rows, self.columns = weight.shape
         self.weight = weight
         self.bias_N = bias_N
+        self.adapter = adapter
         self.span = slice(start, start + len(indices))
         self.indices = indices
         rows = np.searchsorted(indices, np.arange(self.rows + 1, dtype=np.int64) * self.columns)
@@ -115,19 +136,36 @@ class LightLinear:
                 f"got {self.weight.scheme} in {self.weight.group_size}"
             )
 
+    def values(self, tools: Tools, x_GMK: Array, values_GK: Array) -> LayerValues:
+        """This layer's part of the values of the groups whose inputs are x."""
+        low_rank = None
+        if self.adapter is not None:
+            low_rank = self.adapter.of_variants(tools.blas, tools.threads, x_GMK, values_GK)
+        return LayerValues(masked_GC=values_GK[:, self.span], low_rank=low_rank)
+
+    def tangents(self, tools: Tools, x_QMK: Array, value_K: Array, z_QK: Array) -> LayerTangents:
+        """This layer's part of a primal's values and of the directions of its tangents."""
+        low_rank = None
+        if self.adapter is not None:
+            low_rank = self.adapter.of_tangents(tools.blas, tools.threads, x_QMK, value_K, z_QK)
+        return LayerTangents(value_1C=value_K[None, self.span], z_QC=z_QK[:, self.span], low_rank=low_rank)
+
     def variants_tile(
-        self, tools: Tools, inputs: Inputs, values_GC: Array, rows: slice, out_GMN: Array
+        self, tools: Tools, inputs: Inputs, values: LayerValues, rows: slice, out_GMN: Array
     ) -> None:
         """Columns `rows` of the layer's output, for each group of variants."""
         if inputs.q_GMP is None:
-            for group, weight_RK in self.weights(tools.threads, rows, values_GC):
-                self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, out_GMN[group, :, rows])
+            for group, weight_RK in self.weights(tools.threads, rows, values.masked_GC):
+                part_MR = out_GMN[group, :, rows]
+                self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, part_MR)
+                if values.low_rank is not None:
+                    values.low_rank.add(tools.blas, group, rows, part_MR)
             return
-        for group, part_MR in self.products(tools, inputs, values_GC, rows, "product"):
+        for group, part_MR in self.products(tools, inputs, values, rows, "product"):
             out_GMN[group, :, rows] = part_MR
 
     def products(
-        self, tools: Tools, inputs: Inputs, values_GC: Array, rows: slice, name: str
+        self, tools: Tools, inputs: Inputs, values: LayerValues, rows: slice, name: str
     ) -> Iterator[tuple[int, Array]]:
         """(group, columns `rows` of its output [M, R]) in scratch memory of this name: the same each time, so
         use it before the next."""
@@ -135,15 +173,17 @@ class LightLinear:
         tokens, width = inputs.x_GMK.shape[1], rows.stop - rows.start
         part_MR = threads.scratch(name, tokens * width).reshape(tokens, width)
         if inputs.q_GMP is None or inputs.scale_GM is None:
-            for group, weight_RK in self.weights(threads, rows, values_GC):
+            for group, weight_RK in self.weights(threads, rows, values.masked_GC):
                 self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, part_MR)
+                if values.low_rank is not None:
+                    values.low_rank.add(tools.blas, group, rows, part_MR)
                 yield group, part_MR
             return
         codes = int8_rows(
             self.weight, rows.start, rows.stop, threads.scratch("weight", scratch_floats(width, self.columns))
         )
-        changes = self._changes(rows, values_GC)
-        for group in range(len(values_GC)):
+        changes = self._changes(rows, values.masked_GC)
+        for group in range(len(values.masked_GC)):
             int8_product(codes, inputs.q_GMP[group], inputs.scale_GM[group], part_MR)
             if self.bias_N is not None:
                 part_MR += self.bias_N[rows]
@@ -152,6 +192,8 @@ class LightLinear:
                 sparse_product(
                     inputs.x_GMK[group], changes.row_start_N1, changes.column_C, difference_1C, part_MR[None]
                 )
+            if values.low_rank is not None:
+                values.low_rank.add(tools.blas, group, rows, part_MR)
             yield group, part_MR
 
     def _changes(self, rows: slice, values_GC: Array) -> "Correction | None":
@@ -167,14 +209,14 @@ class LightLinear:
         )
 
     def tangent_tile(
-        self, tools: Tools, x_QMK: Array, value_C: Array, z_QC: Array, rows: slice, name: str
+        self, tools: Tools, x_QMK: Array, tangents: LayerTangents, rows: slice, name: str
     ) -> Array:
         """The primal and, after it, the tangents `W x' + (z on the mask) x`: [1 + Q, M, R] in scratch memory
         of this name."""
         count, tokens = x_QMK.shape[:2]
         width = rows.stop - rows.start
         part_QMR = tools.threads.scratch(name, count * tokens * width).reshape(count, tokens, width)
-        _, weight_RK = next(self.weights(tools.threads, rows, value_C[None]))
+        _, weight_RK = next(self.weights(tools.threads, rows, tangents.value_1C))
         tools.blas.product(x_QMK.reshape(-1, self.columns), weight_RK, part_QMR.reshape(-1, width))
         if self.bias_N is not None:
             part_QMR[0] += self.bias_N[rows]
@@ -184,9 +226,15 @@ class LightLinear:
                 x_QMK[0],
                 self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
                 (self.indices[first:last] % np.uint32(self.columns)).astype(np.int32),
-                np.ascontiguousarray(z_QC[:, first:last]),
+                np.ascontiguousarray(tangents.z_QC[:, first:last]),
                 part_QMR[1:],
             )
+        if tangents.low_rank is not None:
+            moved, directed = tangents.low_rank
+            for state in range(count):
+                moved.add(tools.blas, state, rows, part_QMR[state])
+                if state:
+                    directed.add(tools.blas, state - 1, rows, part_QMR[state])
         return part_QMR
 
     def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.inputs import ModelLimits
+from permille.engines.light.adapter import LightAdapter
 from permille.engines.light.head import LightHead, StoredMatrix
 from permille.engines.light.layers import AttentionScores
 from permille.engines.light.linear import LightLinear, Tools
@@ -17,6 +18,7 @@ from permille.models.architecture import Architecture, LayerSettings, architectu
 from permille.models.descriptions import NormKind
 from permille.models.families import layer_of
 from permille.native.weights import PackedRows
+from permille.package.limits import AdapterKind
 from permille.package.reader import Package
 
 Array = NDArray[np.float32]
@@ -167,6 +169,7 @@ class _Parts:
         self.architecture = architecture
         self._package = package
         self._plain = frozenset(package.plain_names)
+        self._adapted = frozenset(info.name for info in package.manifest.tensors if info.count)
         stops = np.cumsum(package.counts)
         self._start = {
             info.name: int(stop) - info.count
@@ -176,8 +179,18 @@ class _Parts:
     def linear(self, path: str) -> LightLinear:
         name = f"{path}.weight"
         weight = PackedRows.of(self._package.quantized(name))
-        bias_N = self._vector(f"{path}.bias")
-        return LightLinear(weight, self._package.mask(name), self._start[name], bias_N)
+        bias_N, start, adapter = (
+            self._vector(f"{path}.bias"),
+            self._start[name],
+            self._package.manifest.adapter,
+        )
+        if adapter is None:
+            return LightLinear(weight, self._package.mask(name), start, bias_N)
+        beside = None
+        if name in self._adapted:
+            frozen_RK = self._package.adapter_matrix(name) if adapter.kind is AdapterKind.LORA_FA else None
+            beside = LightAdapter(weight.shape, adapter.rank, adapter.scale, start, frozen_RK)
+        return LightLinear(weight, np.empty(0, np.uint32), start, bias_N, beside)
 
     def norm(self, prefix: str, leaf: str | None) -> Norm | None:
         """None: there is no such norm. A norm without weights (OPT) is one of ones."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light import layers as numbers
-from permille.engines.light.linear import Inputs, LightLinear, Tools
+from permille.engines.light.linear import Inputs, LayerTangents, LightLinear, Tools
 from permille.engines.light.model import LightLayer, Norm
 from permille.engines.light.sequences import JoinedSequences
 from permille.engines.light.threads import blocks
@@ -118,27 +118,28 @@ class LossPass(_Tokens):
 
         inputs = self._inputs(x_GMK)
 
+        values = {id(layer): layer.values(self._tools, x_GMK, self._values_GK) for layer in layers}
+
         def tile(task: tuple[LightLinear, Array, slice]) -> None:
             layer, out_GMN, rows = task
-            layer.variants_tile(self._tools, inputs, self._values_GK[:, layer.span], rows, out_GMN)
+            layer.variants_tile(self._tools, inputs, values[id(layer)], rows, out_GMN)
 
         self._tools.threads.each(tile, _tile_tasks(layers, outs, self._tools.threads.count))
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
         """See `Pass`. Gate and up go tile by tile, so that the gate's output never exists as a whole."""
         tools, kind = self._tools, self._architecture.activation
-        inputs = self._inputs(x_GMH)
+        inputs, first = self._inputs(x_GMH), up if gate is None else gate
+        first_values = first.values(tools, x_GMH, self._values_GK)
+        up_values = first_values if gate is None else up.values(tools, x_GMH, self._values_GK)
 
         def tile(rows: slice) -> None:
             # The gate first, into the result's place; then up, for all groups, onto it.
-            first = up if gate is None else gate
-            values_GC = self._values_GK[:, first.span]
-            for group, part_MR in first.products(tools, inputs, values_GC, rows, "up"):
+            for group, part_MR in first.products(tools, inputs, first_values, rows, "up"):
                 out_GMI[group, :, rows] = numbers.activate(kind, part_MR)
             if gate is None:
                 return
-            values_GC = self._values_GK[:, up.span]
-            for group, part_MR in up.products(tools, inputs, values_GC, rows, "up"):
+            for group, part_MR in up.products(tools, inputs, up_values, rows, "up"):
                 out_GMI[group, :, rows] *= part_MR
 
         tools.threads.each(tile, up.tiles(tools.threads.count))
@@ -203,24 +204,27 @@ class TangentPass(_Tokens):
     def linear(self, layers: Sequence[LightLinear], x_QMK: Array, outs: Sequence[Array]) -> None:
         """See `Pass`."""
 
+        tangents = {id(layer): self._tangents(layer, x_QMK) for layer in layers}
+
         def tile(task: tuple[LightLinear, Array, slice]) -> None:
             layer, out_QMN, rows = task
-            out_QMN[:, :, rows] = self._tile(layer, x_QMK, rows, "product")
+            out_QMN[:, :, rows] = layer.tangent_tile(self._tools, x_QMK, tangents[id(layer)], rows, "product")
 
         self._tools.threads.each(tile, _tile_tasks(layers, outs, self._tools.threads.count))
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_QMH: Array, out_QMI: Array) -> None:
         """`(a(g) u)' = a'(g) g' u + a(g) u'`."""
-        kind = self._architecture.activation
+        kind, first = self._architecture.activation, up if gate is None else gate
+        first_tangents = self._tangents(first, x_QMH)
+        up_tangents = first_tangents if gate is None else self._tangents(up, x_QMH)
 
         def tile(rows: slice) -> None:
-            first = up if gate is None else gate
-            gate_QMR = self._tile(first, x_QMH, rows, "gate")
+            gate_QMR = first.tangent_tile(self._tools, x_QMH, first_tangents, rows, "gate")
             slope_MR = numbers.slope(kind, gate_QMR[0])
             numbers.activate(kind, gate_QMR[0])
             gate_QMR[1:] *= slope_MR
             if gate is not None:
-                up_QMR = self._tile(up, x_QMH, rows, "up")
+                up_QMR = up.tangent_tile(self._tools, x_QMH, up_tangents, rows, "up")
                 gate_QMR[1:] *= up_QMR[0]
                 up_QMR[1:] *= gate_QMR[0]
                 gate_QMR[1:] += up_QMR[1:]
@@ -237,9 +241,8 @@ class TangentPass(_Tokens):
 
         self._tools.threads.each(sequence, self._joined.sequences)
 
-    def _tile(self, layer: LightLinear, x_QMH: Array, rows: slice, name: str) -> Array:
-        value_C, z_QC = self._value_K[layer.span], self._z_QK[:, layer.span]
-        return layer.tangent_tile(self._tools, x_QMH, value_C, z_QC, rows, name)
+    def _tangents(self, layer: LightLinear, x_QMK: Array) -> LayerTangents:
+        return layer.tangents(self._tools, x_QMK, self._value_K, self._z_QK)
 
 
 def _flat(x: Array) -> Array:

@@ -20,7 +20,7 @@ from permille.engines.light.model import LightLayer, Norm
 from permille.engines.light.passes import LossPass, Workspace
 from permille.engines.light.reverse_rules import (
     Heads,
-    add_masked_gradient,
+    add_gradient,
     attention_back,
     feed_forward_back,
     linear_back,
@@ -177,7 +177,7 @@ class LayerReverse(LossPass):
         return _Fed(x_MH=normed_MH, gate_MI=gate[0][0] if gate else None, up_MI=up[0], inner_MI=inner[0])
 
     def _feed_forward_back(self, layer: LightLayer, x_MH: Array, fed: _Fed, d_out_MH: Array) -> Array:
-        add_masked_gradient(self._tools, layer.down, fed.inner_MI, d_out_MH, self.gradient_K)
+        add_gradient(self._tools, layer.down, fed.inner_MI, d_out_MH, self._value_K, self.gradient_K)
         d_inner_MI = fed.inner_MI
         d_inner_MI[...] = 0
         linear_back(self._tools, layer.down, self._value_K, d_out_MH, d_inner_MI)
@@ -200,7 +200,7 @@ class LayerReverse(LossPass):
         """Linear layers of the same input: `d_x` is the sum of what they send back."""
         d_x_MK[...] = 0
         for linear, d_out_MN in zip(linears, d_outs, strict=True):
-            add_masked_gradient(self._tools, linear, x_MK, d_out_MN, self.gradient_K)
+            add_gradient(self._tools, linear, x_MK, d_out_MN, self._value_K, self.gradient_K)
             linear_back(self._tools, linear, self._value_K, d_out_MN, d_x_MK)
 
     def norm_or_copy(self, norm: Norm | None, x_MH: Array, out_MH: Array) -> None:

@@ -107,12 +107,17 @@ def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Arra
 
         pool.each(fill, blocks(height, -(-height // pool.count)))
         pool.each(product, parts)
+    if layer.adapter is not None:
+        layer.adapter.add_back(tools.blas, d_out_MN, value_K, d_x_MK)
 
 
-def add_masked_gradient(
-    tools: Tools, layer: LightLinear, x_MK: Array, d_out_MN: Array, gradient_K: Array
+def add_gradient(
+    tools: Tools, layer: LightLinear, x_MK: Array, d_out_MN: Array, value_K: Array, gradient_K: Array
 ) -> None:
-    """`gradient[c] += sum over t of d_out[t, row of c] x[t, column of c]`."""
+    """`gradient[c] += sum over t of d_out[t, row of c] x[t, column of c]`, or that of the adapter."""
+    if layer.adapter is not None:
+        layer.adapter.add_gradient(tools.threads, x_MK, d_out_MN, value_K, gradient_K)
+        return
     gradient_C = gradient_K[layer.span]
 
     def add(part: slice) -> None:

@@ -133,7 +133,7 @@ class Conformance:
         assert not np.isfinite(gradient_K).any()
 
     def greedy_text_is_that_of_the_reference(self) -> None:
-        values_K, prompt = self.tiny.package.values(), np.array([3, 1, 4, 1, 5])
+        values_K, prompt = variants(self.tiny.package, 2, scale=0.1)[1], np.array([3, 1, 4, 1, 5])
         got = list(self.engine.generate(values_K, prompt, TokenSampling(max_new_tokens=8)))
         assert len(got) == 8
         set_values(self.tiny.package, self.tiny.reference, values_K)
@@ -195,7 +195,9 @@ class Conformance:
 
     def _gradient(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         set_values(self.tiny.package, self.tiny.reference, values_K)
-        gradient_K: NDArray[np.float32] = reference_gradient(self.tiny.package, self.tiny.reference, batch)
+        gradient_K: NDArray[np.float32] = reference_gradient(
+            self.tiny.package, self.tiny.reference, batch, values_K
+        )
         return gradient_K
 
 

@@ -11,9 +11,11 @@ from permille.engines.light.decoding import TextPass
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
+from permille.package.build import ChosenAdapter
+from permille.package.limits import AdapterKind
 from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
-from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_batch, tiny_package, variants
+from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_batch, tiny_package, variants
 
 
 @pytest.fixture(scope="module", params=[(family, scheme) for family in CONFIGS for scheme in Scheme], ids=str)
@@ -40,6 +42,32 @@ def test_it_conforms_in_parts_and_with_one_thread(tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path, "qwen2")
     engine = LightEngine(tiny.package, threads=1, max_tokens=14)
     Conformance(engine=engine, tiny=tiny).check()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "scope"),
+    [
+        ("llama", AdapterKind.LORA, "all"),
+        ("gemma2", AdapterKind.LORA_FA, "attention"),
+        ("opt", AdapterKind.LORA, "layers:1"),
+        ("gpt_neox", AdapterKind.LORA_FA, "all"),
+    ],
+)
+def test_adapters_conform(family: str, kind: AdapterKind, scope: str, tmp_path: Path) -> None:
+    adapter = ChosenAdapter(kind=kind, rank=4, alpha=8, scope=scope)
+    tiny = tiny_package(tmp_path / "nf4", family, adapter=adapter)
+    Conformance(engine=LightEngine(tiny.package, max_tokens=14), tiny=tiny).check()
+    engine, values_K, ids = LightEngine(tiny.package), variants(tiny.package, 2)[1], np.array([3, 1, 4, 1])
+    Conformance(engine=engine, tiny=tiny).check()
+    text = TextPass(engine._exact, engine._model, values_K, 8)
+    text.next_logits(ids[:3])
+    set_values(tiny.package, tiny.reference, values_K)
+    expected_D = tiny.reference(torch.from_numpy(ids)[None]).logits[0, -1]
+    np.testing.assert_allclose(text.next_logits(ids[3:]), expected_D, atol=1e-4)
+    if family == "llama":
+        tiny = tiny_package(tmp_path / "int4", family, Scheme.INT4, adapter=adapter)
+        rounded = LightEngine(tiny.package, int8=True)
+        Conformance(engine=rounded, tiny=tiny, loss_tolerance=0.05).check()
 
 
 @pytest.mark.parametrize("family", CONFIGS)

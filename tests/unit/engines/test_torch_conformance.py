@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from permille.engines.torch_engine import TorchEngine
+from permille.package.build import ChosenAdapter
+from permille.package.limits import AdapterKind
 from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package
@@ -34,6 +36,16 @@ def test_torch_engine_conforms(suite: Conformance, rule: Callable[[Conformance],
 @pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_conforms_within_its_tolerance(device: str, tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path, "llama")
+    engine = TorchEngine(tiny.package, device=device, compute_dtype="bfloat16")
+    Conformance(engine=engine, tiny=tiny, loss_tolerance=0.1, derivative_tolerance=0.1).check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_adapters_conform(device: str, tmp_path: Path) -> None:
+    for family, kind in (("llama", AdapterKind.LORA), ("gpt_neox", AdapterKind.LORA_FA)):
+        adapter = ChosenAdapter(kind=kind, rank=4, alpha=8, scope="layers:1")
+        tiny = tiny_package(tmp_path / family, family, adapter=adapter)
+        Conformance(engine=TorchEngine(tiny.package, device=device), tiny=tiny).check()
     engine = TorchEngine(tiny.package, device=device, compute_dtype="bfloat16")
     Conformance(engine=engine, tiny=tiny, loss_tolerance=0.1, derivative_tolerance=0.1).check()
 

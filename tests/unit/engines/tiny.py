@@ -7,7 +7,7 @@ written into the weights: another path than the engine's in everything but the f
 
 import dataclasses
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
-from permille.package.build import ChosenMask, pack_model
+from permille.package.build import ChosenAdapter, ChosenMask, pack_model
 from permille.package.config_files import clean_config
+from permille.package.limits import AdapterKind
+from permille.package.manifest import AdapterInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
 from permille.quantization.types import Scheme
@@ -79,8 +81,10 @@ def write_package(
     dtype: torch.dtype = torch.float32,
     scope: str = "all",
     files: Mapping[str, bytes] | None = None,
+    adapter: ChosenAdapter | None = None,
 ) -> Package:
-    """A package with a random mask of the scope, of the model as it would be stored in `dtype`."""
+    """A package with a random mask of the scope, or an adapter, of the model as it would be stored in
+    `dtype`."""
     rng = np.random.default_rng(seed)
     config = clean_config(model.config.to_dict())
     state = {name: _raw(name, tensor.to(dtype)) for name, tensor in model.state_dict().items()}
@@ -95,7 +99,9 @@ def write_package(
         density=density,
         scope=scope,
     )
-    digest = pack_model(blobs, MemoryModel(config=config, tensors=state, files=files or {}), chosen, scheme)
+    digest = pack_model(
+        blobs, MemoryModel(config=config, tensors=state, files=files or {}), adapter or chosen, scheme
+    )
     return Package.open(blobs, digest)
 
 
@@ -120,13 +126,29 @@ def reference_model(package: Package, model: Any, dtype: torch.dtype = torch.flo
 
 
 def set_values(package: Package, model: Any, values_K: NDArray[np.float32]) -> None:
-    """Write sparse values into the reference's weights."""
+    """Write sparse values into the reference's weights, or add the product of an adapter to them."""
     parts = np.split(values_K, np.cumsum(package.counts)[:-1])
     for info, part in zip(package.manifest.tensors, parts, strict=True):
-        weight = model.get_parameter(info.name)
+        weight, adapter = model.get_parameter(info.name), package.manifest.adapter
+        if adapter is not None:
+            weight_NK = dequantize(package.quantized(info.name)).astype(np.float64)
+            if info.count:
+                a_RK, b_NR = adapter_matrices(package, info.name, part)
+                weight_NK += adapter.alpha / adapter.rank * (b_NR @ a_RK)
+            weight.data.copy_(torch.from_numpy(weight_NK))
+            continue
         weight.data.view(-1)[torch.from_numpy(package.mask(info.name).astype(np.int64))] = torch.from_numpy(
             part
         ).to(weight.dtype)
+
+
+def adapter_matrices(package: Package, name: str, part: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:
+    """A and B in float64, of one linear's part of the values."""
+    frozen_RK, adapter = package.adapter_matrix(name), package.manifest.adapter
+    assert adapter is not None
+    trained = frozen_RK.size if adapter.kind is AdapterKind.LORA else 0
+    a_RK = part[:trained].reshape(frozen_RK.shape) if trained else frozen_RK
+    return a_RK.astype(np.float64), part[trained:].reshape(-1, adapter.rank).astype(np.float64)
 
 
 def reference_token_losses(model: Any, batch: Batch) -> torch.Tensor:
@@ -141,15 +163,35 @@ def reference_token_losses(model: Any, batch: Batch) -> torch.Tensor:
     return torch.cat(losses)
 
 
-def reference_gradient(package: Package, model: Any, batch: Batch) -> NDArray[Any]:
-    """Reverse mode, by the dense weights of the reference, read at the mask: [k] in the model's dtype."""
+def reference_gradient(
+    package: Package, model: Any, batch: Batch, values_K: NDArray[np.float32] | None = None
+) -> NDArray[Any]:
+    """Reverse mode, by the dense weights of the reference, read at the mask: [k] in the model's dtype.
+
+    With an adapter, by the chain rule from those at `values_K`.
+    """
     weights = [model.get_parameter(info.name).requires_grad_() for info in package.manifest.tensors]
     gradients = torch.autograd.grad(reference_token_losses(model, batch).mean(), weights)
     model.requires_grad_(False)
+    if package.manifest.adapter is not None and values_K is not None:
+        dense = [gradient.numpy() for gradient in gradients]
+        return np.concatenate(list(_adapter_gradients(package, package.manifest.adapter, dense, values_K)))
     masks = [package.mask(info.name) for info in package.manifest.tensors]
     return np.concatenate(
         [gradient.numpy().reshape(-1)[mask] for gradient, mask in zip(gradients, masks, strict=True)]
     )
+
+
+def _adapter_gradients(
+    package: Package, adapter: AdapterInfo, dense: list[NDArray[Any]], values_K: NDArray[np.float32]
+) -> Iterator[NDArray[Any]]:
+    parts = np.split(values_K, np.cumsum(package.counts)[:-1])
+    for info, part, d_w_NK in zip(package.manifest.tensors, parts, dense, strict=True):
+        if info.count:
+            a_RK, b_NR = adapter_matrices(package, info.name, part)
+            if adapter.kind is AdapterKind.LORA:
+                yield adapter.scale * (b_NR.T @ d_w_NK).reshape(-1)
+            yield adapter.scale * (d_w_NK @ a_RK.T).reshape(-1)
 
 
 def tiny_batch(*, seed: int = 0, lengths: tuple[int, ...] = (12, 7, 9)) -> Batch:

@@ -1,0 +1,115 @@
+"""A low-rank adapter beside a linear layer: `y = W x + b + scale B (A x)` (FORMAT 4.10).
+
+`low`, which is `scale A x`, is made once for all tiles of a layer, from inputs in float32; a tile of rows
+adds its part of `B low`. Backwards, with d the gradient at the output and `e = scale d B`:
+
+    d_B = d^T low,   d_A = e^T x,   d_x += e A
+
+# Legend: N, K = out and in features; R rank; C the adapter's numbers; G groups of variants, and in a tangent
+pass the primal and after it its Q tangents; M tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.light.blas import Blas
+from permille.engines.light.threads import Threads, blocks
+
+Array = NDArray[np.float32]
+
+# Tokens, or rows and columns of a matrix, of one task.
+_PART = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LowRank:
+    """What some groups of variants have in an adapter: `low_GMR`, and B of each."""
+
+    low_GMR: Array
+    b_GNR: Array
+
+    def add(self, blas: Blas, group: int, rows: slice, out_MN: Array) -> None:
+        """`out += B low` for some rows of B, which are the columns of `out`."""
+        blas.add_transposed(self.low_GMR[group], self.b_GNR[group, rows], out_MN)
+
+
+class LightAdapter:
+    """The adapter of one linear layer."""
+
+    def __init__(
+        self, shape: tuple[int, int], rank: int, scale: float, start: int, frozen_RK: Array | None
+    ) -> None:
+        """`start` is the offset in the package's values; `frozen` is A where it is not trained."""
+        self._rows, self._columns = shape
+        self._rank, self._scale = rank, np.float32(scale)
+        self._frozen_RK = frozen_RK
+        middle = start + (0 if frozen_RK is not None else rank * self._columns)
+        self._span_a, self._span_b = slice(start, middle), slice(middle, middle + rank * self._rows)
+
+    def of_variants(self, blas: Blas, threads: Threads, x_GMK: Array, values_GK: Array) -> LowRank:
+        """`scale A x` of each group, with the values of each."""
+        low_GMR = np.empty((*x_GMK.shape[:2], self._rank), np.float32)
+
+        def part(task: tuple[int, slice]) -> None:
+            group, rows = task
+            blas.product(x_GMK[group, rows], self._a(values_GK[group]), low_GMR[group, rows])
+
+        groups, tokens = x_GMK.shape[:2]
+        threads.each(part, [(group, rows) for group in range(groups) for rows in blocks(tokens, _PART)])
+        low_GMR *= self._scale
+        return LowRank(low_GMR=low_GMR, b_GNR=self._b(values_GK))
+
+    def of_tangents(
+        self, blas: Blas, threads: Threads, x_GMK: Array, value_K: Array, z_QK: Array
+    ) -> tuple[LowRank, LowRank]:
+        """Of primal and tangents: what B sends of `(A x)'`, and what B' of each direction sends of `A x`."""
+        ones = np.broadcast_to(value_K, (len(x_GMK), len(value_K)))
+        low_GMR = self.of_variants(blas, threads, x_GMK, ones).low_GMR
+        primal_QMR = np.broadcast_to(low_GMR[0], low_GMR[1:].shape).copy()
+        if self._frozen_RK is None:
+            x_QMK = np.broadcast_to(x_GMK[0], (len(z_QK), *x_GMK.shape[1:]))
+            low_GMR[1:] += self.of_variants(blas, threads, x_QMK, z_QK).low_GMR
+        moved = LowRank(low_GMR=low_GMR, b_GNR=self._b(ones))
+        return moved, LowRank(low_GMR=primal_QMR, b_GNR=self._b(z_QK))
+
+    def add_gradient(
+        self, threads: Threads, x_MK: Array, d_out_MN: Array, value_K: Array, gradient_K: Array
+    ) -> None:
+        """Add `d_B`, and where A is trained `d_A`."""
+        low_MR = x_MK @ self._a(value_K).T
+        low_MR *= self._scale
+        d_b_NR = self._b(gradient_K[None])[0]
+
+        def of_b(rows: slice) -> None:
+            d_b_NR[rows] += d_out_MN[:, rows].T @ low_MR
+
+        threads.each(of_b, blocks(self._rows, _PART))
+        if self._frozen_RK is not None:
+            return
+        e_MR, d_a_RK = self._sent_back(d_out_MN, value_K), self._a(gradient_K)
+
+        def of_a(columns: slice) -> None:
+            d_a_RK[:, columns] += e_MR.T @ x_MK[:, columns]
+
+        threads.each(of_a, blocks(self._columns, _PART))
+
+    def add_back(self, blas: Blas, d_out_MN: Array, value_K: Array, d_x_MK: Array) -> None:
+        """`d_x += e A`."""
+        blas.add_product(self._sent_back(d_out_MN, value_K), self._a(value_K), d_x_MK)
+
+    def _sent_back(self, d_out_MN: Array, value_K: Array) -> Array:
+        e_MR: Array = d_out_MN @ self._b(value_K[None])[0]
+        e_MR *= self._scale
+        return e_MR
+
+    def _a(self, value_K: Array) -> Array:
+        """[R, K], a view."""
+        if self._frozen_RK is not None:
+            return self._frozen_RK
+        return value_K[self._span_a].reshape(self._rank, self._columns)
+
+    def _b(self, values_GK: Array) -> Array:
+        """[G, N, R], a view."""
+        return values_GK[:, self._span_b].reshape(len(values_GK), self._rows, self._rank)
