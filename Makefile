@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-federation federation federation-long evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -140,6 +140,11 @@ bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PER
 
 bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, attack, noise? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.federation
+
+oracle-pruning: $(VENV)/.native  ## Our pruning against llm-compressor's, installed in .oracle (needs PERMILLE_MODELS)
+	@test -x .oracle/bin/python || $(PYTHON) -m venv .oracle
+	@.oracle/bin/python -c 'import llmcompressor' 2>/dev/null || .oracle/bin/pip install llmcompressor==0.14.0.1
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.oracles.pruning .oracle/bin/python examples/model $(wildcard $(PERMILLE_MODELS)/*M-hf $(PERMILLE_MODELS)/*K-hf $(PERMILLE_MODELS)/*M)
 
 federation: $(VENV)/.native  ## 20 devices, 5 rounds, on the real service, with all that goes wrong (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 20 --rounds 5 --deadline-s 30 --kills 2

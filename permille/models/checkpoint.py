@@ -49,7 +49,9 @@ _LARGEST_JSON = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class Entry:
+    """Where a tensor lies: `size` bytes from `begin` of a file of the folder."""
+
     file: str
     dtype: str
     shape: tuple[int, ...]
@@ -97,6 +99,10 @@ class Checkpoint:
         """Shape of a tensor (KeyError for a name that is not in `names`)."""
         return self._entries[name].shape
 
+    def place(self, name: str) -> Entry:
+        """Where the bytes of a tensor are."""
+        return self._entries[name]
+
     def raw(self, name: str) -> RawTensor:
         """A tensor in the model's own dtype, a view of the mapped file."""
         entry = self._entries[name]
@@ -135,8 +141,8 @@ class Checkpoint:
         contents = {name: digest_of_file(inside(self.folder, name)) for name in self.files()}
         return digest_of(b"permille-model-1\0" + canonical_json(contents))
 
-    def _headers(self) -> dict[str, _Entry]:
-        found: dict[str, _Entry] = {}
+    def _headers(self) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
         for file in _weight_files(self.folder):
             for stored, entry in _read_header(self.folder, file).items():
                 name = canonical_name(self.config, stored)
@@ -233,7 +239,7 @@ def _weight_files(folder: Path) -> list[str]:
     )
 
 
-def _read_header(folder: Path, file: str) -> dict[str, _Entry]:
+def _read_header(folder: Path, file: str) -> dict[str, Entry]:
     path = inside(folder, file)
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -245,7 +251,7 @@ def _read_header(folder: Path, file: str) -> dict[str, _Entry]:
     return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
 
 
-def _entry(file: str, name: str, value: object, start: int, file_size: int) -> _Entry:
+def _entry(file: str, name: str, value: object, start: int, file_size: int) -> Entry:
     value = value if isinstance(value, dict) else {}
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
@@ -259,10 +265,10 @@ def _entry(file: str, name: str, value: object, start: int, file_size: int) -> _
         raise InputError(
             f"{file}: expected the bytes of {name!r:.200} inside the file and as many as its shape says"
         )
-    return _Entry(file=file, dtype=dtype, shape=tuple(shape), begin=begin, size=end - begin)
+    return Entry(file=file, dtype=dtype, shape=tuple(shape), begin=begin, size=end - begin)
 
 
-def _checked(name: str, entry: _Entry) -> _Entry:
+def _checked(name: str, entry: Entry) -> Entry:
     if entry.dtype not in _DTYPE_BYTES:
         raise InputError(f"{name}: expected F32, F16 or BF16, got {entry.dtype:.20}")
     return entry

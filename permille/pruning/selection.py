@@ -1,0 +1,126 @@
+"""Which weights of one linear become zero, and what the others become.
+
+Shapes: N = outputs, K = inputs; `gram_KK` is `X X^T` over the inputs of the calibration text. Everything is
+float32 as in the papers. Ties go to the lower index, so that the same numbers give the same zeros.
+"""
+
+import torch
+from torch import Tensor
+
+from permille.errors import InputError
+from permille.pruning.plan import Pattern, PruningMethod
+
+_BLOCK = 128  # columns that SparseGPT chooses among at once
+_DAMPING = 0.01  # of the mean of the Gram matrix's diagonal
+_MOST_DAMPING = 10.0
+
+
+def prune_linear(
+    weight_NK: Tensor, gram_KK: Tensor, method: PruningMethod, rate: float, pattern: Pattern | None
+) -> Tensor:
+    """The pruned weight, a new tensor; zeros that are there stay and count first.
+
+    Raises:
+        InputError: a weight or an input that is not finite.
+    """
+    if not bool(torch.isfinite(weight_NK).all()) or not bool(torch.isfinite(gram_KK.diagonal()).all()):
+        raise InputError("expected finite weights and inputs, got NaN or infinity")
+    if rate == 0:
+        return weight_NK.clone()
+    if method is PruningMethod.SPARSEGPT:
+        return _sparsegpt(weight_NK, gram_KK, rate, pattern)
+    score_NK, per_row = weight_NK.abs(), method is PruningMethod.WANDA
+    if per_row:
+        score_NK = score_NK * gram_KK.diagonal().sqrt()
+    count = int((weight_NK.shape[1] if per_row else weight_NK.numel()) * rate)
+    return weight_NK.masked_fill(prune_mask(score_NK, weight_NK == 0, count, pattern, per_row=per_row), 0.0)
+
+
+def prune_mask(
+    score_NK: Tensor, zero_NK: Tensor, count: int, pattern: Pattern | None, *, per_row: bool
+) -> Tensor:
+    """Where the zeros are: those that are there, and the places of the smallest scores.
+
+    Args:
+        count: zeros in each row, or in all rows together, those that are there among them.
+        per_row: the same number in each row (Wanda), or the smallest of all (magnitude, SparseGPT).
+    """
+    score_NK = score_NK.masked_fill(zero_NK, -1.0)
+    rows = score_NK if per_row else score_NK.reshape(1, -1)
+    if pattern is not None:
+        candidate_NK = _smallest_of_groups(score_NK, pattern) | zero_NK
+        if count >= int(rows.shape[1] * pattern.rate):
+            return candidate_NK
+        rows = rows.masked_fill(~candidate_NK.reshape(rows.shape), torch.inf)
+    order = rows.sort(dim=1, stable=True).indices[:, :count]
+    found = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, value=True)
+    return found.reshape(score_NK.shape) | zero_NK
+
+
+def _smallest_of_groups(score_NK: Tensor, pattern: Pattern) -> Tensor:
+    groups = score_NK.reshape(score_NK.shape[0], -1, pattern.of)
+    order = groups.sort(dim=2, stable=True).indices[:, :, : pattern.of - pattern.kept]
+    found = torch.zeros_like(groups, dtype=torch.bool).scatter_(2, order, value=True)
+    return found.reshape(score_NK.shape)
+
+
+def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern | None) -> Tensor:
+    """SparseGPT, algorithm 1: columns from left to right; those behind make up for each removed weight.
+
+        error = w_j / [H^-1]_jj,    w_k -= error * [H^-1]_jk  for k > j
+
+    with the inverse of the columns that are left, as rows of an upper Cholesky factor. Scores are
+    `(w / [H^-1]_jj)^2` with the factor's diagonal. The unstructured choice is made once a block of columns,
+    of one weight more than its share, as the authors' program has it; that of a pattern when its group is
+    reached.
+    """
+    weight_NK, columns = weight_NK.clone(), weight_NK.shape[1]
+    zero_NK = weight_NK == 0
+    dead_K = gram_KK.diagonal() == 0
+    weight_NK[:, dead_K] = 0  # an input that never came: nothing can be said of its weights
+    inverse_KK = _inverse_factor(gram_KK, dead_K)
+    full = pattern is not None and rate >= pattern.rate
+    block = _BLOCK if pattern is None else _BLOCK // pattern.of * pattern.of
+    for start in range(0, columns, block):
+        part = slice(start, min(start + block, columns))
+        w_NB, inverse_BB = weight_NK[:, part].clone(), inverse_KK[part, part]
+        scale_B = inverse_BB.diagonal()
+        known_NB = zero_NK[:, part]
+        if not full:
+            count = int(w_NB.numel() * rate) + (pattern is None)
+            removed_NB = prune_mask((w_NB / scale_B).square(), known_NB, count, pattern, per_row=False)
+        else:
+            removed_NB = known_NB.clone()
+        error_NB = torch.zeros_like(w_NB)
+        for j in range(w_NB.shape[1]):
+            if full and pattern is not None and j % pattern.of == 0:
+                group = slice(j, j + pattern.of)
+                score_NM = (w_NB[:, group] / scale_B[group]).square()
+                known_NM, count = known_NB[:, group], pattern.of - pattern.kept
+                removed_NB[:, group] = prune_mask(score_NM, known_NM, count, None, per_row=True)
+            error_N = torch.where(removed_NB[:, j], w_NB[:, j], 0.0) / scale_B[j]
+            w_NB[:, j:] -= torch.outer(error_N, inverse_BB[j, j:])
+            error_NB[:, j] = error_N
+        weight_NK[:, part] = w_NB.masked_fill(removed_NB, 0.0)
+        weight_NK[:, part.stop :] -= error_NB @ inverse_KK[part, part.stop :]
+    return weight_NK
+
+
+def _inverse_factor(gram_KK: Tensor, dead_K: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse, damped until there is one."""
+    damping = _DAMPING
+    while True:
+        damped_KK = gram_KK.clone()
+        diagonal_K = damped_KK.diagonal()
+        diagonal_K[dead_K] = 1
+        diagonal_K += damping * diagonal_K.mean()
+        factor_KK, failed = torch.linalg.cholesky_ex(damped_KK)
+        if not int(failed):
+            inverse_KK = torch.cholesky_inverse(factor_KK)
+            upper_KK: Tensor
+            upper_KK, failed = torch.linalg.cholesky_ex(inverse_KK, upper=True)
+            if not int(failed):
+                return upper_KK
+        if damping >= _MOST_DAMPING:
+            raise InputError("expected inputs whose products can be inverted, got none even with damping")
+        damping *= 10
