@@ -4,6 +4,7 @@ No torch, no files from elsewhere; the same arguments give the same package dige
 """
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model, write_manifest
 from permille.package.layers import write_exponents
-from permille.package.manifest import sort_layers
+from permille.package.limits import Role
+from permille.package.manifest import Layer, sort_layers
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
@@ -145,6 +147,18 @@ def pooled_package(package: Package, s_K: NDArray[np.int64], step_unit_exponent:
     )
     manifest = write_pooled(package.blobs, package.manifest, found, {"corpus": "made up"})
     return Package.open(package.blobs, manifest.digest)
+
+
+def program_bytes(rest: bytes = b"not a program") -> bytes:
+    """What a reader takes for a program, and no runtime (FORMAT 4.11)."""
+    return struct.pack("<I8sIQQQ", 40, b"ET12eh00", 32, 40, 40, len(rest)) + rest
+
+
+def program_package(package: Package, data: bytes = program_bytes()) -> Package:
+    """The package with a program added, in the same folder; nobody has run it."""
+    layer = Layer(role=Role.PROGRAM, digest=package.blobs.put_bytes(data), size_bytes=len(data))
+    made = package.manifest.with_addition(layer, {"weights": "float32"})
+    return Package.open(package.blobs, write_manifest(package.blobs, made))
 
 
 def _random_weight(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -3,8 +3,6 @@
 "auto" takes the light engine, which a device always has, where it knows the package's model, and else torch.
 """
 
-from pathlib import Path
-
 from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
@@ -21,16 +19,14 @@ def open_engine(
     device: str = "cpu",
     compute_dtype: str = "float32",
     threads: int | None = None,
-    programs: Path | None = None,
 ) -> Engine:
     """Load a package into the engine of this name.
 
     Args:
         name: "light" computes on a CPU in float32, "light-int8" with inputs of linear layers in 8 bits, for
-            packages of int4; "torch" also on CUDA and in bfloat16, if it is installed; "executorch" by a
-            program that was exported from the package.
+            packages of int4; "torch" also on CUDA and in bfloat16, if it is installed; "executorch" by the
+            package's program.
         threads: None leaves it to the engine.
-        programs: folder of exported programs, named by their packages' digests.
 
     Raises:
         InputError: an unknown name, an engine whose extra is not installed, or one that cannot do what is
@@ -43,7 +39,7 @@ def open_engine(
         from permille.engines.executorch.engine import ExecutorchEngine
 
         _check_plain(name, device, compute_dtype)
-        return ExecutorchEngine(package, programs or Path(), threads=threads)
+        return ExecutorchEngine(package, threads=threads)
     if name in (LIGHT, LIGHT_INT8) or (name == AUTO and _light_fits(package, device, compute_dtype)):
         return _light(package, name, device, compute_dtype, threads)
     return _torch(package, device, compute_dtype, threads)

@@ -19,7 +19,7 @@ MAX_RANK = 256  # FORMAT 3.1: of an adapter
 MAX_ALPHA = 1024
 BLOCK_BYTES = 1 << 20  # FORMAT 4.7
 BLOCK_HASH_BYTES = 32
-POOLING = "pooling"  # FORMAT 4.9: the key of provenance that a pooled state adds
+PROGRAM_HEADER_BYTES = 40  # FORMAT 4.11
 STATE_BLOCK_WEIGHTS = 4096  # FORMAT 11.2
 GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
 
@@ -59,6 +59,7 @@ class Role(StrEnum):
     VALUES = "values"
     EXPONENTS = "exponents"
     POOLED = "pooled"
+    PROGRAM = "program"
     FILE = "file"
 
 
@@ -71,11 +72,14 @@ MEDIA_TYPES = {
     Role.VALUES: "application/vnd.permille.values+safetensors",
     Role.EXPONENTS: "application/vnd.permille.exponents+safetensors",
     Role.POOLED: "application/vnd.permille.state",
+    Role.PROGRAM: "application/vnd.permille.program",
     Role.FILE: "application/vnd.permille.file",
 }
 
-# FORMAT 3.3: one of each; a pooled state and files besides, with a mask also exponents.
+# FORMAT 3.3: one of each; a pooled state, a program and files besides, with a mask also exponents.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
 MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
+# FORMAT 4.9: what a package's parent lacks, by the key of provenance that goes with it.
+ADDITIONS = {Role.POOLED: "pooling", Role.PROGRAM: "export"}
 # FORMAT 4.7: whose blocks are hashed, in the order of the list.
 BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

@@ -6,7 +6,7 @@ downloaded for one that cannot be true. Nothing here reads a blob or a clock.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
@@ -16,6 +16,7 @@ from permille.digests import JSON, canonical_json, digest_of, is_digest, parse_c
 from permille.errors import PackageError
 from permille.package.limits import (
     ADAPTER_ROLES,
+    ADDITIONS,
     BLOCK_BYTES,
     BLOCK_HASH_BYTES,
     BLOCKED_ROLES,
@@ -33,7 +34,7 @@ from permille.package.limits import (
     MAX_TENSORS,
     MAX_WEIGHTS_OF_A_TENSOR,
     MEDIA_TYPES,
-    POOLING,
+    PROGRAM_HEADER_BYTES,
     REQUIRED_ROLES,
     STATE_BLOCK_WEIGHTS,
     VERSION,
@@ -228,16 +229,20 @@ class Manifest:
         """The FILE layers by name."""
         return {layer.path: layer for layer in self.layers if layer.path is not None}
 
-    def pooled(self, layer: Layer, pooling: Mapping[str, JSON]) -> "Manifest":
-        """This package with a pooled state, and how that was made, in place of what it had of both."""
-        parent = self.parent()
-        layers = sort_layers([*parent.layers, layer])
-        return replace(parent, layers=layers, provenance={**parent.provenance, POOLING: dict(pooling)})
+    def with_addition(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
+        """This package with a pooled state or a program, in place of its own, and how that was made."""
+        rest = self._without((layer.role,))
+        provenance = {**rest.provenance, ADDITIONS[layer.role]: dict(made)}
+        return replace(rest, layers=sort_layers([*rest.layers, layer]), provenance=provenance)
 
     def parent(self) -> "Manifest":
-        """This package without a pooled state (FORMAT 4.9): what the state is bound to, and was made from."""
-        provenance = {key: value for key, value in self.provenance.items() if key != POOLING}
-        layers = tuple(layer for layer in self.layers if layer.role is not Role.POOLED)
+        """This package without additions (FORMAT 4.9): what they are bound to, and were made from."""
+        return self._without(ADDITIONS)
+
+    def _without(self, roles: Collection[Role]) -> "Manifest":
+        keys = {ADDITIONS[role] for role in roles}
+        provenance = {key: value for key, value in self.provenance.items() if key not in keys}
+        layers = tuple(layer for layer in self.layers if layer.role not in roles)
         return replace(self, layers=layers, provenance=provenance)
 
     def to_bytes(self) -> bytes:
@@ -319,6 +324,7 @@ class Manifest:
     def _check_sizes(self) -> None:
         """FORMAT 3.4: what each layer can weigh, known before a byte of it is downloaded."""
         scheme, k = self.scheme, self.k
+        weights = sum(math.prod(t.shape) for t in self.tensors)
         dense = sum(
             packed_size(t.shape) + 4 * math.prod(scales_shape(scheme.name, t.shape, scheme.group_size))
             for t in self.tensors
@@ -338,6 +344,11 @@ class Manifest:
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.EXPONENTS: (k, k + overhead),
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
+            # Every weight in 4 bytes, those of 2 bytes and a tied head twice, a mask's places in 8 bytes
+            Role.PROGRAM: (
+                PROGRAM_HEADER_BYTES,
+                4 * (weights + self.layer(Role.PLAIN).size_bytes) + 32 * k + MAX_FILE_BYTES,
+            ),
             Role.FILE: (0, MAX_FILE_BYTES),
         }
         for layer in self.layers:

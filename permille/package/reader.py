@@ -10,6 +10,7 @@ are read.
 import threading
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,13 @@ from permille.package.limits import (
 )
 from permille.package.manifest import AdapterInfo, Layer, Manifest
 from permille.package.safetensors_io import SafetensorsFile
-from permille.package.structure import check_code_book, check_indices, check_scales, check_shapes
+from permille.package.structure import (
+    check_code_book,
+    check_indices,
+    check_program,
+    check_scales,
+    check_shapes,
+)
 from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import FLOATS, RawTensor
 
@@ -52,10 +59,10 @@ class Package:
         self.blobs = blobs
         self.manifest = manifest
         self.digest = manifest.digest
-        for layer in manifest.layers:
+        for layer in _needed(blobs, manifest):
             _check_size(blobs, layer)
         for layer in manifest.layers:
-            if layer.role not in BLOCKED_ROLES:
+            if layer.role not in (*BLOCKED_ROLES, Role.PROGRAM):
                 blobs.check(layer.digest)
         for path in manifest.files():
             check_file(path, self.file(path))
@@ -248,6 +255,21 @@ class Package:
         layer = self.manifest.layer(Role.POOLED)
         return self.blobs.read(layer.digest, limit=layer.size_bytes)
 
+    def program(self) -> Path | None:
+        """The file of the program, hashed; None: the package has none.
+
+        Raises:
+            PackageError: `program-header`, `blob-size`, `blob-digest`, or `blob-missing`: it was not fetched.
+        """
+        if not self.manifest.has_layer(Role.PROGRAM):
+            return None
+        layer = self.manifest.layer(Role.PROGRAM)
+        _check_size(self.blobs, layer)
+        self.blobs.check(layer.digest)
+        path = self.blobs.path(layer.digest)
+        check_program(path)
+        return path
+
     def file(self, path: str) -> bytes:
         """A file's bytes, hashed (KeyError: the package has no such file)."""
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)
@@ -269,7 +291,7 @@ def verify_package(blobs: BlobFolder, digest: str) -> Package:
         PackageError: the first rule that is broken; the code says which.
     """
     manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
-    for layer in manifest.layers:
+    for layer in _needed(blobs, manifest):
         _check_size(blobs, layer)
         blobs.check(layer.digest)
     package = Package(blobs, manifest)
@@ -278,7 +300,14 @@ def verify_package(blobs: BlobFolder, digest: str) -> Package:
     for name in package.plain_names:
         package.plain(name)
     package.values()
+    if manifest.has_layer(Role.PROGRAM) and blobs.has(manifest.layer(Role.PROGRAM).digest):
+        package.program()
     return package
+
+
+def _needed(blobs: BlobFolder, manifest: Manifest) -> list[Layer]:
+    """FORMAT 4.11: who does not run a program need not have it."""
+    return [x for x in manifest.layers if x.role is not Role.PROGRAM or blobs.has(x.digest)]
 
 
 def _check_size(blobs: BlobFolder, layer: Layer) -> None:

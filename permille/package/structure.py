@@ -1,6 +1,8 @@
 """What the layers of a package must hold, by its manifest and its config."""
 
+import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
@@ -9,11 +11,13 @@ from numpy.typing import NDArray
 from permille.errors import PackageError
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.layers import ABSMAX, QUANT_MAP, QUANT_STATE, SCALES, quant_state
-from permille.package.limits import Role
+from permille.package.limits import PROGRAM_HEADER_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.safetensors_io import SafetensorsFile
 from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.types import Scheme, packed_size, scales_shape
+
+_PROGRAM_HEADER = struct.Struct("<4x8sIQQQ")
 
 
 def check_shapes(
@@ -103,6 +107,23 @@ def check_scales(name: str, scales: NDArray[np.float32]) -> None:
     # NaN fails the comparison too.
     if not np.all((scales >= 0) & (scales < np.inf)):
         raise PackageError("dense-scales", f"expected finite scales of {name} from 0, got others")
+
+
+def check_program(path: Path) -> None:
+    """A program's header says what the file has: the description, and after it the segments (FORMAT 4.11).
+
+    Raises:
+        PackageError: `program-header`.
+    """
+    with path.open("rb") as file:
+        head = file.read(PROGRAM_HEADER_BYTES)
+    magic, length, described, base, segments = _PROGRAM_HEADER.unpack(head)
+    found, expected = (magic, length, base + segments), (b"ET12eh00", 32, path.stat().st_size)
+    if found != expected or not PROGRAM_HEADER_BYTES <= described <= base:
+        raise PackageError(
+            "program-header",
+            f"expected {expected} in a program, got {found}, {described} to {base}",
+        )
 
 
 def check_code_book(dense: SafetensorsFile, name: str, shape: tuple[int, int], group_size: int) -> None:

@@ -151,7 +151,7 @@ def write_pooled(
     )
     data = encode_state(header, found.s_K)
     layer = Layer(role=Role.POOLED, digest=blobs.put_bytes(data), size_bytes=len(data))
-    made = parent.pooled(layer, pooling)
+    made = manifest.with_addition(layer, pooling)
     pooled_state(Package(blobs, made))
     write_manifest(blobs, made)
     return made

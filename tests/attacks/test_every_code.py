@@ -11,6 +11,7 @@ from tests.attacks import (
     test_logs,
     test_packages,
     test_private_rounds,
+    test_programs,
     test_rounds,
     test_states,
     test_trust_device,
@@ -48,6 +49,8 @@ def attacked_codes() -> set[str]:
         *test_states.ATTACKS,
         *test_private_rounds.ATTACKS,
         *test_rounds.ATTACKS,
+        *test_programs.ATTACKS,
+        *test_programs.BINDINGS,
     ]
     tried = ast.walk(ast.parse(Path(test_trust_device.__file__).read_text()))
     named = {str(node.value) for node in tried if isinstance(node, ast.Constant)}

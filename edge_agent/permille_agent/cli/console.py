@@ -22,8 +22,8 @@ EngineOption = Annotated[
         envvar="PERMILLE_AGENT_ENGINE",
         help="auto, light, light-int8, torch or executorch. auto: light, which needs no torch, where it "
         "knows the model. light-int8: inputs of linear layers in 8 bits, faster for models of ten million "
-        "weights and more, coarser; for int4 packages. executorch: forward passes of a program in the home's "
-        "`programs`.",
+        "weights and more, coarser; for int4 packages. executorch: forward passes of the "
+        "package's program.",
     ),
 ]
 

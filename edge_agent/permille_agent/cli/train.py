@@ -137,9 +137,7 @@ def train(
             withdrawals=consent.withdrawals,
             stop=stop,
             progress=progress,
-            engine_of=EngineChoice(
-                name=engine, threads=threads, device=device, dtype=dtype, programs=home.programs
-            ),
+            engine_of=EngineChoice(name=engine, threads=threads, device=device, dtype=dtype),
         )
         result = run_training(home, data_paths, options, context_of_run)
         collect_reports(home)

@@ -59,7 +59,6 @@ class Home:
     releases = _Below("releases.json")  # what is installed
     trust = _Below("trust")  # signed metadata that was accepted: nothing older is believed again
     blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
-    programs = _Below("programs")  # programs exported from packages, where the user put some
     partial = _Below("partial")  # downloads that are not complete yet
     runs = _Below("runs")  # one folder a training run
     federations = _Below("federations")  # one folder a federation: the user's choice, history, rounds

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from permille.errors import PermilleError
@@ -39,14 +38,12 @@ class EngineChoice:
         device: cpu, or cuda with torch.
         dtype: what it computes in: float32, or bfloat16 with torch.
         threads: None leaves it to the engine.
-        programs: folder of exported programs, for "executorch".
     """
 
     name: str = AUTO
     device: str = "cpu"
     dtype: str = "float32"
     threads: int | None = None
-    programs: Path | None = None
 
     def __call__(self, package: "Package") -> "Engine":
         """Open it.
@@ -62,7 +59,6 @@ class EngineChoice:
             device=self.device,
             compute_dtype=self.dtype,
             threads=self.threads,
-            programs=self.programs,
         )
 
     def begun_with(self, name: str) -> "EngineChoice":
@@ -70,7 +66,7 @@ class EngineChoice:
         return replace(self, name=name) if self.name == AUTO else self
 
     def for_any_package(self) -> "EngineChoice":
-        """Return this choice where it opens any package: int8 activations want int4, programs are of one."""
+        """Return this choice where it opens any package: not all are int4, nor have a program."""
         return replace(self, name=AUTO) if self.name in (LIGHT_INT8, EXECUTORCH) else self
 
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -22,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from permille.engines.executorch.build import LIBRARY, build
-from permille.engines.executorch.engine import ExecutorchEngine
-from permille.engines.executorch.program import ProgramShape, program_name
-from permille.engines.factory import LIGHT, LIGHT_INT8, open_engine
+from permille.engines.executorch.program import ProgramShape
+from permille.engines.factory import EXECUTORCH, LIGHT, LIGHT_INT8, open_engine
 from permille.engines.interface import Engine
 from permille.package.blobs import BlobFolder
+from permille.package.build import write_manifest
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille_lab.engine.sizes import Sizes
@@ -44,53 +43,44 @@ def measure(folder: Path, sizes: Sizes) -> Result:
     from permille_lab.measuring.dense import batch_loss, dense_model
 
     before, package = machine(), sizes.package(folder, Scheme.INT4)
-    _export(folder, sizes, package)
+    digests = _export(folder, sizes, package)
     batch, values_VK = sizes.batch(package), _variants(package)
     dense = dense_model(package, prepacked=True)
     steps: dict[str, Step] = {
         _DENSE: lambda: [batch_loss(dense, batch) for _ in range(2)],
         _TORCH_DUAL: _torch_dual(package, sizes),
     }
-    engines = {name: open_of(package, folder) for name, open_of in _engines(sizes).items()}
+    engines = {name: _opened(folder, sizes, name, digest) for name, digest in digests.items()}
     steps |= {name: partial(engine.losses, values_VK, batch) for name, engine in engines.items()}
     found = interleaved(steps, rounds=sizes.rounds)
     for name in engines:
         found[name]["losses"] = engines[name].losses(values_VK, batch).tolist()
-        found[name] |= _memory(folder, sizes, package, name)
+        found[name] |= _memory(folder, sizes, digests[name], name)
     return {"steps": found, "against": _DENSE, "machine": {"before": before, "after": machine()}}
 
 
-def _engines(sizes: Sizes) -> dict[str, Callable[[Package, Path], Engine]]:
-    """How each is opened."""
-
-    def light(name: str) -> Callable[[Package, Path], Engine]:
-        return lambda package, _folder: open_engine(package, name, threads=sizes.threads)
-
-    def executorch(weights: str, way: str) -> Callable[[Package, Path], Engine]:
-        return lambda package, folder: ExecutorchEngine(
-            package, _programs(folder, sizes, weights, way), threads=sizes.threads
-        )
-
-    return {"light": light(LIGHT), "light-int8": light(LIGHT_INT8)} | {
-        f"executorch, {way}, {weights}": executorch(weights, way) for weights in _WEIGHTS for way in _WAYS
-    }
-
-
-def _programs(folder: Path, sizes: Sizes, weights: str, way: str) -> Path:
-    return folder / "programs" / f"{sizes.shape}-{sizes.sequences}x{sizes.tokens}-{weights}-{way}"
-
-
-def _export(folder: Path, sizes: Sizes, package: Package) -> None:
+def _export(folder: Path, sizes: Sizes, package: Package) -> dict[str, str]:
+    """Packages by the engine that computes with them; each program is made once."""
     from permille.engines.executorch.exporting import export_program
 
+    digests = {LIGHT: package.digest, LIGHT_INT8: package.digest}
     for weights in _WEIGHTS:
         for way in _WAYS:
-            path = _programs(folder, sizes, weights, way) / program_name(package)
-            variants = 2 if way == "dual" else 1
-            shape = ProgramShape(variants=variants, rows=variants * sizes.sequences, tokens=sizes.tokens)
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                export_program(package, path, shape, weights=weights)
+            name, variants = f"{EXECUTORCH}, {way}, {weights}", 2 if way == "dual" else 1
+            known = folder / "programs" / f"{package.digest[7:23]}-{sizes.sequences}x{sizes.tokens}, {name}"
+            if not known.exists():
+                shape = ProgramShape(variants=variants, rows=variants * sizes.sequences, tokens=sizes.tokens)
+                layer = export_program(package, shape, weights=weights)
+                manifest = package.manifest.with_addition(layer, {"weights": weights})
+                known.parent.mkdir(parents=True, exist_ok=True)
+                known.write_text(write_manifest(package.blobs, manifest))
+            digests[name] = known.read_text()
+    return digests
+
+
+def _opened(folder: Path, sizes: Sizes, name: str, digest: str) -> Engine:
+    package = Package.open(BlobFolder(folder / "blobs"), digest)
+    return open_engine(package, name.partition(",")[0], threads=sizes.threads)
 
 
 def _torch_dual(package: Package, sizes: Sizes) -> Step:
@@ -119,8 +109,8 @@ def _variants(package: Package) -> np.ndarray[tuple[int, ...], np.dtype[np.float
     return np.stack([values_K + moved_K, values_K - moved_K])
 
 
-def _memory(folder: Path, sizes: Sizes, package: Package, name: str) -> dict[str, Any]:
-    order = {**asdict(sizes), "folder": str(folder), "digest": package.digest, "name": name}
+def _memory(folder: Path, sizes: Sizes, digest: str, name: str) -> dict[str, Any]:
+    order = {**asdict(sizes), "folder": str(folder), "digest": digest, "name": name}
     command = [sys.executable, "-m", "permille_lab.engine.inference", "--child", json.dumps(order)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -131,7 +121,7 @@ def _child(order: dict[str, Any]) -> None:
     folder, digest, name = Path(order.pop("folder")), order.pop("digest"), order.pop("name")
     sizes = Sizes(**order)
     package = Package.open(BlobFolder(folder / "blobs"), digest)
-    engine = _engines(sizes)[name](package, folder)
+    engine = _opened(folder, sizes, name, digest)
     for _ in range(2):
         engine.losses(_variants(package), sizes.batch(package))
     print(json.dumps({"peak_bytes": resident()["VmHWM"], "torch": "torch" in sys.modules}))

@@ -13,18 +13,17 @@ another engine.
 import threading
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 import permille
-from permille.engines.executorch.program import Program, ProgramShape, program_name
+from permille.engines.executorch.program import Program, ProgramShape
 from permille.engines.inputs import ModelLimits, check_batch, check_values
 from permille.engines.interface import EngineInfo
 from permille.engines.light.threads import available_processors
 from permille.engines.sampling import TokenSampling
-from permille.errors import InputError
+from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
 
@@ -34,31 +33,33 @@ Array = NDArray[np.float32]
 class ExecutorchEngine:
     """See `permille.engines.interface.Engine` for what each method promises."""
 
-    def __init__(self, package: Package, programs: Path, *, threads: int | None = None) -> None:
-        """Map the program of this package in a folder.
+    def __init__(self, package: Package, *, threads: int | None = None) -> None:
+        """Map the package's program.
 
         Args:
             threads: of the runtime's pool, for the whole process; None takes all processors.
 
         Raises:
-            InputError: the runtime is not installed or not built or does not take the program, or that is
-                another package's.
-            OperatorError: there is no such file.
+            InputError: the package has no program; no runtime is installed and built; it refuses the program.
+            PackageError: `program-binding`: it is another package's; `blob-missing`: it was not fetched.
         """
         if threads is not None and threads < 1:
             raise InputError(f"expected at least 1 thread, got {threads}")
         self._threads = threads or available_processors()
-        self._program = Program(programs / program_name(package), threads=self._threads)
-        digest = np.zeros(32, np.uint8)
+        path = package.program()
+        if path is None:
+            raise InputError("expected a package with a program, got one without: `permille exports create`")
+        self._program = Program(path, threads=self._threads)
+        digest, parent = np.zeros(32, np.uint8), package.manifest.parent().digest
         self._program.run("package", (), digest)
-        if digest.tobytes().hex() != package.digest.removeprefix("sha256:"):
-            raise InputError(f"expected a program of {package.digest}, got one of {digest.tobytes().hex()}")
+        if (found := f"sha256:{digest.tobytes().hex()}") != parent:
+            raise PackageError("program-binding", f"expected a program of {parent}, got one of {found}")
         bits = np.zeros(1, np.uint8)
         self._program.run("activation_bits", (), bits)
         self._dtype = "int8-activations" if bits[0] == 8 else "float32"
         (variants, k), (rows, tokens) = (self._program.input_shape("forward", index) for index in (0, 2))
         if k != package.k:
-            raise InputError(f"expected {package.k} masked weights, got {k}")
+            raise PackageError("program-binding", f"expected a program of {package.k} weights, got {k}")
         self._shape = ProgramShape(variants=variants, rows=rows, tokens=tokens)
         vocabulary = package.config["vocab_size"]
         self._limits = ModelLimits(k=k, vocabulary=vocabulary, positions=tokens)

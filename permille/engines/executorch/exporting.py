@@ -1,15 +1,14 @@
-"""Export a package as one file that ExecuTorch's runtime runs, sparse values as its input. Needs torch.
+"""Export a package as a program that ExecuTorch's runtime runs, sparse values as its input. Needs torch.
 
-    export_program(package, Path("program.pte"), ProgramShape(variants=32, rows=64, tokens=128))
+    layer = export_program(package, ProgramShape(variants=32, rows=64, tokens=128))
+    write_manifest(package.blobs, package.manifest.with_addition(layer, {"weights": "float32"}))
 
 float32 by the XNNPACK backend, or, of an int4 package, its 4-bit codes with activations in 8 bits. Scales are
 then bfloat16, as XNNPACK has them, and linears whose rows are no multiple of the group stay float32. The
 sparse values, attention, norms and the head are float32 either way.
 """
 
-import argparse
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,11 +16,11 @@ from torch import nn
 
 from permille.choices import choice_of
 from permille.engines.dual.sparse import DualModel, dual_model
-from permille.engines.executorch.program import ProgramShape, program_name
+from permille.engines.executorch.program import ProgramShape
 from permille.errors import InputError
-from permille.files import write_atomic
-from permille.package.blobs import BlobFolder
-from permille.package.reader import Package, verify_package
+from permille.package.limits import Role
+from permille.package.manifest import Layer
+from permille.package.reader import Package
 from permille.quantization.types import QuantizedTensor, Scheme
 
 # The form that a runtime calls, which writes into planned memory
@@ -44,9 +43,9 @@ BITS = {Weights.FLOAT32: 32, Weights.INT4: 8}
 
 
 def export_program(
-    package: Package, path: Path, shape: ProgramShape, *, weights: Weights | str = Weights.FLOAT32
-) -> None:
-    """Write the program; the model is in memory several times over while it is made.
+    package: Package, shape: ProgramShape, *, weights: Weights | str = Weights.FLOAT32
+) -> Layer:
+    """Store the program among the package's blobs; the model is in memory several times over meanwhile.
 
     Raises:
         InputError: no exporter is installed, a family that we do not know, or 4-bit weights of a package that
@@ -77,11 +76,13 @@ def export_program(
                 "activation_bits": torch.tensor([BITS[weights]], dtype=torch.uint8),
             },
         )
-    write_atomic(path, lowered.to_executorch().buffer)
+    with package.blobs.writer() as writer:
+        lowered.to_executorch().write_to_file(writer)
+        return Layer(role=Role.PROGRAM, digest=writer.commit(), size_bytes=writer.size_bytes)
 
 
 def _digest(package: Package) -> bytearray:
-    return bytearray.fromhex(package.digest.removeprefix("sha256:"))
+    return bytearray.fromhex(package.manifest.parent().digest.removeprefix("sha256:"))
 
 
 def _set_codes(module: DualModel, package: Package) -> None:
@@ -115,31 +116,3 @@ def _codes(quantized: QuantizedTensor, mask: np.ndarray[tuple[int], np.dtype[np.
         activation_quantization=IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN,
     )
     return tensor
-
-
-def main() -> None:
-    """Export a package of a blob folder."""
-    parser = argparse.ArgumentParser(
-        prog="python -m permille.engines.executorch.exporting", description=__doc__
-    )
-    parser.add_argument(
-        "--blobs", type=Path, required=True, help="folder of blobs: the service's, a device's"
-    )
-    parser.add_argument("--package", required=True, help="sha256:...")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder; the file is <digits of the package>.pte"
-    )
-    parser.add_argument("--weights", choices=list(Weights), default=Weights.FLOAT32.value)
-    parser.add_argument("--variants", type=int, default=8, help="of the values, in one pass")
-    parser.add_argument("--rows", type=int, default=16, help="sequences of all variants, in one pass")
-    parser.add_argument("--tokens", type=int, default=128, help="longest row")
-    options = parser.parse_args()
-    shape = ProgramShape(variants=options.variants, rows=options.rows, tokens=options.tokens)
-    package = verify_package(BlobFolder(options.blobs), options.package)
-    path = options.out / program_name(package)
-    export_program(package, path, shape, weights=options.weights)
-    print(f"{path}: {path.stat().st_size} bytes")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.executorch.build import LIBRARY, runtime_folder
-from permille.errors import InputError, OperatorError
-from permille.package.reader import Package
+from permille.errors import InputError
 
 _TYPES = {np.dtype(np.uint8): 0, np.dtype(np.int64): 4, np.dtype(np.float32): 6}  # ExecuTorch's ScalarType
 
@@ -36,11 +35,6 @@ class ProgramShape:
             raise InputError(f"expected 1 <= variants <= rows and 2 tokens or more, got {self}")
 
 
-def program_name(package: Package) -> str:
-    """Name of the file that holds a package's program."""
-    return f"{package.digest.removeprefix('sha256:')}.pte"
-
-
 class Program:
     """An open program. Calls are not safe from several threads."""
 
@@ -50,11 +44,8 @@ class Program:
         Raises:
             InputError: the runtime is not installed, the library that joins us to it is not built, or the
                 file is no program that this runtime takes.
-            OperatorError: no file is there.
         """
         self._library = _library()
-        if not path.is_file():
-            raise OperatorError(f"expected a program at {path}, found none")
         self._opened = ctypes.c_void_p()
         code = self._library.program_open(str(path).encode(), threads or 0, ctypes.byref(self._opened))
         if code:

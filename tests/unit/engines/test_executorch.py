@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 
 from permille.engines.executorch.build import LIBRARY, build
 from permille.engines.executorch.engine import ExecutorchEngine
-from permille.engines.executorch.program import ProgramShape, program_name
+from permille.engines.executorch.program import ProgramShape
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
-from permille.errors import InputError, OperatorError
+from permille.errors import InputError, PackageError
+from permille.package.build import write_manifest
+from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
@@ -45,7 +48,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
 package = Package.open(BlobFolder(Path(sys.argv[1])), sys.argv[2])
-engine = ExecutorchEngine(package, Path(sys.argv[3]), threads=1)
+engine = ExecutorchEngine(package, threads=1)
 ids = np.arange(12)[None]
 batch = Batch(input_ids_BT=ids, attention_BT=ids >= 0, target_BT=ids > 0)
 print(float(engine.losses(package.values()[None], batch)[0]), "torch" in sys.modules)
@@ -58,49 +61,43 @@ def library() -> Path:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("programs")
-
-
-@pytest.fixture(scope="module")
-def float32(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def float32(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     tiny = tiny_package(tmp_path_factory.mktemp("blobs"), "llama", Scheme.NF4)
-    _export(tiny.package, programs)
-    return tiny
+    return replace(tiny, package=_exported(tiny.package))
 
 
 @pytest.fixture(scope="module")
-def int4(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     tiny = tiny_package(tmp_path_factory.mktemp("blobs"), "llama", Scheme.INT4)
-    _export(tiny.package, programs, weights="int4")
-    return tiny
+    return replace(tiny, package=_exported(tiny.package, weights="int4"))
 
 
-def _export(package: Package, folder: Path, shape: ProgramShape = SHAPE, weights: str = "float32") -> None:
+def _exported(package: Package, shape: ProgramShape = SHAPE, weights: str = "float32") -> Package:
     from permille.engines.executorch.exporting import export_program
 
-    folder.mkdir(exist_ok=True)
-    export_program(package, folder / program_name(package), shape, weights=weights)
+    layer = export_program(package, shape, weights=weights)
+    manifest = package.manifest.with_addition(layer, {"weights": weights})
+    return Package.open(package.blobs, write_manifest(package.blobs, manifest))
 
 
 @pytest.mark.parametrize("rule", LOSS_RULES, ids=lambda rule: rule.__name__)
-def test_float32_passes_the_suite(rule: object, float32: Tiny, programs: Path) -> None:
-    engine = ExecutorchEngine(float32.package, programs, threads=2)
+def test_float32_passes_the_suite(rule: object, float32: Tiny) -> None:
+    engine = ExecutorchEngine(float32.package, threads=2)
     assert engine.info()["compute_dtype"] == "float32"
     rule(Conformance(engine=engine, tiny=float32))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("rule", LOSS_RULES, ids=lambda rule: rule.__name__)
-def test_int4_weights_and_int8_activations_pass_the_suite(rule: object, int4: Tiny, programs: Path) -> None:
-    engine = ExecutorchEngine(int4.package, programs, threads=2)
+def test_int4_weights_and_int8_activations_pass_the_suite(rule: object, int4: Tiny) -> None:
+    engine = ExecutorchEngine(int4.package, threads=2)
     assert engine.info()["compute_dtype"] == "int8-activations"
     rule(Conformance(engine=engine, tiny=int4, loss_tolerance=INT8_TOLERANCE))  # type: ignore[operator]
 
 
-def test_the_runtime_alone_gives_the_losses_of_the_light_engine(float32: Tiny, programs: Path) -> None:
+def test_the_runtime_alone_gives_the_losses_of_the_light_engine(float32: Tiny) -> None:
     """In a process that never imports torch."""
     package = float32.package
-    command = [sys.executable, "-c", RUN_ALONE, str(package.blobs.root), package.digest, str(programs)]
+    command = [sys.executable, "-c", RUN_ALONE, str(package.blobs.root), package.digest]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     loss, torch_is_there = done.stdout.split()
     assert (torch_is_there, done.stderr) == ("False", "")
@@ -110,29 +107,25 @@ def test_the_runtime_alone_gives_the_losses_of_the_light_engine(float32: Tiny, p
     assert abs(float(loss) - expected) < 1e-5
 
 
-def test_differences_along_directions_are_those_of_the_light_engine(int4: Tiny, programs: Path) -> None:
+def test_differences_along_directions_are_those_of_the_light_engine(int4: Tiny) -> None:
     """What an estimator needs; 8-bit activations keep the larger part of it."""
     package, batch = int4.package, tiny_batch(lengths=(20,) * 6)
     values_VK = variants(package, 9, scale=0.1)[1:]
     exact = LightEngine(package, threads=1).losses(values_VK, batch)
-    coarse = ExecutorchEngine(package, programs, threads=1).losses(values_VK, batch)
+    coarse = ExecutorchEngine(package, threads=1).losses(values_VK, batch)
     exact_C, coarse_C = exact - exact.mean(), coarse - coarse.mean()
     assert np.linalg.norm(coarse_C - exact_C) < 0.5 * np.linalg.norm(exact_C)
 
 
-def test_what_is_not_there_or_not_ours_is_refused(
-    float32: Tiny, int4: Tiny, programs: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(OperatorError, match=r"expected a program at .*, found none"):
-        ExecutorchEngine(float32.package, tmp_path)
-    other = tmp_path / program_name(float32.package)
-    other.write_bytes((programs / program_name(int4.package)).read_bytes())
-    with pytest.raises(InputError, match=r"expected a program of sha256:.*, got one of "):
-        ExecutorchEngine(float32.package, tmp_path)
-    other.write_bytes(b"x" * 1000)
+def test_what_is_not_ours_is_refused(float32: Tiny, int4: Tiny) -> None:
+    layer = int4.package.manifest.layer(Role.PROGRAM)
+    float32.package.blobs.put_file(int4.package.program() or Path())
+    manifest = float32.package.manifest.with_addition(layer, {})
+    with pytest.raises(PackageError, match=r"program-binding: expected a program of sha256:.*, got one of "):
+        ExecutorchEngine(Package(float32.package.blobs, manifest))
     with pytest.raises(InputError, match="expected a program of ExecuTorch, got error"):
-        ExecutorchEngine(float32.package, tmp_path)
-    engine = ExecutorchEngine(float32.package, programs)
+        ExecutorchEngine(packages.program_package(float32.package))
+    engine = ExecutorchEngine(float32.package)
     values_K, long = float32.package.values(), tiny_batch(lengths=(21,))
     with pytest.raises(InputError, match="expected at most 20 tokens a sequence, got 21"):
         engine.losses(values_K[None], long)
@@ -154,16 +147,16 @@ def test_a_training_learns_what_the_light_engine_does_and_its_log_replays(tmp_pa
     for name in ("light", "executorch"):
         home = open_home(tmp_path / name)
         package = packages.tiny_package(home.blobs, scheme=Scheme.INT4)
-        record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
         if name == "executorch":
-            _export(package, home.programs, ProgramShape(variants=8, rows=16, tokens=32))
+            package = _exported(package, ProgramShape(variants=8, rows=16, tokens=32))
+        record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
         found[name] = train_quickly(
             home,
             [user_text(tmp_path)],
             estimator=EstimatorKind.SPSA,
             steps=60,
             share_log=True,
-            engine_of=EngineChoice(name=name, threads=1, programs=home.programs),
+            engine_of=EngineChoice(name=name, threads=1),
         )
         used = found[name].engine
         assert used is not None and used.name == name

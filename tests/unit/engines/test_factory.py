@@ -11,6 +11,7 @@ from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
+from tests.packages import program_package
 from tests.unit.engines.tiny import tiny_package
 from tests.unit.package.tiny import write_tiny
 
@@ -51,14 +52,14 @@ def test_the_light_engine_refuses_another_device(package: Package) -> None:
             open_engine(package, name, device="cuda")
 
 
-def test_a_runtime_that_is_not_installed_is_named(
-    package: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_runtime_that_is_not_installed_is_named(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"expected a package with a program"):
+        open_engine(package, "executorch")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(InputError, match=r"needs its runtime: pip install --no-deps executorch"):
-        open_engine(package, "executorch", programs=tmp_path)
+        open_engine(program_package(package), "executorch")
     with pytest.raises(InputError, match='expected engine "torch" for bfloat16 on cpu, got "executorch"'):
-        open_engine(package, "executorch", compute_dtype="bfloat16", programs=tmp_path)
+        open_engine(package, "executorch", compute_dtype="bfloat16")
 
 
 def test_int8_activations_are_an_engine_of_their_own(tmp_path: Path) -> None:
