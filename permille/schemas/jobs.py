@@ -1,4 +1,4 @@
-"""Long work: its state, its progress, and the events that it leaves."""
+"""Long work: its state, its progress, the events that it leaves, and whether a machine can hold it."""
 
 from enum import StrEnum
 from typing import Annotated, Final
@@ -6,6 +6,7 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from permille.schemas.fields import Closed, Count, Digest, Id, Timestamp
+from permille.schemas.problems import Figure
 
 
 class JobKind(StrEnum):
@@ -103,6 +104,13 @@ class JobEvent(Closed):
     kind: EventKind
     data: EventData
     created_at: Timestamp
+
+
+class Preflight(Closed):
+    """What the work needs and whether the machine has it."""
+
+    accepted: bool
+    figures: list[Figure]
 
 
 class Made(Closed):

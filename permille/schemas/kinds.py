@@ -6,9 +6,9 @@ the payload of a job by it: a request is the job's payload as it stands. A new o
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Union
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from permille.errors import InputError
 from permille.schemas.federations import RoundRequest
@@ -167,6 +167,20 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
 }
 MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLING})
 """Kinds of jobs whose result is a package."""
+
+
+def _preflight(work: WorkKind) -> type[Closed]:
+    fields: dict[str, Any] = {"kind": Literal[work.kind.value], "request": work.request}
+    return create_model(
+        f"{work.kind.capitalize()}Preflight", __base__=Closed, __doc__=f"Ask for a {work.kind}.", **fields
+    )
+
+
+PreflightCreate: Final[Any] = Annotated[
+    Union[tuple(map(_preflight, WORK.values()))],  # noqa: UP007 - the fix would be another type
+    Field(discriminator="kind"),
+]
+"""A request for work of which only the needs are asked: one form a kind."""
 _REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
     JobKind.REPLAY: TypeAdapter(ReplayRequest),
     JobKind.ROUND: TypeAdapter(RoundRequest),

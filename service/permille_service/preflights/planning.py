@@ -7,10 +7,9 @@ from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.schemas.fields import Closed
-from permille.schemas.jobs import JobKind
+from permille.schemas.jobs import JobKind, Preflight
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
 from permille.schemas.packages import BuildCreate, PackageCreate, PoolingCreate
-from permille.schemas.preflights import Preflight
 from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import AutoRound, QuantizationCreate
 from permille.store import artifacts, rows

@@ -4,7 +4,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body
 
-from permille.schemas.preflights import Preflight, PreflightCreate
+from permille.schemas.jobs import Preflight
+from permille.schemas.kinds import PreflightCreate
 from permille.schemas.problems import ProblemType
 from permille_service.access.principals import Viewer
 from permille_service.context import Served
@@ -19,6 +20,10 @@ router = APIRouter(
 
 
 @router.post("")
-def check_preflight(body: Annotated[PreflightCreate, Body()], service: Served, operator: Viewer) -> Preflight:
+def check_preflight(
+    body: Annotated[PreflightCreate, Body()],
+    service: Served,
+    operator: Viewer,
+) -> Preflight:
     """Say what a piece of work needs and whether the machine has it. Nothing is made."""
     return preflight_of(service, operator.tenant_id, body.request)
