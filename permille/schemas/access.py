@@ -14,11 +14,13 @@ FIRST_DIGEST = "sha256:" + "0" * 64
 
 
 class Role(StrEnum):
-    """What an operator token may do: admin everything, operator all but access, viewer reads."""
+    """What an operator token may do: admin everything, operator all but access, viewer reads, watcher sees
+    numbers of many devices alone."""
 
     ADMIN = "admin"
     OPERATOR = "operator"
     VIEWER = "viewer"
+    WATCHER = "watcher"
 
 
 class TenantCreate(Closed):

@@ -1,11 +1,13 @@
-"""Devices: invitations, enrolment, tokens, and what an operator sees of them."""
+"""Devices: invitations, enrolment, tokens, what an operator sees of each and of all together."""
 
+from datetime import date
 from enum import StrEnum
 from typing import Annotated, Final
 
 from pydantic import Field, StringConstraints
 
-from permille.schemas.fields import TEXT_PATTERN, Closed, Id, Name, Positive, Timestamp
+from permille.schemas.fields import TEXT_PATTERN, Closed, Count, Id, Name, Positive, Timestamp
+from permille.schemas.releases import VersionResults
 
 TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
 ENROLMENT_CONTEXT: Final = b"permille-enrolment-1\0"
@@ -166,3 +168,32 @@ class Device(Closed):
     agent_version: str | None
     enrolled_at: Timestamp
     last_seen_at: Timestamp | None
+
+
+class Group(Closed):
+    """How many devices have something in common; null: too few to be told."""
+
+    name: str
+    devices: Count | None
+
+
+class RunsOfDay(Closed):
+    """The runs of one day (UTC)."""
+
+    day: date
+    runs: Count
+    adopted: Count
+
+
+class Fleet(Closed):
+    """All active devices of a tenant, counted.
+
+    Who may see each device sees all counts; who may not sees none of fewer than ten devices.
+    """
+
+    devices: Count | None
+    seen: list[Group] = Field(description="when they were seen last")
+    agents: list[Group] = Field(description="by the version of their agent")
+    engines: list[Group] = Field(description="by what computed their newest run")
+    versions: list[VersionResults] = Field(description="newest first: those that devices have or report")
+    days: list[RunsOfDay] = Field(description="the last 30 days, oldest first")

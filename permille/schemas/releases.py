@@ -1,5 +1,6 @@
-"""Releases: a name and a growing version for a package, and aliases of them."""
+"""Releases: a name and a growing version for a package, aliases of them, and what devices make of them."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from permille.schemas.fields import (
     Closed,
     Count,
     Digest,
+    Finite,
     Name,
     Timestamp,
     WholeNumber,
@@ -62,3 +64,80 @@ class Alias(Closed):
     release: Name
     alias: Name
     version: Version
+
+
+class Band(Closed):
+    """The median of many devices, and between which values it lies with 95 % confidence; null: too few."""
+
+    median: Finite
+    low: Finite | None
+    high: Finite | None
+
+
+class Outcomes(Closed):
+    """How many devices' newest run on a version ended in which way; null: too few to be told."""
+
+    adopted: Count | None
+    kept_base: Count | None
+    refused_data: Count | None
+    interrupted: Count | None
+    failed: Count | None
+
+
+class VersionResults(Closed):
+    """What devices made of one version: of each device its newest run on it.
+
+    Null: nobody, or too few devices to be told to who may not see each.
+    """
+
+    name: Name
+    version: Version
+    aliases: list[Name]
+    yanked: bool
+    published_at: Timestamp
+    devices: Count | None = Field(description="that were told this version last, as the one of their alias")
+    reported: Count | None = Field(description="that have reported a run on it")
+    outcomes: Outcomes
+    adopted_fraction: Finite | None = Field(description="of those that reported")
+    improvement: Band | None = Field(description="nats a token that the personal state takes off the base")
+    peak_rss_bytes: Count | None = Field(description="median")
+
+
+class Measure(StrEnum):
+    """What two versions are compared by. Loss: after training, of devices that have reported both."""
+
+    ADOPTED = "adopted"
+    FAILED = "failed"
+    IMPROVEMENT = "improvement"
+    LOSS = "loss"
+
+
+class Verdict(StrEnum):
+    """What a comparison says, with 95 % confidence."""
+
+    WORSE = "worse"
+    BETTER = "better"
+    UNSURE = "unsure"
+    TOO_FEW = "too-few"
+
+
+class Change(Closed):
+    """One measure of two versions, and how it changed: `low` to `high` with 95 % confidence."""
+
+    measure: Measure
+    before: Finite
+    after: Finite
+    difference: Finite
+    low: Finite | None
+    high: Finite | None
+    verdict: Verdict
+
+
+class Comparison(Closed):
+    """One version of a release against another. It is worse where any measure surely is."""
+
+    version: VersionResults
+    against: VersionResults
+    both: Count = Field(description="devices that have reported both")
+    verdict: Verdict
+    changes: list[Change]

@@ -109,7 +109,7 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
         session.add(device)
     device.name, device.agent_version = name, agent_version
     device.release, device.alias = invitation.release, invitation.alias
-    device.unenrolled_at = None
+    device.version = device.unenrolled_at = None
     session.flush()
     _use(session, invitation, device, at)
     return Enrolment(device=device, created=created)
@@ -143,6 +143,11 @@ def touch(session: Session, *, device_id: str) -> None:
     at = now(session)
     if device is not None and (device.last_seen_at is None or at - device.last_seen_at > _TOUCH_EVERY):
         device.last_seen_at = at
+
+
+def note_version(session: Session, *, device_id: str, version: int) -> None:
+    """Note which version of its release a device was told."""
+    session.execute(update(Device).where(Device.id == device_id).values(version=version))
 
 
 def create_nonce(session: Session, *, device_id: str) -> tuple[str, datetime]:

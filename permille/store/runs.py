@@ -4,20 +4,24 @@ A log is personal data: it hangs on one run of one device, is replayed once, and
 request. They are an upload of its own (`permille.store.uploads`), which nothing else refers to.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import ENDED, JobKind, JobState
-from permille.schemas.runs import LogForm, LogState
+from permille.schemas.runs import LogForm, LogState, Outcome
 from permille.store import rows, uploads
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
-from permille.store.tables import Job, Run
+from permille.store.tables import Device, Job, Run
+
+_LARGEST_LOSS: Final = 1e6
 
 
 def report(
@@ -33,12 +37,48 @@ def report(
         if run.device_id != device_id or run.metrics != metrics:
             raise ConflictError(f"run {run_id!r} was reported before with other content")
         return run, False
+    device = session.get(Device, device_id, with_for_update=True)  # two of its reports come in turn
     run = Run(
-        tenant_id=tenant_id, run_id=run_id, device_id=device_id, metrics=metrics, created_at=now(session)
+        tenant_id=tenant_id,
+        run_id=run_id,
+        device_id=device_id,
+        metrics=metrics,
+        created_at=now(session),
+        newest=True,
+        **_counted(metrics),
     )
+    session.execute(update(Run).where(*_of_same_version(run), Run.newest).values(newest=False))
     session.add(run)
+    if device is not None and "engine" in metrics:
+        device.engine, device.agent_version = str(metrics["engine"]), str(metrics["agent_version"])
     session.flush()
     return run, True
+
+
+def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
+    """What fleets are counted by: columns of a run, from its metrics."""
+    base, personal = (_loss(metrics.get(name)) for name in ("loss_base", "loss_personal"))
+    adopted = metrics.get("outcome") == Outcome.ADOPTED
+    return {
+        **{name: metrics.get(name) for name in ("release", "version", "outcome", "peak_rss_bytes")},
+        "gain": None if base is None or personal is None else base - personal,
+        "loss": personal if adopted else base,
+    }
+
+
+def _loss(value: object) -> float | None:
+    """A loss that can be counted with: of larger ones, which a device made up, no difference is finite."""
+    return value if isinstance(value, float) and abs(value) <= _LARGEST_LOSS else None
+
+
+def _of_same_version(run: Run) -> tuple[ColumnElement[bool], ...]:
+    """The runs of a run's device on its version, itself included."""
+    return (
+        Run.tenant_id == run.tenant_id,
+        Run.device_id == run.device_id,
+        Run.release == run.release,
+        Run.version == run.version,
+    )
 
 
 def get(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> Run:
@@ -146,7 +186,13 @@ def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     """Forget a run and its log; return the upload to erase, as `delete_log` does. Raises NotFoundError."""
     upload_id = delete_log(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
-    run.metrics, run.deleted_at = {}, now(session)
+    if run.newest:
+        earlier = select(Run).where(*_of_same_version(run), Run.run_id != run_id)
+        before = session.scalar(earlier.order_by(Run.created_at.desc()).limit(1))
+        if before is not None:
+            before.newest = True
+    run.metrics, run.deleted_at, run.newest = {}, now(session), False
+    run.release = run.version = run.outcome = run.gain = run.loss = run.peak_rss_bytes = None
     return upload_id
 
 

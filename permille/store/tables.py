@@ -309,6 +309,8 @@ class Device(Named):
     agent_version: Mapped[str | None]
     release: Mapped[str]
     alias: Mapped[str]
+    version: Mapped[int | None] = mapped_column(BigInteger)  # of the release, that it was told last
+    engine: Mapped[str | None]  # of its newest run
     last_seen_at: Mapped[datetime | None]
     served_at: Mapped[datetime | None]  # as a tenant's
     revoked_at: Mapped[datetime | None]  # by an operator
@@ -355,6 +357,14 @@ class Run(_Owned, Base):
     run_id: Mapped[str] = mapped_column(primary_key=True)  # made by the device
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), index=True)
     metrics: Mapped[dict[str, object]]
+    # What fleets are counted by, taken out of the metrics; None once the run is forgotten.
+    newest: Mapped[bool]  # of its device on this version
+    release: Mapped[str | None]
+    version: Mapped[int | None] = mapped_column(BigInteger)
+    outcome: Mapped[str | None]
+    gain: Mapped[float | None]  # nats a token that the personal state takes off
+    loss: Mapped[float | None]  # of what the device uses after the run
+    peak_rss_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_state: Mapped[str | None]
     log_form: Mapped[str | None]  # log, or state
     log_digest: Mapped[str | None]
@@ -366,6 +376,16 @@ class Run(_Owned, Base):
     log_deleted_at: Mapped[datetime | None]
     state_digest: Mapped[str | None]  # of the server's replay
     deleted_at: Mapped[datetime | None]
+    # Fleets are counted on these two alone: rows with their metrics are twenty times as large.
+    __table_args__ = (
+        Index("ix_runs_created_at", "tenant_id", "created_at", "outcome"),
+        Index(
+            "ix_runs_newest",
+            *("tenant_id", "release", "version", "gain", "outcome", "loss", "peak_rss_bytes", "device_id"),
+            sqlite_where=text("newest = 1"),
+            postgresql_where=text("newest"),
+        ),
+    )
 
 
 class Federation(Named):

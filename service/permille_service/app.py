@@ -14,6 +14,7 @@ from permille_service.devices import enrolment
 from permille_service.devices import routes as device_routes
 from permille_service.federations import device_routes as member_routes
 from permille_service.federations import routes as federation_routes
+from permille_service.fleet import routes as fleet_routes
 from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
 from permille_service.preflights import routes as preflight_routes
@@ -38,6 +39,7 @@ ROUTERS = (
     enrolment.router,
     enrolment.own,
     run_routes.router,
+    fleet_routes.router,
     federation_routes.router,
     member_routes.router,
     access_routes.router,

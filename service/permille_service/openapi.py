@@ -28,6 +28,7 @@ TAGS: Final = [
     {"name": "preflights", "description": "What work needs, and whether the machine has it."},
     {"name": "devices", "description": "Invitations, enrolment, device tokens, revocation."},
     {"name": "runs", "description": "What devices report, and the logs that they share."},
+    {"name": "fleet", "description": "All devices in numbers."},
     {"name": "federations", "description": "Rounds: many devices improve one state, by integers both ways."},
     {"name": "access", "description": "Tenants, operator tokens, and what operators changed."},
     {"name": "health", "description": "Whether the service answers."},

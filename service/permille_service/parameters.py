@@ -47,6 +47,7 @@ ReleaseName = Annotated[str, Path(alias="name", pattern=NAME_PATTERN, examples=[
 AliasName = Annotated[str, Path(alias="alias", pattern=NAME_PATTERN, examples=["stable"])]
 VersionNumber = Annotated[int, Path(alias="version", ge=1, le=MAX_INTEGER, examples=[1])]
 
+OtherVersion = Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="a version of the release")]
 OfModel = Annotated[
     str | None, Query(pattern=f"^model_{ULID_PATTERN}$", description="only those of this model")
 ]

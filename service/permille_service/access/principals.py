@@ -28,7 +28,7 @@ from permille_service.context import Served, Service
 from permille_service.problems import ApiError
 
 logger = logging.getLogger(__name__)
-RANK = {Role.VIEWER: 0, Role.OPERATOR: 1, Role.ADMIN: 2}
+RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
 MAX_TOKEN_CHARACTERS = 200
 _SEEN_EVERY = timedelta(minutes=1)
 
@@ -68,6 +68,7 @@ class DevicePrincipal:
     device_id: str
     release: str
     alias: str
+    version: int | None  # of the release, that it was told last
 
 
 Principal = Operator | DevicePrincipal
@@ -116,7 +117,7 @@ def changing(service: Service, operator: Operator, body: BaseModel | None = None
         audit.append(session, tenant_id=operator.tenant_id, change=operator.change(body=body))
 
 
-def operator_with(role: Role) -> Callable[..., Operator]:
+def operator_with(role: Role) -> Callable[[Principal], Operator]:
     """A dependency: an operator of at least this role."""
 
     def require(principal: Annotated[Principal, Depends(authenticate)]) -> Operator:
@@ -129,6 +130,13 @@ def operator_with(role: Role) -> Callable[..., Operator]:
     return require
 
 
+def require_reader(principal: Annotated[Principal, Depends(authenticate)]) -> Principal:
+    """A dependency: a device, or an operator who may read single rows."""
+    if isinstance(principal, Operator):
+        return operator_with(Role.VIEWER)(principal)
+    return principal
+
+
 def require_device(principal: Annotated[Principal, Depends(authenticate)]) -> DevicePrincipal:
     """A dependency: a device."""
     if not isinstance(principal, DevicePrincipal):
@@ -136,11 +144,12 @@ def require_device(principal: Annotated[Principal, Depends(authenticate)]) -> De
     return principal
 
 
+Watcher = Annotated[Operator, Depends(operator_with(Role.WATCHER))]
 Viewer = Annotated[Operator, Depends(operator_with(Role.VIEWER))]
 Maker = Annotated[Operator, Depends(operator_with(Role.OPERATOR))]
 Admin = Annotated[Operator, Depends(operator_with(Role.ADMIN))]
 CallingDevice = Annotated[DevicePrincipal, Depends(require_device)]
-Anyone = Annotated[Principal, Depends(authenticate)]
+Anyone = Annotated[Principal, Depends(require_reader)]
 
 
 def _find_operator(service: Service, secret: str) -> Operator | None:
@@ -149,7 +158,7 @@ def _find_operator(service: Service, secret: str) -> Operator | None:
     if token is None:
         return None
     if _is_stale(token.last_used_at):
-        _note(service, lambda session: access.touch_token(session, token_id=token.id))
+        note(service, lambda session: access.touch_token(session, token_id=token.id))
     return Operator(tenant_id=token.tenant_id, token_id=token.id, role=Role(token.role))
 
 
@@ -159,13 +168,17 @@ def _find_device(service: Service, secret: str) -> DevicePrincipal | None:
     if device is None:
         return None
     if _is_stale(device.last_seen_at):
-        _note(service, lambda session: devices.touch(session, device_id=device.id))
+        note(service, lambda session: devices.touch(session, device_id=device.id))
     return DevicePrincipal(
-        tenant_id=device.tenant_id, device_id=device.id, release=device.release, alias=device.alias
+        tenant_id=device.tenant_id,
+        device_id=device.id,
+        release=device.release,
+        alias=device.alias,
+        version=device.version,
     )
 
 
-def _note(service: Service, touch: Callable[[Session], None]) -> None:
+def note(service: Service, touch: Callable[[Session], None]) -> None:
     """Note that a principal was seen, where that can be written: on a full disk reading goes on."""
     try:
         with service.database.write() as session:

@@ -30,6 +30,18 @@ tenants = typer.Typer(no_args_is_help=True, help="Tenants.")
 audit = typer.Typer(no_args_is_help=True, help="What operators changed.")
 
 _RELEASES = ("name", "version", "aliases", "manifest_digest", "size_bytes", "yanked", "published_at")
+_VERSIONS = (
+    *("name", "version", "aliases", "yanked", "devices", "reported", "adopted_fraction"),
+    *("improvement.median", "improvement.low", "improvement.high"),
+    *("outcomes.refused_data", "outcomes.failed", "peak_rss_bytes"),
+)
+_CHANGES = ("measure", "before", "after", "difference", "low", "high", "verdict")
+_VERDICTS = {
+    "worse": "version {new} makes devices worse than {old}: `permille releases rollback`",
+    "better": "version {new} makes devices better than {old}",
+    "unsure": "no sure difference between versions {new} and {old}",
+    "too-few": "too few devices have reported versions {new} and {old} to compare them",
+}
 _ENTRIES = ("seq", "at", "token_id", "action", "subject")
 _RUNS = (
     *("run_id", "device_id", "metrics.outcome", "metrics.steps", "metrics.loss_base"),
@@ -176,6 +188,56 @@ def _entries(session: Session) -> Iterator[AuditEntry]:
     while page := session.client.get("/v1/audit", after=seq, limit=200):
         yield from (AuditEntry.model_validate(one) for one in page)
         seq = page[-1]["seq"]
+
+
+def add_fleet(app: typer.Typer) -> None:
+    """Add the command `fleet`."""
+
+    @command(app, "fleet")
+    def show_fleet(session: Session) -> None:
+        """Count devices: by version and what it did for them, by agent and engine, by when they were seen.
+
+        Example:
+
+          permille fleet
+        """
+        fleet = session.client.get("/v1/fleet")
+        if session.output.as_json:
+            session.output.show(fleet)
+            return
+        session.output.say(f"devices: {_count(fleet['devices'])}")
+        for heading in ("seen", "agents", "engines"):
+            groups = (f"{one['name']} {_count(one['devices'])}" for one in fleet[heading])
+            session.output.say(f"{heading}: {', '.join(groups) or 'none yet'}")
+        session.output.show(fleet["versions"], _VERSIONS)
+
+
+def _count(devices: int | None) -> str:
+    return "fewer than ten, or what would tell them" if devices is None else str(devices)
+
+
+@command(releases, "show")
+def show_release(
+    session: Session,
+    name: str,
+    version: Annotated[int | None, typer.Argument(help="Else the newest.")] = None,
+    against: Annotated[int | None, typer.Option(help="Else the one before that was not yanked.")] = None,
+) -> None:
+    """Show what devices made of a version, and whether it makes them worse than another.
+
+    Example:
+
+      permille releases show tiny-llama
+    """
+    path = f"/v1/releases/{name}/comparison"
+    found = session.client.get(path, version=version, against=against)
+    if session.output.as_json:
+        session.output.show(found)
+        return
+    new, old = found["version"], found["against"]
+    session.output.show([new, old], _VERSIONS)
+    session.output.show(found["changes"], _CHANGES)
+    session.output.say(_VERDICTS[found["verdict"]].format(new=new["version"], old=old["version"]))
 
 
 add_list(invitations, "invitations", ("id", "release", "alias", "state", "used_by", "expires_at"))

@@ -1,5 +1,7 @@
 """Routes of releases: operators publish, yank and alias; devices ask what their alias means."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
@@ -7,13 +9,22 @@ from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas.fields import Name, Page
 from permille.schemas.jobs import JobKind
 from permille.schemas.problems import ProblemType
-from permille.schemas.releases import Alias, AliasPut, Release, ReleaseCreate, ReleaseRecord, ReleaseYank
-from permille.store import artifacts, releases, tables
+from permille.schemas.releases import (
+    Alias,
+    AliasPut,
+    Comparison,
+    Release,
+    ReleaseCreate,
+    ReleaseRecord,
+    ReleaseYank,
+)
+from permille.store import artifacts, devices, releases, tables
+from permille.store.fleet.comparison import compare
 from permille.trust.repository import Repository
-from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer
+from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer, note
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
-from permille_service.parameters import AliasName, Paging, ReleaseName, VersionNumber, page_of
+from permille_service.parameters import AliasName, OtherVersion, Paging, ReleaseName, VersionNumber, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
 from permille_service.trust import repositories
 
@@ -54,6 +65,19 @@ def get_release(
         return present_record(session, row)
 
 
+@router.get("/{name}/comparison")
+def compare_release(
+    name: ReleaseName,
+    service: Served,
+    operator: Viewer,
+    version: OtherVersion = None,
+    against: OtherVersion = None,
+) -> Comparison:
+    """Say whether a version makes devices worse: the newest, else the one named, against the one before."""
+    with service.database.read() as session:
+        return compare(session, tenant_id=operator.tenant_id, name=name, version=version, against=against)
+
+
 @router.post("/{name}/versions/{version}/yank", responses=documented(ProblemType.CONFLICT))
 def yank_release(
     name: ReleaseName, version: VersionNumber, body: ReleaseYank, service: Served, operator: Maker
@@ -86,7 +110,11 @@ def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principa
         raise ApiError(ProblemType.NOT_FOUND, f"no alias {alias!r} of release {name!r} for this device")
     with service.database.read() as session:
         row = releases.resolve_alias(session, tenant_id=principal.tenant_id, name=name, alias=alias)
-        return present(session, row)
+        answer = present(session, row)
+    if isinstance(principal, DevicePrincipal) and principal.version != row.version:
+        told = partial(devices.note_version, device_id=principal.device_id, version=row.version)
+        note(service, told)
+    return answer
 
 
 @router.put("/{name}/aliases/{alias}", responses=documented(ProblemType.CONFLICT))

@@ -56,6 +56,8 @@ def upgrade() -> None:
         sa.Column("agent_version", TEXT),
         _column("release", TEXT),
         _column("alias", TEXT),
+        sa.Column("version", BIG),
+        sa.Column("engine", TEXT),
         sa.Column("last_seen_at", BIG),
         sa.Column("served_at", BIG),
         sa.Column("revoked_at", BIG),
@@ -222,6 +224,13 @@ def upgrade() -> None:
         _column("run_id", TEXT, primary_key=True),
         _column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
         _column("metrics", sa.JSON()),
+        _column("newest", sa.Boolean()),
+        sa.Column("release", TEXT),
+        sa.Column("version", BIG),
+        sa.Column("outcome", TEXT),
+        sa.Column("gain", sa.Double()),
+        sa.Column("loss", sa.Double()),
+        sa.Column("peak_rss_bytes", BIG),
         sa.Column("log_state", TEXT),
         sa.Column("log_form", TEXT),
         sa.Column("log_digest", TEXT),
@@ -234,6 +243,14 @@ def upgrade() -> None:
         sa.Column("state_digest", TEXT),
         sa.Column("deleted_at", BIG),
         _column("created_at", BIG),
+    )
+    op.create_index("ix_runs_created_at", "runs", ["tenant_id", "created_at", "outcome"])
+    op.create_index(
+        "ix_runs_newest",
+        "runs",
+        ["tenant_id", "release", "version", "gain", "outcome", "loss", "peak_rss_bytes", "device_id"],
+        sqlite_where=sa.text("newest = 1"),
+        postgresql_where=sa.text("newest"),
     )
     op.create_table(
         "artifact_blobs",

@@ -1,0 +1,1 @@
+"""What many devices report, counted: by version, against another version, of the whole fleet."""

@@ -1,0 +1,133 @@
+"""One version of a release against another: does it make devices worse?
+
+Devices of one version are compared with those of the other, and, where there are enough, the same devices
+with themselves: users' texts differ more than versions do. Each measure is sure with 95 % confidence, so of
+many comparisons without any difference some are called sure all the same.
+"""
+
+from typing import Final
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from permille.schemas.releases import Change, Comparison, Measure, Verdict, VersionResults
+from permille.store import releases
+from permille.store.errors import NotFoundError
+from permille.store.fleet.few import LEAST
+from permille.store.fleet.statistics import (
+    Interval,
+    median_difference,
+    median_of,
+    share,
+    share_difference,
+)
+from permille.store.fleet.versions import median, of_version, results
+from permille.store.tables import Release, Run
+
+_MORE_IS_BETTER: Final = frozenset({Measure.ADOPTED, Measure.IMPROVEMENT})
+
+
+def compare(
+    session: Session, *, tenant_id: str, name: str, version: int | None = None, against: int | None = None
+) -> Comparison:
+    """Compare a version, else the newest, with another, else the one before it that was not yanked.
+
+    Raises NotFoundError: there is no such version, or none before it.
+    """
+    version = version or releases.latest_version(session, tenant_id=tenant_id, name=name)
+    row = releases.get(session, tenant_id=tenant_id, name=name, version=version)
+    before = _before(session, row) if against is None else against
+    if before is None:
+        raise NotFoundError(f"no version of {name!r} before {version} that was not yanked")
+    other = releases.get(session, tenant_id=tenant_id, name=name, version=before)
+    after_results, before_results = results(session, [row, other])
+    both, loss = _losses(session, row, other)
+    changes = [
+        *_shares(after_results, before_results),
+        *_improvements(session, row, other),
+        *loss,
+    ]
+    return Comparison(
+        version=after_results,
+        against=before_results,
+        both=both,
+        verdict=_verdict(after_results, before_results, changes),
+        changes=changes,
+    )
+
+
+def _before(session: Session, row: Release) -> int | None:
+    query = select(func.max(Release.version)).where(
+        Release.tenant_id == row.tenant_id,
+        Release.name == row.name,
+        Release.version < row.version,
+        Release.yanked_at.is_(None),
+    )
+    return session.scalar(query)
+
+
+def _shares(after: VersionResults, before: VersionResults) -> list[Change]:
+    n, m = after.reported or 0, before.reported or 0
+    if min(n, m) == 0:
+        return []
+    counts = (
+        (Measure.ADOPTED, after.outcomes.adopted, before.outcomes.adopted),
+        (Measure.FAILED, after.outcomes.failed, before.outcomes.failed),
+    )
+    return [
+        _change(measure, new, old, share_difference(new, old))
+        for measure, new_count, old_count in counts
+        for new, old in [(share(new_count or 0, n), share(old_count or 0, m))]
+    ]
+
+
+def _improvements(session: Session, row: Release, other: Release) -> list[Change]:
+    new, old = (median(session, one, Run.gain) for one in (row, other))
+    if new is None or old is None:
+        return []
+    return [_change(Measure.IMPROVEMENT, new, old, median_difference(new, old))]
+
+
+def _losses(session: Session, row: Release, other: Release) -> tuple[int, list[Change]]:
+    """How many devices have reported both versions, and how their loss after training has changed."""
+    after, before = (_loss_by_device(session, one) for one in (row, other))
+    both = [device_id for device_id in after if device_id in before]
+    pairs = [
+        (new, old) for one in both if (new := after[one]) is not None and (old := before[one]) is not None
+    ]
+    if not pairs:
+        return len(both), []
+    later, earlier = (median_of(losses) for losses in zip(*pairs, strict=True))
+    difference = median_of([new - old for new, old in pairs])
+    return len(both), [_change(Measure.LOSS, later, earlier, difference)]
+
+
+def _loss_by_device(session: Session, row: Release) -> dict[str, float | None]:
+    """Joined here: databases take the index of versions for a join by device, which takes them minutes."""
+    query = select(Run.device_id, Run.loss).where(*of_version(row))
+    return dict(session.execute(query).all())
+
+
+def _change(measure: Measure, after: Interval, before: Interval, difference: Interval) -> Change:
+    verdict = Verdict.UNSURE
+    if difference.low is None or difference.high is None:
+        verdict = Verdict.TOO_FEW
+    elif difference.low > 0 or difference.high < 0:
+        grows = difference.low > 0
+        verdict = Verdict.BETTER if grows == (measure in _MORE_IS_BETTER) else Verdict.WORSE
+    return Change(
+        measure=measure,
+        before=before.value,
+        after=after.value,
+        difference=difference.value,
+        low=difference.low,
+        high=difference.high,
+        verdict=verdict,
+    )
+
+
+def _verdict(after: VersionResults, before: VersionResults, changes: list[Change]) -> Verdict:
+    if min(after.reported or 0, before.reported or 0) < LEAST:
+        return Verdict.TOO_FEW
+    found = {change.verdict for change in changes}
+    return next((one for one in (Verdict.WORSE, Verdict.BETTER) if one in found), Verdict.UNSURE)

@@ -1,0 +1,75 @@
+"""A tenant's whole fleet in numbers, for the API, the page and the command line alike."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from sqlalchemy import BigInteger, ColumnElement, case, func, select, type_coerce
+from sqlalchemy.orm import Session
+
+from permille.schemas.devices import Fleet, Group, RunsOfDay
+from permille.schemas.runs import Outcome
+from permille.store.database import now
+from permille.store.fleet.few import hide
+from permille.store.fleet.versions import active, results
+from permille.store.tables import Device, Release, Run
+
+DAYS: Final = 30
+MOST_VERSIONS: Final = 50
+_SEEN: Final = (("within a day", 1), ("within a week", 7), ("within 30 days", 30))
+_DAY_US: Final = 86_400_000_000
+
+
+def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
+    """Count a tenant's active devices. `least`: counts of fewer devices are not told."""
+    at = now(session)
+    devices = session.scalar(select(func.count()).where(*active(tenant_id))) or 0
+    versions = results(session, _newest_releases(session, tenant_id), least=least)
+    return Fleet(
+        devices=devices if devices >= least or devices == 0 else None,
+        seen=_groups(session, tenant_id, _seen(at), least),
+        agents=_groups(session, tenant_id, func.coalesce(Device.agent_version, "unknown"), least),
+        engines=_groups(session, tenant_id, func.coalesce(Device.engine, "no run yet"), least),
+        versions=[one for one in versions if one.devices != 0 or one.reported != 0 or one.aliases],
+        days=[] if least else _days(session, tenant_id, at),
+    )
+
+
+def _newest_releases(session: Session, tenant_id: str) -> list[Release]:
+    query = select(Release).where(Release.tenant_id == tenant_id)
+    return list(session.scalars(query.order_by(Release.id.desc()).limit(MOST_VERSIONS)))
+
+
+def _groups(session: Session, tenant_id: str, name: ColumnElement[str], least: int) -> list[Group]:
+    """Devices by what they have in common, the largest group first."""
+    query = select(name, func.count()).where(*active(tenant_id)).group_by(name)
+    counts = {str(key): int(count) for key, count in session.execute(query)}
+    shown = hide(counts, least)
+    return [
+        Group(name=key, devices=shown[key]) for key in sorted(counts, key=lambda key: (-counts[key], key))
+    ]
+
+
+def _seen(at: datetime) -> ColumnElement[str]:
+    within = [(Device.last_seen_at > at - timedelta(days=days), words) for words, days in _SEEN]
+    return case(*within, (Device.last_seen_at.is_(None), "never"), else_="longer ago")
+
+
+def _days(session: Session, tenant_id: str, at: datetime) -> list[RunsOfDay]:
+    """Runs a day, days without any included."""
+    first = at.date() - timedelta(days=DAYS - 1)
+    begin = datetime(first.year, first.month, first.day, tzinfo=UTC)
+    day = type_coerce(Run.created_at, BigInteger) // _DAY_US
+    adopted = func.sum(case((Run.outcome == Outcome.ADOPTED.value, 1), else_=0))
+    query = (
+        select(day, func.count(), adopted)
+        .where(Run.tenant_id == tenant_id, Run.created_at >= begin, Run.outcome.is_not(None))
+        .group_by(day)
+    )
+    epoch = datetime(1970, 1, 1, tzinfo=UTC).date()
+    found = {
+        epoch + timedelta(days=int(number)): (runs, taken) for number, runs, taken in session.execute(query)
+    }
+    days = [first + timedelta(days=i) for i in range(DAYS)]
+    return [
+        RunsOfDay(day=one, runs=found.get(one, (0, 0))[0], adopted=found.get(one, (0, 0))[1]) for one in days
+    ]

@@ -1,0 +1,125 @@
+"""What devices made of the versions of releases: of each device its newest run on a version counts once.
+
+So a device that reports two hundred runs a day has one voice. Medians are read off an index by their rank.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from permille.schemas.releases import Band, Outcomes, VersionResults
+from permille.schemas.runs import Outcome
+from permille.store.fleet.few import hide
+from permille.store.fleet.statistics import Interval, median_ranks
+from permille.store.tables import Alias, Device, Release, Run
+
+Version = tuple[str | None, int | None]
+
+
+def results(session: Session, releases: Sequence[Release], *, least: int = 0) -> list[VersionResults]:
+    """What devices made of these releases of one tenant.
+
+    Args:
+        least: counts of fewer devices are not told; 0 to who may see each device.
+    """
+    if not releases:
+        return []
+    tenant_id = releases[0].tenant_id
+    told = hide(_devices_by_version(session, tenant_id), least)
+    outcomes = _outcomes(session, tenant_id)
+    aliases = _aliases(session, tenant_id)
+    return [_results(session, row, told, outcomes, aliases, least) for row in releases]
+
+
+def _results(
+    session: Session,
+    row: Release,
+    told: Mapping[Version, int | None],
+    outcomes: Mapping[Version, Counter[str | None]],
+    aliases: Mapping[Version, list[str]],
+    least: int,
+) -> VersionResults:
+    key = (row.name, row.version)
+    found = outcomes.get(key, Counter[str | None]())
+    reported = found.total()
+    visible = reported >= max(least, 1)
+    shown = hide({outcome.value: found[outcome.value] for outcome in Outcome}, least)
+    adopted = shown[Outcome.ADOPTED]
+    improvement = median(session, row, Run.gain, least=least) if visible else None
+    memory = median(session, row, Run.peak_rss_bytes, least=least) if visible else None
+    return VersionResults(
+        name=row.name,
+        version=row.version,
+        aliases=aliases.get(key, []),
+        yanked=row.yanked_at is not None,
+        published_at=row.created_at,
+        devices=told.get(key, 0),
+        reported=reported if visible or not least else None,
+        outcomes=Outcomes(**shown),
+        adopted_fraction=adopted / reported if visible and adopted is not None else None,
+        improvement=None
+        if improvement is None
+        else Band(median=improvement.value, low=improvement.low, high=improvement.high),
+        peak_rss_bytes=None if memory is None else round(memory.value),
+    )
+
+
+def of_version(row: Release) -> tuple[ColumnElement[bool] | InstrumentedAttribute[bool], ...]:
+    """The newest runs of all devices on a version."""
+    return Run.newest, Run.tenant_id == row.tenant_id, Run.release == row.name, Run.version == row.version
+
+
+def median(
+    session: Session, row: Release, column: InstrumentedAttribute[Any], *, least: int = 0
+) -> Interval | None:
+    """The median of a column over the newest runs on a version; None where there are none, or too few."""
+    values = select(column).where(*of_version(row), column.is_not(None))
+    n = session.scalar(select(func.count()).select_from(values.subquery())) or 0
+    if n < max(least, 1):
+        return None
+    rank = func.row_number().over(order_by=column) - 1
+    ranked = values.add_columns(rank.label("rank")).subquery()
+    ranks = median_ranks(n)
+    found = session.execute(select(ranked.c.rank, ranked.c[column.key]).where(ranked.c.rank.in_(ranks)))
+    by_rank: dict[int, float] = {place: float(value) for place, value in found}
+    middle, low, high = ranks
+    return Interval(by_rank[middle], by_rank.get(low), by_rank.get(high))
+
+
+def _devices_by_version(session: Session, tenant_id: str) -> dict[Version, int]:
+    """How many active devices were told each version last."""
+    query = (
+        select(Device.release, Device.version, func.count())
+        .where(*active(tenant_id), Device.version.is_not(None))
+        .group_by(Device.release, Device.version)
+    )
+    return {(name, version): count for name, version, count in session.execute(query)}
+
+
+def active(tenant_id: str) -> tuple[ColumnElement[bool] | InstrumentedAttribute[bool], ...]:
+    """A tenant's devices that were not revoked and have not left."""
+    return Device.tenant_id == tenant_id, Device.revoked_at.is_(None), Device.unenrolled_at.is_(None)
+
+
+def _outcomes(session: Session, tenant_id: str) -> dict[Version, Counter[str | None]]:
+    """By version, how many devices' newest run ended in which way."""
+    query = (
+        select(Run.release, Run.version, Run.outcome, func.count())
+        .where(Run.tenant_id == tenant_id, Run.newest, Run.release.is_not(None))
+        .group_by(Run.release, Run.version, Run.outcome)
+    )
+    found: dict[Version, Counter[str | None]] = {}
+    for name, version, outcome, count in session.execute(query):
+        found.setdefault((name, version), Counter())[outcome] += count
+    return found
+
+
+def _aliases(session: Session, tenant_id: str) -> dict[Version, list[str]]:
+    query = select(Alias.name, Alias.version, Alias.alias).where(Alias.tenant_id == tenant_id)
+    found: dict[Version, list[str]] = {}
+    for name, version, alias in session.execute(query.order_by(Alias.alias)):
+        found.setdefault((name, version), []).append(alias)
+    return found

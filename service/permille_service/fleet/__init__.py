@@ -1,0 +1,1 @@
+"""The fleet: all devices in numbers."""

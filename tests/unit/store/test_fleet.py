@@ -1,0 +1,103 @@
+"""What is counted of many devices: one voice a device, ranks that are right, no count that tells of a few."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from permille.schemas.releases import Comparison, Verdict
+from permille.store.database import Database
+from permille.store.fleet.comparison import compare
+from permille.store.fleet.few import LEAST, hide
+from permille.store.fleet.statistics import median_of, share, share_difference
+from permille.store.fleet.summary import summary
+from tests.artifacts import add_package
+from tests.fleet_site import RELEASE, VERSIONS, add_fleet, publish_versions
+from tests.packages import tiny_package
+
+
+@pytest.fixture
+def stocked(db: Database, tenant_id: str, tmp_path: Path) -> str:
+    """A tenant with 300 devices and their 2,000 runs on four versions."""
+    package = tiny_package(tmp_path / "blobs")
+    with db.write() as session:
+        add_package(session, tenant_id=tenant_id, manifest=package.manifest)
+        publish_versions(session, tenant_id=tenant_id, digest=package.digest)
+        add_fleet(session, tenant_id=tenant_id, devices=300, runs=2000)
+    return tenant_id
+
+
+def compared(db: Database, tenant_id: str, **versions: int) -> Comparison:
+    with db.read() as session:
+        return compare(session, tenant_id=tenant_id, name=RELEASE, **versions)
+
+
+def test_a_version_that_makes_devices_worse_is_found_and_a_better_one_too(db: Database, stocked: str) -> None:
+    worse = compared(db, stocked)
+    assert (worse.version.version, worse.against.version) == (VERSIONS, VERSIONS - 1)
+    assert worse.verdict is Verdict.WORSE
+    assert {change.measure for change in worse.changes} == {"adopted", "failed", "improvement", "loss"}
+    assert worse.both > 200
+    assert compared(db, stocked, version=3, against=4).verdict is Verdict.BETTER
+    assert compared(db, stocked, version=3, against=3).verdict is Verdict.UNSURE
+
+
+def test_each_device_counts_once_a_version(db: Database, stocked: str) -> None:
+    with db.read() as session:
+        fleet = summary(session, tenant_id=stocked)
+    assert fleet.devices == sum(group.devices or 0 for group in fleet.engines) == 300
+    assert sum(one.devices or 0 for one in fleet.versions) == 300
+    for one in fleet.versions:
+        assert one.reported is not None
+        assert sum(one.outcomes.model_dump().values()) == one.reported <= 300
+        assert one.improvement is not None
+        assert one.improvement.low is not None
+        assert one.improvement.low < one.improvement.median
+    assert sum(day.runs for day in fleet.days) in range(1900, 2001)  # the oldest are thirty days old
+
+
+def test_who_may_not_see_each_device_learns_nothing_of_fewer_than_ten(db: Database, stocked: str) -> None:
+    with db.read() as session:
+        told = summary(session, tenant_id=stocked, least=301)
+        empty = summary(session, tenant_id="tenant_of_nobody", least=LEAST)
+    assert told.devices is None
+    assert not told.days
+    assert {group.devices for group in (*told.seen, *told.agents, *told.engines)} == {None}
+    for one in told.versions:
+        assert (one.improvement, one.peak_rss_bytes, one.adopted_fraction, one.reported) == (None,) * 4
+        assert set(one.outcomes.model_dump().values()) <= {None, 0}
+    assert empty.devices == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hidden_groups_cannot_be_had_by_a_difference(seed: int) -> None:
+    rng = random.Random(seed)
+    counts = {i: rng.choice((0, 1, 3, 9, 10, 50, 400)) for i in range(rng.randint(1, 6))}
+    shown = hide(counts, LEAST)
+    hidden = [counts[key] for key, count in shown.items() if count is None]
+    assert all(count is None or count == counts[key] for key, count in shown.items())
+    assert all(count == 0 or count >= LEAST for count in shown.values() if count is not None)
+    assert sum(hidden) == 0 or sum(hidden) >= LEAST or not any(shown.values())
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    for n in (10, 41, 300):
+        held = 0
+        for _ in range(2000):
+            interval = median_of([rng.gauss(0, 1) for _ in range(n)])
+            assert interval.low is not None
+            assert interval.high is not None
+            held += interval.low <= 0 <= interval.high
+        assert held / 2000 > 0.94, n
+    assert median_of([1.0, 2.0]).low is None
+
+
+def test_shares_and_their_difference_are_wilsons_and_newcombes() -> None:
+    # Newcombe (1998), table II (a): 56/70 - 48/80, method 10: 0.0524 to 0.3339.
+    found = share_difference(share(56, 70), share(48, 80))
+    assert found.low is not None
+    assert found.high is not None
+    assert math.isclose(found.low, 0.0524, abs_tol=5e-5)
+    assert math.isclose(found.high, 0.3339, abs_tol=5e-5)
