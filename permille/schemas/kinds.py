@@ -80,6 +80,10 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
                     "mask": _FISHER,
                     "fisher_exponents": True,
                 },
+                "an adapter in place of sensitive weights": {
+                    "model_id": _MODEL,
+                    "adapter": {"kind": "lora-fa", "rank": 16},
+                },
             },
             key="build_id",
             prefix="job",
@@ -140,7 +144,7 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             record=PackageRecord,
             collection="packages",
             about="What a device downloads.",
-            starts="Start packing a mask and a quantization of the same model.",
+            starts="Start packing a quantization of a model with a mask of it, or with an adapter.",
             examples={
                 "a mask and a quantization": {
                     "mask_id": f"mask_{EXAMPLE_ULID}",

@@ -1,12 +1,13 @@
 """Packages: what a device downloads; and builds, which make one in a single request."""
 
-from typing import Annotated, Final
+from enum import StrEnum
+from typing import Annotated, Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from permille.schemas.fields import Closed, Count, Digest, Id, Seed, Timestamp, WholeNumber
+from permille.schemas.fields import Closed, Count, Digest, Flag, Id, Seed, Timestamp, WholeNumber
 from permille.schemas.jobs import JobState, Made
-from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, WeightMaskCreate
+from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, Scope, WeightMaskCreate
 from permille.schemas.quantizations import (
     EvaluationCorpus,
     Nf4,
@@ -19,12 +20,52 @@ MANIFEST_MEDIA_TYPE: Final = "application/vnd.permille.manifest+json"
 _EXPONENTS: Final = "add powers of two from the scores of a fisher mask"
 
 
-class PackageCreate(Closed):
-    """Make a package of a mask and a quantization of the same model."""
+class AdapterName(StrEnum):
+    """Which matrices of a low-rank adapter are trained: both, or the second alone."""
 
-    mask_id: Id = Field(description="the mask")
+    LORA = "lora"
+    LORA_FA = "lora-fa"
+
+
+class Adapter(Closed):
+    """Low-rank matrices beside the linears, trained in place of masked weights."""
+
+    kind: Annotated[AdapterName, Flag("--adapter")] = Field(
+        description="train an adapter in place of masked weights: lora, or lora-fa (half of it frozen)"
+    )
+    rank: Annotated[
+        int, Field(strict=True, ge=1, le=256, description="rank of the adapter's matrices"), WholeNumber
+    ] = 16
+    alpha: Annotated[
+        int,
+        Field(
+            strict=True, ge=1, le=1024, description="scale of the adapter: its product counts alpha / rank"
+        ),
+        WholeNumber,
+    ] = 16
+    scope: Annotated[Scope, Flag("--adapter-scope")] = "all"
+    seed: Annotated[Seed, Flag("--adapter-seed")] = Field(default=0, description="of the first matrices")
+
+
+def _check_trainable(mask: object, adapter: object, fisher_exponents: bool) -> None:
+    if (mask is None) == (adapter is None):
+        raise ValueError("expected a mask or an adapter, got both or none")
+    if adapter is not None and fisher_exponents:
+        raise ValueError("expected no exponents beside an adapter: they scale masked weights")
+
+
+class PackageCreate(Closed):
+    """Make a package of a quantization and, of the same model, a mask; or of an adapter in its place."""
+
+    mask_id: Id | None = Field(default=None, description="the mask")
+    adapter: Adapter | None = None
     quantization_id: Id = Field(description="a quantization of the same model")
     fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_trainable(self.mask_id, self.adapter, self.fisher_exponents)
+        return self
 
 
 class PoolingCreate(Closed):
@@ -71,13 +112,21 @@ class BuildCreate(Closed):
     """Make a package of a model in one go."""
 
     model_id: Id = Field(description="the model to make a package of")
-    mask: MaskRequest
+    mask: MaskRequest | None = None
+    adapter: Adapter | None = None
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
     fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
 
-    def mask_request(self) -> FisherMaskCreate | WeightMaskCreate:
-        """What the build asks of a mask job."""
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_trainable(self.mask, self.adapter, self.fisher_exponents)
+        return self
+
+    def mask_request(self) -> FisherMaskCreate | WeightMaskCreate | None:
+        """What the build asks of a mask job; None where an adapter is trained."""
+        if self.mask is None:
+            return None
         create = FisherMaskCreate if isinstance(self.mask, FisherMask) else WeightMaskCreate
         return create.model_validate({**self.mask.model_dump(), "model_id": self.model_id})
 
@@ -89,10 +138,13 @@ class BuildCreate(Closed):
             options=self.quantization,
         )
 
-    def package_request(self, mask_id: str, quantization_id: str) -> PackageCreate:
+    def package_request(self, mask_id: str | None, quantization_id: str) -> PackageCreate:
         """What the build asks of a package job, once its other parts are made."""
         return PackageCreate(
-            mask_id=mask_id, quantization_id=quantization_id, fisher_exponents=self.fisher_exponents
+            mask_id=mask_id,
+            adapter=self.adapter,
+            quantization_id=quantization_id,
+            fisher_exponents=self.fisher_exponents,
         )
 
 

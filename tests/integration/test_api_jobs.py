@@ -164,6 +164,12 @@ def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
         ),
         "nothing to calibrate on": ("/v1/quantizations", {"model_id": model_id, "options": AUTO_ROUND}, 422),
         "unknown field": ("/v1/quantizations", {"model_id": model_id, "mask_id": f"mask_{nobody}"}, 422),
+        "neither mask nor adapter": ("/v1/builds", {"model_id": model_id}, 422),
+        "a rank too high": (
+            "/v1/builds",
+            {"model_id": model_id, "adapter": {"kind": "lora-fa", "rank": 33}},
+            409,
+        ),
         "unknown parts": (
             "/v1/packages",
             {"mask_id": f"mask_{nobody}", "quantization_id": f"quant_{nobody}"},

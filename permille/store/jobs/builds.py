@@ -1,4 +1,4 @@
-"""A build: one job row whose work is its children (mask, quantization, package).
+"""A build: one job row whose work is its children: mask (none for an adapter), quantization, package.
 
 No worker runs a build and none is held by one: it is moved on in the transaction that ends one of its
 children, and looked at again by every sweep. Mask and quantization run side by side, the package after both.
@@ -29,12 +29,13 @@ def parts_due(request: BuildCreate, results: Mapping[str, str | None]) -> list[t
         results: kind to result id, or to None while it is unfinished, of the children there are.
     """
     due: list[tuple[JobKind, Closed]] = []
-    if JobKind.MASK not in results:
-        due.append((JobKind.MASK, request.mask_request()))
+    mask = request.mask_request()
+    if JobKind.MASK not in results and mask is not None:
+        due.append((JobKind.MASK, mask))
     if JobKind.QUANTIZATION not in results:
         due.append((JobKind.QUANTIZATION, request.quantization_request()))
     mask_id, quantization_id = results.get(JobKind.MASK), results.get(JobKind.QUANTIZATION)
-    if JobKind.PACKAGE not in results and mask_id and quantization_id:
+    if JobKind.PACKAGE not in results and (mask_id or mask is None) and quantization_id:
         due.append((JobKind.PACKAGE, request.package_request(mask_id, quantization_id)))
     return due
 
@@ -90,7 +91,8 @@ def advance_parent(session: Session, job: Job) -> None:
 def show_progress(session: Session, build: Job) -> None:
     """Set a locked build's progress from its children's."""
     parts = session.scalars(select(Job).where(Job.parent_id == build.id)).all()
-    fraction = sum(_WEIGHTS[JobKind(part.kind)] * part.progress for part in parts)
+    whole = 1.0 if build.payload.get("mask") else 1.0 - _WEIGHTS[JobKind.MASK]
+    fraction = sum(_WEIGHTS[JobKind(part.kind)] * part.progress for part in parts) / whole
     running = [part for part in parts if part.state == JobState.RUNNING]
     build.message = "; ".join(f"{part.kind}: {part.message or 'running'}" for part in running) or None
     build.updated_at = now(session)

@@ -32,6 +32,7 @@ class RequestOption:
         default: None where the service decides, or the value may be left out.
         required: in every form of the request.
         names: of an id, the collection that it is of; else None.
+        optional: it leads into a part that is absent where nothing of it is given.
     """
 
     flag: str
@@ -42,6 +43,7 @@ class RequestOption:
     required: bool
     help: str
     names: str | None
+    optional: bool = False
 
     @property
     def parameter(self) -> str:
@@ -64,9 +66,11 @@ class Form:
         """The request, taken out of what was given, with ids for names. Choices are always in it: one may say
         which form the rest is of."""
         body: dict[str, Any] = {}
+        values = {option.place: given.pop(option.parameter) for option in self.options}
+        named = {place[0] for place, value in values.items() if value is not None}
         for option in self.options:
-            value = given.pop(option.parameter)
-            if value is None and option.choices:
+            value = values[option.place]
+            if value is None and option.choices and (not option.optional or option.place[0] in named):
                 value = option.default
             if value is not None and option.names is not None:
                 value = session.id_of(option.names, str(value))
@@ -116,7 +120,9 @@ def _options(form: Any, place: tuple[str, ...], *, required: bool) -> Iterator[R
         for name, info in model.model_fields.items():
             needed = required and info.is_required() and all(name in other.model_fields for other in models)
             if _models(info.annotation):
-                yield from _options(info.annotation, (*place, name), required=needed)
+                absent = not info.is_required() and info.default is None
+                for option in _options(info.annotation, (*place, name), required=needed):
+                    yield replace(option, optional=option.optional or absent)
             else:
                 yield _option(info, (*place, name), required=needed)
 

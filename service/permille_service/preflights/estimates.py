@@ -27,7 +27,8 @@ SECONDS_A_WEIGHT = 60e-9  # reading, coding and writing one weight on one core
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Counts of weights, and the widths that decide activations."""
+    """Counts of weights, the widths that decide activations, and the highest ranks with which an adapter is
+    smaller than every linear in scope."""
 
     parameters: int
     scoped: int
@@ -35,6 +36,8 @@ class Sizes:
     layers: int
     hidden: int
     vocabulary: int
+    lora_rank: int
+    lora_fa_rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,8 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
         layers=len({name.split("layers.", 1)[-1].split(".", 1)[0] for name, _ in scoped}),
         hidden=embedding[-1],
         vocabulary=embedding[0],
+        lora_rank=min(rows * columns // (rows + columns) for _, (rows, columns) in scoped),
+        lora_fa_rank=min(columns for _, (_, columns) in scoped),
     )
 
 

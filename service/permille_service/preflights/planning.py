@@ -9,12 +9,12 @@ from permille.errors import InputError
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import JobKind, Preflight
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
-from permille.schemas.packages import BuildCreate, PackageCreate, PoolingCreate
+from permille.schemas.packages import Adapter, AdapterName, BuildCreate, PackageCreate, PoolingCreate
 from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import AutoRound, QuantizationCreate
 from permille.store import artifacts, rows
 from permille.store.artifacts import SCORES
-from permille.store.tables import Corpus, Model
+from permille.store.tables import Artifact, Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
     Needs,
@@ -129,13 +129,18 @@ class _Planner:
         )
 
     def _package(self, request: PackageCreate) -> Needs:
-        mask, quantization = (
-            artifacts.get(self._session, tenant_id=self._tenant_id, kind=kind, key=key)
-            for kind, key in (
-                (JobKind.MASK, request.mask_id),
-                (JobKind.QUANTIZATION, request.quantization_id),
-            )
-        )
+        quantization = self._part(JobKind.QUANTIZATION, request.quantization_id)
+        if request.adapter is not None:
+            self._check_adapter(request.adapter, quantization.model_id)
+        if request.mask_id is not None:
+            self._check_mask(request, self._part(JobKind.MASK, request.mask_id), quantization)
+        sizes = self._sizes(quantization.model_id)
+        return NOTHING if sizes is None else package_needs(sizes)
+
+    def _part(self, kind: JobKind, key: str) -> Artifact:
+        return artifacts.get(self._session, tenant_id=self._tenant_id, kind=kind, key=key)
+
+    def _check_mask(self, request: PackageCreate, mask: Artifact, quantization: Artifact) -> None:
         if mask.model_id != quantization.model_id:
             raise ApiError(
                 ProblemType.CONFLICT,
@@ -145,16 +150,28 @@ class _Planner:
             raise ApiError(
                 ProblemType.CONFLICT, f"expected a mask with scores, got {mask.id}, which has none"
             )
-        sizes = self._sizes(mask.model_id)
-        return NOTHING if sizes is None else package_needs(sizes)
+
+    def _check_adapter(self, adapter: Adapter, model_id: str) -> None:
+        sizes = self._sizes(model_id, adapter.scope)
+        if sizes is None:
+            return
+        most = sizes.lora_rank if adapter.kind is AdapterName.LORA else sizes.lora_fa_rank
+        if adapter.rank > most:
+            raise ApiError(
+                ProblemType.CONFLICT,
+                f"expected an adapter smaller than every linear in scope, of rank {most} at most, "
+                f"got rank {adapter.rank}",
+            )
 
     def _build(self, request: BuildCreate) -> Needs:
-        if request.fisher_exponents and not isinstance(request.mask, FisherMask):
+        if request.fisher_exponents and isinstance(request.mask, WeightMask):
             raise ApiError(
                 ProblemType.CONFLICT,
                 f"expected a mask of method fisher for exponents, got {request.mask.method}",
             )
-        mask = self._mask(request.mask, request.model_id)
+        mask = NOTHING if request.mask is None else self._mask(request.mask, request.model_id)
+        if request.adapter is not None:
+            self._check_adapter(request.adapter, request.model_id)
         quantization = self._quantization(request.quantization_request())
         sizes = self._sizes(request.model_id)
         return NOTHING if sizes is None else mask.then(quantization).then(package_needs(sizes))

@@ -27,6 +27,7 @@ def test_sizes_are_counted_from_the_config() -> None:
     assert SIZES.parameters == 320 * 32 + 2 * (layer + 2 * 32) + 32
     assert (SIZES.hidden, SIZES.vocabulary) == (32, 320)
     assert sizes_of(TINY_LLAMA, "layers:1").scoped == layer
+    assert (SIZES.lora_rank, SIZES.lora_fa_rank) == (16 * 32 // 48, 32)
 
 
 def test_fisher_holds_weights_and_scores_and_spills_scores_that_do_not_fit() -> None:

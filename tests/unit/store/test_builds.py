@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from permille.errors import InputError
 from permille.schemas.fields import EXAMPLE_ULID
+from permille.schemas.kinds import parse_request
 from permille.schemas.packages import BuildCreate
 from permille.store.database import Database
 from permille.store.errors import ConflictError
@@ -79,6 +81,7 @@ def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: st
     }
     assert payloads["package"] == {
         "mask_id": IDS["mask"],
+        "adapter": None,
         "quantization_id": IDS["quantization"],
         "fisher_exponents": True,
     }
@@ -99,6 +102,37 @@ def test_builds_run_mask_and_quantization_side_by_side(db: Database, tenant_id: 
     assert take(db) is None
     after = read(db, build)
     assert (after.state, after.result_id, after.progress) == ("succeeded", IDS["package"], 1.0)
+
+
+def test_a_build_of_an_adapter_has_no_mask(db: Database, tenant_id: str) -> None:
+    adapter = {"kind": "lora-fa", "rank": 4}
+    build = submit_build(db, tenant_id, mask=None, adapter=adapter, fisher_exponents=False)
+    run(db, build, "quantization")
+    assert read(db, build).progress == pytest.approx(0.75)
+    after = parts(db, build)
+    assert after.keys() == {"quantization", "package"}
+    assert after["package"].payload == {
+        "mask_id": None,
+        "adapter": {**adapter, "alpha": 16, "scope": "all", "seed": 0},
+        "quantization_id": IDS["quantization"],
+        "fisher_exponents": False,
+    }
+    run(db, build, "package")
+    assert (read(db, build).state, read(db, build).progress) == ("succeeded", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": None}, "a mask or an adapter, got both or none"),
+        ({"adapter": {"kind": "lora"}}, "a mask or an adapter, got both or none"),
+        ({"mask": None, "adapter": {"kind": "lora"}}, "no exponents beside an adapter"),
+        ({"mask": None, "adapter": {"kind": "dora"}, "fisher_exponents": False}, "adapter.kind"),
+    ],
+)
+def test_a_build_trains_a_mask_or_an_adapter(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_request("build", {**PAYLOAD, **changes})
 
 
 def test_no_part_is_added_twice() -> None:

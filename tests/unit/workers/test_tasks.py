@@ -120,6 +120,20 @@ def test_the_values_are_the_models_own_bits(bench: Bench) -> None:
     assert package.values().tobytes() == expected.astype(np.float32).tobytes()
 
 
+def test_a_build_with_an_adapter_asks_for_no_mask(bench: Bench) -> None:
+    adapter = {"kind": "lora", "rank": 4, "alpha": 8, "scope": "attention", "seed": 3}
+    row = made_by(bench, JobKind.BUILD, {"model_id": bench.model.id, "adapter": adapter})
+    package = verify_package(bench.blobs, row.digest)
+    about = package.manifest.adapter
+    assert about is not None and (about.kind, about.rank, about.scale) == ("lora", 4, 2.0)
+    assert row.k == package.k == about.k and package.manifest.provenance["adapter"] == adapter
+    with bench.db.read() as session:
+        page = artifacts.list_artifacts(session, tenant_id=bench.tenant_id, kind=JobKind.MASK)
+    assert not page.items
+    too_much = {"model_id": bench.model.id, "adapter": {"kind": "lora", "rank": 256}}
+    assert "choose a lower rank" in failed(bench, "build", too_much)
+
+
 def test_the_same_inputs_give_the_same_package(make_bench: BenchMaker) -> None:
     digests = []
     for name in ("one", "two"):

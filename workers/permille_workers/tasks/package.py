@@ -1,5 +1,5 @@
-"""The package job: a mask and a quantization of one model, the masked values, the files, and if asked for
-powers of two.
+"""The package job: a quantization of a model and a mask of it, the masked values, the files, and if asked for
+powers of two; or an adapter in the mask's place.
 
 The reader verifies the package, as a stranger would, before its row is written.
 """
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
-from permille.package.build import ChosenMask, write_package
-from permille.package.limits import Role
+from permille.package.build import ChosenAdapter, ChosenMask, write_package
+from permille.package.limits import AdapterKind, Role
 from permille.package.manifest import Quantization
 from permille.package.reader import verify_package
 from permille.schemas.jobs import JobKind
@@ -37,43 +37,34 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         InputError: parts of different models or weights.
         PackageError: a stored part is damaged, or a file of the model may not be in a package.
     """
-    mask_row = _part(context, JobKind.MASK, request.mask_id)
     quantization = _part(context, JobKind.QUANTIZATION, request.quantization_id)
-    if mask_row.model_id != quantization.model_id:
-        raise InputError(f"expected parts of one model, got {mask_row.model_id} and {quantization.model_id}")
+    mask_row = None if request.mask_id is None else _part(context, JobKind.MASK, request.mask_id)
+    parts = [quantization] if mask_row is None else [mask_row, quantization]
+    if len({part.model_id for part in parts}) > 1:
+        raise InputError(f"expected parts of one model, got {' and '.join(part.model_id for part in parts)}")
     context.progress(0.0, "opening the model")
-    model = open_model(context, mask_row.model_id)
-    for part in (mask_row, quantization):
+    model = open_model(context, quantization.model_id)
+    for part in parts:
         if part.provenance["model"] != model.provenance:
             raise InputError(
                 f"expected {part.id} to be made of {model.provenance}, got {part.provenance['model']}"
             )
-    mask = read_mask(context.blobs, mask_row.digest)
-    exponents_K = None
-    if request.fisher_exponents:
-        context.progress(0.1, "scaling")
-        exponents_K = _exponents(context, model, mask_row, mask)
-    context.progress(0.2, "writing the values")
-    asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
+    chosen = _adapter(request) if mask_row is None else _mask(context, model, mask_row, request)
+    context.progress(0.2, "writing what is trained")
     coded: QuantizationCreate = parse_request(JobKind.QUANTIZATION, quantization.request)
     manifest = write_package(
         context.blobs,
         model.checkpoint,
-        ChosenMask(
-            indices=mask,
-            method=asked.method.value,
-            density=str(asked.density),
-            scope=asked.scope,
-            exponents_K=exponents_K,
-        ),
-        (
-            layer_of(quantization, Role.DENSE),
-            layer_of(quantization, Role.PLAIN),
-        ),
+        chosen,
+        (layer_of(quantization, Role.DENSE), layer_of(quantization, Role.PLAIN)),
         Quantization(name=scheme_of(coded.options), group_size=coded.options.group_size),
         provenance=cast(
             "dict[str, JSON]",
-            {"mask": mask_row.provenance, "quantization": quantization.provenance},
+            {
+                **({} if mask_row is None else {"mask": mask_row.provenance}),
+                **({} if request.adapter is None else {"adapter": request.adapter.model_dump(mode="json")}),
+                "quantization": quantization.provenance,
+            },
         ),
     )
     context.progress(0.6, "verifying")
@@ -85,13 +76,43 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         size_bytes=len(manifest.to_bytes()),
     )
     made = Made(
-        model_id=mask_row.model_id,
+        model_id=quantization.model_id,
         digest=manifest.digest,
         k=manifest.k,
         provenance={},  # in the manifest
         blobs=(whole, *(blob_of_layer(layer) for layer in manifest.layers)),
     )
     return publishes(context, made)
+
+
+def _mask(context: TaskContext, model: SourceModel, mask_row: Artifact, request: PackageCreate) -> ChosenMask:
+    """The mask as a package carries it, with exponents where they are asked for."""
+    mask = read_mask(context.blobs, mask_row.digest)
+    exponents_K = None
+    if request.fisher_exponents:
+        context.progress(0.1, "scaling")
+        exponents_K = _exponents(context, model, mask_row, mask)
+    asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
+    return ChosenMask(
+        indices=mask,
+        method=asked.method.value,
+        density=str(asked.density),
+        scope=asked.scope,
+        exponents_K=exponents_K,
+    )
+
+
+def _adapter(request: PackageCreate) -> ChosenAdapter:
+    adapter = request.adapter
+    if adapter is None:
+        raise InputError("expected a mask or an adapter, got none")
+    return ChosenAdapter(
+        kind=AdapterKind(adapter.kind.value),
+        rank=adapter.rank,
+        alpha=adapter.alpha,
+        scope=adapter.scope,
+        seed=adapter.seed,
+    )
 
 
 def _part(context: TaskContext, kind: JobKind, key: str) -> Artifact:
