@@ -20,16 +20,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from permille.errors import InputError
 from permille.files import write_atomic
-from permille.sensitivity.backward import check_sequences, differentiable, sequence_loss
+from permille.sensitivity.backward import check_sequences, differentiable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STEPS_A_CHECKPOINT = 20
+TOKENS_A_PASS = 1024
+"""Rows go through the model together up to so many tokens: the logits are what takes memory."""
 
 Progress = Callable[[int, int], None]
 
@@ -78,6 +81,7 @@ def recover(
         raise InputError(f"expected at least {plan.rows} rows of text, got {len(rows_NT)}")
     optimizer = torch.optim.Adam(trained, lr=plan.rate, weight_decay=plan.l2, foreach=False)
     losses = _load(checkpoint, trained, optimizer)
+    at_once = max(1, TOKENS_A_PASS // rows_NT.shape[1])
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with differentiable(model, names) if plan.recomputed else contextlib.nullcontext():
         for step in range(len(losses), plan.steps):
@@ -85,8 +89,10 @@ def recover(
                 group["lr"] = plan.rate * (1 - step / plan.steps)
             optimizer.zero_grad()
             total = 0.0
-            for tokens_T in rows_NT[row_order(len(rows_NT), plan.rows, plan.seed, step)]:
-                loss = sequence_loss(model, tokens_T, step) / plan.rows
+            taken_BT = rows_NT[row_order(len(rows_NT), plan.rows, plan.seed, step)]
+            for first in range(0, plan.rows, at_once):
+                part_BT = taken_BT[first : first + at_once]
+                loss = _mean_loss(model, part_BT, step) * (len(part_BT) / plan.rows)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
             optimizer.step()
@@ -104,6 +110,20 @@ def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
         int(turn): np.random.default_rng([seed, int(turn)]).permutation(rows) for turn in places // rows
     }
     return np.array([orders[int(place // rows)][place % rows] for place in places])
+
+
+def _mean_loss(model: "PreTrainedModel", rows_BT: NDArray[np.int64], step: int) -> torch.Tensor:
+    """Mean over all predictions of the rows, logits in float32.
+
+    Raises:
+        InputError: the loss is not finite.
+    """
+    ids_BT = torch.from_numpy(np.ascontiguousarray(rows_BT)).to(model.device)
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
+    loss = functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten())
+    if not torch.isfinite(loss):
+        raise InputError(f"step {step}: expected a finite loss, got {loss.item()}")
+    return loss
 
 
 def _bytes(trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam, losses: Sequence[float]) -> bytes:

@@ -1,0 +1,255 @@
+"""What does a sparse model lose, by the way it became sparse? `make bench-sparse`.
+
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse
+
+A cell is a model, a target, a way and a seed: the loss on texts that neither pruned nor trained, before
+recovery where the way is one-shot, and after. The seed draws the rows of calibration and recovery. Adam's
+rates were searched once a model and kind of adapter, at 60 % with a seed of their own, on windows that judge
+nothing else. A cell that is done is not made again; cells are in the order of what they tell.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from permille.corpora.sequences import POOL, token_sequences
+from permille.models.checkpoint import Checkpoint
+from permille.models.loading import FileTokenizer, load_model
+from permille.pruning.plan import PruningPlan
+from permille.pruning.streaming import PruningText, prune_model
+from permille.quantization.perplexity import perplexity
+from permille.sparse_tuning.adapters import AdapterKind
+from permille.sparse_tuning.iterative import IterativePlan, IterativeText, iterate
+from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
+from permille_lab.measuring.model_packages import Sources, sources_from_environment
+from permille_lab.quantization.__main__ import texts
+from permille_lab.sparse.ways import (
+    ABLATED,
+    ABLATIONS,
+    LONGER,
+    ONE_SHOT,
+    RANK,
+    ROUNDS,
+    STEPS,
+    TABLE,
+    Rates,
+    Way,
+    plan_of,
+)
+
+FIGURE, TUNING, DENSE = "sparse", "rates", "dense"
+TARGETS = ("0.6", "2:4", "0.5", "0.7")
+SEEDS = (0, 1, 2)
+TUNING_SEED = 99
+TRIED = (0.01, 0.03, 0.1)
+LENGTH, CALIBRATION, SELECTION = 128, 32, 32
+JUDGED = 32
+"""Windows of each text that judges."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, the public text that prunes and recovers it, and the texts that judge.
+
+    Attributes:
+        rows: of a step.
+        searched: steps of a run that searches Adam's rate.
+    """
+
+    model: str
+    text: str
+    judged: tuple[str, ...]
+    rows: int
+    searched: int
+    targets: tuple[str, ...] = TARGETS
+    ways: tuple[Way, ...] = (*TABLE, *ABLATIONS)
+
+
+CASES = (
+    Case(
+        model="stories260K-hf",
+        text="tinystories",
+        judged=("tinystories", "wikitext-2"),
+        rows=8,
+        searched=STEPS,
+    ),
+    Case(
+        model="reference-7M",
+        text="c4",
+        judged=("wikitext-2", "boolq"),
+        rows=4,
+        searched=STEPS // 3,
+        ways=(Way.WANDA, Way.ITERATIVE, Way.SPARSEGPT, Way.MAGNITUDE, Way.UNIFORM, Way.ONE_ROUND, Way.DENSE),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Material:
+    """Token rows of one model and seed."""
+
+    work: IterativeText
+    judged: Mapping[str, NDArray[np.int64]]
+
+
+@cache
+def _rows(folder: Path, data: Path, text: str, drawn: tuple[int, int, int]) -> NDArray[np.int64]:
+    number, skip, seed = drawn
+    return token_sequences(FileTokenizer(folder), texts(data, text), number, LENGTH, seed, skip=skip)
+
+
+def material(sources: Sources, case: Case, seed: int) -> Material:
+    """The rows of a cell: calibration, recovery, selection and judgement follow each other in the stream."""
+    folder = sources.models / case.model
+
+    def rows(text: str, number: int, skip: int, drawn_by: int) -> NDArray[np.int64]:
+        return _rows(folder, sources.data, text, (number, skip, drawn_by))
+
+    recovery = POOL * CALIBRATION
+    selection = recovery + POOL * STEPS * case.rows
+    last = selection + POOL * SELECTION
+    return Material(
+        work=IterativeText(
+            calibration_NT=rows(case.text, CALIBRATION, 0, seed),
+            recovery_MT=rows(case.text, STEPS * case.rows, recovery, seed),
+            evaluation_ET=rows(case.text, SELECTION, selection, 0),
+        ),
+        judged={name: rows(name, JUDGED, last if name == case.text else 0, 0) for name in case.judged},
+    )
+
+
+def losses(folder: Path, judged: Mapping[str, NDArray[np.int64]]) -> dict[str, float]:
+    """Nats a token of each text."""
+    model = load_model(folder)
+    return {name: round(perplexity(model, rows_NT)["loss"], 6) for name, rows_NT in judged.items()}
+
+
+def measured(
+    source: Checkpoint, work: Path, found: Material, plan: IterativePlan, *, one_shot: bool
+) -> Result:
+    """A cell: `pruned` where nothing came before, `recovered`, and what the rounds reported."""
+    begun = time.process_time()
+    shutil.rmtree(work, ignore_errors=True)
+    result: Result = {}
+    if one_shot:
+        alone = PruningPlan(method=plan.method, rates=plan.rate, pattern=plan.pattern)
+        prune_model(source, work / "alone", PruningText(calibration_NT=found.work.calibration_NT), alone)
+        result["pruned"] = losses(work / "alone", found.judged)
+    folder, rounds = iterate(source, work / "rounds", found.work, plan)
+    linears = [row for report in rounds for row in report.linears][-len(rounds[-1].linears) :]
+    result |= {
+        "recovered": losses(folder, found.judged),
+        "rounds": [
+            {
+                "rate": round(report.rate, 4),
+                "rates": [round(rate, 4) for rate in report.rates],
+                "loss": [round(report.loss_pruned, 6), round(report.loss_merged, 6)],
+                "loss_dense": report.loss_dense and round(report.loss_dense, 6),
+                "numbers": report.numbers,
+                "norms": [round(norm, 4) for norm in report.norms],
+            }
+            for report in rounds
+        ],
+        "zeros": round(sum(row.zeros for row in linears) / sum(row.weights for row in linears), 5),
+        "cpu_seconds": round(time.process_time() - begun, 1),
+    }
+    shutil.rmtree(work)
+    return result
+
+
+def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
+    """The best of three rates of each kind of adapter, by the loss of the selection windows."""
+    best = {}
+    for kind, way in ((AdapterKind.LORA, Way.WANDA), (AdapterKind.POOLING, Way.WANDA_POOLING)):
+        found: dict[float, float] = {}
+        for rate in TRIED:
+            plan = plan_of(way, ABLATED, TUNING_SEED, Rates(lora=rate, pooling=rate))
+            recovery = replace(plan.recovery, steps=case.searched // LONGER, rows=case.rows)
+            plan = replace(plan, recovery=recovery)
+
+            def measure(plan: IterativePlan = plan) -> Result:
+                rows = replace(material(sources, case, TUNING_SEED), judged={})
+                return measured(Checkpoint(sources.models / case.model), work, rows, plan, one_shot=False)
+
+            settings = {"model": case.model, "adapter": kind.value, "rate": rate, "steps": case.searched}
+            found[rate] = cells.once(TUNING, settings, measure)["rounds"][-1]["loss"][1]
+        best[kind] = min(found, key=lambda rate: found[rate])
+    return Rates(lora=best[AdapterKind.LORA], pooling=best[AdapterKind.POOLING])
+
+
+def settings_of(case: Case, target: str, way: Way, seed: int) -> Settings:
+    """What names a cell."""
+    return {
+        "model": case.model,
+        "target": target,
+        "way": way.value,
+        "seed": seed,
+        "size": [STEPS, case.rows, LENGTH, RANK, ROUNDS, LONGER],
+    }
+
+
+def planned() -> Iterator[tuple[Case, int, str, Way]]:
+    """Cells in the order of what they tell: 60 % and 2:4 of every seed, then the rest."""
+    for first in (True, False):
+        for seed in SEEDS:
+            for case in CASES:
+                for target in case.targets:
+                    for way in case.ways if target == ABLATED else TABLE:
+                        early = target in TARGETS[:2] and (
+                            case is CASES[0] or way in (Way.WANDA, Way.ITERATIVE)
+                        )
+                        if early is first:
+                            yield case, seed, target, way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What cells are made of and written to."""
+
+    cells: Cells
+    sources: Sources
+    work: Path
+
+    def cell(self, case: Case, seed: int, target: str, way: Way) -> None:
+        """Measure one if it is missing, with what it is compared with."""
+        rates = tuned(self.cells, self.sources, case, self.work)
+        source = Checkpoint(self.sources.models / case.model)
+
+        def dense() -> Result:
+            return {"losses": losses(source.folder, material(self.sources, case, seed).judged)}
+
+        def sparse() -> Result:
+            plan = plan_of(way, target, seed, rates)
+            plan = replace(plan, recovery=replace(plan.recovery, rows=case.rows))
+            rows = material(self.sources, case, seed)
+            return measured(source, self.work, rows, plan, one_shot=way in ONE_SHOT)
+
+        self.cells.once(DENSE, {"model": case.model, "windows": JUDGED}, dense)
+        self.cells.once(FIGURE, settings_of(case, target, way, seed), sparse)
+
+
+def main() -> None:
+    """Measure what is missing."""
+    parser = settings_parser(__doc__, FIGURE)
+    parser.add_argument("--models", nargs="+", default=[case.model for case in CASES])
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(
+        cells=Cells(options.cells), sources=sources_from_environment(), work=options.folder / "sparse"
+    )
+    for case, seed, target, way in planned():
+        if case.model in options.models and seed in options.seeds:
+            bench.cell(case, seed, target, way)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""The tables of the sparse models' page, from finished cells; and what they say of the paper's claims.
+
+Two ways are compared by the difference of their losses, nats a token, paired by the seed; intervals are
+Student's, 95 %, over the seeds. A claim holds or fails where the interval does not contain 0.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from permille_lab.measuring.cells import Cells
+from permille_lab.sparse.ways import ABLATED, ONE_SHOT, TABLE, Way
+
+UNPRUNED = "pruned"
+"""A one-shot cell's state before its recovery."""
+RECOVERED = "recovered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What is measured: a state of a way, and the text that judges it."""
+
+    model: str
+    target: str
+    way: Way
+    state: str
+    text: str
+
+
+Losses = Mapping[Place, Mapping[int, float]]
+"""Nats a token by seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A sentence of the paper, and the two states whose difference decides it: below 0 it holds."""
+
+    words: str
+    first: tuple[Way, str]
+    second: tuple[Way, str]
+    targets: tuple[str, ...] = (ABLATED,)
+
+
+_ITERATIVE = (Way.ITERATIVE, RECOVERED)
+CLAIMS = (
+    Claim(
+        words="better than Wanda with LoRA (tables 1, 2)",
+        first=_ITERATIVE,
+        second=(Way.WANDA, RECOVERED),
+        targets=("0.5", "0.6", "0.7", "2:4"),
+    ),
+    Claim(
+        words="better than SparseGPT with LoRA (tables 1, 2)",
+        first=_ITERATIVE,
+        second=(Way.SPARSEGPT, RECOVERED),
+        targets=("0.5", "0.6", "0.7", "2:4"),
+    ),
+    Claim(
+        words="on SparseGPT's masks, better than SparseGPT with LoRA (table 1)",
+        first=(Way.SPARSEGPT_ITERATIVE, RECOVERED),
+        second=(Way.SPARSEGPT, RECOVERED),
+    ),
+    Claim(
+        words="pooling better than LoRA, one-shot (3.3.3)",
+        first=(Way.WANDA_POOLING, RECOVERED),
+        second=(Way.WANDA, RECOVERED),
+    ),
+    Claim(
+        words="pooling better than LoRA, in rounds (3.3.3)", first=_ITERATIVE, second=(Way.LORA, RECOVERED)
+    ),
+    Claim(
+        words="rounds better than one turn (3.4, 4.4)", first=_ITERATIVE, second=(Way.ONE_ROUND, RECOVERED)
+    ),
+    Claim(
+        words="a longer last round better than equal ones (1)",
+        first=_ITERATIVE,
+        second=(Way.EQUAL_ROUNDS, RECOVERED),
+    ),
+    Claim(
+        words="rates by CKA better than equal ones (4.3.1)", first=_ITERATIVE, second=(Way.UNIFORM, RECOVERED)
+    ),
+    Claim(
+        words="rates as (21) is printed better than equal ones",
+        first=(Way.PRINTED, RECOVERED),
+        second=(Way.UNIFORM, RECOVERED),
+    ),
+    Claim(
+        words="sizes by loss better than equal ones (4.3.2)",
+        first=_ITERATIVE,
+        second=(Way.EQUAL_SIZES, RECOVERED),
+    ),
+    Claim(
+        words="norm control at 0.001 better than none (4.2, table 3)",
+        first=_ITERATIVE,
+        second=(Way.NO_NORM, RECOVERED),
+    ),
+    Claim(
+        words="an adapter that is dense while it trains loses to one that is masked (2, 3)",
+        first=(Way.WANDA, RECOVERED),
+        second=(Way.WANDA_DENSE, RECOVERED),
+    ),
+    Claim(
+        words="the same in rounds, with pooling",
+        first=_ITERATIVE,
+        second=(Way.DENSE, RECOVERED),
+    ),
+)
+
+
+def tables(results: Path) -> dict[str, str]:
+    """By the name that the template has for them."""
+    cells = Cells(results / "sparse.jsonl")
+    found, dense = losses_of(cells), dense_of(cells)
+    return {
+        "perplexities": _markdown(_perplexities(found, dense)),
+        "claims": _markdown(pd.DataFrame(claim_rows(found, dense))),
+        "ablations": _markdown(_ablations(found)),
+        "rounds": _markdown(_rounds(cells)),
+        "merging": _markdown(_merging(cells)),
+    }
+
+
+def losses_of(cells: Cells) -> Losses:
+    """Of all finished cells."""
+    found: dict[Place, dict[int, float]] = defaultdict(dict)
+    for settings, result in cells.of("sparse"):
+        for state in (UNPRUNED, RECOVERED):
+            for text, loss in result.get(state, {}).items():
+                place = Place(
+                    model=settings["model"],
+                    target=settings["target"],
+                    way=Way(settings["way"]),
+                    state=state,
+                    text=text,
+                )
+                found[place][settings["seed"]] = loss
+    return found
+
+
+def dense_of(cells: Cells) -> dict[tuple[str, str], float]:
+    """The loss of each unpruned model on each text."""
+    return {
+        (settings["model"], text): loss
+        for settings, result in cells.of("dense")
+        for text, loss in result["losses"].items()
+    }
+
+
+def difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[float, float, int]:
+    """Mean of first less second over the seeds that both have, half of its interval, their number."""
+    from scipy import stats
+
+    seeds = sorted(first.keys() & second.keys())
+    less_S = np.array([first[seed] - second[seed] for seed in seeds])
+    if len(seeds) < 2:
+        return (float(less_S.mean()) if seeds else math.nan), math.inf, len(seeds)
+    reach = float(stats.t.ppf(0.975, len(seeds) - 1) * stats.sem(less_S))
+    return float(less_S.mean()), reach, len(seeds)
+
+
+def verdict(mean: float, reach: float) -> str:
+    """Of a claim that says the difference is below 0."""
+    if mean + reach < 0:
+        return "holds"
+    return "fails" if mean - reach > 0 else "undecided"
+
+
+def claim_rows(found: Losses, dense: Mapping[tuple[str, str], float]) -> list[dict[str, str]]:
+    """A row for each claim, target, model and text that has cells."""
+    rows = []
+    for claim in CLAIMS:
+        for target in claim.targets:
+            for model, text in dense:
+                first, second = (
+                    found.get(Place(model=model, target=target, way=way, state=state, text=text), {})
+                    for way, state in (claim.first, claim.second)
+                )
+                mean, reach, seeds = difference(first, second)
+                if seeds:
+                    rows.append(_claim_row(claim.words, target, f"{model}, {text}", (mean, reach, seeds)))
+    for model, text in dense:
+        place = Place(model=model, target="0.5", way=Way.ITERATIVE, state=RECOVERED, text=text)
+        own = found.get(place, {})
+        mean, reach, seeds = difference(own, dict.fromkeys(own, dense[model, text]))
+        if seeds:
+            words = "50 % without loss (abstract): not above the dense model"
+            row = _claim_row(words, "0.5", f"{model}, {text}", (mean, reach, seeds))
+            # Not above is all that the claim says: only a difference surely above 0 speaks against it.
+            rows.append(
+                row
+                | {
+                    "verdict": "fails"
+                    if mean - reach > 0
+                    else "holds"
+                    if mean + reach < 0.01
+                    else "undecided"
+                }
+            )
+    return rows
+
+
+def _claim_row(words: str, target: str, place: str, found: tuple[float, float, int]) -> dict[str, str]:
+    mean, reach, seeds = found
+    return {
+        "claim": words,
+        "zeros": _target(target),
+        "model, text": place,
+        "nats a token": f"{mean:+.4f} ± {reach:.4f}" if seeds > 1 else f"{mean:+.4f}",
+        "seeds": str(seeds),
+        "verdict": verdict(mean, reach) if seeds > 1 else "undecided",
+    }
+
+
+def _perplexities(found: Losses, dense: Mapping[tuple[str, str], float]) -> pd.DataFrame:
+    rows = []
+    for model, text in dense:
+        targets = sorted({place.target for place in found if place.model == model})
+        for target in targets:
+            row = {
+                "model, text": f"{model}, {text}",
+                "zeros": _target(target),
+                "dense": f"{math.exp(dense[model, text]):.2f}",
+            }
+            for way in TABLE:
+                for state in (UNPRUNED, RECOVERED) if way in ONE_SHOT else (RECOVERED,):
+                    place = Place(model=model, target=target, way=way, state=state, text=text)
+                    name = way.value if state == UNPRUNED or way not in ONE_SHOT else "with LoRA"
+                    row[f"{name}{' ' * list(TABLE).index(way)}"] = _perplexity(found.get(place, {}))
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _perplexity(by_seed: Mapping[int, float]) -> str:
+    """The exponential of the mean loss, and half of the interval in it."""
+    if not by_seed:
+        return ""
+    mean, reach, seeds = difference(by_seed, dict.fromkeys(by_seed, 0.0))
+    middle = math.exp(mean)
+    return f"{middle:.2f} ± {middle * reach:.2f}" if seeds > 1 else f"{middle:.2f}"
+
+
+def _ablations(found: Losses) -> pd.DataFrame:
+    """Every way less the method, at one target."""
+    rows = []
+    for place, losses in found.items():
+        if place.target != ABLATED or place.state != RECOVERED or place.way is Way.ITERATIVE:
+            continue
+        base = Place(model=place.model, target=ABLATED, way=Way.ITERATIVE, state=RECOVERED, text=place.text)
+        mean, reach, seeds = difference(losses, found.get(base, {}))
+        if seeds:
+            rows.append(
+                {
+                    "way": place.way.value + (" with LoRA" if place.way in TABLE else ""),
+                    "column": f"{place.model}, {place.text}",
+                    "cell": f"{mean:+.3f} ± {reach:.3f}" if seeds > 1 else f"{mean:+.3f}",
+                }
+            )
+    frame = pd.DataFrame(rows, columns=["way", "column", "cell"])
+    return frame.pivot(index="way", columns="column", values="cell").fillna("").reset_index()
+
+
+def _rounds(cells: Cells) -> pd.DataFrame:
+    """By round: perplexity of the selection windows before and after the steps, means over the seeds."""
+    kept: dict[tuple[str, str, int], list[Sequence[float]]] = defaultdict(list)
+    for settings, result in cells.of("sparse"):
+        if settings["way"] == Way.ITERATIVE.value:
+            for number, report in enumerate(result["rounds"], start=1):
+                kept[settings["model"], settings["target"], number].append(report["loss"])
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for (model, target, number), pairs in kept.items():
+        before, after = np.exp(np.mean(pairs, axis=0))
+        row = rows.setdefault((model, target), {"model": model, "zeros": _target(target)})
+        row[f"round {number}"] = f"{before:.2f} → {after:.2f}"
+    return pd.DataFrame(list(rows.values()))
+
+
+def _merging(cells: Cells) -> pd.DataFrame:
+    """What a dense adapter's last merge costs, and how much of its change stands at pruned places."""
+    kept: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    for settings, result in cells.of("sparse"):
+        last = result["rounds"][-1]
+        if last["loss_dense"] is not None:
+            at_kept, at_pruned = last["norms"]
+            lost = last["loss"][1] - last["loss_dense"]
+            kept[settings["model"], settings["way"]].append((last["loss_dense"], lost, at_pruned / at_kept))
+    rows = []
+    for (model, way), found in kept.items():
+        dense, lost, ratio = np.mean(found, axis=0)
+        rows.append(
+            {
+                "model": model,
+                "way": way,
+                "loss with the adapter": f"{dense:.3f}",
+                "merging adds": f"{lost:+.3f}",
+                "norm of the change at pruned places, at kept ones being 1": f"{ratio:.2f}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _target(target: str) -> str:
+    return target if ":" in target else f"{float(target):.0%}"
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    return str(frame.to_markdown(index=False, disable_numparse=True))

@@ -1,0 +1,116 @@
+"""Ways to a sparse model that are compared, all at equal numbers of trained values and of tokens.
+
+One-shot pruning, then LoRA in all steps; or rounds of both. The method changes one thing at a time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from permille.pruning.plan import Pattern, PruningMethod
+from permille.sparse_tuning.adapters import AdapterKind
+from permille.sparse_tuning.iterative import IterativePlan
+from permille.sparse_tuning.recovery import RecoveryPlan
+
+STEPS = 48
+RANK = 2
+ROUNDS, LONGER = 5, 4
+L2 = 0.001
+"""Of the paper's table 3, the best there."""
+ABLATED = "0.6"
+
+
+class Way(StrEnum):
+    """How a model becomes sparse; what follows the method's name is what it does otherwise."""
+
+    WANDA = "Wanda"
+    SPARSEGPT = "SparseGPT"
+    MAGNITUDE = "magnitude"
+    WANDA_DENSE = "Wanda, dense LoRA"
+    WANDA_POOLING = "Wanda, pooling"
+    ITERATIVE = "iterative"
+    SPARSEGPT_ITERATIVE = "iterative, SparseGPT"
+    ONE_ROUND = "iterative, 1 round"
+    NINE_ROUNDS = "iterative, 9 rounds"
+    EQUAL_ROUNDS = "iterative, 4 equal rounds"
+    LORA = "iterative, LoRA"
+    DENSE = "iterative, dense adapters"
+    UNIFORM = "iterative, uniform rates"
+    PRINTED = "iterative, rates as printed"
+    EQUAL_SIZES = "iterative, equal sizes"
+    NO_NORM = "iterative, no norm control"
+    MORE_NORM = "iterative, norm control 0.1"
+
+
+ONE_SHOT: Mapping[Way, PruningMethod] = {
+    Way.WANDA: PruningMethod.WANDA,
+    Way.SPARSEGPT: PruningMethod.SPARSEGPT,
+    Way.MAGNITUDE: PruningMethod.MAGNITUDE,
+    Way.WANDA_DENSE: PruningMethod.WANDA,
+    Way.WANDA_POOLING: PruningMethod.WANDA,
+}
+TABLE = (Way.WANDA, Way.SPARSEGPT, Way.MAGNITUDE, Way.ITERATIVE)
+ABLATIONS = tuple(way for way in Way if way not in TABLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Adam's rate of the first step, by the kind of adapter."""
+
+    lora: float
+    pooling: float
+
+    def of(self, kind: AdapterKind) -> float:
+        """Of one kind."""
+        return self.lora if kind is AdapterKind.LORA else self.pooling
+
+
+def target_of(text: str) -> tuple[float, Pattern | None]:
+    """A rate such as 0.6, or a pattern such as 2:4 with its own."""
+    if ":" not in text:
+        return float(text), None
+    pattern = Pattern.parse(text)
+    return pattern.rate, pattern
+
+
+def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
+    """What a way does in steps of one row; one-shot: one round, equal rates and adapters, no norm control."""
+    rate, pattern = target_of(target)
+    plan = IterativePlan(
+        rate=rate,
+        pattern=pattern,
+        rank=RANK,
+        rounds=ROUNDS,
+        longer=LONGER,
+        recovery=RecoveryPlan(steps=0, rows=1, rate=0.0, l2=L2, seed=100 * seed, recomputed=False),
+    )
+    if way in ONE_SHOT:
+        kind = AdapterKind.POOLING if way is Way.WANDA_POOLING else AdapterKind.LORA
+        plan = replace(plan, method=ONE_SHOT[way], adapter=kind, rounds=1, by_loss=False, spread=0.0)
+        plan = replace(plan, masked=way is not Way.WANDA_DENSE, recovery=replace(plan.recovery, l2=0.0))
+    match way:
+        case Way.SPARSEGPT_ITERATIVE:
+            plan = replace(plan, method=PruningMethod.SPARSEGPT)
+        case Way.ONE_ROUND:
+            plan = replace(plan, rounds=1)
+        case Way.NINE_ROUNDS:
+            plan = replace(plan, rounds=9)
+        case Way.EQUAL_ROUNDS:
+            plan = replace(plan, rounds=4, longer=1)
+        case Way.LORA:
+            plan = replace(plan, adapter=AdapterKind.LORA)
+        case Way.DENSE:
+            plan = replace(plan, masked=False)
+        case Way.UNIFORM:
+            plan = replace(plan, spread=0.0)
+        case Way.PRINTED:
+            plan = replace(plan, beta=-1.0)
+        case Way.EQUAL_SIZES:
+            plan = replace(plan, by_loss=False)
+        case Way.NO_NORM:
+            plan = replace(plan, recovery=replace(plan.recovery, l2=0.0))
+        case Way.MORE_NORM:
+            plan = replace(plan, recovery=replace(plan.recovery, l2=0.1))
+    steps = STEPS // (plan.rounds - 1 + plan.longer)
+    recovery = replace(plan.recovery, steps=steps, rate=rates.of(plan.adapter))
+    return replace(plan, recovery=recovery)
