@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -137,6 +137,9 @@ bench-privacy: $(VENV)/.installed  ## What does an attacker learn of one device 
 
 bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.quantization
+
+bench-sparse: $(VENV)/.native  ## What does a sparse model lose, by the way it became sparse? (needs PERMILLE_DATA, PERMILLE_MODELS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse
 
 bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, attack, noise? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.federation
