@@ -10,10 +10,11 @@ from permille.schemas.problems import Figure
 
 
 class JobKind(StrEnum):
-    """What a job does. A build is done by its child jobs; a shared log starts its replay, a federation the
-    closing of a round."""
+    """What a job does. A build is done by its child jobs, a mask of much work by shards; a shared log starts
+    its replay, a federation the closing of a round."""
 
     MASK = "mask"
+    SHARD = "shard"
     QUANTIZATION = "quantization"
     PACKAGE = "package"
     POOLING = "pooling"
@@ -63,7 +64,7 @@ class JobError(Closed):
 
 class Job(Closed):
     """One job. `result` is the path of what it made, once it succeeded; `result_id` its id (a package's
-    digest)."""
+    digest). A shard's sums are of use to its parent alone, and have no path."""
 
     id: Id
     kind: JobKind
@@ -90,7 +91,7 @@ class EventData(Closed):
     message: str | None = None
     attempt: Count | None = None
     worker: str | None = None
-    job_id: Id | None = Field(default=None, description="the part of a build that was added")
+    job_id: Id | None = Field(default=None, description="the part that was added")
     result_id: str | None = None
     error: JobError | None = None
 

@@ -14,7 +14,7 @@ from permille.errors import InputError
 from permille.schemas.federations import RoundRequest
 from permille.schemas.fields import EXAMPLE_ULID, Closed
 from permille.schemas.jobs import JobKind
-from permille.schemas.masks import Mask, MaskCreate
+from permille.schemas.masks import Mask, MaskCreate, ShardRequest
 from permille.schemas.packages import (
     Build,
     BuildCreate,
@@ -188,6 +188,7 @@ PreflightCreate: Final[Any] = Annotated[
 _REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
     JobKind.REPLAY: TypeAdapter(ReplayRequest),
     JobKind.ROUND: TypeAdapter(RoundRequest),
+    JobKind.SHARD: TypeAdapter(ShardRequest),
     **{kind: TypeAdapter(one.request) for kind, one in WORK.items()},
 }
 
@@ -207,8 +208,10 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
         raise InputError(f"expected the payload of a job as this version writes it: {wrong}") from exc
 
 
-def result_path(kind: JobKind, result_id: str) -> str:
-    """Where the API shows what a job of this kind has made."""
+def result_path(kind: JobKind, result_id: str) -> str | None:
+    """Where the API shows what a job of this kind has made; None for what its parent alone reads."""
+    if kind is JobKind.SHARD:
+        return None
     if kind is JobKind.ROUND:
         return f"/v1/federations/{result_id}"
     made = JobKind.PACKAGE if kind in MAKES_PACKAGES else kind

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from permille.models.families import SCOPE_PATTERN
-from permille.schemas.fields import Closed, Count, Density, Id, Seed, WholeNumber
+from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, WholeNumber
 from permille.schemas.jobs import Made
 
 
@@ -89,6 +89,16 @@ class WeightMaskCreate(WeightMask):
 
 
 MaskCreate = Annotated[FisherMaskCreate | WeightMaskCreate, Field(discriminator="method")]
+
+
+class ShardRequest(Closed):
+    """Sum the squared gradients of some of a mask's sequences: a part of a mask job."""
+
+    model_id: Id
+    scope: Scope
+    plan: Digest = Field(description="of what the mask job has drawn from its corpus")
+    first: Count
+    stop: Count = Field(description="one past the last sequence")
 
 
 class Mask(Made):

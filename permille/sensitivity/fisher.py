@@ -10,9 +10,9 @@ Memory: the weights, the scores in scope (a mapped file where they do not fit), 
 is squared and freed as soon as autograd has made it), and the activations of one block (the others are
 computed again).
 
-Order: sequences are summed in shards of `SHARD_SEQUENCES`; the sums of the shards are added in their order.
-So one process and sixteen workers get the same bits from the same gradients, and a stopped job goes on
-after its last shard.
+Order: sequences are summed in shards (`shard_ranges`); the sums of the shards are added in their order. So
+one process and sixteen workers get the same bits from the same gradients, and a stopped job goes on after
+its last shard.
 """
 
 import contextlib
@@ -30,11 +30,10 @@ from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.sensitivity.backward import check_sequences, differentiable, sequence_loss
 from permille.sensitivity.scores import PartialSums, Scores, Shapes, zero_scores
+from permille.sensitivity.shards import SHARD_SEQUENCES, divide, merge, shard_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SHARD_SEQUENCES = 16
 
 
 class Progress(Protocol):
@@ -84,28 +83,32 @@ def fisher_scores(
     return total
 
 
-def shard_ranges(sequences: int) -> list[range]:
-    """The shards of a job of so many sequences: a function of the number alone, not of who does the work.
-
-    Raises:
-        InputError: no sequence.
-    """
-    if sequences < 1:
-        raise InputError(f"expected at least 1 sequence, got {sequences}")
-    return [
-        range(start, min(start + SHARD_SEQUENCES, sequences))
-        for start in range(0, sequences, SHARD_SEQUENCES)
-    ]
-
-
-def merge(total: Scores, partial: Scores) -> None:
-    """total += partial, in float32; call it in the order of the shards, the first onto zeros."""
-    np.add(total.flat, partial.flat, out=total.flat)
-
-
-def divide(total: Scores, sequences: int) -> None:
-    """The sum of squares becomes their mean: one float32 division a score."""
-    np.divide(total.flat, np.float32(sequences), out=total.flat)
+def shard_sums(
+    model: "PreTrainedModel",
+    sequences_NT: NDArray[np.int64],
+    shard: range,
+    scope: str = "all",
+    *,
+    progress: Progress | None = None,
+    spill_dir: Path | None = None,
+    resume: Path | None = None,
+) -> Scores:
+    """Sums of one shard, for `join_shards`. Arguments and errors are those of `fisher_scores`; the sum so
+    far is kept after each 16 sequences."""
+    shapes = scope_shapes(model, scope)
+    check_model(model)
+    tokens_NT = sequences_NT[shard.start : shard.stop]
+    pieces = range(0, len(tokens_NT), SHARD_SEQUENCES)
+    folder = resume if len(pieces) > 1 else None
+    sums = PartialSums.open(folder, fingerprint=_fingerprint(model, tokens_NT, shapes) if folder else "")
+    total = zero_scores(shapes, spill_dir=spill_dir)
+    finished = sums.load_into(total)
+    for index, start in enumerate(pieces[finished:], start=finished):
+        report = None if progress is None else _offset(progress, start, len(tokens_NT))
+        piece_NT = tokens_NT[start : start + SHARD_SEQUENCES]
+        add_shard(model, piece_NT, total, first=shard.start + start, progress=report)
+        sums.save(total, index + 1)
+    return total
 
 
 def scope_shapes(model: "PreTrainedModel", scope: str) -> Shapes:

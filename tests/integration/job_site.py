@@ -56,9 +56,10 @@ class Site:
         }
         return {**os.environ, **{f"PERMILLE_{name}": value for name, value in values.items()}}
 
-    def start_worker(self) -> "subprocess.Popen[bytes]":
-        """Start a worker process (Celery's where the site has a broker)."""
-        command = [sys.executable, "-m", "tests.integration.job_tasks", "worker"]
+    def start_worker(self, *, real: bool = False) -> "subprocess.Popen[bytes]":
+        """Start a worker process (Celery's where the site has a broker), of scripted or of real tasks."""
+        module = ["permille_workers"] if real else ["tests.integration.job_tasks", "worker"]
+        command = [sys.executable, "-m", *module]
         with (self.root / "worker.log").open("ab") as log:
             process = subprocess.Popen(command, env=self.environment(), stdout=log, stderr=log)
         self.processes.append(process)
@@ -147,9 +148,9 @@ class Site:
 
 
 @contextmanager
-def job_site(root: Path, *, broker_url: str | None = None) -> Iterator[Site]:
-    """Make a site over SQLite; its workers are killed at the end."""
-    url = f"sqlite:///{root}/permille.db"
+def job_site(root: Path, *, broker_url: str | None = None, database_url: str | None = None) -> Iterator[Site]:
+    """Make a site, over SQLite unless another database is named; its workers are killed at the end."""
+    url = database_url or f"sqlite:///{root}/permille.db"
     migrate(url)
     db = Database(url)
     with db.write() as session:

@@ -1,67 +1,92 @@
-"""The workers as they are installed, with the real tasks: a build of a tiny model, to its package."""
+"""The workers as they are installed, with the real tasks, on PostgreSQL and Redis."""
 
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 
+from permille.corpora.files import ReadReport, file_texts
+from permille.corpora.sequences import token_sequences
+from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
-from permille.package.reader import verify_package
 from permille.schemas.inputs import FileCorpus, FolderModel
-from permille.schemas.masks import FisherMask, MaskMethod
-from permille.schemas.packages import BuildCreate
-from permille.store import inputs
+from permille.schemas.masks import FisherMaskCreate, MaskMethod
+from permille.sensitivity.fisher import fisher_scores
+from permille.sensitivity.scores import put_scores
+from permille.store import artifacts, inputs
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
-from tests.integration.job_site import Site, job_site
+from permille.store.tables import Job
+from permille_workers.runtime.work_folders import shared_root
+from tests.integration.job_site import Site, job_site, redis_server, wait_until
 from tests.packages import sentences
+from tests.unit.store.postgres import postgres_server
 from tests.unit.workers.conftest import save_model
+
+SEQUENCES, LENGTH = 17, 16
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    with job_site(tmp_path) as place:
+    with (
+        postgres_server() as postgres,
+        redis_server(tmp_path) as redis,
+        job_site(tmp_path, broker_url=redis.url, database_url=postgres.url) as place,
+    ):
         yield place
 
 
-def test_the_worker_process_makes_a_package(site: Site) -> None:
+def submit_mask(site: Site) -> Job:
     (site.root / "corpora").mkdir()
     (site.root / "models").mkdir()
     save_model(site.root / "models" / "tiny")
     (site.root / "corpora" / "text.txt").write_text("\n\n".join(sentences(200)))
+    source, texts = FolderModel(kind="folder", path="tiny"), FileCorpus(kind="file", path="text.txt")
     with site.db.write() as session:
-        model = inputs.add_model(
-            session,
-            tenant_id=site.tenant_id,
-            name="tiny",
-            source=FolderModel(kind="folder", path="tiny"),
+        model = inputs.add_model(session, tenant_id=site.tenant_id, name="tiny", source=source)
+        corpus = inputs.add_corpus(session, tenant_id=site.tenant_id, name="text", source=texts)
+        request = FisherMaskCreate(
+            method=MaskMethod.FISHER,
+            model_id=model.id,
+            corpus_id=corpus.id,
+            density=0.01,
+            sequences=SEQUENCES,
+            length=LENGTH,
         )
-        corpus = inputs.add_corpus(
-            session,
-            tenant_id=site.tenant_id,
-            name="text",
-            source=FileCorpus(kind="file", path="text.txt"),
-        )
-        mask = FisherMask(method=MaskMethod.FISHER, corpus_id=corpus.id, density=0.01, sequences=2, length=16)
-        request = BuildCreate(model_id=model.id, mask=mask)
-        build = queue.submit(
-            session,
-            NewJob(
-                tenant_id=site.tenant_id,
-                kind="build",
-                payload=request.model_dump(mode="json"),
-            ),
-        )
-    with (site.root / "worker.log").open("wb") as log:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "permille_workers"], env=site.environment(), stdout=log, stderr=log
-        )
-    site.processes.append(worker)
-    after = site.wait_for_state(build, "succeeded")
-    [package] = [row for row in site.results() if row.kind == "package"]
-    assert package.digest == after.result_id
-    assert verify_package(BlobFolder(site.root / "blobs"), package.digest).k == package.k
-    worker.terminate()
-    assert worker.wait(60) == 0
+        payload = request.model_dump(mode="json")
+        return queue.submit(session, NewJob(tenant_id=site.tenant_id, kind="mask", payload=payload))
+
+
+def shards_of(site: Site) -> list[Job]:
+    with site.db.read() as session:
+        return list(session.scalars(select(Job).where(Job.kind == "shard").order_by(Job.id)))
+
+
+def test_three_workers_make_what_one_process_makes_though_one_is_killed_in_a_shard(site: Site) -> None:
+    site.settings.update(FISHER_SPLIT_FLOPS="0", LEASE_S="3", THREADS="1")
+    mask = submit_mask(site)
+    workers = {worker.pid: worker for worker in (site.start_worker(real=True) for _ in range(3))}
+    wait_until(lambda: any(part.worker for part in shards_of(site)), site.explain)
+    held = next(part for part in shards_of(site) if part.worker)
+    victim = workers.pop(int(str(held.worker).rpartition("-")[2]))
+    victim.send_signal(signal.SIGKILL)
+    site.wait_for_state(mask, "succeeded")
+    shards = shards_of(site)
+    assert [(part.payload["first"], part.payload["stop"]) for part in shards] == [(0, 16), (16, 17)]
+    assert {part.id: part.fence for part in shards} == {
+        part.id: 2 if part.id == held.id else 1 for part in shards
+    }
+    blobs, [made] = BlobFolder(site.root / "blobs"), site.results()
+    folder = site.root / "models" / "tiny"
+    texts = file_texts(site.root / "corpora" / "text.txt", ReadReport())
+    tokens_NT = token_sequences(FileTokenizer(folder), texts, SEQUENCES, LENGTH, 0)
+    stored = artifacts.blob_of(made, artifacts.SCORES)
+    assert stored is not None
+    assert stored.digest == put_scores(blobs, fisher_scores(load_model(folder), tokens_NT))
+
+    wait_until(lambda: not list(shared_root(blobs.root).iterdir()), site.explain)
+    for worker in workers.values():
+        worker.terminate()
+        assert worker.wait(60) == 0

@@ -13,10 +13,10 @@ from datetime import datetime, timedelta
 from sqlalchemy import ColumnElement, ScalarSelect, Select, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
+from permille.schemas.jobs import EventKind, JobState
 from permille.store.database import Database, now
 from permille.store.errors import StaleClaimError
-from permille.store.jobs import builds, transitions
+from permille.store.jobs import parents, transitions
 from permille.store.tables import Device, Job, Tenant
 
 BACKOFF_FIRST_S = 2.0
@@ -35,6 +35,7 @@ class Claim:
     fence: int
     attempt: int
     max_attempts: int
+    parent_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,15 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
 
     Turns go round the tenants: first the one with the fewest running jobs, of these the one that was served
     longest ago. A tenant's own jobs come before the uploads of its devices, and these go round the devices
-    likewise. So nobody waits behind more than one job a worker of whoever sends many. Builds are never
-    claimed: see `permille.store.jobs.builds`.
+    likewise. So nobody waits behind more than one job a worker of whoever sends many. Jobs that wait for
+    their parts are not queued: see `permille.store.jobs.parents`.
     """
     at = now(session)
     query = (
         select(Job)
         .join(Tenant, Tenant.id == Job.tenant_id)
         .outerjoin(Device, Device.id == Job.device_id)
-        .where(Job.state == JobState.QUEUED.value, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
+        .where(Job.state == JobState.QUEUED.value, Job.available_at <= at)
         .order_by(
             _running(_PEER.tenant_id == Job.tenant_id),
             Tenant.served_at.asc().nulls_first(),
@@ -92,14 +93,13 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
         fence=job.fence,
         attempt=job.attempt,
         max_attempts=job.max_attempts,
+        parent_id=job.parent_id,
     )
 
 
 def _running(same: ColumnElement[bool]) -> ScalarSelect[int]:
     """How many running jobs have the same owner as a candidate."""
-    query = select(func.count()).where(
-        _PEER.state == JobState.RUNNING.value, _PEER.kind != JobKind.BUILD.value, same
-    )
+    query = select(func.count()).where(_PEER.state == JobState.RUNNING.value, _PEER.worker.is_not(None), same)
     return query.correlate(Job).scalar_subquery()
 
 
@@ -152,7 +152,7 @@ def report_progress(
         if job.parent_id is not None:
             parent = transitions.lock_one(session, job.parent_id)
             if parent is not None and not transitions.has_ended(parent):
-                builds.show_progress(session, parent)
+                parents.show_progress(session, parent)
     return job.cancel_requested_at is not None
 
 
@@ -164,7 +164,26 @@ def complete(session: Session, held: Claim, *, result_id: str) -> None:
     job.result_id = result_id
     job.message, job.error = None, None
     transitions.transition(session, job, JobState.SUCCEEDED, result_id=result_id)
-    builds.advance_parent(session, job)
+    parents.advance_parent(session, job)
+
+
+def split(session: Session, held: Claim, due: Sequence[parents.Part]) -> None:
+    """Let the job wait for new parts; the attempt does not count. Raises StaleClaimError: none are added.
+
+    Once they have succeeded the job is queued again, and its next attempt finds `results_of_parts`.
+    """
+    job = _held(session, held)
+    job.attempt -= 1
+    job.fence += 1
+    transitions.leave(job)
+    parents.add(session, job, due)
+    parents.advance(session, job)
+
+
+def results_of_parts(session: Session, held: Claim) -> list[tuple[Mapping[str, object], str]]:
+    """Payload and result id of each part of the job that has succeeded, oldest first."""
+    found = transitions.children(session, held.job_id)
+    return [(part.payload, part.result_id) for part in found if part.result_id is not None]
 
 
 def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryable: bool) -> JobState:
@@ -201,21 +220,21 @@ def release(session: Session, held: Claim) -> None:
 
 
 def sweep(db: Database) -> SweepReport:
-    """Queue again (or end) what workers left with an expired lease, and move builds on. One short transaction
-    a job.
+    """Queue again (or end) what workers left with an expired lease, and move waiting jobs on. One short
+    transaction a job.
     """
     with db.read() as session:
         at = now(session)
         expired = session.scalars(_expired(at)).all()
-        open_builds = session.scalars(
-            select(Job.id).where(Job.kind == JobKind.BUILD.value, Job.state.not_in([s.value for s in ENDED]))
+        waiting = session.scalars(
+            select(Job.id).where(Job.state == JobState.RUNNING.value, Job.worker.is_(None))
         ).all()
     states = [state for job_id in expired if (state := _sweep_one(db, job_id)) is not None]
-    for job_id in open_builds:
+    for job_id in waiting:
         with db.write() as session:
-            build = transitions.lock_one(session, job_id)
-            if build is not None:
-                builds.advance(session, build)
+            job = transitions.lock(session, job_id)
+            if job is not None:
+                parents.advance(session, job)
     return SweepReport(
         requeued=states.count(JobState.QUEUED),
         died=states.count(JobState.DEAD),
@@ -232,7 +251,6 @@ def take_undispatched(session: Session, *, resend_after_s: float, limit: int = 1
         select(Job)
         .where(
             Job.state == JobState.QUEUED.value,
-            Job.kind != JobKind.BUILD.value,
             Job.available_at <= at,
             or_(Job.dispatched_at.is_(None), Job.dispatched_at <= at - timedelta(seconds=resend_after_s)),
         )
@@ -269,9 +287,7 @@ def _stale(held: Claim, job: Job | None) -> StaleClaimError:
 
 
 def _expired(at: datetime) -> Select[str]:
-    return select(Job.id).where(
-        Job.state == JobState.RUNNING.value, Job.kind != JobKind.BUILD.value, Job.lease_expires_at < at
-    )
+    return select(Job.id).where(Job.state == JobState.RUNNING.value, Job.lease_expires_at < at)
 
 
 def _sweep_one(db: Database, job_id: str) -> JobState | None:
@@ -302,5 +318,5 @@ def _after_lost_attempt(session: Session, job: Job, error: Mapping[str, object])
 def _end(session: Session, job: Job, state: JobState, error: Mapping[str, object] | None) -> JobState:
     job.error = dict(error) if error else None
     transitions.transition(session, job, state, **({"error": error} if error else {}))
-    builds.advance_parent(session, job)
+    parents.advance_parent(session, job)
     return state

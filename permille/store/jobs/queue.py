@@ -6,6 +6,7 @@ commit; a lost message is re-sent by the sweeper.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
@@ -15,12 +16,13 @@ from permille.schemas.jobs import EventKind, JobKind, JobState
 from permille.store import rows
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.jobs import builds, transitions
+from permille.store.jobs import parents, transitions
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Job, JobEvent
 
 MAX_EVENTS = 1000
+_PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # the kinds that may have parts: others are not looked up
 
 
 def submit(session: Session, new: NewJob) -> Job:
@@ -43,7 +45,7 @@ def submit(session: Session, new: NewJob) -> Job:
             raise
         return earlier
     if new.kind == JobKind.BUILD:
-        builds.advance(session, job)
+        parents.advance(session, job)
     return job
 
 
@@ -72,7 +74,7 @@ def list_jobs(
     state: JobState | None = None,
     window: Window = FIRST,
 ) -> Page[Job]:
-    """List jobs, newest first, the parts of builds included. Raises InputError for a bad limit."""
+    """List jobs, newest first, parts of others included. Raises InputError for a bad limit."""
     query = select(Job).where(Job.tenant_id == tenant_id)
     for column, value in ((Job.kind, kind), (Job.state, state)):
         if value is not None:
@@ -81,10 +83,10 @@ def list_jobs(
 
 
 def parts_of(session: Session, job: Job) -> Sequence[Job]:
-    """A build's child jobs, oldest first; of other jobs none."""
-    if job.kind != JobKind.BUILD:
+    """A job's child jobs, oldest first."""
+    if job.kind not in _PARENTS:
         return ()
-    return session.scalars(select(Job).where(Job.parent_id == job.id).order_by(Job.id)).all()
+    return transitions.children(session, job.id)
 
 
 def events_after(
@@ -113,41 +115,46 @@ def request_cancel(session: Session, *, tenant_id: str, job_id: str) -> Job:
     if job.cancel_requested_at is None:
         job.cancel_requested_at = now(session)
         transitions.tell(session, job, EventKind.MESSAGE, {"message": "cancel requested"})
-    if job.kind == JobKind.BUILD:
-        builds.advance(session, job)
-    elif job.state == JobState.QUEUED:
+    if job.state == JobState.QUEUED:
         transitions.transition(session, job, JobState.CANCELLED)
-        builds.advance_parent(session, job)
+        parents.advance_parent(session, job)
+    else:
+        parents.advance(session, job)
     return job
 
 
 def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
-    """Queue a job again that has failed, died or been cancelled; a build queues its own children again.
+    """Queue a job again that has failed, died or been cancelled, and those of its parts that did not succeed.
 
     Raises:
         NotFoundError: no such job.
-        ConflictError: the job has not ended, has succeeded, or belongs to a build (retry the build).
+        ConflictError: the job has not ended, has succeeded, or is a part of another one (retry that).
     """
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if not transitions.has_ended(job) or job.state == JobState.SUCCEEDED:
         raise ConflictError(f"expected a job that failed, died or was cancelled, got one that is {job.state}")
     if job.parent_id is not None:
         raise ConflictError(f"expected a job of its own, got a part of {job.parent_id}: retry that")
-    transitions.requeue(session, job)
-    if job.kind == JobKind.BUILD:
-        for child in transitions.children(session, job.id):
-            if transitions.has_ended(child) and child.state != JobState.SUCCEEDED:
-                transitions.requeue(session, child)
-        builds.advance(session, job)
+    _requeue(session, job)
     return job
 
 
-def may_go_on(session: Session, *, job_id: str) -> bool:
+def may_go_on(session: Session, *, job_id: str, kept_for: timedelta = timedelta(0)) -> bool:
     """Whether an attempt of a job, of any tenant, may still need what earlier ones left: for workers' own
-    housekeeping.
+    housekeeping. `kept_for`: how long it may once the job has failed.
     """
     job = session.get(Job, job_id)
-    return job is not None and not transitions.has_ended(job)
+    if job is None or job.state in (JobState.SUCCEEDED, JobState.CANCELLED):
+        return False
+    return job.ended_at is None or now(session) < job.ended_at + kept_for
+
+
+def _requeue(session: Session, job: Job) -> None:
+    transitions.requeue(session, job)
+    for part in transitions.children(session, job.id):
+        if transitions.has_ended(part) and part.state != JobState.SUCCEEDED:
+            _requeue(session, part)
+    parents.advance(session, job)
 
 
 def _earlier(session: Session, new: NewJob) -> Job | None:

@@ -60,10 +60,12 @@ def insert(session: Session, new: NewJob) -> Job:
 
 
 def lock(session: Session, job_id: str) -> Job | None:
-    """Read a job for change, its parent locked first. None when there is no such job."""
-    parent_id = session.scalar(select(Job.parent_id).where(Job.id == job_id))
-    if parent_id is not None:
-        lock_one(session, parent_id)
+    """Read a job for change, those that it is a part of locked first. None when there is no such job."""
+    line = [job_id]
+    while (parent_id := session.scalar(select(Job.parent_id).where(Job.id == line[-1]))) is not None:
+        line.append(parent_id)
+    for ancestor_id in reversed(line[1:]):
+        lock_one(session, ancestor_id)
     return lock_one(session, job_id)
 
 
@@ -74,8 +76,9 @@ def lock_one(session: Session, job_id: str) -> Job | None:
 
 
 def children(session: Session, job_id: str) -> Sequence[Job]:
-    """All child jobs, oldest first, locked (the parent must be locked already)."""
-    query = select(Job).where(Job.parent_id == job_id).order_by(Job.id).with_for_update()
+    """All child jobs as they are now, oldest first. With the parent locked none of them ends meanwhile; a
+    queued one may be claimed."""
+    query = select(Job).where(Job.parent_id == job_id).order_by(Job.id)
     return session.scalars(query.execution_options(populate_existing=True)).all()
 
 
@@ -90,20 +93,25 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
     The log that a replay is of follows: without a verdict it is neither refused nor pending for ever.
     """
     at = now(session)
-    if JobState.RUNNING in (job.state, state) and job.kind != JobKind.BUILD:
+    if JobState.RUNNING in (job.state, state) and job.worker is not None:
         _note_turn(session, job, at)
     job.state = state.value
     job.updated_at = at
     job.ended_at = at if state in ENDED else None
     if state is not JobState.RUNNING:
-        job.worker = None
-        job.lease_expires_at = None
-        job.eta_at = None
+        leave(job)
     if state is JobState.SUCCEEDED:
         job.progress = 1.0
     if job.kind == JobKind.REPLAY:
         _move_log(session, job, state)
     tell(session, job, EventKind.STATE, {"state": state.value, **details})
+
+
+def leave(job: Job) -> None:
+    """No worker holds the job any more: one that stays `running` waits for its parts."""
+    job.worker = None
+    job.lease_expires_at = None
+    job.eta_at = None
 
 
 def _note_turn(session: Session, job: Job, at: datetime) -> None:

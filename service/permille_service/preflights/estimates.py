@@ -18,6 +18,7 @@ PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weig
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
 FISHER_FLOPS = 8
 FORWARD_FLOPS = 2
+SHARD_SEQUENCES, MOST_SHARDS = 16, 64  # of a mask that is scored by parts: `permille.sensitivity.shards`
 # auto-round as `permille.quantization.rounding` calls it: steps a block, of so many sequences; copies of the
 # model, hidden vectors that are kept of each token of the text, and of each token of a step.
 ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
@@ -76,9 +77,15 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
 
 
 def mask_needs(
-    sizes: Sizes, options: FisherMask | WeightMask, *, memory_bytes: int | None, flops_per_s: float
+    sizes: Sizes,
+    options: FisherMask | WeightMask,
+    *,
+    memory_bytes: int | None,
+    flops_per_s: float,
+    split_flops: float,
 ) -> Needs:
-    """What choosing a mask needs. Scores that do not fit into `memory_bytes` are spilled to the disk."""
+    """What choosing a mask needs. Scores that do not fit into `memory_bytes` are spilled to the disk, as are
+    those of each shard of a job of more work than `split_flops`."""
     scores = sizes.scoped * FLOAT_BYTES
     mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES + scores
     if not isinstance(options, FisherMask):
@@ -89,8 +96,9 @@ def mask_needs(
     if memory_bytes is None or memory + scores <= memory_bytes:
         memory += scores
     work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS
+    shards = min(-(-options.sequences // SHARD_SEQUENCES), MOST_SHARDS) if work > split_flops else 0
     seconds = work / flops_per_s + sizes.scoped * SECONDS_A_WEIGHT
-    return Needs(memory_bytes=memory, disk_bytes=mask_disk + scores, seconds=seconds)
+    return Needs(memory_bytes=memory, disk_bytes=mask_disk + (1 + shards) * scores, seconds=seconds)
 
 
 def quantization_needs(sizes: Sizes, options: AnyOptions, *, evaluated: bool, flops_per_s: float) -> Needs:

@@ -19,6 +19,7 @@ class Machine:
     memory_bytes: int | None
     disk_bytes: int | None
     flops_per_s: float
+    split_flops: float
     max_job_s: float
 
 
@@ -29,6 +30,7 @@ def look(settings: Settings) -> Machine:
         memory_bytes=free,
         disk_bytes=_free_disk(settings.blob_root),
         flops_per_s=settings.flops_per_s or FLOPS_A_CORE * (os.cpu_count() or 1),
+        split_flops=settings.fisher_split_flops,
         max_job_s=settings.max_job_s,
     )
 

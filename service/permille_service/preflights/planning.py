@@ -112,7 +112,13 @@ class _Planner:
         if sizes is None:
             return NOTHING
         machine = self._machine
-        return mask_needs(sizes, mask, memory_bytes=machine.memory_bytes, flops_per_s=machine.flops_per_s)
+        return mask_needs(
+            sizes,
+            mask,
+            memory_bytes=machine.memory_bytes,
+            flops_per_s=machine.flops_per_s,
+            split_flops=machine.split_flops,
+        )
 
     def _quantization(self, request: QuantizationCreate) -> Needs:
         sizes = self._sizes(request.model_id)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.sensitivity import fisher
-from permille.sensitivity.fisher import add_shard, divide, fisher_scores, merge, scope_shapes, shard_ranges
-from permille.sensitivity.scores import Scores, zero_scores
+from permille.sensitivity.fisher import add_shard, fisher_scores, scope_shapes, shard_sums
+from permille.sensitivity.scores import save_scores, zero_scores
+from permille.sensitivity.shards import join_shards, shard_ranges
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 24, "num_key_value_heads": 2},
@@ -133,24 +134,23 @@ def test_spilled_scores_are_a_mapped_file_with_the_same_bits(
     assert list((tmp_path / "spill").iterdir()) == []
 
 
-def test_shards_are_ranges_of_sixteen() -> None:
+def test_shards_are_ranges_of_sixteen_and_at_most_sixty_four_of_them() -> None:
     assert shard_ranges(35) == [range(16), range(16, 32), range(32, 35)]
     assert shard_ranges(16) == [range(16)]
+    assert (len(shard_ranges(1024)), len(shard_ranges(1025))) == (64, 33)
+    assert len(shard_ranges(100_000)) <= 64
+    assert sum(map(len, shard_ranges(100_000))) == 100_000
     with pytest.raises(InputError, match="at least 1 sequence"):
         shard_ranges(0)
 
 
 @pytest.mark.parametrize("n", [16, 37])
-def test_workers_with_a_shard_each_get_the_bits_of_one_process(n: int) -> None:
+def test_workers_with_a_shard_each_get_the_bits_of_one_process(n: int, tmp_path: Path) -> None:
     model, tokens_NT = tiny(), sequences(n)
-    partials: dict[int, Scores] = {}
-    for index, shard in reversed(list(enumerate(shard_ranges(n)))):  # finished in another order
-        partials[index] = zero_scores(scope_shapes(model, "all"))
-        add_shard(model, tokens_NT[shard.start : shard.stop], partials[index], first=shard.start)
-    total = zero_scores(scope_shapes(model, "all"))
-    for index in sorted(partials):
-        merge(total, partials[index])
-    divide(total, n)
+    shards = shard_ranges(n)
+    for shard in reversed(shards):  # finished in another order
+        save_scores(tmp_path / f"{shard.start}", shard_sums(model, tokens_NT, shard))
+    total = join_shards([tmp_path / f"{shard.start}" for shard in shards], n)
     assert total.flat.tobytes() == fisher_scores(model, tokens_NT).flat.tobytes()
 
 
@@ -174,6 +174,26 @@ def test_a_cancelled_job_goes_on_after_its_last_whole_shard_with_the_same_bits(t
     assert resumed.flat.tobytes() == fisher_scores(model, tokens_NT).flat.tobytes()
     assert len(list(tmp_path.iterdir())) == 1
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_long_shard_goes_on_after_its_last_sixteen_sequences_with_the_same_bits(tmp_path: Path) -> None:
+    model, tokens_NT = tiny(), sequences(50)
+
+    def stop_at_39(done: int, total: int) -> None:
+        assert total == 42
+        if done == 39:
+            raise StopError
+
+    with pytest.raises(StopError):
+        shard_sums(model, tokens_NT, range(8, 50), progress=stop_at_39, resume=tmp_path)
+    seen: list[int] = []
+    again = shard_sums(
+        model, tokens_NT, range(8, 50), progress=lambda done, total: seen.append(done), resume=tmp_path
+    )
+    assert seen == list(range(33, 43))
+    sums = zero_scores(scope_shapes(model, "all"))
+    add_shard(model, tokens_NT[8:50], sums)
+    assert again.flat.tobytes() == sums.flat.tobytes()
 
 
 def test_sums_of_other_sequences_weights_or_scopes_are_not_resumed(tmp_path: Path) -> None:

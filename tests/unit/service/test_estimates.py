@@ -31,16 +31,19 @@ def test_sizes_are_counted_from_the_config() -> None:
 
 
 def test_fisher_holds_weights_and_scores_and_spills_scores_that_do_not_fit() -> None:
-    roomy = mask_needs(SIZES, FISHER, memory_bytes=None, flops_per_s=1e9)
-    tight = mask_needs(SIZES, FISHER, memory_bytes=roomy.memory_bytes - 1, flops_per_s=1e9)
+    roomy = mask_needs(SIZES, FISHER, memory_bytes=None, flops_per_s=1e9, split_flops=1e99)
+    tight = mask_needs(SIZES, FISHER, memory_bytes=roomy.memory_bytes - 1, flops_per_s=1e9, split_flops=0)
     assert roomy.memory_bytes > PROCESS_BYTES + 4 * (SIZES.parameters + SIZES.scoped)
     assert roomy.memory_bytes - tight.memory_bytes == 4 * SIZES.scoped
+    assert tight.disk_bytes - roomy.disk_bytes == 4 * SIZES.scoped  # its one shard
     work = 10 * 16 * SIZES.parameters * 8
     assert roomy.seconds == pytest.approx(work / 1e9, rel=0.1)
 
 
 def test_other_methods_hold_one_tensor() -> None:
-    needs = mask_needs(SIZES, WeightMask(method=MaskMethod.MAGNITUDE), memory_bytes=None, flops_per_s=1e9)
+    needs = mask_needs(
+        SIZES, WeightMask(method=MaskMethod.MAGNITUDE), memory_bytes=None, flops_per_s=1e9, split_flops=0
+    )
     assert needs.memory_bytes < PROCESS_BYTES + 4 * 5 * SIZES.largest
 
 
@@ -74,9 +77,9 @@ def test_steps_in_a_row_need_the_larger_memory_and_the_sum_of_the_rest() -> None
 
 def test_verdict_names_what_is_missing_and_lets_the_unknown_pass() -> None:
     needs = Needs(memory_bytes=100, disk_bytes=100, seconds=10.0)
-    unknown = Machine(memory_bytes=None, disk_bytes=None, flops_per_s=1.0, max_job_s=10.0)
+    unknown = Machine(memory_bytes=None, disk_bytes=None, flops_per_s=1.0, split_flops=0, max_job_s=10.0)
     assert compare(needs, unknown).accepted
-    small = Machine(memory_bytes=99, disk_bytes=100, flops_per_s=1.0, max_job_s=9.0)
+    small = Machine(memory_bytes=99, disk_bytes=100, flops_per_s=1.0, split_flops=0, max_job_s=9.0)
     verdict = compare(needs, small)
     assert not verdict.accepted
     assert [figure.enough for figure in verdict.figures] == [False, True, False]

@@ -44,14 +44,18 @@ class Bench:
                 session, NewJob(tenant_id=self.tenant_id, kind=kind, payload=payload, max_attempts=1)
             )
 
+    def run_next(self, job_id: str | None = None) -> bool:
+        """Run one attempt of the job whose turn it is, or of the one named; False: nothing is queued."""
+        with self.db.write() as session:
+            claim = claims.claim(session, worker="bench", lease_s=600, job_id=job_id)
+        if claim is not None:
+            attempt(TASKS, self.db, claim, self.settings)
+        return claim is not None
+
     def run_queued(self) -> None:
         """Run what is queued, one attempt after the other, as a child process would."""
-        while True:
-            with self.db.write() as session:
-                claim = claims.claim(session, worker="bench", lease_s=600)
-            if claim is None:
-                return
-            attempt(TASKS, self.db, claim, self.settings)
+        while self.run_next():
+            pass
 
     def finish(self, kind: str, payload: dict[str, Any]) -> Job:
         """Queue a job and run it to its end."""

@@ -23,7 +23,7 @@ from permille_workers.runtime.child import record_failure
 from permille_workers.runtime.context import JobCancelledError, Progress
 from permille_workers.runtime.handover import decode_handover, encode_handover
 from permille_workers.runtime.settings import WorkerSettings
-from permille_workers.runtime.work_folders import locked_work_folder, remove_ended
+from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_root
 
 
 @pytest.fixture
@@ -139,16 +139,24 @@ def test_a_line_that_is_none_of_ours_is_refused(line: bytes) -> None:
         decode_handover(line)
 
 
-def test_work_folders_go_with_their_jobs(db: Database, claim: Claim, tmp_path: Path) -> None:
-    with locked_work_folder(tmp_path, claim.job_id) as folder:
+@pytest.mark.parametrize("failed", [False, True])
+def test_folders_go_with_their_jobs_but_parts_of_a_failed_one_stay_a_day(
+    db: Database, claim: Claim, tmp_path: Path, failed: bool
+) -> None:
+    with locked_work_folder(tmp_path / "work", claim.job_id) as folder:
         (folder / "sums").write_text("x")
-    (tmp_path / "jobs" / "job_unknown").mkdir()
-    assert remove_ended(db, tmp_path) == ["job_unknown"]
+    parts = shared_root(tmp_path / "blobs") / claim.job_id
+    parts.mkdir(parents=True)
+    (tmp_path / "work" / "jobs" / "job_unknown").mkdir()
+    assert remove_ended(db, tmp_path / "work", tmp_path / "blobs") == ["job_unknown"]
     assert (folder / "sums").exists()
     with db.write() as session:
-        claims.complete(session, claim, result_id="mask_1")
-    assert remove_ended(db, tmp_path) == [claim.job_id]
-    assert not folder.exists()
+        if failed:
+            claims.fail(session, claim, error={"type": "T", "message": "m"}, retryable=False)
+        else:
+            claims.complete(session, claim, result_id="mask_1")
+    assert claim.job_id in remove_ended(db, tmp_path / "work", tmp_path / "blobs")
+    assert (folder.exists(), parts.exists()) == (False, failed)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The real tasks on a tiny random model: from a registered folder to a verified package; replayed logs."""
 
+import dataclasses
 import hashlib
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
@@ -30,8 +32,8 @@ from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, pooled_state
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
-from permille_workers.runtime.context import JobCancelledError, TaskContext
-from permille_workers.runtime.work_folders import locked_work_folder
+from permille_workers.runtime.context import JobCancelledError, Split, TaskContext
+from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_root
 from permille_workers.tasks import TASKS
 from tests.unit.workers.conftest import Bench, save_model
 
@@ -108,6 +110,33 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
     blobs = {blob.digest for blob in row.blobs}
     assert blobs == {row.digest, *(layer.digest for layer in package.manifest.layers)}
     assert row.size_bytes == sum(bench.blobs.size(digest) for digest in blobs) == package.size_bytes
+
+
+def test_a_mask_that_is_split_is_the_one_that_is_not(make_bench: BenchMaker, bench: Bench) -> None:
+    """Shards run in another order, one sum is lost on the way: the same mask, scores and provenance."""
+    whole = mask_of(bench, sequences=37)
+    split = make_bench("split")
+    settings = split.settings.model_copy(update={"fisher_split_flops": 0})
+    split = dataclasses.replace(split, settings=settings)
+    job = split.submit(JobKind.MASK, fisher_request(split, sequences=37))
+    split.run_next()
+    with split.db.read() as session:
+        shards = list(queue.parts_of(session, split.read(job)))
+    assert [(part.kind, part.payload["first"], part.payload["stop"]) for part in shards] == [
+        ("shard", 0, 16),
+        ("shard", 16, 32),
+        ("shard", 32, 37),
+    ]
+    for part in reversed(shards):
+        split.run_next(part.id)
+    shared = shared_root(split.settings.blob_root) / job.id
+    BlobFolder(shared).delete(str(split.read(shards[1]).result_id))
+    split.run_queued()
+    found = artifact_of(split, succeeded(split.read(job)))
+    assert found.digest == whole.digest
+    assert found.provenance == whole.provenance
+    assert remove_ended(split.db, split.settings.work_root, split.settings.blob_root)
+    assert not shared.exists()
 
 
 def test_the_values_are_the_models_own_bits(bench: Bench) -> None:
@@ -373,6 +402,7 @@ def test_a_pooling_that_is_killed_goes_on(bench: Bench, package: Artifact) -> No
     first, seen[:] = list(seen), []
     with locked_work_folder(bench.settings.work_root, job.id) as folder:
         publish = TASKS[JobKind.POOLING](context(folder, lambda _, message: seen.append(message)))
+    assert not isinstance(publish, Split)
     steps = [message for message in seen if message.startswith("step")]
     assert (first[-1], steps[0], steps[-1]) == ("step 33/40", "step 21/40", "step 40/40")
     with bench.db.write() as session:

@@ -23,7 +23,7 @@ from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
-from permille_workers.runtime.context import JobCancelledError, Progress, Publish, Task, TaskContext
+from permille_workers.runtime.context import JobCancelledError, Progress, Publish, Split, Task, TaskContext
 from permille_workers.runtime.handover import decode_handover
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.work_folders import locked_work_folder
@@ -51,7 +51,7 @@ def run_child(tasks: Mapping[str, Task], pipe: BinaryIO) -> None:
 
 
 def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: WorkerSettings) -> None:
-    """Run the task and write how it ended: result, cancel, failure. A stale claim writes nothing."""
+    """Run the task and write how it ended: result, parts, cancel, failure. A stale claim writes nothing."""
     try:
         task = tasks.get(claim.kind)
         if task is None:
@@ -76,14 +76,17 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
         record_failure(db, claim, exc)
 
 
-def publish_result(db: Database, claim: Claim, publish: Publish) -> None:
-    """Write the result's rows and end the job, in one transaction.
+def publish_result(db: Database, claim: Claim, made: Publish | Split) -> None:
+    """Write the result's rows and end the job, or add its parts, in one transaction.
 
     Raises StaleClaimError: nothing is written.
     """
     with db.write() as session:
         claims.check(session, claim)
-        claims.complete(session, claim, result_id=publish(session))
+        if isinstance(made, Split):
+            claims.split(session, claim, made.parts)
+        else:
+            claims.complete(session, claim, result_id=made(session))
 
 
 def record_failure(db: Database, claim: Claim, exc: Exception) -> None:

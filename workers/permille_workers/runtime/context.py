@@ -1,7 +1,7 @@
 """What a task gets: the claim, the stores, a work folder that survives attempts, a way to tell progress."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,9 @@ from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
+from permille.store.jobs.parents import Part
 from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.work_folders import shared_root
 
 Clock = Callable[[], float]
 REPORT_EVERY_S = 1.0
@@ -23,6 +25,14 @@ class JobCancelledError(Exception):
 
 # Writes the result's rows in the transaction that ends the job; returns the result's id.
 Publish = Callable[[Session], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """In place of a result: parts to add. Once they have succeeded the job is run again, with their
+    results."""
+
+    parts: Sequence[Part]
 
 
 class Progress:
@@ -84,5 +94,9 @@ class TaskContext:
     work_folder: Path  # of the job, not the attempt: checkpoints live here
     progress: Callable[[float, str], None]
 
+    def shared(self, job_id: str) -> BlobFolder:
+        """Blobs that a split job and its parts hand to each other; they are removed once it has ended."""
+        return BlobFolder(shared_root(self.settings.blob_root) / job_id)
 
-Task = Callable[[TaskContext], Publish]
+
+Task = Callable[[TaskContext], Publish | Split]

@@ -48,7 +48,7 @@ class Sweeper:
         self._resend()
         with self.db.write() as session:
             devices.purge_expired(session)
-        remove_ended(self.db, self.settings.work_root)
+        remove_ended(self.db, self.settings.work_root, self.settings.blob_root)
         uploads.sweep(self.db, self.settings.blob_root)
         BlobFolder(self.settings.blob_root).sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 

@@ -1,14 +1,18 @@
-"""Scratch folders by job id, below the work root: kept between attempts, removed once the job has ended."""
+"""Folders by job id: scratch below the work root, kept between attempts; and below the blob root what a split
+job and its parts share. Both are removed once the job has ended."""
 
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from permille.store.database import Database
 from permille.store.jobs import queue
+
+_KEPT_FOR = timedelta(days=1)
 
 
 @contextmanager
@@ -24,17 +28,26 @@ def locked_work_folder(work_root: Path, job_id: str) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def remove_ended(db: Database, work_root: Path) -> list[str]:
-    """Remove the folders of jobs that are unknown or have ended; return their ids."""
-    root = _jobs_root(work_root)
-    found = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    if not found:
-        return []
-    with db.read() as session:
-        ended = [job_id for job_id in found if not queue.may_go_on(session, job_id=job_id)]
-    for job_id in ended:
-        shutil.rmtree(root / job_id, ignore_errors=True)
-    return ended
+def shared_root(blob_root: Path) -> Path:
+    """Has the shared folders; every worker reaches it, on whichever machine."""
+    return blob_root / "parts"
+
+
+def remove_ended(db: Database, work_root: Path, blob_root: Path) -> list[str]:
+    """Remove the folders of jobs that are unknown or have ended; return their ids.
+
+    What parts have made stays for a day where the job failed: a retry does not do it again.
+    """
+    kept = {_jobs_root(work_root): timedelta(0), shared_root(blob_root): _KEPT_FOR}
+    removed = []
+    for root, kept_for in kept.items():
+        found = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+        with db.read() as session:
+            ended = [job for job in found if not queue.may_go_on(session, job_id=job, kept_for=kept_for)]
+        for job_id in ended:
+            shutil.rmtree(root / job_id, ignore_errors=True)
+        removed += ended
+    return removed
 
 
 def _jobs_root(work_root: Path) -> Path:

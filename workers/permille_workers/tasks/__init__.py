@@ -1,4 +1,4 @@
-"""One module a kind of job: load, call the library, save. Builds have none (`permille.store.jobs.builds`)."""
+"""One module a kind of job: load, call the library, save. Builds have none: `permille.store.jobs.parents`."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -6,7 +6,7 @@ from importlib import import_module
 
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
-from permille_workers.runtime.context import Publish, Task, TaskContext
+from permille_workers.runtime.context import Publish, Split, Task, TaskContext
 
 _KINDS = tuple(kind for kind in JobKind if kind is not JobKind.BUILD)
 
@@ -27,10 +27,10 @@ class Tasks(Mapping[str, Task]):
         return len(_KINDS)
 
 
-def _run(kind: JobKind, context: TaskContext) -> Publish:
+def _run(kind: JobKind, context: TaskContext) -> Publish | Split:
     request = parse_request(kind, context.claim.payload)
-    publish: Publish = import_module(f"permille_workers.tasks.{kind}").run(context, request)
-    return publish
+    made: Publish | Split = import_module(f"permille_workers.tasks.{kind}").run(context, request)
+    return made
 
 
 TASKS: Mapping[str, Task] = Tasks()

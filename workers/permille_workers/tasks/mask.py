@@ -15,8 +15,10 @@ from permille.sensitivity.coverage import mask_report
 from permille.sensitivity.masks import Allocation, MaskMethod, select_mask
 from permille.sensitivity.plots import curve_picture
 from permille.sensitivity.scores import Scores, put_scores
+from permille.sensitivity.shards import SHARD_SEQUENCES, fisher_work
 from permille.store.artifacts import SCORES, Blob, Made
-from permille_workers.runtime.context import Publish, TaskContext
+from permille_workers.runtime.context import Publish, Split, TaskContext
+from permille_workers.tasks import shard
 from permille_workers.tasks.layers import blob_of_layer, evidence, publishes
 from permille_workers.tasks.sources import Sampling, SourceModel, open_corpus, open_model, versions
 
@@ -35,8 +37,8 @@ class _Scored:
     corpus_read: dict[str, object] | None = None
 
 
-def run(context: TaskContext, request: Request) -> Publish:
-    """Choose a mask.
+def run(context: TaskContext, request: Request) -> Publish | Split:
+    """Choose a mask; where scoring takes long, by parts.
 
     Raises:
         InputError: options that do not go together, a model or corpus that does not serve.
@@ -45,7 +47,10 @@ def run(context: TaskContext, request: Request) -> Publish:
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
     if isinstance(request, FisherMaskCreate):
-        scored = _fisher(context, model, request)
+        fisher = _fisher(context, model, request)
+        if isinstance(fisher, Split):
+            return fisher
+        scored = fisher
         shown, score = scored.tensors, "fisher"
     else:
         scored = _Scored(tensors=model.checkpoint.weights(request.scope), provenance={})
@@ -86,40 +91,57 @@ def run(context: TaskContext, request: Request) -> Publish:
     )
 
 
-def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> _Scored:
-    from permille.models.loading import FileTokenizer, load_model
-    from permille.sensitivity.fisher import fisher_scores
-
-    corpus = open_corpus(context, request.corpus_id)
-    folder = model.checkpoint.folder
-    context.progress(0.01, "reading the corpus")
-    sampling = Sampling(number=request.sequences, length=request.length, seed=request.seed)
-    sequences = corpus.sequences(FileTokenizer(folder), sampling)
-    context.progress(0.03, "loading the model")
-
-    def progress(done: int, total: int) -> None:
-        context.progress(0.05 + (_SCORED - 0.05) * done / total, f"fisher {done}/{total}")
-
-    scores = fisher_scores(
-        load_model(folder),
-        sequences.tokens_NT,
-        request.scope,
-        progress=progress,
-        spill_dir=context.work_folder / "scores",
-        resume=context.work_folder / "fisher",
-    )
+def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> _Scored | Split:
+    drawn = shard.drawn_before(context) or _draw(context, model, request)
+    work = fisher_work(request.sequences * request.length, model.checkpoint.parameters)
+    if request.sequences > SHARD_SEQUENCES and work > context.settings.fisher_split_flops:
+        found = shard.split_or_join(context, request, drawn)
+        if isinstance(found, Split):
+            return found
+        scores = found
+    else:
+        scores = _score(context, model, request, drawn)
     stored = _put(context, scores)
     return _Scored(
         tensors=scores,
         blobs=(stored,),
         provenance={
             "scores": stored.digest,
-            "corpus": corpus.provenance,
+            "corpus": drawn.provenance,
             "sequences": request.sequences,
             "length": request.length,
             "versions": versions("torch", "transformers", "tokenizers"),
         },
-        corpus_read=sequences.read,
+        corpus_read=drawn.read,
+    )
+
+
+def _draw(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> shard.Drawn:
+    from permille.models.loading import FileTokenizer
+
+    corpus = open_corpus(context, request.corpus_id)
+    context.progress(0.01, "reading the corpus")
+    sampling = Sampling(number=request.sequences, length=request.length, seed=request.seed)
+    sequences = corpus.sequences(FileTokenizer(model.checkpoint.folder), sampling)
+    return shard.Drawn(tokens_NT=sequences.tokens_NT, provenance=corpus.provenance, read=sequences.read)
+
+
+def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, drawn: shard.Drawn) -> Scores:
+    from permille.models.loading import load_model
+    from permille.sensitivity.fisher import fisher_scores
+
+    context.progress(0.03, "loading the model")
+
+    def progress(done: int, total: int) -> None:
+        context.progress(0.05 + (_SCORED - 0.05) * done / total, f"fisher {done}/{total}")
+
+    return fisher_scores(
+        load_model(model.checkpoint.folder),
+        drawn.tokens_NT,
+        request.scope,
+        progress=progress,
+        spill_dir=context.work_folder / "scores",
+        resume=context.work_folder / "fisher",
     )
 
 

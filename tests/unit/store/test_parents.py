@@ -1,4 +1,4 @@
-"""A build advances with its children, fails with them, is cancelled with them, and holds no worker."""
+"""A job with parts advances with them, fails with them, is cancelled with them, and holds no worker."""
 
 from typing import Any
 
@@ -6,15 +6,18 @@ import pytest
 
 from permille.errors import InputError
 from permille.schemas.fields import EXAMPLE_ULID
+from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
+from permille.schemas.masks import ShardRequest
 from permille.schemas.packages import BuildCreate
 from permille.store.database import Database
-from permille.store.errors import ConflictError
+from permille.store.errors import ConflictError, StaleClaimError
 from permille.store.jobs import claims, queue
-from permille.store.jobs.builds import parts_due
 from permille.store.jobs.claims import Claim
+from permille.store.jobs.parents import parts_due
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Job
+from tests.unit.store.conftest import Clock
 from tests.unit.store.test_jobs import read
 
 MODEL, CORPUS, TEXTS = f"model_{EXAMPLE_ULID}", f"corpus_{EXAMPLE_ULID}", f"corpus_{EXAMPLE_ULID[::-1]}"
@@ -29,6 +32,7 @@ IDS = {
     "mask": f"mask_{EXAMPLE_ULID}",
     "quantization": f"quant_{EXAMPLE_ULID}",
     "package": "sha256:" + "a" * 64,
+    "shard": "sha256:" + "b" * 64,
 }
 
 
@@ -211,6 +215,102 @@ def test_retry_of_a_build_repeats_only_what_failed(db: Database, tenant_id: str)
     with db.write() as session:
         queue.retry(session, tenant_id=tenant_id, job_id=build.id)
     run(db, build, "quantization")
+    run(db, build, "package")
+    assert read(db, build).state == "succeeded"
+
+
+def split_mask(db: Database, build: Job) -> tuple[Claim, list[Job]]:
+    """The build's mask, split into two shards by its first attempt."""
+    claim = take(db, parts(db, build)["mask"].id)
+    assert claim is not None
+    shards = [
+        (JobKind.SHARD, ShardRequest(model_id=MODEL, scope="all", plan=IDS["shard"], first=at, stop=at + 16))
+        for at in (0, 16)
+    ]
+    with db.write() as session:
+        claims.split(session, claim, shards)
+    with db.read() as session:
+        mask = queue.parts_of(session, build)[0]
+        return claim, list(queue.parts_of(session, mask))
+
+
+def test_a_split_job_holds_no_worker_and_is_queued_again_after_its_parts(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    build = submit_build(db, tenant_id)
+    first, shards = split_mask(db, build)
+    with pytest.raises(StaleClaimError), db.write() as session:
+        claims.fail(session, first, error={"type": "T", "message": "the process has ended"}, retryable=True)
+    clock.forward(3600)
+    assert claims.sweep(db).requeued == 0
+    mask = parts(db, build)["mask"]
+    assert (mask.state, mask.worker, mask.attempt) == ("running", None, 0)
+    claim = take(db, shards[1].id)
+    assert claim is not None
+    assert claim.parent_id == mask.id
+    with db.write() as session:
+        claims.report_progress(session, claim, fraction=0.5, message="fisher 8/16")
+    assert read(db, mask).message == "parts: 0 of 2 done, 1 running"
+    assert read(db, mask).progress == pytest.approx(0.05 + 0.8 / 4)
+    assert read(db, build).progress == pytest.approx(0.6 * read(db, mask).progress)
+    finish(db, claim)
+    assert read(db, mask).state == "running"
+    claim = take(db, shards[0].id)
+    assert claim is not None
+    finish(db, claim)
+    again = take(db, mask.id)
+    assert again is not None
+    assert again.attempt == 1
+    with db.read() as session:
+        found = claims.results_of_parts(session, again)
+    assert [(payload["first"], result) for payload, result in found] == [
+        (0, IDS["shard"]),
+        (16, IDS["shard"]),
+    ]
+    finish(db, again)
+    assert read(db, mask).state == "succeeded"
+    assert read(db, build).state == "running"
+
+
+def test_cancel_of_a_build_reaches_the_parts_of_its_parts(db: Database, tenant_id: str) -> None:
+    build = submit_build(db, tenant_id)
+    _, shards = split_mask(db, build)
+    running = take(db, shards[0].id)
+    assert running is not None
+    with db.write() as session:
+        queue.request_cancel(session, tenant_id=tenant_id, job_id=build.id)
+    assert [read(db, job).state for job in shards] == ["running", "cancelled"]
+    assert read(db, build).state == "running"
+    with db.write() as session:
+        assert claims.is_cancel_requested(session, running)
+        claims.cancelled(session, running)
+    assert {job.state for job in [read(db, build), *parts(db, build).values()]} == {"cancelled"}
+    assert take(db) is None
+
+
+def test_a_failed_shard_fails_mask_and_build_and_a_retry_repeats_it_alone(
+    db: Database, tenant_id: str
+) -> None:
+    build = submit_build(db, tenant_id)
+    _, shards = split_mask(db, build)
+    run(db, build, "quantization")
+    done, broken = take(db, shards[0].id), take(db, shards[1].id)
+    assert done is not None
+    assert broken is not None
+    finish(db, done)
+    with db.write() as session:
+        claims.fail(session, broken, error={"type": "T", "message": "out of memory"}, retryable=True)
+    mask = parts(db, build)["mask"]
+    assert [mask.state, read(db, build).state] == ["failed"] * 2
+    assert "out of memory" in str(read(db, build).error)
+    with db.write() as session:
+        queue.retry(session, tenant_id=tenant_id, job_id=build.id)
+    assert read(db, mask).state == "running"
+    again = take(db)
+    assert again is not None
+    assert again.job_id == shards[1].id
+    finish(db, again)
+    run(db, build, "mask")
     run(db, build, "package")
     assert read(db, build).state == "succeeded"
 

@@ -1,0 +1,133 @@
+"""The shard job: squared gradients of some of a mask's sequences, summed; how a mask job is cut and joined.
+
+A mask job of much work draws its sequences, leaves them where its parts find them, and is split: one job a
+shard of `permille.sensitivity.fisher.shard_ranges`, so that the cut does not depend on who works. Its next
+attempt adds the sums in the order of the shards. A sum that is gone, after a failure of long ago, is made
+again.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.digests import JSON
+from permille.errors import InputError
+from permille.package.blobs import BlobFolder
+from permille.schemas.jobs import JobKind
+from permille.schemas.masks import FisherMaskCreate, ShardRequest
+from permille.sensitivity.scores import Scores, put_scores
+from permille.sensitivity.shards import join_shards, shard_ranges
+from permille.store.jobs import claims
+from permille_workers.runtime.context import Publish, Split, TaskContext
+from permille_workers.tasks.sources import open_model
+
+_PLAN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Sequences of a corpus, where they come from, and what reading it met."""
+
+    tokens_NT: NDArray[np.int64]
+    provenance: dict[str, JSON]
+    read: dict[str, object]
+
+
+def run(context: TaskContext, request: ShardRequest) -> Publish:
+    """Sum the squared gradients of a shard; the result is the digest of the sums, for the parent alone.
+
+    Raises:
+        InputError: no part of a mask job, or a model that does not serve.
+        PackageError: what the parent left is gone or damaged.
+    """
+    from permille.models.loading import load_model
+    from permille.sensitivity.fisher import shard_sums
+
+    if context.claim.parent_id is None:
+        raise InputError("expected a part of a mask job, got a job of its own")
+    shared = context.shared(context.claim.parent_id)
+    drawn = _load(shared, request.plan)
+    context.progress(0.0, "loading the model")
+    model = open_model(context, request.model_id)
+
+    def progress(done: int, total: int) -> None:
+        context.progress(0.02 + 0.97 * done / total, f"fisher {done}/{total}")
+
+    sums = shard_sums(
+        load_model(model.checkpoint.folder),
+        drawn.tokens_NT,
+        range(request.first, request.stop),
+        request.scope,
+        progress=progress,
+        spill_dir=context.work_folder / "scores",
+        resume=context.work_folder / "fisher",
+    )
+    digest = put_scores(shared, sums)
+    return lambda _session: digest
+
+
+def drawn_before(context: TaskContext) -> Drawn | None:
+    """What an earlier attempt of this mask job has drawn, if it was split and that is still there."""
+    shared = context.shared(context.claim.job_id)
+    plans = {plan for plan, _ in _results(context) if shared.has(plan)}
+    return _load(shared, plans.pop()) if len(plans) == 1 else None
+
+
+def split_or_join(context: TaskContext, request: FisherMaskCreate, drawn: Drawn) -> Split | Scores:
+    """The shards that are still to be done; once there are none, the scores of all.
+
+    Raises:
+        PackageError: a sum is damaged.
+    """
+    shared = context.shared(context.claim.job_id)
+    plan = _store(shared, drawn)
+    shards = shard_ranges(len(drawn.tokens_NT))
+    done = {first: digest for (at, first), digest in _results(context).items() if at == plan}
+    due = [shard for shard in shards if not (shard.start in done and shared.has(done[shard.start]))]
+    if due:
+        return Split([(JobKind.SHARD, _request(request, plan, shard)) for shard in due])
+    for index, shard in enumerate(shards):
+        context.progress(0.86 + 0.02 * index / len(shards), f"checking {index + 1}/{len(shards)}")
+        shared.check(done[shard.start])
+    context.progress(0.88, "joining the shards")
+    paths = [shared.path(done[shard.start]) for shard in shards]
+    return join_shards(paths, len(drawn.tokens_NT), spill_dir=context.work_folder / "scores")
+
+
+def _request(request: FisherMaskCreate, plan: str, shard: range) -> ShardRequest:
+    return ShardRequest(
+        model_id=request.model_id, scope=request.scope, plan=plan, first=shard.start, stop=shard.stop
+    )
+
+
+def _results(context: TaskContext) -> Mapping[tuple[str, int], str]:
+    """Digests of sums by plan and first sequence; of two, the newer."""
+    with context.db.read() as session:
+        found = claims.results_of_parts(session, context.claim)
+    asked = [(ShardRequest.model_validate(dict(payload)), digest) for payload, digest in found]
+    return {(request.plan, request.first): digest for request, digest in asked}
+
+
+def _store(shared: BlobFolder, drawn: Drawn) -> str:
+    """Digest of a description beside the tokens, which are little-endian uint32."""
+    described = {
+        "shape": list(drawn.tokens_NT.shape),
+        "tokens": shared.put_bytes(drawn.tokens_NT.astype("<u4").tobytes()),
+        "provenance": drawn.provenance,
+        "read": drawn.read,
+    }
+    return shared.put_bytes(json.dumps(described, sort_keys=True).encode())
+
+
+def _load(shared: BlobFolder, plan: str) -> Drawn:
+    described = json.loads(shared.read(plan, limit=_PLAN_BYTES))
+    number, length = described["shape"]
+    tokens = np.frombuffer(shared.read(described["tokens"], limit=4 * number * length), "<u4")
+    return Drawn(
+        tokens_NT=tokens.reshape(number, length).astype(np.int64),
+        provenance=described["provenance"],
+        read=described["read"],
+    )
