@@ -40,8 +40,9 @@ from permille.package.manifest import (
     sort_layers,
 )
 from permille.package.reader import Package
-from permille.quantization import default_group_size, quantize
-from permille.quantization.types import Scheme
+from permille.quantization import default_group_size, quantize, quantize_sparse
+from permille.quantization.sparse import find_sparsity
+from permille.quantization.types import Coded, Scheme
 from permille.tensors import RawTensor
 
 _Trainable = tuple[MaskInfo | AdapterInfo, tuple[TensorInfo, ...], list[Layer]]
@@ -108,6 +109,8 @@ def pack_model(
 ) -> str:
     """Quantize the model, take what is trained of it and write everything; returns the package's digest.
 
+    A model with enough zeros, or two in each four, gets codes for its other weights alone.
+
     Args:
         group_size: None takes the scheme's default.
 
@@ -119,10 +122,22 @@ def pack_model(
     """
     size = default_group_size(scheme) if group_size is None else group_size
     scoped = [name for name, _ in scoped_tensors(model.config)]
-    quantized = ((name, quantize(model.raw(name).float32(), scheme, size, name=name)) for name in scoped)
-    layers = (write_dense(blobs, quantized, scheme), write_plain(blobs, plain_tensors(model)))
-    how = Quantization(name=scheme, group_size=size)
+    sparsity = find_sparsity(model.raw(name).float32() for name in scoped)
+    how = Quantization(name=scheme, group_size=size, sparsity=sparsity)
+    quantized = ((name, code(model.raw(name).float32(), how, name=name)) for name in scoped)
+    layers = (write_dense(blobs, quantized, how), write_plain(blobs, plain_tensors(model)))
     return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest
+
+
+def code(w_NK: NDArray[np.float32], how: Quantization, *, name: str) -> Coded:
+    """Quantize one weight as a dense layer asks for.
+
+    Raises:
+        InputError: as `quantize` and `quantize_sparse`.
+    """
+    if how.sparsity is None:
+        return quantize(w_NK, how.name, how.group_size, name=name)
+    return quantize_sparse(w_NK, how.name, how.group_size, how.sparsity, name=name)
 
 
 def write_package(
@@ -140,7 +155,7 @@ def write_package(
         InputError, PackageError, OSError: as `pack_model`.
     """
     if isinstance(chosen, ChosenMask):
-        trainable, tensors, own = _write_mask(blobs, model, chosen)
+        trainable, tensors, own = _write_mask(blobs, model, chosen, scheme)
     else:
         trainable, tensors, own = _write_adapter(blobs, model, chosen)
     config = write_file(blobs, "config.json", config_bytes(clean_config(model.config)))
@@ -154,6 +169,16 @@ def write_package(
     )
     write_manifest(blobs, manifest)
     return manifest
+
+
+def _kept(values: RawTensor, indices: NDArray[np.uint32], how: Quantization) -> RawTensor:
+    """The masked values as they are: none of a sparse model's may be a zero, which has no code."""
+    if how.sparsity is not None and (zeros := np.flatnonzero(values.float32() == 0)).size:
+        raise InputError(
+            f"expected masked weights that are not pruned, got zero at flat index "
+            f"{indices[zeros[0]]} of {values.name}"
+        )
+    return values
 
 
 def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
@@ -172,11 +197,11 @@ def plain_tensors(model: SourceModel) -> Iterator[RawTensor]:
     return (model.raw(name) for name in model.names if name not in scoped)
 
 
-def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask) -> _Trainable:
+def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask, how: Quantization) -> _Trainable:
     scoped = dict(scoped_tensors(model.config))
     masks = {name: mask.indices.get(name, _NONE) for name in scoped}
     counts = {name: indices.size for name, indices in masks.items()}
-    values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
+    values = (_kept(masked_values(model.raw(name), indices), indices, how) for name, indices in masks.items())
     own = [write_mask(blobs, mask.indices, list(scoped)), write_values(blobs, values, list(scoped))]
     if mask.exponents_K is not None:
         own.append(write_exponents(blobs, mask.exponents_K, counts))

@@ -14,30 +14,38 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import check_file
-from permille.package.limits import FILE_NAMES, GROUP_SIZES, MAX_EXPONENT, Role
-from permille.package.manifest import AdapterInfo, Layer, TensorInfo
+from permille.package.limits import FILE_NAMES, MAX_EXPONENT, Role
+from permille.package.manifest import AdapterInfo, Layer, Quantization, TensorInfo
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization.nf4 import NF4_CODES
-from permille.quantization.types import QuantizedTensor, Scheme
+from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor
 from permille.tensors import FLOATS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
-SCALES = ".scales"
+SCALES, PATTERN = ".scales", ".pattern"
 
 
-def write_dense(blobs: BlobFolder, tensors: Iterable[tuple[str, QuantizedTensor]], scheme: Scheme) -> Layer:
-    """The quantized weights (FORMAT 4.2). NF4 is bitsandbytes' own serialization.
+def write_dense(blobs: BlobFolder, tensors: Iterable[tuple[str, Coded]], how: Quantization) -> Layer:
+    """The quantized weights (FORMAT 4.2). NF4 without zeros left out is bitsandbytes' own serialization.
 
     Raises:
-        InputError: a tensor of another scheme or group size, or twice the same name.
+        InputError: a tensor of another scheme, group size or sparsity, or twice the same name.
         OSError: as the file system reports it; no blob is left.
     """
     with SafetensorsWriter(blobs) as writer:
-        for name, quantized in tensors:
-            if quantized.scheme is not scheme or quantized.group_size not in GROUP_SIZES[scheme]:
-                got = f"{quantized.scheme} of {quantized.group_size}"
-                raise InputError(f"expected {scheme} in groups of {GROUP_SIZES[scheme]}, got {name!r}: {got}")
-            _add_quantized(writer, name, quantized)
+        for name, coded in tensors:
+            sparse = coded if isinstance(coded, SparseTensor) else None
+            codes = coded.kept if isinstance(coded, SparseTensor) else coded
+            sparsity = None if sparse is None else sparse.pattern.sparsity
+            if (codes.scheme, codes.group_size, sparsity) != (how.name, how.group_size, how.sparsity):
+                got = f"{codes.scheme} in {codes.group_size}, {sparsity}"
+                raise InputError(
+                    f"expected {how.name} in {how.group_size}, {how.sparsity}, got {name!r}: {got}"
+                )
+            if sparse is None:
+                _add_quantized(writer, name, codes)
+            else:
+                _add_sparse(writer, name, sparse)
         return _layer(Role.DENSE, writer.finish())
 
 
@@ -187,6 +195,13 @@ def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTen
             writer.add(name + QUANT_STATE, "U8", state.shape, state)
         case other:
             assert_never(other)
+
+
+def _add_sparse(writer: SafetensorsWriter, name: str, sparse: SparseTensor) -> None:
+    scales = np.asarray(sparse.kept.scales, "<f4").reshape(-1)
+    writer.add(name, "U8", (sparse.kept.packed.size,), sparse.kept.packed)
+    writer.add(name + SCALES, "F32", scales.shape, scales)
+    writer.add(name + PATTERN, "U8", sparse.pattern.packed.shape, sparse.pattern.packed)
 
 
 def _layer(role: Role, blob: tuple[str, int], path: str | None = None) -> Layer:

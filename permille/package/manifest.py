@@ -41,9 +41,18 @@ from permille.package.limits import (
     AdapterKind,
     Role,
 )
-from permille.quantization.types import Scheme, packed_size, scales_shape
+from permille.quantization.types import (
+    Scheme,
+    Sparsity,
+    kept_bounds,
+    packed_size,
+    pattern_shape,
+    scales_shape,
+)
 
 Member = TypeVar("Member", bound=StrEnum)
+
+_CODE_BOOK_BYTES = 320  # FORMAT 4.2: the table and the text beside an nf4 weight, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +68,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How the dense layer was made."""
+    """How the dense layer was made. With a sparsity only the kept weights have codes."""
 
     name: Scheme
     group_size: int
+    sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
         allowed = GROUP_SIZES[self.name]
@@ -70,6 +80,18 @@ class Quantization:
             raise PackageError(
                 "manifest-schema", f"expected a group size of {allowed}, got {self.group_size}"
             )
+
+    def dense_bounds(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """The fewest and the most bytes of one weight in the dense layer, without the layer's header."""
+        if self.sparsity is None:
+            least = self._coded_bytes(shape)
+            return (least, least + _CODE_BOOK_BYTES) if self.name is Scheme.NF4 else (least, least)
+        pattern = math.prod(pattern_shape(self.sparsity, shape))
+        fewest, most = kept_bounds(self.sparsity, shape)
+        return (pattern + self._coded_bytes((1, fewest)), pattern + self._coded_bytes((1, most)))
+
+    def _coded_bytes(self, shape: tuple[int, int]) -> int:
+        return packed_size(shape) + 4 * math.prod(scales_shape(self.name, shape, self.group_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +298,11 @@ class Manifest:
         scheme = _fields(fields["scheme"], "scheme", _SCHEME)
         return cls(
             model=ModelInfo(**_fields(fields["model"], "model", _MODEL)),
-            scheme=Quantization(**scheme | {"name": _member(Scheme, scheme["name"])}),
+            scheme=Quantization(
+                name=_member(Scheme, scheme["name"]),
+                group_size=scheme["group_size"],
+                sparsity=None if scheme["sparsity"] is None else _member(Sparsity, scheme["sparsity"]),
+            ),
             trainable=_adapter(fields[chosen]) if chosen == "adapter" else _mask(fields[chosen]),
             tensors=tuple(_tensor(item) for item in fields["tensors"]),
             layers=tuple(_layer(item) for item in fields["layers"]),
@@ -289,6 +315,8 @@ class Manifest:
             raise PackageError("manifest-tensors", f"expected 1 to {MAX_TENSORS} tensors, got {number}")
         if len({tensor.name for tensor in self.tensors}) != number:
             raise PackageError("manifest-tensors", "expected every tensor once, got a name twice")
+        if self.scheme.sparsity is Sparsity.TWO_OF_FOUR and any(t.shape[1] % 4 for t in self.tensors):
+            raise PackageError("manifest-tensors", "expected widths in groups of four for 2:4, got others")
         if total != self.k or not 1 <= total <= MAX_K:
             raise PackageError(
                 "manifest-counts", f"expected k = {self.k} from 1 to {MAX_K}, got counts of {total}"
@@ -323,20 +351,15 @@ class Manifest:
 
     def _check_sizes(self) -> None:
         """FORMAT 3.4: what each layer can weigh, known before a byte of it is downloaded."""
-        scheme, k = self.scheme, self.k
+        k, dense = self.k, [self.scheme.dense_bounds(tensor.shape) for tensor in self.tensors]
         weights = sum(math.prod(t.shape) for t in self.tensors)
-        dense = sum(
-            packed_size(t.shape) + 4 * math.prod(scales_shape(scheme.name, t.shape, scheme.group_size))
-            for t in self.tensors
-        )
-        code_book = 320 * len(self.tensors) if scheme.name is Scheme.NF4 else 0
         overhead = MAX_HEADER_BYTES + 8
         blocks = BLOCK_HASH_BYTES * sum(-(-self.layer(r).size_bytes // BLOCK_BYTES) for r in BLOCKED_ROLES)
         rank = 0 if self.adapter is None else self.adapter.rank
         frozen = rank * sum(t.shape[1] for t in self.tensors if t.count)  # numbers of A
         blocks_of_state = -(-k // STATE_BLOCK_WEIGHTS)
         bounds = {
-            Role.DENSE: (dense, dense + code_book + overhead),
+            Role.DENSE: (sum(least for least, _ in dense), sum(most for _, most in dense) + overhead),
             Role.PLAIN: (0, MAX_LAYER_BYTES),
             Role.BLOCKS: (blocks, blocks),
             Role.MASK: (4 * k, 4 * k + overhead),
@@ -378,7 +401,7 @@ def decimal_text(number: float) -> str:
 _TOP = {"format": str, "version": int, "model": dict, "scheme": dict, "tensors": list, "layers": list}
 _TOP |= {"provenance": dict}
 _MODEL = {"family": str, "config": str}
-_SCHEME = {"name": str, "group_size": int}
+_SCHEME = {"name": str, "group_size": int, "sparsity": object}
 _MASK = {"method": str, "density": str, "scope": str, "k": int}
 _ADAPTER = {"kind": str, "rank": int, "alpha": int, "scope": str, "k": int}
 _TENSOR = {"name": str, "shape": list, "count": int}
@@ -428,9 +451,9 @@ def _layer(item: object) -> Layer:
     return Layer(role=role, digest=found["digest"], size_bytes=found["size_bytes"], path=path)
 
 
-def _member(kind: type[Member], value: str) -> Member:
+def _member(kind: type[Member], value: object) -> Member:
     try:
-        return kind(value)
+        return kind(str(value))
     except ValueError as exc:
         raise PackageError("manifest-schema", f"expected a known {kind.__name__}, got {value!r:.60}") from exc
 

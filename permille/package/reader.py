@@ -7,6 +7,7 @@ so opening stays quick and nothing computes with damaged bytes. Scales and plain
 are read.
 """
 
+import math
 import threading
 from collections.abc import Mapping
 from functools import cached_property
@@ -20,7 +21,7 @@ from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
-from permille.package.layers import ABSMAX, SCALES, are_exponents
+from permille.package.layers import ABSMAX, PATTERN, SCALES, are_exponents
 from permille.package.limits import (
     BLOCKED_ROLES,
     MAX_EXPONENT,
@@ -34,13 +35,24 @@ from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import (
     check_code_book,
     check_indices,
+    check_pattern,
     check_program,
     check_scales,
     check_shapes,
 )
-from permille.quantization.types import QuantizedTensor, Scheme
+from permille.quantization.types import (
+    Coded,
+    Pattern,
+    QuantizedTensor,
+    Scheme,
+    SparseTensor,
+    Sparsity,
+    packed_size,
+    scales_shape,
+)
 from permille.tensors import FLOATS, RawTensor
 
+_NONE = np.empty(0, np.uint32)
 _DTYPES = {
     Role.DENSE: frozenset({"U8", "F32"}),
     Role.PLAIN: FLOATS,
@@ -138,25 +150,46 @@ class Package:
             check_blocks(self.blobs, self._unchecked)
             self._unchecked = []
 
-    def quantized(self, name: str) -> QuantizedTensor:
-        """A quantized weight: packed codes and scales, mapped.
+    def quantized(self, name: str) -> Coded:
+        """A quantized weight: packed codes, scales, and where zeros were left out the pattern; mapped.
 
         Raises:
             KeyError: no such tensor.
-            PackageError: `block-digest`, `dense-scales`, `dense-padding` or `dense-code-book`.
+            PackageError: `block-digest`, `dense-scales`, `dense-padding`, `dense-code-book`, or of a pattern
+                `pattern-range`, `pattern-padding`, `pattern-count` or `mask-pruned`.
         """
-        shape = self._shapes[name]
-        scheme, group_size = self.manifest.scheme.name, self.manifest.scheme.group_size
+        shape, scheme = self._shapes[name], self.manifest.scheme
         dense = self._checked(Role.DENSE)
-        if scheme is Scheme.NF4:
-            check_code_book(dense, name, shape, group_size)
-        packed = dense.tensor(name).data
-        scales = dense.tensor(name + (ABSMAX if scheme is Scheme.NF4 else SCALES)).float32()
+        if scheme.sparsity is not None:
+            return self._sparse(name, scheme.sparsity)
+        if scheme.name is Scheme.NF4:
+            check_code_book(dense, name, shape, scheme.group_size)
+        return self._codes(name, shape, name + (ABSMAX if scheme.name is Scheme.NF4 else SCALES))
+
+    def _sparse(self, name: str, sparsity: Sparsity) -> SparseTensor:
+        layer = self._layers[Role.DENSE]
+        data = layer.tensor(name + PATTERN).data.reshape(layer.specs[name + PATTERN].shape)
+        pattern = Pattern(sparsity=sparsity, shape=self._shapes[name], packed=data)
+        kept = check_pattern(name, pattern, _NONE if self.manifest.adapter else self.mask(name))
+        return SparseTensor(pattern=pattern, kept=self._codes(name, (1, kept), name + SCALES))
+
+    def _codes(self, name: str, shape: tuple[int, int], scales_name: str) -> QuantizedTensor:
+        scheme, dense = self.manifest.scheme, self._layers[Role.DENSE]
+        packed, scales = dense.tensor(name).data, dense.tensor(scales_name).float32()
+        wanted = scales_shape(scheme.name, shape, scheme.group_size)
+        if (packed.size, scales.size) != (packed_size(shape), math.prod(wanted)):
+            raise PackageError(
+                "pattern-count", f"expected codes and scales of {shape[1]} kept weights in {name}, got others"
+            )
         check_scales(name, scales)
         if shape[0] * shape[1] % 2 and packed[-1] & 0x0F:
             raise PackageError("dense-padding", f"expected a last low nibble of 0 in {name}, got another")
         return QuantizedTensor(
-            scheme=scheme, shape=shape, group_size=group_size, packed=packed, scales=scales
+            scheme=scheme.name,
+            shape=shape,
+            group_size=scheme.group_size,
+            packed=packed,
+            scales=scales.reshape(wanted),
         )
 
     def plain(self, name: str) -> RawTensor:

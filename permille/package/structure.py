@@ -1,5 +1,6 @@
 """What the layers of a package must hold, by its manifest and its config."""
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,21 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.models.families import expected_tensors, scoped_tensors
-from permille.package.layers import ABSMAX, QUANT_MAP, QUANT_STATE, SCALES, quant_state
+from permille.package.layers import ABSMAX, PATTERN, QUANT_MAP, QUANT_STATE, SCALES, quant_state
 from permille.package.limits import PROGRAM_HEADER_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.safetensors_io import SafetensorsFile
 from permille.quantization.nf4 import NF4_CODES
-from permille.quantization.types import Scheme, packed_size, scales_shape
+from permille.quantization.sparse import has_other_numbers, has_padding, ranks, row_starts
+from permille.quantization.types import (
+    Pattern,
+    Scheme,
+    Sparsity,
+    kept_bounds,
+    packed_size,
+    pattern_shape,
+    scales_shape,
+)
 
 _PROGRAM_HEADER = struct.Struct("<4x8sIQQQ")
 
@@ -39,7 +49,7 @@ def check_shapes(
     }
     counts: dict[str, tuple[int, ...]] = {tensor.name: (tensor.count,) for tensor in manifest.tensors}
     expected: dict[Role, Mapping[str, tuple[int, ...]]] = {
-        Role.DENSE: _dense_shapes(manifest),
+        Role.DENSE: _dense_shapes(manifest, layers[Role.DENSE]),
         Role.PLAIN: plain,
     }
     if manifest.adapter is not None:
@@ -52,7 +62,9 @@ def check_shapes(
         _check_layer_shapes(role, layers[role], shapes)
 
 
-def _dense_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+def _dense_shapes(manifest: Manifest, dense: SafetensorsFile) -> dict[str, tuple[int, ...]]:
+    if manifest.scheme.sparsity is not None:
+        return _sparse_shapes(manifest, manifest.scheme.sparsity, dense)
     scheme, group_size = manifest.scheme.name, manifest.scheme.group_size
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in manifest.tensors:
@@ -67,6 +79,26 @@ def _dense_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
             case other:
                 assert_never(other)
     return shapes
+
+
+def _sparse_shapes(
+    manifest: Manifest, sparsity: Sparsity, dense: SafetensorsFile
+) -> dict[str, tuple[int, ...]]:
+    """Of a bitmap the layer's own numbers of codes and scales count, within what the shape allows: that they
+    are those of the bitmap is seen when it is read (`check_pattern`)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in manifest.tensors:
+        fewest, most = kept_bounds(sparsity, tensor.shape)
+        codes, scales = (_stored_size(dense, tensor.name + suffix) for suffix in ("", SCALES))
+        shapes[tensor.name + PATTERN] = pattern_shape(sparsity, tensor.shape)
+        shapes[tensor.name] = (min(max(codes, (fewest + 1) // 2), (most + 1) // 2),)
+        group = manifest.scheme.group_size
+        shapes[tensor.name + SCALES] = (min(max(scales, -(-fewest // group)), -(-most // group)),)
+    return shapes
+
+
+def _stored_size(layer: SafetensorsFile, name: str) -> int:
+    return math.prod(layer.specs[name].shape) if name in layer.specs else 0
 
 
 def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -136,3 +168,21 @@ def check_code_book(dense: SafetensorsFile, name: str, shape: tuple[int, int], g
     code_book = dense.tensor(name + QUANT_MAP).data.tobytes()
     if state != quant_state(shape, group_size) or code_book != NF4_CODES.astype("<f4").tobytes():
         raise PackageError("dense-code-book", f"expected NF4's table and state of {shape} beside {name}")
+
+
+def check_pattern(name: str, pattern: Pattern, indices: NDArray[np.uint32]) -> int:
+    """A pattern says nothing of weights that there are not and keeps every masked one; returns how many it
+    keeps (FORMAT 4.2, 4.4).
+
+    Raises:
+        PackageError: `pattern-range`, `pattern-padding` or `mask-pruned`.
+    """
+    if has_other_numbers(pattern):
+        raise PackageError("pattern-range", f"expected patterns of {name} below 216, got larger ones")
+    if has_padding(pattern):
+        raise PackageError("pattern-padding", f"expected zeros behind the pattern of {name}, got others")
+    _, is_kept = ranks(pattern, indices)
+    if not is_kept.all():
+        at = int(indices[int(np.argmin(is_kept))])
+        raise PackageError("mask-pruned", f"expected masked weights of {name} among the kept, got {at}")
+    return int(row_starts(pattern)[-1])

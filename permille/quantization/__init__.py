@@ -5,6 +5,7 @@ decode to there. What all schemes promise: the same codes on every machine, boun
 output, and
 
 - a group without any weight other than zero has scale 0 and decodes to zeros;
+- of a sparse weight, which keeps codes of some weights alone, zeros decode to zeros (`sparse`);
 - NaN and infinity are refused with the tensor's name.
 """
 
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 from permille.choices import choice_of
 from permille.errors import InputError
 from permille.quantization import int4, nf4
-from permille.quantization.types import QuantizedTensor, Scheme
+from permille.quantization.sparse import check_pattern, kept_places, pack_places, places
+from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor, Sparsity
+
+_ROWS = 256
 
 
 def quantize(
@@ -39,17 +43,50 @@ def quantize(
             return int4.quantize(w_NK, group_size, name=name)
 
 
-def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
+def quantize_sparse(
+    w_NK: NDArray[np.float32],
+    scheme: Scheme | str,
+    group_size: int,
+    sparsity: Sparsity,
+    *,
+    name: str = "weight",
+) -> SparseTensor:
+    """Quantize the weights [N, K] that are not zero; scales are of these alone.
+
+    Raises:
+        InputError: as `quantize`, or a weight that has more than two of four for 2:4.
+    """
+    kept_NK = kept_places(w_NK, sparsity, name=name)
+    return SparseTensor(
+        pattern=pack_places(kept_NK, sparsity),
+        kept=quantize(w_NK[kept_NK][None], scheme, group_size, name=name),
+    )
+
+
+def dequantize(quantized: Coded) -> NDArray[np.float32]:
     """The weight [N, K] float32 that the codes stand for.
 
     Raises:
-        InputError: as many codes or scales as the shape does not ask for.
+        InputError: as many codes or scales as the shape does not ask for, or a pattern of another shape.
     """
+    if isinstance(quantized, SparseTensor):
+        return _scattered(quantized)
     match quantized.scheme:
         case Scheme.NF4:
             return nf4.dequantize(quantized)
         case Scheme.INT4:
             return int4.dequantize(quantized)
+
+
+def _scattered(tensor: SparseTensor) -> NDArray[np.float32]:
+    check_pattern(tensor.pattern, tensor.kept.shape[1])
+    w_NK, kept_C, done = np.zeros(tensor.shape, np.float32), dequantize(tensor.kept)[0], 0
+    for first in range(0, tensor.shape[0], _ROWS):
+        kept_RK = places(tensor.pattern, first, min(first + _ROWS, tensor.shape[0]))
+        count = int(np.count_nonzero(kept_RK))
+        w_NK[first : first + _ROWS][kept_RK] = kept_C[done : done + count]
+        done += count
+    return w_NK
 
 
 def default_group_size(scheme: Scheme | str) -> int:

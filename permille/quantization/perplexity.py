@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from permille.errors import InputError
 from permille.quantization import dequantize
-from permille.quantization.types import QuantizedTensor
+from permille.quantization.types import Coded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ def perplexity(
     return Perplexity(tokens=tokens, loss=total / tokens, perplexity=_exponential(total / tokens))
 
 
-def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, QuantizedTensor]]) -> None:
+def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, Coded]]) -> None:
     """Put decoded weights in the model's place, tensor by tensor; its own are gone afterwards.
 
     Raises:

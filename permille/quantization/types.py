@@ -1,7 +1,7 @@
 """What a quantized weight is: codes, scales and how they are laid out. Arrays only, no arithmetic.
 
 Shapes: N = out features, K = in features, G = groups of a row (`ceil(K / group_size)`), B = flat blocks
-(`ceil(N*K / group_size)`).
+(`ceil(N*K / group_size)`), C = weights that are kept.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,13 @@ class Scheme(StrEnum):
 
     NF4 = "nf4"
     INT4 = "int4"
+
+
+class Sparsity(StrEnum):
+    """How a tensor says which weights are kept; the others are zero and have no codes (FORMAT 4.2)."""
+
+    TWO_OF_FOUR = "2:4"
+    BITMAP = "bitmap"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +49,56 @@ class QuantizedTensor:
     def __post_init__(self) -> None:
         """Refuse a scheme that does not exist (InputError)."""
         object.__setattr__(self, "scheme", choice_of(Scheme, self.scheme, "a scheme"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pattern:
+    """Where the kept weights of a matrix stand (FORMAT 4.2).
+
+    Attributes:
+        shape: (N, K) of the matrix.
+        packed: uint8, of the shape of `pattern_shape`.
+    """
+
+    sparsity: Sparsity
+    shape: tuple[int, int]
+    packed: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SparseTensor:
+    """One weight matrix of which only the kept weights have codes: `kept` has these as one row, (1, C)."""
+
+    pattern: Pattern
+    kept: QuantizedTensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the weight that was quantized."""
+        return self.pattern.shape
+
+
+Coded = QuantizedTensor | SparseTensor
+
+
+def pattern_shape(sparsity: Sparsity, shape: tuple[int, int]) -> tuple[int, int]:
+    """Shape of a pattern: three rows' groups of four in one byte, or a bit for each weight of a row."""
+    rows, columns = shape
+    match sparsity:
+        case Sparsity.TWO_OF_FOUR:
+            return (-(-rows // 3), columns // 4)
+        case Sparsity.BITMAP:
+            return (rows, -(-columns // 8))
+
+
+def kept_bounds(sparsity: Sparsity, shape: tuple[int, int]) -> tuple[int, int]:
+    """The fewest and the most weights that may be kept."""
+    weights = shape[0] * shape[1]
+    match sparsity:
+        case Sparsity.TWO_OF_FOUR:
+            return (weights // 2, weights // 2)
+        case Sparsity.BITMAP:
+            return (1, weights)
 
 
 def packed_size(shape: tuple[int, int]) -> int:

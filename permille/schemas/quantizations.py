@@ -29,6 +29,15 @@ CalibrationSequences = Annotated[int, Field(strict=True, ge=1, le=4096, examples
 CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[512]), WholeNumber]
 
 
+SparsityOption = Annotated[
+    Literal["auto", "none", "2:4", "bitmap"],
+    Field(
+        description="which weights get codes: all (none), two of each four (2:4), those other than zero "
+        "(bitmap); auto finds what fits the model"
+    ),
+]
+
+
 class Nf4(Closed):
     """NormalFloat codes in flat blocks of 64."""
 
@@ -36,6 +45,7 @@ class Nf4(Closed):
     group_size: Annotated[Literal[64], WholeNumber] = Field(
         default=64, description="weights that share a scale; nf4: 64, int4: 32 or 128, auto-round: 128"
     )
+    sparsity: SparsityOption = "auto"
     evaluation_tokens: EvaluationTokens = 8192
 
 
@@ -44,6 +54,7 @@ class Int4(Closed):
 
     scheme: Literal[SchemeName.INT4]
     group_size: Annotated[Literal[32, 128], WholeNumber] = 32
+    sparsity: SparsityOption = "auto"
     evaluation_tokens: EvaluationTokens = 8192
 
 

@@ -19,6 +19,7 @@ from permille.package.build import ChosenAdapter
 from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, AdapterKind
 from permille.package.plan import check_plan
 from permille.package.reader import verify_package
+from permille.quantization.types import Sparsity
 from tests.attacks.forge import Container, Forge, container_bytes
 from tests.unit.package.tiny import LLAMA, Tiny, write_tiny
 
@@ -607,6 +608,76 @@ ADAPTERS: list[tuple[str, str, Callable[[Forge], object]]] = [
 ]
 for code, name, alter in ADAPTERS:
     register(code, f"adapter_with_{name}", partial(with_an_adapter, alter))
+
+
+# --- FORMAT 4.2: sparse weights ---------------------------------------------------------------------------
+
+# 36 columns are no whole bytes of a bitmap, 44 rows no threes.
+SPARSE = LLAMA | {
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def sparse_with(sparsity: Sparsity, change: Callable[[Forge], object], forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, config=SPARSE, sparsity=sparsity), forge.target)
+    change(other)
+    return other.seal()
+
+
+def dense_number(name: str, at: int, value: int, forge: Forge) -> None:
+    container = forge.container("dense")
+    container.view(name, "u1")[at] = value
+    forge.replace("dense", container.data())
+
+
+def dense_of_other_size(name: str, dtype: str, fewer: int, forge: Forge) -> None:
+    numbers = forge.container("dense").view(name, dtype)
+    forge.rewrite("dense", name, {"u1": "U8", "<f4": "F32"}[dtype], np.resize(numbers, len(numbers) - fewer))
+
+
+def more_bits(forge: Forge) -> None:
+    container = forge.container("dense")
+    container.view(f"{GATE}.pattern", "u1")[::5] = 255
+    forge.replace("dense", container.data())
+
+
+def mask_a_pruned_weight(forge: Forge) -> None:
+    container = forge.container("mask")
+    kept = container.view(GATE, "<u4")
+    kept[0] = next(at for at in range(4) if at not in np.flatnonzero(forge.tiny.weights[GATE].float32())[:2])
+    forge.replace("mask", container.data())
+
+
+TWO, BITS = Sparsity.TWO_OF_FOUR, Sparsity.BITMAP
+SPARSE_CHANGES: list[tuple[str, str, Sparsity, Callable[[Forge], object]]] = [
+    ("pattern-range", "no_three_patterns", TWO, partial(dense_number, f"{GATE}.pattern", 3, 216)),
+    ("pattern-padding", "a_row_below_the_last", TWO, partial(dense_number, f"{GATE}.pattern", -1, 215)),
+    ("pattern-padding", "a_column_behind_the_last", BITS, partial(dense_number, f"{GATE}.pattern", 4, 0x10)),
+    ("pattern-count", "bits_that_are_added", BITS, more_bits),
+    ("pattern-count", "codes_that_are_cut", BITS, partial(dense_of_other_size, GATE, "u1", 1)),
+    ("pattern-count", "scales_that_are_cut", BITS, partial(dense_of_other_size, f"{GATE}.scales", "<f4", 1)),
+    ("tensor-shape", "codes_that_are_cut", TWO, partial(dense_of_other_size, GATE, "u1", 1)),
+    ("tensor-shape", "no_codes", BITS, partial(dense_of_other_size, GATE, "u1", 792 // 2)),
+    ("mask-pruned", "a_masked_weight_that_is_pruned", TWO, mask_a_pruned_weight),
+    ("mask-pruned", "a_masked_weight_that_is_pruned", BITS, mask_a_pruned_weight),
+    ("manifest-schema", "an_unknown_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity="4:8")),
+    ("manifest-schema", "a_number_for_a_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity=2)),
+    ("layer-size", "a_dense_package", TWO, lambda f: f.manifest["scheme"].update(sparsity=None)),
+    ("tensor-names", "another_pattern", TWO, lambda f: f.rewrite("dense", "x", "U8", np.zeros(1, np.uint8))),
+]
+for code, name, sparsity, change_sparse in SPARSE_CHANGES:
+    register(code, f"{sparsity}_with_{name}", partial(sparse_with, sparsity, change_sparse))
+
+
+@attack("manifest-tensors")
+def two_of_four_of_a_width_of_nine(forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, config=ODD), forge.target)
+    other.manifest["scheme"]["sparsity"] = "2:4"
+    return other.seal()
 
 
 @pytest.fixture(scope="module")

@@ -119,11 +119,11 @@ def _write(
     order = [name for name, _ in scoped]
     rng = np.random.default_rng(seed)
     mask = {name: _mask(rng, size, density) for name, size in scoped if (layer_of(name) or 0) >= first_layer}
-    group_size = default_group_size(scheme)
+    how = Quantization(name=scheme, group_size=default_group_size(scheme))
     config_layer = write_file(blobs, "config.json", json.dumps(config, indent=2).encode())
     counts = {name: len(mask.get(name, ())) for name in order}
     layers = [
-        write_dense(blobs, _codes(rng, scoped, scheme, group_size), scheme),
+        write_dense(blobs, _codes(rng, scoped, how), how),
         write_plain(blobs, _plain(rng, config, frozenset(order))),
         write_mask(blobs, mask, order),
         write_values(blobs, _values(rng, scoped, counts), order),
@@ -132,7 +132,7 @@ def _write(
     layers.append(write_blocks(blobs, layers))
     manifest = Manifest(
         model=ModelInfo(family="llama", config=config_layer.digest),
-        scheme=Quantization(name=scheme, group_size=group_size),
+        scheme=how,
         trainable=MaskInfo(
             method="random",
             density=decimal_text(density),
@@ -158,9 +158,9 @@ def _mask(rng: np.random.Generator, shape: tuple[int, int], density: float) -> N
 def _codes(
     rng: np.random.Generator,
     scoped: tuple[tuple[str, tuple[int, int]], ...],
-    scheme: Scheme,
-    group_size: int,
+    how: Quantization,
 ) -> Iterator[tuple[str, QuantizedTensor]]:
+    scheme, group_size = how.name, how.group_size
     for name, shape in scoped:
         packed = rng.integers(0, 256, packed_size(shape), np.uint8)
         if shape[0] * shape[1] % 2:

@@ -21,7 +21,7 @@ from permille.files import write_atomic
 from permille.models.families import expected_tensors, shape_of
 from permille.package.reader import Package
 from permille.quantization import dequantize
-from permille.quantization.types import Scheme
+from permille.quantization.types import QuantizedTensor, Scheme
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
 LEAST_KEPT = 0.95
@@ -173,7 +173,7 @@ class _Weights:
                 kind,
                 weight_NK,
                 mask_k=mask_k,
-                codes=codes if kind is BlockType.Q4_0 else None,
+                codes=codes if kind is BlockType.Q4_0 and isinstance(codes, QuantizedTensor) else None,
                 name=info.name,
             )
             error_k = decode(kind, data_NR, columns).reshape(-1)[mask_k] - value_k

@@ -1,6 +1,6 @@
 """Text, token by token: the pass that remembers keys and values.
 
-One token needs no weight in memory: `packed_product` multiplies from the codes, and what the sparse values
+One token needs no weight in memory: `product_of_codes` multiplies from them, and what the sparse values
 change is added, `(value - decoded value) x`, computed once for a whole text. The prompt goes through tiles,
 as in training.
 
@@ -20,7 +20,8 @@ from permille.engines.light.passes import LossPass, Workspace
 from permille.engines.light.sequences import JoinedSequences
 from permille.engines.light.threads import blocks
 from permille.models.architecture import Architecture
-from permille.native.products import packed_product, sparse_product
+from permille.native.products import sparse_product
+from permille.native.sparse import product_of_codes
 
 Array = NDArray[np.float32]
 
@@ -68,7 +69,7 @@ class TextPass(LossPass):
 
         def part(task: tuple[LightLinear, Array, slice]) -> None:
             layer, out_1MN, rows = task
-            packed_product(layer.weight, x_GMK[0], out_1MN[0], rows.start, rows.stop)
+            product_of_codes(layer.weight, x_GMK[0], out_1MN[0], rows.start, rows.stop)
 
         threads.each(
             part,

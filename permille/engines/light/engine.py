@@ -91,7 +91,7 @@ class LightEngine:
         self._model: LightModel = load_model(package, self._tools)
         if int8:
             for linear in (linear for layer in self._model.layers for linear in layer.linears):
-                linear.check_int8()
+                linear.int8_weight()
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
         self._lower_states = LowerLayerStates(kept_bytes)
 

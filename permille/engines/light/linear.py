@@ -26,7 +26,8 @@ from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
 from permille.native.int8 import RUN, has_int8, int8_product, int8_rows, scratch_floats
 from permille.native.products import compressed_rows, sparse_product
-from permille.native.weights import PackedRows, decoded_at, dequantize_rows, set_values
+from permille.native.sparse import CodedRows, SparseRows, decode_at, decode_tile
+from permille.native.weights import PackedRows, set_values
 
 Array = NDArray[np.float32]
 
@@ -96,7 +97,7 @@ class LightLinear:
 
     def __init__(
         self,
-        weight: PackedRows,
+        weight: CodedRows,
         indices: NDArray[np.uint32],
         start: int,
         bias_N: Array | None,
@@ -115,7 +116,7 @@ class LightLinear:
     def correction(self, value_C: Array) -> "Correction":
         """What the values of one variant add to a product with the codes alone."""
         row_start_N1, column_C = compressed_rows(self.indices, self.weight.shape)
-        difference_C = value_C - decoded_at(self.weight, self.indices)
+        difference_C = value_C - decode_at(self.weight, self.indices)
         return Correction(row_start_N1=row_start_N1, column_C=column_C, difference_GC=difference_C[None])
 
     def tiles(self, threads: int) -> list[slice]:
@@ -125,16 +126,23 @@ class LightLinear:
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
-    def check_int8(self) -> None:
-        """
+    def int8_weight(self) -> PackedRows:
+        """The codes, for inputs of 8 bits.
+
         Raises:
-            InputError: this layer's codes are no integers whose scales belong to whole runs.
+            InputError: they are no integers of all weights, whose scales belong to whole runs.
         """
-        if not has_int8(self.weight.scheme, self.weight.group_size):
-            raise InputError(
-                f"expected a package of int4 in groups of a multiple of {RUN} for int8 activations, "
-                f"got {self.weight.scheme} in {self.weight.group_size}"
+        weight = self.weight
+        if isinstance(weight, SparseRows) or not has_int8(weight.scheme, weight.group_size):
+            got = (
+                "a sparse one"
+                if isinstance(weight, SparseRows)
+                else f"{weight.scheme} in {weight.group_size}"
             )
+            raise InputError(
+                f"expected a package of int4 in groups of a multiple of {RUN} for int8 activations, got {got}"
+            )
+        return weight
 
     def values(self, tools: Tools, x_GMK: Array, values_GK: Array) -> LayerValues:
         """This layer's part of the values of the groups whose inputs are x."""
@@ -180,7 +188,10 @@ class LightLinear:
                 yield group, part_MR
             return
         codes = int8_rows(
-            self.weight, rows.start, rows.stop, threads.scratch("weight", scratch_floats(width, self.columns))
+            self.int8_weight(),
+            rows.start,
+            rows.stop,
+            threads.scratch("weight", scratch_floats(width, self.columns)),
         )
         changes = self._changes(rows, values.masked_GC)
         for group in range(len(values.masked_GC)):
@@ -205,7 +216,7 @@ class LightLinear:
         return Correction(
             row_start_N1=self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
             column_C=(indices % np.uint32(self.columns)).astype(np.int32),
-            difference_GC=values_GC[:, first:last] - decoded_at(self.weight, indices),
+            difference_GC=values_GC[:, first:last] - decode_at(self.weight, indices),
         )
 
     def tangent_tile(
@@ -241,7 +252,7 @@ class LightLinear:
         """(group, tile [R, K] with its values): the same memory each time, so use it before the next."""
         width = rows.stop - rows.start
         tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
-        dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
+        decode_tile(self.weight, rows.start, rows.stop, tile_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         for group, value_C in enumerate(values_GC):
             if last > first:
@@ -251,7 +262,7 @@ class LightLinear:
 
     def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
         """Some rows of the weight with the values of one variant, into memory of the caller's."""
-        dequantize_rows(self.weight, rows.start, rows.stop, out_RK)
+        decode_tile(self.weight, rows.start, rows.stop, out_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         if last > first:
             set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)

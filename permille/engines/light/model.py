@@ -17,7 +17,7 @@ from permille.engines.light.linear import LightLinear, Tools
 from permille.models.architecture import Architecture, LayerSettings, architecture_of
 from permille.models.descriptions import NormKind
 from permille.models.families import layer_of
-from permille.native.weights import PackedRows
+from permille.native.sparse import coded_rows
 from permille.package.limits import AdapterKind
 from permille.package.reader import Package
 
@@ -178,7 +178,7 @@ class _Parts:
 
     def linear(self, path: str) -> LightLinear:
         name = f"{path}.weight"
-        weight = PackedRows.of(self._package.quantized(name))
+        weight = coded_rows(self._package.quantized(name))
         bias_N, start, adapter = (
             self._vector(f"{path}.bias"),
             self._start[name],

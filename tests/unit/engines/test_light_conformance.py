@@ -13,7 +13,7 @@ from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.package.build import ChosenAdapter
 from permille.package.limits import AdapterKind
-from permille.quantization.types import Scheme
+from permille.quantization.types import Scheme, Sparsity
 from tests.unit.engines.conformance import RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_batch, tiny_package, variants
 
@@ -28,6 +28,22 @@ def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_light_engine_conforms(suite: Conformance, rule: Callable[[Conformance], None]) -> None:
     rule(suite)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "sparsity"),
+    [
+        ("llama", Scheme.NF4, Sparsity.TWO_OF_FOUR),
+        ("qwen3", Scheme.INT4, Sparsity.TWO_OF_FOUR),
+        ("opt", Scheme.NF4, Sparsity.BITMAP),
+    ],
+)
+def test_a_sparse_package_conforms(family: str, scheme: Scheme, sparsity: Sparsity, tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path, family, scheme, sparsity=sparsity)
+    assert tiny.package.manifest.scheme.sparsity is sparsity
+    Conformance(engine=LightEngine(tiny.package), tiny=tiny).check()
+    with pytest.raises(InputError, match="expected a package of int4"):
+        LightEngine(tiny.package, int8=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -12,7 +12,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
-from permille.quantization.types import Scheme
+from permille.quantization.types import Scheme, Sparsity
 from permille.tensors import RawTensor
 from tests.packages import MemoryModel
 
@@ -71,6 +71,14 @@ def random_mask(config: Mapping[str, Any], *, seed: int = 0, count: int = 5) -> 
     }
 
 
+def pruned(w_NK: NDArray[np.float32], sparsity: Sparsity) -> NDArray[np.float32]:
+    """Half of the weights, the smallest: of each four along a row, or of all."""
+    size = 4 if sparsity is Sparsity.TWO_OF_FOUR else w_NK.size
+    w_GS = w_NK.reshape(-1, size).copy()
+    np.put_along_axis(w_GS, np.argsort(np.abs(w_GS), axis=1)[:, : size // 2], 0, axis=1)
+    return w_GS.reshape(w_NK.shape)
+
+
 def write_tiny(
     blobs: BlobFolder,
     *,
@@ -81,10 +89,20 @@ def write_tiny(
     mask_seed: int = 0,
     exponents: NDArray[np.int8] | None = None,
     adapter: ChosenAdapter | None = None,
+    sparsity: Sparsity | None = None,
 ) -> Tiny:
-    """Write a package of random weights and a random mask, with [70] exponents on request; or an adapter."""
+    """Write a package of random weights and a random mask, with [70] exponents on request; or an adapter.
+
+    With a sparsity half of the linear weights are zero, and the mask is of others.
+    """
     weights = random_weights(config, seed=seed, dtype=dtype)
     mask = random_mask(config, seed=mask_seed)
+    if sparsity is not None:
+        for name, _ in scoped_tensors(config):
+            w_NK = pruned(weights[name].float32(), sparsity)
+            weights[name] = as_dtype(name, w_NK, dtype)
+            kept = np.flatnonzero(w_NK)
+            mask[name] = kept[:: len(kept) // 5][:5].astype(np.uint32)
     license_text = b"Anybody may do anything with these random numbers.\n"
     model = MemoryModel(config=config, tensors=weights, files={"LICENSE": license_text})
     chosen = ChosenMask(indices=mask, method="random", density="0.004", exponents_K=exponents)

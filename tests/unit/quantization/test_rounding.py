@@ -11,6 +11,7 @@ from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.layers import write_dense
+from permille.package.manifest import Quantization
 from permille.quantization import dequantize, quantize, rounding
 from permille.quantization.types import Scheme
 from tests.unit.engines.tiny import tiny_model
@@ -34,7 +35,7 @@ def test_auto_round_makes_int4_layers_as_packages_hold_them(tmp_path: Path) -> N
     found = rounding.rounded_int4(model, names, SEQUENCES_NT, iterations=3)
     assert list(found) == names
     blobs = BlobFolder(tmp_path)
-    layer = write_dense(blobs, found.items(), Scheme.INT4)
+    layer = write_dense(blobs, found.items(), Quantization(name=Scheme.INT4, group_size=128))
     stored = load_file(blobs.path(layer.digest))
     moved = 0
     for name, w_NK in weights.items():

@@ -10,8 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization import default_group_size, dequantize, nf4, quantize, source
-from permille.quantization.types import QuantizedTensor, Scheme
+from permille.quantization import (
+    default_group_size,
+    dequantize,
+    nf4,
+    quantize,
+    quantize_sparse,
+    source,
+)
+from permille.quantization.sparse import find_sparsity
+from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
+from tests.unit.package.tiny import pruned
 
 BOTH = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128)]
 
@@ -142,6 +151,26 @@ def test_dequantize_refuses_sizes_that_the_shape_does_not_ask_for(scheme: Scheme
         dequantize(dataclasses.replace(good, packed=good.packed[1:]))
     with pytest.raises(InputError, match="expected float32 scales"):
         dequantize(dataclasses.replace(good, scales=good.scales[1:]))
+
+
+def test_sparsity_is_found_or_refused() -> None:
+    w_NK = weight(6, 16)
+    structured, free = (pruned(w_NK, sparsity) for sparsity in (Sparsity.TWO_OF_FOUR, Sparsity.BITMAP))
+    assert find_sparsity([structured, np.zeros((2, 8), np.float32)]) is Sparsity.TWO_OF_FOUR
+    assert find_sparsity([structured, free]) is Sparsity.BITMAP
+    assert find_sparsity([structured, w_NK, w_NK]) is None
+    for bad_NK, message in [(free, "at most 2 of 4"), (weight(2, 6), "in groups of four")]:
+        with pytest.raises(InputError, match=message):
+            quantize_sparse(bad_NK, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR)
+    bad_NK = structured.copy()
+    bad_NK[1][bad_NK[1] != 0] = np.nan
+    with pytest.raises(InputError, match="expected finite weights"):
+        quantize_sparse(bad_NK, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR)
+    whole = quantize_sparse(structured, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR)
+    packed = whole.pattern.packed.copy()
+    packed[0, 0] = 216
+    with pytest.raises(InputError, match="expected patterns 2:4"):
+        dequantize(dataclasses.replace(whole, pattern=dataclasses.replace(whole.pattern, packed=packed)))
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), BOTH)

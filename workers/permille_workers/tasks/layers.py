@@ -9,9 +9,9 @@ from sqlalchemy.orm import Session
 
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
-from permille.package.manifest import Layer
+from permille.package.manifest import Layer, Quantization
 from permille.package.safetensors_io import SafetensorsFile
-from permille.quantization.types import Scheme
+from permille.quantization.types import Scheme, Sparsity
 from permille.schemas.quantizations import AnyOptions, AutoRound
 from permille.store import artifacts
 from permille.store.artifacts import PICTURE, REPORT, Blob, Made
@@ -47,9 +47,14 @@ def layer_of(artifact: Artifact, role: Role) -> Layer:
     return Layer(role=role, digest=blob.digest, size_bytes=blob.size_bytes)
 
 
-def scheme_of(options: AnyOptions) -> Scheme:
-    """The scheme that devices read."""
-    return Scheme.INT4 if isinstance(options, AutoRound) else Scheme(options.scheme)
+def quantization_of(options: AnyOptions, sparsity: object) -> Quantization:
+    """What devices read: scheme, groups, and the sparsity that the quantization's provenance names."""
+    scheme = Scheme.INT4 if isinstance(options, AutoRound) else Scheme(options.scheme)
+    return Quantization(
+        name=scheme,
+        group_size=options.group_size,
+        sparsity=None if sparsity is None else Sparsity(str(sparsity)),
+    )
 
 
 def evidence(blobs: BlobFolder, report: Mapping[str, object], picture: bytes) -> tuple[Blob, Blob]:

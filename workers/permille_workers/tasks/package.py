@@ -14,7 +14,6 @@ from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.build import ChosenAdapter, ChosenMask, write_package
 from permille.package.limits import AdapterKind, Role
-from permille.package.manifest import Quantization
 from permille.package.reader import verify_package
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
@@ -26,7 +25,7 @@ from permille.store import artifacts
 from permille.store.artifacts import MANIFEST, SCORES, Blob, Made
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import blob_of_layer, layer_of, publishes, read_mask, scheme_of
+from permille_workers.tasks.layers import blob_of_layer, layer_of, publishes, quantization_of, read_mask
 from permille_workers.tasks.sources import SourceModel, open_model
 
 
@@ -57,7 +56,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         model.checkpoint,
         chosen,
         (layer_of(quantization, Role.DENSE), layer_of(quantization, Role.PLAIN)),
-        Quantization(name=scheme_of(coded.options), group_size=coded.options.group_size),
+        quantization_of(coded.options, quantization.provenance["sparsity"]),
         provenance=cast(
             "dict[str, JSON]",
             {

@@ -8,17 +8,19 @@ from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
-from permille.package.build import plain_tensors
+from permille.package.build import code, plain_tensors
 from permille.package.layers import write_dense, write_plain
-from permille.quantization import dequantize, quantize
+from permille.package.manifest import Quantization
+from permille.quantization import dequantize
 from permille.quantization.report import ErrorReport
-from permille.quantization.types import QuantizedTensor
+from permille.quantization.sparse import find_sparsity
+from permille.quantization.types import Coded, Sparsity
 from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate
 from permille.sensitivity.plots import error_picture
 from permille.store.artifacts import Made
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.calibration import calibrated_layers
-from permille_workers.tasks.layers import blob_of_layer, evidence, publishes, scheme_of
+from permille_workers.tasks.layers import blob_of_layer, evidence, publishes, quantization_of
 from permille_workers.tasks.sources import (
     Sampling,
     Sequences,
@@ -29,7 +31,7 @@ from permille_workers.tasks.sources import (
     versions,
 )
 
-Tensors = Iterator[tuple[str, QuantizedTensor]]
+Tensors = Iterator[tuple[str, Coded]]
 _QUANTIZED = 0.6  # of the time, where there is text to measure on
 _EVALUATION_SEED = 0
 _LONGEST_EVALUATION = 512
@@ -53,19 +55,21 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
         OperatorError: this worker was installed without auto-round, and it is asked for.
     """
     options = request.options
-    scheme = scheme_of(options)
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
-    coded = _coded(context, model.checkpoint, options)
+    sparsity = _sparsity(model.checkpoint, options)
+    how = quantization_of(options, sparsity)
+    coded = _coded(context, model.checkpoint, options, how)
     errors = ErrorReport()
-    dense = write_dense(context.blobs, _measured(context, model.checkpoint, coded.tensors(), errors), scheme)
+    dense = write_dense(context.blobs, _measured(context, model.checkpoint, coded.tensors(), errors), how)
     context.progress(_QUANTIZED, "writing the plain layer")
     plain = write_plain(context.blobs, plain_tensors(model.checkpoint))
     summary = errors.summary()
     provenance: dict[str, JSON] = {
         "model": model.provenance,
-        "scheme": scheme.value,
-        "group_size": options.group_size,
+        "scheme": how.name.value,
+        "group_size": how.group_size,
+        "sparsity": sparsity,
         **coded.provenance,
     }
     content = {
@@ -90,7 +94,18 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     )
 
 
-def _coded(context: TaskContext, checkpoint: Checkpoint, options: AnyOptions) -> _Coded:
+def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
+    """The sparsity that was asked for, or what fits the model; calibrated codes are of all weights."""
+    if isinstance(options, AutoRound) or options.sparsity == "none":
+        return None
+    if options.sparsity != "auto":
+        return Sparsity(options.sparsity).value
+    names = [name for name, _ in scoped_tensors(checkpoint.config)]
+    found = find_sparsity(checkpoint.float32(name) for name in names)
+    return None if found is None else found.value
+
+
+def _coded(context: TaskContext, checkpoint: Checkpoint, options: AnyOptions, how: Quantization) -> _Coded:
     """To the nearest code each time anew: cheaper than reading codes back, and no two tensors are held at
     once."""
     if isinstance(options, AutoRound):
@@ -103,15 +118,12 @@ def _coded(context: TaskContext, checkpoint: Checkpoint, options: AnyOptions) ->
 
     def nearest() -> Tensors:
         for name, _ in scoped_tensors(checkpoint.config):
-            weight_NK = checkpoint.float32(name)
-            yield name, quantize(weight_NK, scheme_of(options), options.group_size, name=name)
+            yield name, code(checkpoint.float32(name), how, name=name)
 
     return _Coded(tensors=nearest, provenance={"versions": versions()})
 
 
-def _measured(
-    context: TaskContext, checkpoint: Checkpoint, coded: Tensors, errors: ErrorReport
-) -> Iterator[tuple[str, QuantizedTensor]]:
+def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, errors: ErrorReport) -> Tensors:
     """Tensor by tensor; `errors` measures on the way."""
     number = len(scoped_tensors(checkpoint.config))
     for index, (name, quantized) in enumerate(coded):
