@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.native.arrays import check_array, check_range, check_writable
-from permille.native.library import load
+from permille.native.library import Library, load
 from permille.native.products import packed_product
 from permille.native.weights import CODES, PackedRows, decoded_at, dequantize_rows
 from permille.quantization.sparse import check_pattern, places, ranks, row_starts
 from permille.quantization.types import Coded, Pattern, SparseTensor, Sparsity
 
 _TILE_ROWS = 256
+_KERNELS = ("avx512", "avx2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,12 +108,47 @@ def product_of_codes(
 def sparse_packed_product(
     weight: SparseRows, x_MK: NDArray[np.float32], out_MN: NDArray[np.float32], first: int, last: int
 ) -> None:
-    """`out[:, first:last] = x W[first:last]^T`, as `permille.native.products.packed_product`."""
-    tile_RK = np.empty((min(_TILE_ROWS, last - first), weight.shape[1]), np.float32)
+    """`out[:, first:last] = x W[first:last]^T`, as `permille.native.products.packed_product`: straight from
+    the codes, token by token, without the zeros, where the path has the kernel (AVX2, AVX-512).
+
+    Raises:
+        InputError: other types or shapes, or rows outside the weight.
+    """
+    rows, columns = weight.shape
+    check_range(first, last, rows)
+    check_array("x", x_MK, np.float32, (None, columns))
+    check_array("out", out_MN, np.float32, (len(x_MK), rows))
+    check_writable("out", out_MN)
+    library = load()
+    if library is not None and library.path in _KERNELS:
+        for x_K, out_N in zip(x_MK, out_MN, strict=True):
+            _token_product(library, weight, (first, last), x_K, out_N)
+        return
+    tile_RK = np.empty((min(_TILE_ROWS, last - first), columns), np.float32)
     for start in range(first, last, _TILE_ROWS):
         stop = min(start + _TILE_ROWS, last)
         dequantize_sparse_rows(weight, start, stop, tile_RK[: stop - start])
         out_MN[:, start:stop] = x_MK @ tile_RK[: stop - start].T
+
+
+def _token_product(
+    library: Library,
+    weight: SparseRows,
+    rows: tuple[int, int],
+    x_K: NDArray[np.float32],
+    out_N: NDArray[np.float32],
+) -> None:
+    kept, columns = weight.kept, weight.shape[1]
+    is_bitmap = weight.pattern.sparsity is Sparsity.BITMAP
+    coded = (kept.packed, kept.scales, CODES[kept.scheme], kept.group_size)
+    scratch_K = np.empty(columns + 16, np.float32)
+    if not is_bitmap and columns // 2 % kept.group_size == 0:
+        library.call(
+            "two_of_four_product", *coded, columns, weight.pattern.packed, *rows, x_K, out_N, scratch_K
+        )
+        return
+    where = (weight.pattern.packed, int(is_bitmap), columns, weight.start_N1)
+    library.call("kept_product", *coded, kept.line, *where, *rows, x_K, out_N, scratch_K)
 
 
 def dequantize_sparse_rows(weight: SparseRows, first: int, last: int, out: NDArray[np.float32]) -> None:

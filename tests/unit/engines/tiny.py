@@ -85,7 +85,7 @@ def write_package(
     adapter: ChosenAdapter | None = None,
     sparsity: Sparsity | None = None,
 ) -> Package:
-    """A package with a random mask of the scope, or an adapter, of the model as it would be stored in `dtype`.
+    """A package with a random mask of the scope, or an adapter, of the model as stored in `dtype`.
 
     With a sparsity half of the linear weights are set to zero first, and the mask is of others.
     """

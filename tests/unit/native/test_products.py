@@ -7,9 +7,11 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native import library
 from permille.native.products import compressed_rows, packed_product, sparse_product
+from permille.native.sparse import SparseRows, product_of_codes
 from permille.native.weights import PackedRows
-from permille.quantization import dequantize, quantize
-from permille.quantization.types import Scheme
+from permille.quantization import dequantize, quantize, quantize_sparse
+from permille.quantization.types import Scheme, Sparsity
+from tests.unit.package.tiny import pruned
 
 F32, I32 = np.float32, np.int32
 SHAPE = (53, 96)
@@ -80,6 +82,30 @@ def test_packed_product_is_the_product_with_the_decoded_weight(
         bound_MN = 1e-6 * (np.abs(x_MK) @ np.abs(w_NK).T) + 1e-30
         assert (np.abs(out_MN - x_MK @ w_NK.T) < bound_MN)[:, 2:-1].all()
         assert (out_MN[:, [0, 1, -1]] == 7).all()
+
+
+# Widths that the kernel for 2:4 takes, and others; rows that begin within three
+@pytest.mark.parametrize("sparsity", Sparsity)
+@pytest.mark.parametrize(
+    ("scheme", "group_size", "shape"),
+    [(Scheme.NF4, 64, (40, 256)), (Scheme.INT4, 32, (31, 128)), (Scheme.NF4, 64, (20, 92))],
+)
+def test_a_product_of_kept_codes_is_that_with_the_decoded_weight(
+    path: str, scheme: Scheme, group_size: int, shape: tuple[int, int], sparsity: Sparsity
+) -> None:
+    rng = np.random.default_rng(3)
+    w_NK = pruned(rng.normal(size=shape).astype(F32), sparsity)
+    tensor = quantize_sparse(w_NK, scheme, group_size, sparsity)
+    decoded_NK, weight = dequantize(tensor).astype(np.float64), SparseRows.of(tensor)
+    for tokens in (0, 1, 2):
+        x_MK = rng.normal(size=(tokens, shape[1])).astype(F32)
+        out_MN = np.full((tokens, shape[0]), 7, F32)
+        product_of_codes(weight, x_MK, out_MN, 2, shape[0] - 1)
+        bound_MN = 1e-6 * (np.abs(x_MK) @ np.abs(decoded_NK).T) + 1e-30
+        assert (np.abs(out_MN - x_MK @ decoded_NK.T) < bound_MN)[:, 2:-1].all()
+        assert (out_MN[:, [0, 1, -1]] == 7).all()
+    with pytest.raises(InputError, match="expected x as contiguous float32"):
+        product_of_codes(weight, np.zeros((1, 3), F32), np.zeros((1, shape[0]), F32), 0, 1)
 
 
 def test_packed_product_of_a_token_does_not_depend_on_its_batch(compiled: library.Library) -> None:
