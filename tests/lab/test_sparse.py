@@ -9,7 +9,7 @@ import pytest
 from permille.models.checkpoint import Checkpoint
 from permille.sparse_tuning.iterative import IterativeText
 from permille_lab.measuring.cells import Cells
-from permille_lab.sparse.__main__ import CASES, Material, measured, planned, settings_of
+from permille_lab.sparse.__main__ import CASES, Material, measured, measured_forward, planned, settings_of
 from permille_lab.sparse.page import tables, verdict
 from permille_lab.sparse.ways import ABLATED, ABLATIONS, STEPS, TABLE, Rates, Way, plan_of
 from tests.unit.engines.tiny import tiny_model
@@ -67,6 +67,28 @@ def test_rows_are_paired_by_seed(tmp_path: Path) -> None:
     assert "+0.500" in found["merging"] and "2.00" in found["merging"]
     assert "20.09 → 7.39" in found["rounds"]
     assert "+0.190" in found["ablations"]
+
+
+def test_a_forward_only_cell_has_the_better_of_its_step_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("permille_lab.sparse.forward_only.STEPS", 2)
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    text = IterativeText(calibration_NT=ROWS[0], recovery_MT=ROWS[1], evaluation_ET=ROWS[2][:2])
+    material = Material(work=text, judged={"a": ROWS[2][:2]})
+    plan = plan_of(Way.FORWARD, "0.5", 0, RATES)
+    found = measured_forward(Checkpoint(tmp_path / "model"), tmp_path / "work", material, plan)
+    assert found["recovered"]["a"] == pytest.approx(min(found["searched"].values()), abs=1e-5)
+
+
+def test_gains_of_people_are_paired(tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "sparse.jsonl")
+    losses = {"dense": [[3.0, 2.0], [3.0, 2.5]], "sparse": [[4.0, 2.8], [4.0, 3.2]]}
+    result = {name: {"losses": rows} for name, rows in losses.items()}
+    cells.keep("device people", {"model": "m"}, result)
+    (row,) = tables(tmp_path)["people"].splitlines()[2:]
+    # gains 1.0 and 0.5, then 1.2 and 0.8: 0.2 and 0.3 more
+    assert "0.750" in row and "1.000" in row and "+0.250" in row
 
 
 def test_a_verdict_needs_an_interval_without_zero() -> None:

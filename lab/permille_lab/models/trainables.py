@@ -197,6 +197,11 @@ def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint3
     return Trainable(model, parts)
 
 
+def parameters_of(model: "PreTrainedModel", parameters: Sequence[Tensor]) -> Trainable:
+    """Some of the model's parameters, whole."""
+    return Trainable(model, _whole(parameters))
+
+
 def all_weights(model: "PreTrainedModel") -> Trainable:
     """Every parameter, tied ones once: what MeZO trains."""
     return Trainable(model, _whole(model.parameters()))

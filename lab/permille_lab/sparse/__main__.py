@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from permille.sparse_tuning.iterative import IterativePlan, IterativeText, itera
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
 from permille_lab.measuring.model_packages import Sources, sources_from_environment
 from permille_lab.quantization.__main__ import texts
+from permille_lab.sparse.forward_only import FACTORS, forward_only
 from permille_lab.sparse.ways import (
     ABLATED,
     ABLATIONS,
@@ -48,7 +50,6 @@ FIGURE, TUNING, DENSE = "sparse", "rates", "dense"
 TARGETS = ("0.6", "2:4", "0.5", "0.7")
 SEEDS = (0, 1, 2)
 TUNING_SEED = 99
-TRIED = (0.01, 0.03, 0.1)
 LENGTH, CALIBRATION, SELECTION = 128, 32, 32
 JUDGED = 32
 """Windows of each text that judges."""
@@ -60,13 +61,15 @@ class Case:
 
     Attributes:
         rows: of a step.
-        searched: steps of a run that searches Adam's rate.
+        tried: Adam's rates that are searched.
+        searched: steps of such a search.
     """
 
     model: str
     text: str
     judged: tuple[str, ...]
     rows: int
+    tried: tuple[float, ...]
     searched: int
     targets: tuple[str, ...] = TARGETS
     ways: tuple[Way, ...] = (*TABLE, *ABLATIONS)
@@ -78,6 +81,7 @@ CASES = (
         text="tinystories",
         judged=("tinystories", "wikitext-2"),
         rows=8,
+        tried=(0.01, 0.03, 0.1),
         searched=STEPS,
     ),
     Case(
@@ -85,6 +89,7 @@ CASES = (
         text="c4",
         judged=("wikitext-2", "boolq"),
         rows=4,
+        tried=(0.003, 0.01, 0.03, 0.1),
         searched=STEPS // 3,
         ways=(Way.WANDA, Way.ITERATIVE, Way.SPARSEGPT, Way.MAGNITUDE, Way.UNIFORM, Way.ONE_ROUND, Way.DENSE),
     ),
@@ -125,9 +130,8 @@ def material(sources: Sources, case: Case, seed: int) -> Material:
     )
 
 
-def losses(folder: Path, judged: Mapping[str, NDArray[np.int64]]) -> dict[str, float]:
+def losses(model: Any, judged: Mapping[str, NDArray[np.int64]]) -> dict[str, float]:
     """Nats a token of each text."""
-    model = load_model(folder)
     return {name: round(perplexity(model, rows_NT)["loss"], 6) for name, rows_NT in judged.items()}
 
 
@@ -141,11 +145,11 @@ def measured(
     if one_shot:
         alone = PruningPlan(method=plan.method, rates=plan.rate, pattern=plan.pattern)
         prune_model(source, work / "alone", PruningText(calibration_NT=found.work.calibration_NT), alone)
-        result["pruned"] = losses(work / "alone", found.judged)
+        result["pruned"] = losses(load_model(work / "alone"), found.judged)
     folder, rounds = iterate(source, work / "rounds", found.work, plan)
     linears = [row for report in rounds for row in report.linears][-len(rounds[-1].linears) :]
     result |= {
-        "recovered": losses(folder, found.judged),
+        "recovered": losses(load_model(folder), found.judged),
         "rounds": [
             {
                 "rate": round(report.rate, 4),
@@ -164,12 +168,32 @@ def measured(
     return result
 
 
+def measured_forward(source: Checkpoint, work: Path, found: Material, plan: IterativePlan) -> Result:
+    """A one-shot cell whose adapters follow differences of losses, by the better of some step sizes.
+
+    `searched` has the loss of the selection windows by step size.
+    """
+    begun = time.process_time()
+    shutil.rmtree(work, ignore_errors=True)
+    alone = PruningPlan(method=plan.method, rates=plan.rate, pattern=plan.pattern)
+    prune_model(source, work, PruningText(calibration_NT=found.work.calibration_NT), alone)
+    ended = {factor: forward_only(Checkpoint(work), found.work, plan, factor) for factor in FACTORS}
+    shutil.rmtree(work)
+    best = min(ended, key=lambda factor: ended[factor].loss)
+    return {
+        "recovered": losses(ended[best].model, found.judged),
+        "rounds": [],
+        "searched": {str(factor): round(each.loss, 6) for factor, each in ended.items()},
+        "cpu_seconds": round(time.process_time() - begun, 1),
+    }
+
+
 def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
-    """The best of three rates of each kind of adapter, by the loss of the selection windows."""
+    """The best of the rates tried for each kind of adapter, by the loss of the selection windows."""
     best = {}
     for kind, way in ((AdapterKind.LORA, Way.WANDA), (AdapterKind.POOLING, Way.WANDA_POOLING)):
         found: dict[float, float] = {}
-        for rate in TRIED:
+        for rate in case.tried:
             plan = plan_of(way, ABLATED, TUNING_SEED, Rates(lora=rate, pooling=rate))
             recovery = replace(plan.recovery, steps=case.searched // LONGER, rows=case.rows)
             plan = replace(plan, recovery=recovery)
@@ -223,12 +247,14 @@ class Bench:
         source = Checkpoint(self.sources.models / case.model)
 
         def dense() -> Result:
-            return {"losses": losses(source.folder, material(self.sources, case, seed).judged)}
+            return {"losses": losses(load_model(source.folder), material(self.sources, case, seed).judged)}
 
         def sparse() -> Result:
             plan = plan_of(way, target, seed, rates)
             plan = replace(plan, recovery=replace(plan.recovery, rows=case.rows))
             rows = material(self.sources, case, seed)
+            if way is Way.FORWARD:
+                return measured_forward(source, self.work, rows, plan)
             return measured(source, self.work, rows, plan, one_shot=way in ONE_SHOT)
 
         self.cells.once(DENSE, {"model": case.model, "windows": JUDGED}, dense)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from permille_lab.evaluate.statistics import user_test
 from permille_lab.measuring.cells import Cells
 from permille_lab.sparse.ways import ABLATED, ONE_SHOT, TABLE, Way
 
@@ -46,6 +47,7 @@ class Claim:
     targets: tuple[str, ...] = (ABLATED,)
 
 
+_MERGED = (Way.WANDA_DENSE, Way.DENSE)
 _ITERATIVE = (Way.ITERATIVE, RECOVERED)
 CLAIMS = (
     Claim(
@@ -122,6 +124,8 @@ def tables(results: Path) -> dict[str, str]:
         "ablations": _markdown(_ablations(found)),
         "rounds": _markdown(_rounds(cells)),
         "merging": _markdown(_merging(cells)),
+        "device": _markdown(_device(cells)),
+        "people": _markdown(_people(cells)),
     }
 
 
@@ -283,8 +287,7 @@ def _merging(cells: Cells) -> pd.DataFrame:
     """What a dense adapter's last merge costs, and how much of its change stands at pruned places."""
     kept: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     for settings, result in cells.of("sparse"):
-        last = result["rounds"][-1]
-        if last["loss_dense"] is not None:
+        for last in result["rounds"][-1:] if settings["way"] in _MERGED else ():
             at_kept, at_pruned = last["norms"]
             lost = last["loss"][1] - last["loss_dense"]
             kept[settings["model"], settings["way"]].append((last["loss_dense"], lost, at_pruned / at_kept))
@@ -298,6 +301,43 @@ def _merging(cells: Cells) -> pd.DataFrame:
                 "loss with the adapter": f"{dense:.3f}",
                 "merging adds": f"{lost:+.3f}",
                 "norm of the change at pruned places, at kept ones being 1": f"{ratio:.2f}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _device(cells: Cells) -> pd.DataFrame:
+    """Perplexity of 2:4 in NF4 beside that of the dense model in NF4."""
+    rows = []
+    for settings, result in cells.of("device"):
+        for text, dense in result["nf4"]["dense"].items():
+            row = {"model, text": f"{settings['model']}, {text}", "dense NF4": f"{math.exp(dense):.2f}"}
+            for name in ("pruned", "recovered"):
+                loss = result["nf4"][name][text]
+                row[f"2:4 NF4, {name}"] = f"{math.exp(loss):.2f} ({math.expm1(loss - dense):+.1%})"
+            row["recovered, float32"] = f"{math.exp(result['float32']['recovered'][text]):.2f}"
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _people(cells: Cells) -> pd.DataFrame:
+    """What people gain on the sparse model less what they gain on the dense one, paired."""
+    rows = []
+    for settings, result in cells.of("device people"):
+        losses = {name: np.array(result[name]["losses"]) for name in ("dense", "sparse")}
+        gains = {name: loss_P2[:, 0] - loss_P2[:, 1] for name, loss_P2 in losses.items()}
+        # A gain is minus a loss: positive where the sparse model gains more.
+        test = user_test("sparse less dense", -gains["sparse"], -gains["dense"])
+        rows.append(
+            {
+                "model": settings["model"],
+                "people": str(test.users),
+                "gain, dense": f"{gains['dense'].mean():.3f}",
+                "gain, 2:4": f"{gains['sparse'].mean():.3f}",
+                "2:4 less dense": f"{test.gain:+.3f}",
+                "95 %": f"{test.interval[0]:+.3f} to {test.interval[1]:+.3f}",
+                "ends at, dense": f"{losses['dense'][:, 1].mean():.3f}",
+                "ends at, 2:4": f"{losses['sparse'][:, 1].mean():.3f}",
             }
         )
     return pd.DataFrame(rows)
