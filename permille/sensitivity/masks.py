@@ -7,6 +7,7 @@ memory stays at some MB.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from enum import StrEnum
 
@@ -61,6 +62,8 @@ def select_mask(
     density: float | str | Decimal,
     seed: int = 0,
     allocation: Allocation | str = Allocation.TENSOR,
+    *,
+    weights: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> Mask:
     """Indices of the selected weights, by tensor, in the order of `tensors`.
 
@@ -69,6 +72,8 @@ def select_mask(
             and `random` (of which `random` uses the shapes only). Read tensor by tensor, so a lazy mapping
             will do.
         seed: 0 to 2**64 - 1; used by `random` only.
+        weights: the model's, by name: those that are zero, which were pruned, are never chosen. Fewer are
+            then chosen where fewer are left.
 
     Returns:
         Flat row-major indices uint32, strictly increasing.
@@ -83,31 +88,49 @@ def select_mask(
         if allocation is Allocation.GLOBAL:
             raise InputError("expected allocation tensor for a random mask: every weight is equally likely")
         return {
-            name: _random_indices(_checked_size(name, tensors[name]), density, seed, tensor_id)
+            name: _random_mask(
+                name, tensors[name], None if weights is None else weights[name], density, seed, tensor_id
+            )
             for tensor_id, name in enumerate(tensors)
         }
+    ranked = _Ranked(tensors=tensors, method=method, weights=weights)
     if allocation is Allocation.GLOBAL:
-        return _select(tensors, list(tensors), method, density)
+        return _select(ranked, list(tensors), density)
     mask: Mask = {}
     for name in tensors:
-        mask |= _select(tensors, [name], method, density)
+        mask |= _select(ranked, [name], density)
     return mask
 
 
-def _select(
-    tensors: Mapping[str, NDArray[np.float32]],
-    names: Sequence[str],
-    method: MaskMethod,
-    density: float | str | Decimal,
-) -> Mask:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranked:
+    """What weights are chosen by: scores or weights, and which of them are zero."""
+
+    tensors: Mapping[str, NDArray[np.float32]]
+    method: MaskMethod
+    weights: Mapping[str, NDArray[np.float32]] | None
+
+    def of(self, name: str) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+        """Chunks (first index, rank): 0 of a weight that is zero, else above it in the order of scores."""
+        pruned = None if self.weights is None else self.weights[name].reshape(-1) == 0
+        for start, rank in _ranks(name, self.tensors[name], self.method):
+            rank += np.uint32(1)
+            if pruned is not None:
+                rank[pruned[start : start + rank.size]] = 0
+            yield start, rank
+
+
+def _select(ranked: _Ranked, names: Sequence[str], density: float | str | Decimal) -> Mask:
     """The largest of all `names` together; of those equal to the threshold, the first by tensor, then by
     index."""
-    wanted = count(density, sum(_checked_size(name, tensors[name]) for name in names))
-    threshold, ties = _threshold(tensors, names, method, wanted)
+    wanted = count(density, sum(_checked_size(name, ranked.tensors[name]) for name in names))
+    threshold, ties = _threshold(ranked, names, wanted)
+    if threshold == 0:  # fewer weights are left than are wanted
+        ties = 0
     mask: Mask = {}
     for name in names:
         found: list[NDArray[np.int64]] = []
-        for start, rank in _ranks(name, tensors[name], method):
+        for start, rank in ranked.of(name):
             above = np.flatnonzero(rank > threshold)
             equal = np.flatnonzero(rank == threshold)[:ties]
             ties -= equal.size
@@ -116,18 +139,16 @@ def _select(
     return mask
 
 
-def _threshold(
-    tensors: Mapping[str, NDArray[np.float32]], names: Sequence[str], method: MaskMethod, wanted: int
-) -> tuple[int, int]:
+def _threshold(ranked: _Ranked, names: Sequence[str], wanted: int) -> tuple[int, int]:
     """Rank of the `wanted`-th largest, and how many weights of exactly that rank are wanted."""
     high = np.zeros(1 << 16, np.int64)
     for name in names:
-        for _, rank in _ranks(name, tensors[name], method):
+        for _, rank in ranked.of(name):
             high += np.bincount(rank >> np.uint32(16), minlength=high.size)
     top, wanted = _bin_of(high, wanted)
     low = np.zeros(1 << 16, np.int64)
     for name in names:
-        for _, rank in _ranks(name, tensors[name], method):
+        for _, rank in ranked.of(name):
             within = rank[rank >> np.uint32(16) == top]
             low += np.bincount(within & np.uint32(0xFFFF), minlength=low.size)
     bottom, wanted = _bin_of(low, wanted)
@@ -166,16 +187,32 @@ def _checked_size(name: str, tensor: NDArray[np.float32]) -> int:
     return tensor.size
 
 
-def _random_indices(
-    numel: int, density: float | str | Decimal, seed: int, tensor_id: int
+def _random_mask(
+    name: str,
+    tensor: NDArray[np.float32],
+    weights: NDArray[np.float32] | None,
+    density: float | str | Decimal,
+    seed: int,
+    tensor_id: int,
 ) -> NDArray[np.uint32]:
-    """`count` distinct indices, each set equally likely: the first distinct draws of the tensor's stream.
+    """Drawn among the weights that are not zero, as many as the density asks of all."""
+    size = _checked_size(name, tensor)
+    kept = None if weights is None else np.flatnonzero(weights)
+    if kept is None or kept.size == size:
+        return _random_indices(size, count(density, size), seed, tensor_id)
+    if not kept.size:
+        return np.empty(0, np.uint32)
+    chosen = _random_indices(kept.size, min(count(density, size), kept.size), seed, tensor_id)
+    return kept[chosen].astype(np.uint32)
+
+
+def _random_indices(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArray[np.uint32]:
+    """`wanted` distinct indices, each set equally likely: the first distinct draws of the tensor's stream.
 
     Above half of the tensor the draws say what to leave out, so the work is a few draws for each index.
     """
     if not 0 <= seed < 1 << 64:
         raise InputError(f"expected a seed from 0 to 2**64 - 1, got {seed}")
-    wanted = count(density, numel)
     drawn = min(wanted, numel - wanted)
     chosen = _first_distinct(numel, drawn, seed, tensor_id)
     if wanted == drawn:

@@ -147,6 +147,25 @@ def test_random_has_no_global_allocation_and_takes_64_bit_seeds_only() -> None:
             select_mask(tensors, MaskMethod.RANDOM, 0.5, seed=seed)
 
 
+@pytest.mark.parametrize("method", MaskMethod)
+def test_weights_that_are_zero_are_never_chosen(method: MaskMethod) -> None:
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(size=(8, 8)).astype(np.float32) for name in "abc"}
+    weights["a"][:, ::2] = 0
+    weights["b"][:7] = 0  # Fewer are left than are wanted.
+    weights["c"][:] = 0
+    scores = (
+        weights if method is not MaskMethod.FISHER else {name: np.ones((8, 8), np.float32) for name in "abc"}
+    )
+    mask = select_mask(scores, method, 0.25, 3, weights=weights)
+    assert {name: len(found) for name, found in mask.items()} == {"a": 16, "b": 8, "c": 0}
+    assert all(weights[name].reshape(-1)[found].all() for name, found in mask.items())
+    if method is not MaskMethod.RANDOM:
+        mask = select_mask(scores, method, 0.15, allocation=Allocation.GLOBAL, weights=weights)
+        assert sum(map(len, mask.values())) == 29
+        assert all(weights[name].reshape(-1)[found].all() for name, found in mask.items())
+
+
 def test_tensors_are_read_one_at_a_time() -> None:
     class Lazy(Mapping[str, NDArray[np.float32]]):
         def __getitem__(self, name: str) -> NDArray[np.float32]:

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
+from permille.quantization.types import Sparsity
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
 from permille.schemas.runs import LogForm
+from permille.sensitivity.masks import count
 from permille.sensitivity.scores import load_scores
 from permille.store import artifacts, devices, rows, runs, uploads
 from permille.store.jobs import claims, queue
@@ -35,6 +37,7 @@ from permille.zo.replay import replay
 from permille_workers.runtime.context import JobCancelledError, Split, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_root
 from permille_workers.tasks import TASKS
+from tests.unit.package.tiny import pruned
 from tests.unit.workers.conftest import Bench, save_model
 
 QUOTA = Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
@@ -147,6 +150,31 @@ def test_the_values_are_the_models_own_bits(bench: Bench) -> None:
         [weights[t.name].reshape(-1)[package.mask(t.name)] for t in package.manifest.tensors]
     )
     assert package.values().tobytes() == expected.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("method", ["fisher", "random"])
+def test_a_sparse_model_becomes_a_sparse_package(bench: Bench, method: str) -> None:
+    """By itself, and only its kept weights are masked."""
+    path = bench.root / "models" / "tiny" / "model.safetensors"
+    weights = {
+        name: pruned(weight, Sparsity.TWO_OF_FOUR) if "proj" in name else weight
+        for name, weight in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
+    of = {"corpus_id": bench.corpus.id, **FISHER} if method == "fisher" else {"method": method}
+    mask = {**of, "density": 0.4}
+    row = made_by(bench, JobKind.BUILD, build_request(bench, mask=mask))
+    package = verify_package(bench.blobs, row.digest)
+    assert package.manifest.scheme.sparsity is Sparsity.TWO_OF_FOUR
+    made = package.manifest.provenance["quantization"]
+    assert isinstance(made, dict) and made["sparsity"] == "2:4"
+    for info in package.manifest.tensors:
+        assert weights[info.name].reshape(-1)[package.mask(info.name)].all()
+        assert info.count == count(0.4, weights[info.name].size)
+    dense = quantization_of(bench, scheme="nf4", sparsity="none")
+    sizes = [artifacts.blob_of(one, "dense") for one in (dense, quantization_of(bench, scheme="nf4"))]
+    assert sizes[0] is not None and sizes[1] is not None
+    assert sizes[1].size_bytes < 0.75 * sizes[0].size_bytes
 
 
 def test_a_build_with_an_adapter_asks_for_no_mask(bench: Bench) -> None:

@@ -57,7 +57,8 @@ def run(context: TaskContext, request: Request) -> Publish | Split:
         shown, score = _Magnitudes(scored.tensors), "magnitude"
     context.progress(_SCORED, "selecting")
     method, allocation = MaskMethod(request.method), Allocation(request.allocation)
-    mask = select_mask(scored.tensors, method, request.density, request.seed, allocation)
+    weights = model.checkpoint.weights(request.scope)
+    mask = select_mask(scored.tensors, method, request.density, request.seed, allocation, weights=weights)
     order = [name for name, _ in scoped_tensors(model.checkpoint.config)]
     layer = write_mask(context.blobs, mask, order)
     context.progress(0.95, "reporting")
