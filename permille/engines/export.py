@@ -1,4 +1,5 @@
-"""A package as a plain transformers folder: dequantized weights with the sparse values set, nothing of ours.
+"""A package as a plain transformers folder: dequantized weights with the sparse values set, or an adapter
+merged into them, nothing of ours.
 
 Tensor by tensor: the memory needed is that of the largest one, where safetensors' own writer takes all at
 once. The folder appears whole or not at all.
@@ -9,7 +10,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 from permille.choices import choice_of
 from permille.errors import InputError
 from permille.files import fsync_folder, write_atomic
-from permille.models.families import expected_tensors
+from permille.models.families import expected_tensors, shape_of
+from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
 from permille.tensors import ITEM_BYTES, RawTensor
@@ -46,7 +48,7 @@ def export_transformers(
     """Write a folder that unmodified transformers loads without any other package.
 
     Args:
-        values_K: float32 [k] to set at the masked positions; None takes the package's own.
+        values_K: float32 [k] to set at the masked positions, or of the adapter; None takes the package's own.
         folder: must not exist, or be empty; its parent must exist.
 
     Raises:
@@ -73,6 +75,33 @@ def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> ND
     if not np.isfinite(values_K).all():
         raise InputError("expected finite values, got NaN or infinity")
     return values_K
+
+
+def adapter_matrices(
+    package: Package, values_K: NDArray[np.float32]
+) -> Iterator[tuple[TensorInfo, NDArray[np.float32], NDArray[np.float32]]]:
+    """Of each linear in an adapter's scope its tensor, A [rank, K] and B [N, rank]."""
+    start = 0
+    for info in package.manifest.tensors:
+        if info.count:
+            a_RK, part = package.adapter_matrix(info.name), values_K[start : start + info.count]
+            b_N = part[info.count - info.shape[0] * len(a_RK) :]
+            trained = part[: info.count - len(b_N)]
+            yield info, trained.reshape(a_RK.shape) if len(trained) else a_RK, b_N.reshape(-1, len(a_RK))
+        start += info.count
+
+
+def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """What a safetensors file begins with, for tensors (dtype, shape) that follow in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, (dtype, shape) in tensors.items():
+        end = position + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
 
 
 @contextmanager
@@ -112,24 +141,10 @@ def _write_weights(
     file: BinaryIO, package: Package, values_K: NDArray[np.float32], dtype: ExportDtype
 ) -> None:
     """The safetensors format: header length, header, tensors one after the other."""
-    header = _header(package, dtype)
-    file.write(len(header).to_bytes(8, "little"))
-    file.write(header)
+    shapes = expected_tensors(package.config)
+    file.write(safetensors_header({x: (_dtype_of(package, x, dtype), shapes[x]) for x in _names(package)}))
     for tensor in _tensors(package, values_K):
         file.write(_encoded(tensor, _dtype_of(package, tensor.name, dtype)).data)
-
-
-def _header(package: Package, dtype: ExportDtype) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name in _names(package):
-        shape = expected_tensors(package.config)[name]
-        kind = _dtype_of(package, name, dtype)
-        end = position + math.prod(shape) * ITEM_BYTES[kind]
-        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    return header + b" " * (-len(header) % 8)
 
 
 def _names(package: Package) -> list[str]:
@@ -140,14 +155,23 @@ def _names(package: Package) -> list[str]:
 def _dtype_of(package: Package, name: str, dtype: ExportDtype) -> str:
     if dtype is ExportDtype.FLOAT32:
         return "F32"
-    return package.plain(name).dtype if name in package.plain_names else package.values_dtype(name)
+    if name in package.plain_names:
+        return package.plain_dtype(name)
+    if package.manifest.adapter is None:
+        return package.values_dtype(name)
+    return package.plain_dtype(f"{shape_of(package.config).about.embedding}.weight")
 
 
 def _tensors(package: Package, values_K: NDArray[np.float32]) -> Iterator[RawTensor]:
-    start = 0
+    adapter, start = package.manifest.adapter, 0
+    low_rank = iter(()) if adapter is None else adapter_matrices(package, values_K)
     for info in package.manifest.tensors:
         weight_NK = dequantize(package.quantized(info.name))
-        weight_NK.reshape(-1)[package.mask(info.name)] = values_K[start : start + info.count]
+        if adapter is None:
+            weight_NK.reshape(-1)[package.mask(info.name)] = values_K[start : start + info.count]
+        elif info.count:
+            _, a_RK, b_NR = next(low_rank)
+            weight_NK += np.float32(adapter.scale) * (b_NR @ a_RK)
         start += info.count
         yield RawTensor(
             name=info.name, dtype="F32", shape=info.shape, data=weight_NK.reshape(-1).view(np.uint8)

@@ -220,6 +220,14 @@ class Manifest:
         return self.trainable.k
 
     @property
+    def trains(self) -> str:
+        """What is trained, for people."""
+        adapter = self.adapter
+        if adapter is None:
+            return f"{self.k} weights"
+        return f"{adapter.kind} of rank {adapter.rank}, {self.k} numbers"
+
+    @property
     def adapter(self) -> AdapterInfo | None:
         """The adapter; None of a package with a mask."""
         return self.trainable if isinstance(self.trainable, AdapterInfo) else None

@@ -3,10 +3,10 @@
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2        g: the batch's gradient of the masked weights
     change = -rate * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-8)            (Kingma and Ba, algorithm 1)
 
-The rate begins at 0.3 times the root mean square of the masked weights and falls to 0 over the steps, so
-there is nothing to search for. Every weight moves by the nearest integer of the lattice, or, where a log is
-wanted, by what the log's groups hold of the change: what a projection on groups of g weights shortens is made
-longer again, by `min(g, 2 sqrt(g))`.
+The rate begins at 0.3 times the root mean square of the masked weights, with an adapter at 0.08 over its
+alpha, and falls to 0 over the steps, so there is nothing to search for. Every weight moves by the nearest
+integer of the lattice, or, where a log is wanted, by what the log's groups hold of the change: what a
+projection on groups of g weights shortens is made longer again, by `min(g, 2 sqrt(g))`.
 
 Shapes: K = masked weights.
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.package.reader import Package
 from permille.zo.estimators import Descent
 from permille.zo.header import LogHeader
 from permille.zo.lattice import STATE_LIMIT
@@ -27,6 +28,7 @@ from permille.zo.records import StepFlag, StepRecord
 from permille.zo.steps import sketch_step
 
 RATE = 0.3
+ADAPTER_RATE = 0.08  # B begins at 0; its part in the output is proportional to alpha
 UNITS = 256  # a step of the largest rate is so many units of the lattice, or a few more
 _BETAS = (0.9, 0.99)
 _TINY = 1e-8
@@ -105,8 +107,11 @@ class Moments:
         )
 
 
-def learning_rate(w_base_K: NDArray[np.float32]) -> float:
+def learning_rate(package: Package) -> float:
     """Compute the rate of the first step; 0 where all masked weights are."""
+    if package.manifest.adapter is not None:
+        return ADAPTER_RATE / package.manifest.adapter.alpha
+    w_base_K = package.values()
     return RATE * math.sqrt(float(np.mean(np.square(w_base_K, dtype=np.float64))))
 
 

@@ -1,7 +1,7 @@
 """A pooled state: the masked weights of a package, trained on a public corpus (FORMAT 4.9).
 
     rows = token sequences of the corpus
-    judged = pool(engine, package.values(), rows, PoolingPlan(steps=400), checkpoint=folder / "moments")
+    judged = pool(engine, package, rows, PoolingPlan(steps=400), checkpoint=folder / "moments")
     manifest = write_pooled(blobs, package.manifest, judged, {"corpus": "c4"})
 
 The steps are a device's (`permille.training.adam`), every weight by its own integer. The last tenth of the
@@ -79,7 +79,7 @@ class Pooled:
 
 def pool(
     engine: GradientEngine,
-    w_base_K: NDArray[np.float32],
+    package: Package,
     rows_NT: NDArray[np.int64],
     plan: PoolingPlan,
     *,
@@ -90,7 +90,7 @@ def pool(
 
     Args:
         engine: with a reverse pass.
-        w_base_K: the package's values.
+        package: the engine's.
         rows_NT: int64 [n, t] token ids, whole rows, in the order of the corpus.
         checkpoint: file that keeps what is needed to go on; what is thrown by `progress` costs a few steps.
         progress: called after each step.
@@ -102,7 +102,7 @@ def pool(
     train_NT, held_NT = rows_NT[:-held_out], rows_NT[-held_out:]
     if len(train_NT) < plan.batch_rows:
         raise InputError(f"expected at least {plan.batch_rows + held_out} sequences, got {len(rows_NT)}")
-    rate = learning_rate(w_base_K)
+    rate, w_base_K = learning_rate(package), package.values()
     if not 0 < rate < math.inf:
         raise InputError(f"expected masked weights other than 0, got a rate of {rate}")
     exponent = unit_exponent(rate)

@@ -31,6 +31,7 @@ class ExportForm(StrEnum):
     """What a model is written for."""
 
     TRANSFORMERS = "transformers"
+    PEFT = "peft"
     GGUF = "gguf"
 
 
@@ -246,16 +247,20 @@ def export(
 ) -> None:
     """Write the model for other programs, your changes merged into its weights.
 
-    A folder for transformers, or one for llama.cpp and Ollama (`--format gguf`). It holds your personalised
-    model: treat it as personal data.
+    A folder for transformers, or one for llama.cpp and Ollama (`--format gguf`). Of a package with an adapter
+    also the adapter alone (`--format peft`), to be loaded onto the model. It holds your personalised model:
+    treat it as personal data.
 
     [bold]Examples[/bold]
 
       permille-agent export ~/models/mine
 
       permille-agent export ~/models/mine-gguf --format gguf --type q8_0
+
+      permille-agent export ~/models/my-adapter --format peft
     """
     from permille.engines.export import export_transformers
+    from permille.engines.peft import export_peft
     from permille.errors import InputError
     from permille.package.blobs import BlobFolder
     from permille.package.reader import Package
@@ -279,6 +284,8 @@ def export(
     }
     if form is ExportForm.TRANSFORMERS:
         export_transformers(package, values_K, folder)
+    elif form is ExportForm.PEFT:
+        export_peft(package, values_K, folder)
     else:
         exported = _gguf()(package, values_K, folder, kind=kind)
         document |= {"type": kind, "bytes": exported.size_bytes}

@@ -24,6 +24,7 @@ from permille_agent.state.models import (
     active_model,
     carries_pooled,
     installed_release,
+    read_manifest,
 )
 from permille_agent.training.decision import Decision
 from permille_agent.training.outcome import RunOutcome, outcome_words
@@ -42,6 +43,7 @@ class Status:
     release: InstalledRelease | None
     active: Active | None
     pooled: bool
+    trains: str
     data: tuple[Path, ...]
     share_log: bool
     progress: Standing | None
@@ -68,6 +70,7 @@ class Status:
                 "run": active.run,
                 "personal": active.run is not None,
                 "pooled": active.run is None and self.pooled,
+                "trains": self.trains,
             },
             "data": [str(path) for path in self.data],
             "share_log": self.share_log,
@@ -117,6 +120,7 @@ class Status:
                 f"version {release.version}, {release.manifest_digest}" if release else "nothing yet",
             ),
             ("active", self._active_words()),
+            ("trains", self.trains),
             ("data", "\n".join(map(str, self.data)) or "no files added"),
             ("training", self.progress.line() if self.progress else ""),
             ("last run", self._run_words()),
@@ -187,6 +191,7 @@ def read_status(home: Home) -> Status:
         release=read(lambda: installed_release(home), None),
         active=active,
         pooled=active is not None and read(lambda: carries_pooled(home, active.package), False),
+        trains=read(lambda: read_manifest(home, active.package).trains if active else "", ""),
         data=read(lambda: read_references(home), ()),
         share_log=read(lambda: shares_log(home), False),
         progress=read_progress(home),

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from permille.errors import OperatorError, PackageError
+from permille.errors import OperatorError, PackageError, PermilleError
 from permille.files import write_atomic
 from permille_agent.federation.membership import memberships
 from permille_agent.link.report import Delivery, read_report
 from permille_agent.local.compare import Sample, test_prompts
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.state.home import Home
-from permille_agent.state.models import Active, active_model
+from permille_agent.state.models import Active, active_model, read_manifest
 from permille_agent.text.documents import characters
 from permille_agent.text.reading import survey
 from permille_agent.training.decision import Decision
@@ -141,7 +141,8 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         no_samples=no_samples,
         text=end.data.summary(),
         tokens=_parts(metrics.train_tokens, metrics.select_tokens, metrics.test_tokens),
-        work=f"{metrics.steps} steps, {metrics.seconds:.0f} s, {metrics.peak_rss_bytes >> 20} MiB at most",
+        work=f"{metrics.steps} steps{_of_what(home, folder)}, {metrics.seconds:.0f} s, "
+        f"{metrics.peak_rss_bytes >> 20} MiB at most",
         left=_left_the_device(home, folder),
         rounds=_rounds(home),
         run=folder.name,
@@ -150,6 +151,14 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
     path = folder.path / PAGE
     write_atomic(path, page.encode(), mode=0o600)
     return path
+
+
+def _of_what(home: Home, folder: RunFolder) -> str:
+    """What the steps have trained; nothing where the package is gone."""
+    try:
+        return f" of {read_manifest(home, folder.require('run', BegunRun).definition.package).trains}"
+    except PermilleError:
+        return ""
 
 
 def unknown_words(texts: Sequence[str], known: set[str]) -> UnknownWords:

@@ -183,10 +183,18 @@ def require_active(home: Home) -> Active:
 def carries_pooled(home: Home, package_digest: str) -> bool:
     """Say whether a package of this device has a pooled state; not where its manifest cannot be read."""
     try:
-        data = BlobFolder(home.blobs).read(package_digest, limit=MAX_MANIFEST_BYTES)
-        return Manifest.from_bytes(data).has_layer(Role.POOLED)
+        return read_manifest(home, package_digest).has_layer(Role.POOLED)
     except PackageError:
         return False
+
+
+def read_manifest(home: Home, package_digest: str) -> Manifest:
+    """Read the manifest of a package of this device.
+
+    Raises:
+        PackageError: it is absent or damaged.
+    """
+    return Manifest.from_bytes(BlobFolder(home.blobs).read(package_digest, limit=MAX_MANIFEST_BYTES))
 
 
 def history(home: Home) -> tuple[Active, ...]:

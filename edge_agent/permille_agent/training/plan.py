@@ -146,7 +146,7 @@ def budget_of_gradient(
 
 
 def _gradient_plan(run: Run) -> Plan:
-    rate = learning_rate(run.w_base_K)
+    rate = learning_rate(run.package)
     if not 0 < rate < math.inf:
         raise SearchFailed(f"expected masked weights other than 0, got a rate of {rate}")
     run.progress.phase("looking at the text")

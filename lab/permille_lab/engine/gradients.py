@@ -55,7 +55,7 @@ class GradientStep:
 
     def __init__(self, package: Package, groups: int) -> None:
         self._w_base_K = package.values()
-        rate = learning_rate(self._w_base_K)
+        rate = learning_rate(package)
         header = LogHeader(
             package_digest=package.digest,
             mask_digest=package.mask_digest,

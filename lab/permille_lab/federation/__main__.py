@@ -189,7 +189,7 @@ def own_values(
     bench: Bench, client: Client, start_W: NDArray[np.float32], *, steps: int, rate: float = RATE
 ) -> NDArray[np.float32]:
     """What Adam makes of a device's own text, as the agent's steps do; the last state."""
-    first = learning_rate(bench.world.package.values()) * rate / RATE
+    first = learning_rate(bench.world.package) * rate / RATE
     exponent, k = unit_exponent(first), len(start_W)
     moments = Moments.first(k, np.zeros(k, np.int64))
     batches = TrainingBatches(client.train, batch_rows=references.ROWS, seed=0)

@@ -100,7 +100,7 @@ def definition_of(world: World, method: Method, *, cohort: int, rounds: int, rat
         split = BlockSplit.halving(package.counts, int(package.config["num_hidden_layers"]), 2 * lanes)
     guard_bits = 2
     if method.estimator is EstimatorKind.SKETCH:
-        rate *= learning_rate(package.values()) / RATE
+        rate *= learning_rate(package) / RATE
         exponent = unit_exponent(rate) - guard_bits
     else:
         fewest = method.queries if split is None else split.lower_queries // lanes

@@ -77,7 +77,7 @@ def averaged(world: World, name: str, clients: Sequence[Client], plan: Plan, rat
 def averaged_values(world: World, clients: Sequence[Client], plan: Plan, share: float) -> Reference:
     """Average what Adam makes of every masked weight, on the lattice."""
     base_W = world.package.values()
-    rate = share * learning_rate(base_W) / RATE
+    rate = share * learning_rate(world.package) / RATE
     exponent = unit_exponent(rate)
     s_W, traffic = np.zeros(len(base_W), np.int64), Traffic()
     header = StateHeader(

@@ -62,12 +62,18 @@ def export_gguf(
         folder: must not exist, or be empty; its parent must exist.
 
     Raises:
-        InputError: as `describe` and `vocabulary_of`; values of another shape or dtype or not finite; Q4_0 of
-            a package that is not int4; less than `LEAST_KEPT` of the personal change would be left; a folder
-            that holds something.
+        InputError: as `describe` and `vocabulary_of`; a package with an adapter; values of another shape or
+            dtype or not finite; Q4_0 of a package that is not int4; less than `LEAST_KEPT` of the personal
+            change would be left; a folder that holds something.
         OSError: as the file system reports it; no folder is left.
     """
     kind = choice_of(BlockType, kind, "a type")
+    adapter = package.manifest.adapter
+    if adapter is not None:
+        raise InputError(
+            f"expected a package with a mask for gguf, got one with an adapter ({adapter.kind}): "
+            "export peft, of which llama.cpp's convert_lora_to_gguf.py makes its own adapter, or transformers"
+        )
     values_K = checked_values(package, values_K)
     scheme = package.manifest.scheme.name
     if kind is BlockType.Q4_0 and scheme is not Scheme.INT4:

@@ -111,7 +111,7 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
 def _header(package: Package, body: FederationCreate) -> LogHeader:
     rate, epsilon = body.learning_rate, body.epsilon
     if body.estimator is Estimator.SKETCH:
-        rate = rate or learning_rate(package.values())
+        rate = rate or learning_rate(package)
         epsilon = epsilon or _NO_EPSILON
     if rate is None or epsilon is None:
         raise InputError(

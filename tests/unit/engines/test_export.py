@@ -5,14 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from permille.engines.dual.lora_fa import lora_fa_model
 from permille.engines.export import ExportDtype, export_transformers
+from permille.engines.gguf.export import export_gguf
+from permille.engines.light.engine import LightEngine
+from permille.engines.peft import ADAPTER_FILE, CONFIG_FILE, export_peft
 from permille.errors import InputError
+from permille.package.build import ChosenAdapter
+from permille.package.limits import AdapterKind
 from permille.quantization.types import Scheme
+from permille.zo.estimators import Batch
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_package, variants
 
 
@@ -32,6 +40,50 @@ def test_transformers_computes_the_same_logits(family: str, tmp_path: Path) -> N
     ids = torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, tiny.reference(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "scope"),
+    [("llama", "lora", "all"), ("gpt_neox", "lora-fa", "mlp"), ("opt", "lora", "layers:1")],
+)
+def test_unmodified_peft_loads_an_adapter(family: str, kind: str, scope: str, tmp_path: Path) -> None:
+    """Onto the package's own model its logits are those of the reference and the engine; merged too."""
+    adapter = ChosenAdapter(kind=AdapterKind(kind), rank=4, alpha=8, scope=scope)
+    tiny = tiny_package(tmp_path / "blobs", family, adapter=adapter)
+    package, values_K = tiny.package, variants(tiny.package, 2, scale=0.1)[1]
+    export_transformers(package, None, tmp_path / "base")
+    export_transformers(package, values_K, tmp_path / "merged")
+    export_transformers(package, values_K, tmp_path / "small", dtype=ExportDtype.MODEL)
+    export_peft(package, values_K, tmp_path / "adapter")
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [CONFIG_FILE, ADAPTER_FILE]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        alone = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+        assert not [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+        set_values(package, tiny.reference, values_K)
+        expected = tiny.reference(ids).logits
+        torch.testing.assert_close(adapted(ids).logits, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=0, atol=1e-5)
+    assert (alone - expected).abs().max() > 0.05
+    engine = LightEngine(package)
+    batch = Batch(input_ids_BT=ids.numpy(), attention_BT=ids.numpy() >= 0, target_BT=ids.numpy() > 0)
+    losses = torch.nn.functional.cross_entropy(adapted(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    np.testing.assert_allclose(engine.token_losses(values_K, batch), losses.detach(), atol=1e-5)
+
+
+def test_formats_that_a_package_has_no_numbers_for_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="low-rank matrices; export it for transformers or gguf"):
+        export_peft(tiny.package, None, tmp_path / "out")
+    adapter = ChosenAdapter(kind=AdapterKind.LORA_FA, rank=4, alpha=8)
+    package = tiny_package(tmp_path / "adapter", "llama", adapter=adapter).package
+    with pytest.raises(InputError, match=r"export peft, of which llama.cpp's convert_lora_to_gguf.py"):
+        export_gguf(package, None, tmp_path / "out", kind="f16")
+    with pytest.raises(InputError, match=r"with a mask .sparse values., got one with an adapter: lora-fa"):
+        lora_fa_model(package, rank=2, queries=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_models_dtype_is_torchs_rounding(tiny: Tiny, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def trained(package: Package, rows: NDArray[np.int64], checkpoint: Path, **chang
     engine = changes.pop("engine", BigramEngine(package))
     progress = changes.pop("progress", lambda _done, _total: None)
     plan = replace(PLAN, **changes)
-    return pool(engine, package.values(), rows, plan, checkpoint=checkpoint, progress=progress)
+    return pool(engine, package, rows, plan, checkpoint=checkpoint, progress=progress)
 
 
 def test_a_state_is_better_on_rows_that_no_step_has_seen(
@@ -111,13 +111,13 @@ def test_a_damaged_checkpoint_costs_steps_and_no_bit(
 
 
 def test_too_little_text_and_weights_of_zero_are_refused(
-    package: Package, rows: NDArray[np.int64], tmp_path: Path
+    package: Package, rows: NDArray[np.int64], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match="expected at least 5 sequences, got 4"):
         trained(package, rows[:4], tmp_path / "moments")
-    nothing_K = np.zeros(package.k, np.float32)
+    monkeypatch.setattr(package, "values", lambda: np.zeros(package.k, np.float32))
     with pytest.raises(InputError, match=r"other than 0, got a rate of 0\.0"):
-        pool(BigramEngine(package), nothing_K, rows, PLAN, checkpoint=tmp_path / "moments")
+        pool(BigramEngine(package), package, rows, PLAN, checkpoint=tmp_path / "moments")
 
 
 def test_a_state_that_changes_nothing_is_not_better(package: Package) -> None:

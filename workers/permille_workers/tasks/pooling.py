@@ -53,7 +53,7 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
 
     found = pool(
         engine,
-        package.values(),
+        package,
         sequences.tokens_NT,
         PoolingPlan(steps=request.steps, batch_rows=request.rows, seed=request.seed),
         checkpoint=context.work_folder / "moments",

@@ -51,7 +51,7 @@ def device(bare: Device, tmp_path: Path) -> Device:
     ids = [token for text in sentences(400, seed=9) for token in tiny_tokenizer().encode(text).ids]
     rows_NT = np.array(ids[: 100 * 24], np.int64).reshape(100, 24)
     plan = PoolingPlan(steps=60, batch_rows=4)
-    found = pool(BigramEngine(package), package.values(), rows_NT, plan, checkpoint=tmp_path / "moments")
+    found = pool(BigramEngine(package), package, rows_NT, plan, checkpoint=tmp_path / "moments")
     assert found.better
     manifest = write_pooled(package.blobs, package.manifest, found, {})
     return install(bare, Package.open(package.blobs, manifest.digest))
@@ -81,6 +81,7 @@ def test_without_a_state_of_its_own_a_device_runs_the_pooled_one(device: Device)
     status = read_status(device.home)
     assert status.document()["active"] == {
         "package": device.package.digest, "run": None, "personal": False, "pooled": True,
+        "trains": device.package.manifest.trains,
     }  # fmt: skip
     assert dict(status._rows())["active"] == "the pooled model"
 
