@@ -30,10 +30,10 @@ CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[5
 
 
 SparsityOption = Annotated[
-    Literal["auto", "none", "2:4", "bitmap"],
+    Literal["none", "2:4", "bitmap"] | None,
     Field(
         description="which weights get codes: all (none), two of each four (2:4), those other than zero "
-        "(bitmap); auto finds what fits the model"
+        "(bitmap); left out, what fits the model"
     ),
 ]
 
@@ -45,7 +45,7 @@ class Nf4(Closed):
     group_size: Annotated[Literal[64], WholeNumber] = Field(
         default=64, description="weights that share a scale; nf4: 64, int4: 32 or 128, auto-round: 128"
     )
-    sparsity: SparsityOption = "auto"
+    sparsity: SparsityOption = None
     evaluation_tokens: EvaluationTokens = 8192
 
 
@@ -54,7 +54,7 @@ class Int4(Closed):
 
     scheme: Literal[SchemeName.INT4]
     group_size: Annotated[Literal[32, 128], WholeNumber] = 32
-    sparsity: SparsityOption = "auto"
+    sparsity: SparsityOption = None
     evaluation_tokens: EvaluationTokens = 8192
 
 

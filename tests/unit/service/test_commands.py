@@ -133,12 +133,12 @@ def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own(
     assert made["model_id"] == MODELS[1]["id"]
     assert made["mask"].pop("allocation") == "tensor"
     assert made["mask"] == {"corpus_id": f"corpus_{ULIDS[0]}", "density": 0.01, "method": "fisher"}
-    assert made["quantization"] == {"scheme": "nf4", "sparsity": "auto"}
+    assert made["quantization"] == {"scheme": "nf4"}
     made = body(JobKind.BUILD, model_id="b", adapter_kind="lora-fa", adapter_rank=16)
     assert made == {
         "model_id": MODELS[1]["id"],
         "adapter": {"kind": "lora-fa", "rank": 16},
-        "quantization": {"scheme": "nf4", "sparsity": "auto"},
+        "quantization": {"scheme": "nf4"},
     }
     calibrated = body(
         JobKind.QUANTIZATION,

@@ -98,7 +98,7 @@ def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
     """The sparsity that was asked for, or what fits the model; calibrated codes are of all weights."""
     if isinstance(options, AutoRound) or options.sparsity == "none":
         return None
-    if options.sparsity != "auto":
+    if options.sparsity is not None:
         return Sparsity(options.sparsity).value
     names = [name for name, _ in scoped_tensors(checkpoint.config)]
     found = find_sparsity(checkpoint.float32(name) for name in names)
