@@ -18,6 +18,7 @@ class JobKind(StrEnum):
     QUANTIZATION = "quantization"
     PACKAGE = "package"
     POOLING = "pooling"
+    EXPORT = "export"
     BUILD = "build"
     REPLAY = "replay"
     ROUND = "round"

@@ -18,6 +18,8 @@ from permille.schemas.masks import Mask, MaskCreate, ShardRequest
 from permille.schemas.packages import (
     Build,
     BuildCreate,
+    Export,
+    ExportCreate,
     PackageCreate,
     PackageRecord,
     Pooling,
@@ -167,9 +169,28 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             key="pooling_id",
             prefix="job",
         ),
+        WorkKind(
+            kind=JobKind.EXPORT,
+            request=ExportCreate,
+            record=Export,
+            collection="exports",
+            about="Packages as programs that an inference engine runs.",
+            starts="Start exporting a package as a program for ExecuTorch's runtime.",
+            examples={
+                "weights in float32": {"package_digest": "sha256:" + "0" * 64},
+                "4-bit weights, both signs of 8 directions on 2 sequences in a pass": {
+                    "package_digest": "sha256:" + "0" * 64,
+                    "weights": "int4",
+                    "variants": 16,
+                    "rows": 32,
+                },
+            },
+            key="export_id",
+            prefix="job",
+        ),
     )
 }
-MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLING})
+MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLING, JobKind.EXPORT})
 """Kinds of jobs whose result is a package."""
 
 

@@ -90,6 +90,38 @@ class PoolingCreate(Closed):
     seed: Seed = Field(default=0, description="of the choice of sequences and their order")
 
 
+class ProgramWeights(StrEnum):
+    """How a program holds the frozen weights."""
+
+    FLOAT32 = "float32"
+    INT4 = "int4"
+
+
+class ExportCreate(Closed):
+    """Export a package as a program for ExecuTorch's runtime, and make a package that carries it."""
+
+    package_digest: Digest = Field(description="the package; the new one differs in the program alone")
+    weights: ProgramWeights = Field(
+        default=ProgramWeights.FLOAT32,
+        description="frozen weights; int4, of int4 packages, with inputs of linear layers in 8 bits",
+    )
+    variants: Annotated[
+        int, Field(strict=True, ge=1, le=256, description="of the sparse values in one pass"), WholeNumber
+    ] = 8
+    rows: Annotated[
+        int, Field(strict=True, ge=1, le=1024, description="sequences of all variants in a pass"), WholeNumber
+    ] = 16
+    tokens: Annotated[
+        int, Field(strict=True, ge=8, le=8192, description="of a sequence; devices have 128"), WholeNumber
+    ] = 128
+
+    @model_validator(mode="after")
+    def _check_variants(self) -> Self:
+        if self.variants > self.rows:
+            raise ValueError(f"expected a row or more for each of {self.variants} variants, got {self.rows}")
+        return self
+
+
 class PackageLayer(Closed):
     """One layer of a package."""
 
@@ -101,9 +133,10 @@ class PackageLayer(Closed):
 
 
 class PackageRecord(Made):
-    """A package, addressed by the digest of its manifest. A layer `pooled` is what devices begin with."""
+    """A package, addressed by the digest of its manifest. A layer `pooled` is what devices begin with, a
+    layer `program` what an inference engine runs."""
 
-    request: PackageCreate | PoolingCreate
+    request: PackageCreate | PoolingCreate | ExportCreate
     k: Count
     layers: list[PackageLayer]
 
@@ -168,4 +201,14 @@ class Pooling(Closed):
     state: JobState
     request: PoolingCreate
     package_digest: Digest | None = Field(description="the package that carries the state, once it is made")
+    created_at: Timestamp
+
+
+class Export(Closed):
+    """One export of a package; its id is its job's."""
+
+    id: Id
+    state: JobState
+    request: ExportCreate
+    package_digest: Digest | None = Field(description="the package with the program, once it is made")
     created_at: Timestamp

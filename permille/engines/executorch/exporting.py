@@ -56,7 +56,8 @@ def export_program(
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
     except ModuleNotFoundError as exc:
-        raise InputError(f"exporting needs {exc.name}: pip install 'permille[executorch]'") from exc
+        name = str(exc.name).partition(".")[0]
+        raise InputError(f"exporting needs {name}: pip install 'permille[executorch]'") from exc
     module = dual_model(package)
     if weights is Weights.INT4:
         _set_codes(module, package)

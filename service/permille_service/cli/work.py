@@ -63,6 +63,11 @@ _VIEWS: Final[Mapping[JobKind, View]] = {
         example="--package 577a9004 --corpus stories --steps 400",
         then="permille releases publish NAME --package {} --alias stable",
     ),
+    JobKind.EXPORT: View(
+        columns=("id", "state", "package_digest", "created_at"),
+        example="--package 577a9004 --weights int4",
+        then="permille releases publish NAME --package {} --alias stable",
+    ),
 }
 _JOBS = ("id", "kind", "state", "progress.fraction", "progress.message", "created_at")
 FIGURES = ("name", "needed", "available", "enough", "explanation")

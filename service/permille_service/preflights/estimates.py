@@ -23,6 +23,8 @@ SHARD_SEQUENCES, MOST_SHARDS = 16, 64  # of a mask that is scored by parts: `per
 # model, hidden vectors that are kept of each token of the text, and of each token of a step.
 ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
 ROUNDING_COPIES, ROUNDING_CACHES, ROUNDING_VECTORS = 4, 4, 64
+# Exporting a program: copies of the model in float32, and the time of its graph, layer by layer.
+EXPORT_COPIES, EXPORT_LAYER_S = 8, 20
 SECONDS_A_WEIGHT = 60e-9  # reading, coding and writing one weight on one core
 
 
@@ -140,4 +142,14 @@ def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, f
         memory_bytes=PROCESS_BYTES + package_bytes + activations + 2 * adam,
         disk_bytes=adam + 32 * 1024 * 1024,
         seconds=work / flops_per_s,
+    )
+
+
+def export_needs(sizes: Sizes) -> Needs:
+    """What exporting a program needs: the model several times over in float32, and the program."""
+    weights = sizes.parameters * FLOAT_BYTES
+    return Needs(
+        memory_bytes=PROCESS_BYTES + EXPORT_COPIES * weights,
+        disk_bytes=weights + 64 * 1024 * 1024,
+        seconds=EXPORT_LAYER_S * sizes.layers + sizes.parameters * SECONDS_A_WEIGHT,
     )

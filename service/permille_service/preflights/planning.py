@@ -9,7 +9,14 @@ from permille.errors import InputError
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import JobKind, Preflight
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
-from permille.schemas.packages import Adapter, AdapterName, BuildCreate, PackageCreate, PoolingCreate
+from permille.schemas.packages import (
+    Adapter,
+    AdapterName,
+    BuildCreate,
+    ExportCreate,
+    PackageCreate,
+    PoolingCreate,
+)
 from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import AutoRound, QuantizationCreate
 from permille.store import artifacts, rows
@@ -19,6 +26,7 @@ from permille_service.context import Service
 from permille_service.preflights.estimates import (
     Needs,
     Sizes,
+    export_needs,
     mask_needs,
     package_needs,
     pooling_needs,
@@ -103,6 +111,8 @@ class _Planner:
                 return self._build(request)
             case PoolingCreate():
                 return self._pooling(request)
+            case ExportCreate():
+                return self._export(request)
         raise TypeError(f"expected a request for work, got {type(request).__name__}")
 
     def _mask(self, mask: FisherMask | WeightMask, model_id: str) -> Needs:
@@ -193,6 +203,13 @@ class _Planner:
         return pooling_needs(
             sizes, request, package_bytes=package.size_bytes, flops_per_s=self._machine.flops_per_s
         )
+
+    def _export(self, request: ExportCreate) -> Needs:
+        package = artifacts.get(
+            self._session, tenant_id=self._tenant_id, kind=JobKind.PACKAGE, key=request.package_digest
+        )
+        sizes = self._sizes(package.model_id)
+        return NOTHING if sizes is None else export_needs(sizes)
 
     def _sizes(self, model_id: str, scope: str = "all") -> Sizes | None:
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)

@@ -10,8 +10,8 @@ from sqlalchemy.orm import Session
 
 from permille.schemas.fields import Closed, Page
 from permille.schemas.jobs import Job, JobKind, JobState
-from permille.schemas.kinds import WorkKind
-from permille.schemas.packages import Build, Pooling
+from permille.schemas.kinds import WORK, WorkKind
+from permille.schemas.packages import Build
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts, rows, tables
 from permille.store.artifacts import PICTURE, REPORT
@@ -192,9 +192,9 @@ def present_build(session: Session, row: tables.Job) -> Build:
     )
 
 
-def present_pooling(_: Session, row: tables.Job) -> Pooling:
-    """The record of a pooling's row."""
-    return Pooling.model_validate(
+def present_made(_: Session, row: tables.Job) -> Closed:
+    """The record of a job that makes a package of another."""
+    return WORK[JobKind(row.kind)].record.model_validate(
         {
             "id": row.id,
             "state": JobState(row.state),
@@ -205,4 +205,4 @@ def present_pooling(_: Session, row: tables.Job) -> Pooling:
     )
 
 
-_PRESENTED = {JobKind.BUILD: present_build, JobKind.POOLING: present_pooling}
+_PRESENTED = {JobKind.BUILD: present_build, JobKind.POOLING: present_made, JobKind.EXPORT: present_made}

@@ -32,7 +32,7 @@ def test_examples_are_requests_with_ids_of_the_kind_that_their_field_names(kind:
     example = WORK[kind].examples[name]
     parse_request(kind, example)
     found = list(ids_of(example))
-    assert found
+    assert found or "package_digest" in example
     for noun, value in found:
         assert value.startswith(f"{KINDS[noun].value}_"), noun
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from permille.engines.executorch.exporting import Weights
+from permille.engines.executorch.program import ProgramShape
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
-from permille.package.manifest import Manifest
+from permille.package.manifest import Layer, Manifest
 from permille.package.reader import Package, verify_package
 from permille.quantization.types import Sparsity
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
+from permille.schemas.packages import ProgramWeights
 from permille.schemas.runs import LogForm
 from permille.sensitivity.masks import count
 from permille.sensitivity.scores import load_scores
@@ -37,6 +41,7 @@ from permille.zo.replay import replay
 from permille_workers.runtime.context import JobCancelledError, Split, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_root
 from permille_workers.tasks import TASKS
+from tests.packages import program_bytes
 from tests.unit.package.tiny import pruned
 from tests.unit.workers.conftest import Bench, save_model
 
@@ -450,6 +455,43 @@ def test_a_pooling_that_helps_nothing_publishes_nothing(bench: Bench, package: A
     with bench.db.read() as session:
         page = artifacts.list_artifacts(session, tenant_id=bench.tenant_id, kind=JobKind.PACKAGE)
     assert [row.digest for row in page.items] == [package.digest]
+
+
+# --- exports
+
+
+def test_an_export_makes_a_package_that_carries_a_program(
+    bench: Bench, package: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exporter is not installed here (`make test-executorch` runs what it makes)."""
+
+    def exported(of: Package, shape: ProgramShape, *, weights: str) -> Layer:
+        assert (of.digest, weights) == (package.digest, "int4")
+        data = program_bytes(repr(shape).encode())
+        return Layer(role=Role.PROGRAM, digest=of.blobs.put_bytes(data), size_bytes=len(data))
+
+    pooled = made_by(bench, JobKind.POOLING, pooling_request(bench, package))
+    request = {"package_digest": pooled.digest, "weights": "int4", "variants": 2, "rows": 4, "tokens": 16}
+    monkeypatch.setitem(sys.modules, "executorch", None)
+    failed = bench.finish(JobKind.EXPORT, request)
+    assert failed.state == "failed"
+    assert "exporting needs executorch: pip install 'permille[executorch]'" in str(failed.error)
+    monkeypatch.setattr("permille.engines.executorch.exporting.export_program", exported)
+    monkeypatch.setattr("permille_workers.tasks.export.versions", lambda *names: dict.fromkeys(names, "1"))
+    failed = bench.finish(JobKind.EXPORT, {**request, "tokens": 4096})
+    assert "expected at most the model's" in str(failed.error)
+    made = made_by(bench, JobKind.EXPORT, request)
+    new, parent = verify_package(bench.blobs, made.digest), manifest_of(bench, package)
+    assert (made.kind, made.model_id, made.k) == ("package", package.model_id, package.k)
+    assert {layer.role for layer in set(new.manifest.layers) - set(parent.layers)} == {
+        Role.POOLED,
+        Role.PROGRAM,
+    }
+    assert new.manifest.parent() == parent and pooled_state(new) is not None
+    export = new.manifest.provenance["export"]
+    assert isinstance(export, dict)
+    assert (export["parent"], export["weights"], export["rows"]) == (package.digest, "int4", 4)
+    assert {weights.value for weights in ProgramWeights} == {weights.value for weights in Weights}
 
 
 # --- replay

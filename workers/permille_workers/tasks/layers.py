@@ -9,12 +9,13 @@ from sqlalchemy.orm import Session
 
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
-from permille.package.manifest import Layer, Quantization
+from permille.package.manifest import Layer, Manifest, Quantization
 from permille.package.safetensors_io import SafetensorsFile
 from permille.quantization.types import Scheme, Sparsity
+from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.quantizations import AnyOptions, AutoRound
 from permille.store import artifacts
-from permille.store.artifacts import PICTURE, REPORT, Blob, Made
+from permille.store.artifacts import MANIFEST, PICTURE, REPORT, Blob, Made
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
 
@@ -26,6 +27,26 @@ def publishes(context: TaskContext, made: Made) -> Publish:
         return artifacts.key_of(artifacts.add(session, job=context.claim, made=made))
 
     return publish
+
+
+def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -> Publish:
+    """Add a package whose manifest is stored, in the transaction that ends the job."""
+    whole = Blob(
+        role=MANIFEST,
+        media_type=MANIFEST_MEDIA_TYPE,
+        digest=manifest.digest,
+        size_bytes=len(manifest.to_bytes()),
+    )
+    return publishes(
+        context,
+        Made(
+            model_id=model_id,
+            digest=manifest.digest,
+            k=manifest.k,
+            provenance={},  # in the manifest
+            blobs=(whole, *(blob_of_layer(layer) for layer in manifest.layers)),
+        ),
+    )
 
 
 def blob_of_layer(layer: Layer) -> Blob:

@@ -18,14 +18,14 @@ from permille.package.reader import verify_package
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
-from permille.schemas.packages import MANIFEST_MEDIA_TYPE, PackageCreate
+from permille.schemas.packages import PackageCreate
 from permille.schemas.quantizations import QuantizationCreate
 from permille.sensitivity.scores import fisher_exponents, load_scores
 from permille.store import artifacts
-from permille.store.artifacts import MANIFEST, SCORES, Blob, Made
+from permille.store.artifacts import SCORES
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import blob_of_layer, layer_of, publishes, quantization_of, read_mask
+from permille_workers.tasks.layers import layer_of, publishes_package, quantization_of, read_mask
 from permille_workers.tasks.sources import SourceModel, open_model
 
 
@@ -68,20 +68,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     )
     context.progress(0.6, "verifying")
     verify_package(context.blobs, manifest.digest)
-    whole = Blob(
-        role=MANIFEST,
-        media_type=MANIFEST_MEDIA_TYPE,
-        digest=manifest.digest,
-        size_bytes=len(manifest.to_bytes()),
-    )
-    made = Made(
-        model_id=quantization.model_id,
-        digest=manifest.digest,
-        k=manifest.k,
-        provenance={},  # in the manifest
-        blobs=(whole, *(blob_of_layer(layer) for layer in manifest.layers)),
-    )
-    return publishes(context, made)
+    return publishes_package(context, quantization.model_id, manifest)
 
 
 def _mask(context: TaskContext, model: SourceModel, mask_row: Artifact, request: PackageCreate) -> ChosenMask:

@@ -13,12 +13,11 @@ from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest, decimal_text
 from permille.package.reader import Package
 from permille.schemas.jobs import JobKind
-from permille.schemas.packages import MANIFEST_MEDIA_TYPE, PoolingCreate
+from permille.schemas.packages import PoolingCreate
 from permille.store import artifacts
-from permille.store.artifacts import MANIFEST, Blob, Made
 from permille.training.pooling import PoolingPlan, pool, write_pooled
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import blob_of_layer, publishes
+from permille_workers.tasks.layers import publishes_package
 from permille_workers.tasks.sources import Sampling, open_corpus, versions
 
 _TRAINED = 0.95  # of the time
@@ -80,14 +79,4 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
             "versions": versions("tokenizers"),
         },
     )
-    whole = Blob(
-        role=MANIFEST,
-        media_type=MANIFEST_MEDIA_TYPE,
-        digest=made.digest,
-        size_bytes=len(made.to_bytes()),
-    )
-    blobs = (whole, *(blob_of_layer(layer) for layer in made.layers))
-    return publishes(
-        context,
-        Made(model_id=row.model_id, digest=made.digest, k=made.k, provenance={}, blobs=blobs),
-    )
+    return publishes_package(context, row.model_id, made)
