@@ -266,6 +266,7 @@ def main() -> None:
     parser = settings_parser(__doc__, FIGURE)
     parser.add_argument("--models", nargs="+", default=[case.model for case in CASES])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -273,7 +274,7 @@ def main() -> None:
         cells=Cells(options.cells), sources=sources_from_environment(), work=options.folder / "sparse"
     )
     for case, seed, target, way in planned():
-        if case.model in options.models and seed in options.seeds:
+        if case.model in options.models and seed in options.seeds and target in options.targets:
             bench.cell(case, seed, target, way)
 
 
