@@ -14,18 +14,12 @@ where W is not 0. Merging writes the former, so a pruned place is 0 for ever.
 
 import math
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-
-class AdapterKind(StrEnum):
-    """What stands beside a linear."""
-
-    LORA = "lora"
-    POOLING = "pooling"
+from permille.sparse_tuning.plan import AdapterKind
 
 
 class LoraAdapter(nn.Module):

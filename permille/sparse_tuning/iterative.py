@@ -30,7 +30,7 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors, shape_of
 from permille.models.layerwise import LayerStream
 from permille.models.loading import load_model
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan
+from permille.pruning.plan import PruningPlan
 from permille.pruning.streaming import (
     LinearReport,
     PruningText,
@@ -40,50 +40,20 @@ from permille.pruning.streaming import (
     write_weight,
 )
 from permille.quantization.perplexity import perplexity
-from permille.sparse_tuning.adapters import AdapterKind, allocate, attach, change_norms, merge
-from permille.sparse_tuning.rates import SPREAD, cubic_rate, importance, layer_rates, similarities
-from permille.sparse_tuning.recovery import RecoveryPlan, recover
+from permille.sparse_tuning.adapters import allocate, attach, change_norms, merge
+from permille.sparse_tuning.plan import AdapterKind, IterativePlan
+from permille.sparse_tuning.rates import cubic_rate, importance, layer_rates, similarities
+from permille.sparse_tuning.recovery import recover
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CKA_TOKENS = 1024
 """Of the calibration text, evenly: similarities of layers are made of so many."""
-LONGER = 4
 _PRUNED = 0.3  # of a round's time
 _REPORT, _PLAN = "report.json", "plan.json"
 
 Progress = Callable[[float, str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IterativePlan:
-    """How a model becomes sparse.
-
-    Attributes:
-        rate: the share of zeros at the end.
-        rounds: 1 is one-shot pruning and one fine-tuning.
-        rank: the adapters have as many numbers as LoRA's of this rank, in all.
-        by_loss: whether pooling adapters' sizes follow what pruning lost, or are equal.
-        masked: whether pruned places count while adapters train.
-        spread: how far layers' rates may be from the mean; 0 makes them equal. A pattern's always are.
-        beta: of `importance`; its sign alone matters, and below 0 the rates are those of (21) as printed.
-        recovery: the steps of a round; `seed` is of the first one.
-        longer: how many times as many steps the last round has.
-    """
-
-    rate: float
-    method: PruningMethod = PruningMethod.WANDA
-    pattern: Pattern | None = None
-    rounds: int = 10
-    adapter: AdapterKind = AdapterKind.POOLING
-    rank: int = 8
-    by_loss: bool = True
-    masked: bool = True
-    spread: float = SPREAD
-    beta: float = 1.0
-    recovery: RecoveryPlan
-    longer: int = LONGER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.sparse_tuning.plan import SPREAD
 
-SPREAD = 0.1
-"""How far a layer may be from the mean: the printed programme has no bounds, and would empty layers."""
 LARGEST_RATE = 0.99
 
 

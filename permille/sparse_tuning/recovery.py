@@ -12,7 +12,6 @@ import contextlib
 import io
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.sensitivity.backward import check_sequences, differentiable
+from permille.sparse_tuning.plan import RecoveryPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,26 +35,6 @@ TOKENS_A_PASS = 1024
 """Rows go through the model together up to so many tokens: the logits are what takes memory."""
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryPlan:
-    """How adapters are trained.
-
-    Attributes:
-        rate: Adam's at the first step.
-        l2: weight of the squared numbers in the loss, halved.
-        seed: of the order of the rows.
-        recomputed: a decoder layer's activations are made again in the reverse pass: a third more time, and
-            the memory of one layer.
-    """
-
-    steps: int
-    rows: int
-    rate: float
-    l2: float = 0.0
-    seed: int = 0
-    recomputed: bool = True
 
 
 def recover(

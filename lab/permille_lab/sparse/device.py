@@ -33,8 +33,9 @@ from permille.quantization.perplexity import apply_quantized
 from permille.quantization.types import Scheme
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import MaskMethod, select_mask
-from permille.sparse_tuning.adapters import AdapterKind, attach, merge
-from permille.sparse_tuning.recovery import RecoveryPlan, recover
+from permille.sparse_tuning.adapters import attach, merge
+from permille.sparse_tuning.plan import AdapterKind, RecoveryPlan
+from permille.sparse_tuning.recovery import recover
 from permille_agent.embed import TrainOptions, package_tokenizer
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.model_packages import DENSITIES, Sources, sources_from_environment

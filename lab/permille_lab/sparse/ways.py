@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from permille.pruning.plan import Pattern, PruningMethod
-from permille.sparse_tuning.adapters import AdapterKind
-from permille.sparse_tuning.iterative import IterativePlan
-from permille.sparse_tuning.recovery import RecoveryPlan
+from permille.sparse_tuning.plan import AdapterKind, IterativePlan, RecoveryPlan
 
 STEPS = 48
 RANK = 2

@@ -13,9 +13,8 @@ from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
 from permille.pruning.plan import Pattern, PruningMethod
 from permille.quantization.perplexity import perplexity
-from permille.sparse_tuning.adapters import AdapterKind
-from permille.sparse_tuning.iterative import IterativePlan, IterativeText, iterate
-from permille.sparse_tuning.recovery import RecoveryPlan
+from permille.sparse_tuning.iterative import IterativeText, iterate
+from permille.sparse_tuning.plan import AdapterKind, IterativePlan, RecoveryPlan
 from tests.unit.engines.tiny import tiny_model
 
 _ROWS = np.random.default_rng(0).integers(0, 60, (3, 8, 12))

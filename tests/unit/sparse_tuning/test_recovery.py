@@ -11,14 +11,14 @@ import torch
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.sparse_tuning.adapters import (
-    AdapterKind,
     PoolingAdapter,
     allocate,
     attach,
     change_norms,
     merge,
 )
-from permille.sparse_tuning.recovery import STEPS_A_CHECKPOINT, RecoveryPlan, recover, row_order
+from permille.sparse_tuning.plan import AdapterKind, RecoveryPlan
+from permille.sparse_tuning.recovery import STEPS_A_CHECKPOINT, recover, row_order
 from tests.unit.engines.tiny import tiny_model
 
 ROWS_NT = np.random.default_rng(0).integers(0, 60, (12, 10))
