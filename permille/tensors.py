@@ -1,7 +1,9 @@
 """A tensor as the bytes of a safetensors file hold it: a checkpoint gives them, a package takes them."""
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,3 +48,13 @@ class RawTensor:
         return all(
             not np.any((bits[at : at + _PART] & exponent) == exponent) for at in range(0, bits.size, _PART)
         )
+
+
+def release(array: NDArray[Any]) -> None:
+    """Give the pages of a mapped file back to the system (Linux); of any other array do nothing.
+
+    Nothing is lost: what is touched again is read again, and what was written is in the file.
+    """
+    base: object = array.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)

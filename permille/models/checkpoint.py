@@ -21,7 +21,7 @@ from permille.errors import InputError
 from permille.files import follow_inside
 from permille.models.descriptions import Family
 from permille.models.families import canonical_name, expected_tensors, family_of, scoped_tensors
-from permille.tensors import RawTensor
+from permille.tensors import RawTensor, release
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -106,7 +106,9 @@ class Checkpoint:
     def raw(self, name: str) -> RawTensor:
         """A tensor in the model's own dtype, a view of the mapped file."""
         entry = self._entries[name]
-        data = self._map(entry.file)[entry.begin : entry.begin + entry.size]
+        mapped = self._map(entry.file)
+        release(mapped)  # whoever goes from tensor to tensor holds one in memory
+        data = mapped[entry.begin : entry.begin + entry.size]
         return RawTensor(name=name, dtype=entry.dtype, shape=entry.shape, data=data)
 
     def float32(self, name: str) -> NDArray[np.float32]:

@@ -42,7 +42,7 @@ class LayerStream:
     ) -> None:
         """Build the model without its weights; what the parts compute in is `dtype`, on `device`."""
         self.checkpoint = checkpoint
-        self._dtype, self._device = dtype, torch.device(device)
+        self.dtype, self._device = dtype, torch.device(device)
         self._prefix = shape_of(checkpoint.config).about.prefix
         self._model = _meta_model(checkpoint, dtype)
         layers = self._model.get_submodule(self._prefix)
@@ -110,7 +110,7 @@ class LayerStream:
             if prefix + name not in self.checkpoint.names:
                 continue  # a tied head
             weight = torch.tensor(self.checkpoint.float32(f"{prefix}{name}"))
-            _put(module, name, weight.to(self._device, self._dtype))
+            _put(module, name, weight.to(self._device, self.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

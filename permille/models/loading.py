@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 MAX_TOKENIZER_BYTES = 64 << 20
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """The causal language model of a folder, in eval mode, on the CPU.
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str = "cpu") -> "PreTrainedModel":
+    """The causal language model of a folder, in eval mode.
 
     Raises:
         InputError: as `Checkpoint`, or transformers finds tensors that do not fit its model.
@@ -39,7 +39,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedM
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if wrong:
         raise InputError(f"expected a checkpoint that fills the model exactly, got {wrong}")
-    return model.eval()
+    return model.to(device).eval()
 
 
 class FileTokenizer:

@@ -5,16 +5,20 @@
 Needs torch, so nothing in the package's `__init__` imports it.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
 
 from permille.errors import InputError
+from permille.models.families import layer_of
+from permille.models.layerwise import LayerStream
 from permille.quantization import dequantize
 from permille.quantization.types import Coded
 
@@ -41,20 +45,58 @@ def perplexity(
     Raises:
         InputError: no prediction to make, or a loss that is not finite (names the sequence).
     """
-    if sequences_NT.ndim != 2 or sequences_NT.shape[0] < 1 or sequences_NT.shape[1] < 2:
-        raise InputError(f"expected sequences [N, T] of at least 2 tokens, got shape {sequences_NT.shape}")
+    _check(sequences_NT)
     total = 0.0
     training = model.training
     model.eval()
     try:
         for index, tokens_T in enumerate(sequences_NT):
-            total += _loss(model, tokens_T, index)
+            with torch.inference_mode():
+                ids_BT = _ids(tokens_T).to(model.device)
+                total += _loss(model(input_ids=ids_BT, use_cache=False).logits, ids_BT, index)
             if progress is not None:
                 progress(index + 1, len(sequences_NT))
     finally:
         model.train(training)
-    tokens = sequences_NT.shape[0] * (sequences_NT.shape[1] - 1)
-    return Perplexity(tokens=tokens, loss=total / tokens, perplexity=_exponential(total / tokens))
+    return _mean(total, sequences_NT)
+
+
+def perplexity_by_layer(
+    stream: LayerStream,
+    sequences_NT: NDArray[np.int64],
+    *,
+    quantized: Iterable[tuple[str, Coded]] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """The same of a model of which one decoder layer is in memory at a time, beside all hidden states.
+
+    Args:
+        quantized: weights whose decoded numbers take the place of the model's own, in tensor_id order.
+        progress: called with the number of layers done.
+
+    Raises:
+        InputError: as `perplexity`, and as `apply_quantized`.
+    """
+    _check(sequences_NT)
+    ids = [_ids(tokens_T) for tokens_T in sequences_NT]
+    by_layer = itertools.groupby(quantized, key=lambda item: layer_of(item[0]))
+    with torch.inference_mode():
+        with stream.ends() as ends:
+            hidden = [ends.embed(ids_BT) for ids_BT in ids]
+        for index in range(stream.layers):
+            with stream.layer(index) as layer:
+                _, weights = next(by_layer, (index, ()))
+                named = layer.module.named_parameters(prefix=layer.prefix)
+                _replace(dict(named), weights)
+                hidden = [layer(hidden_BTH) for hidden_BTH in hidden]
+            if progress is not None:
+                progress(index + 1, stream.layers)
+        with stream.ends() as ends:
+            losses = [
+                _loss(ends.logits(hidden_BTH), ids_BT, number)
+                for number, (hidden_BTH, ids_BT) in enumerate(zip(hidden, ids, strict=True))
+            ]
+    return _mean(sum(losses), sequences_NT)
 
 
 def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, Coded]]) -> None:
@@ -63,7 +105,10 @@ def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, Cod
     Raises:
         InputError: a tensor that the model lacks, or of another shape.
     """
-    parameters = dict(model.named_parameters())
+    _replace(dict(model.named_parameters()), quantized)
+
+
+def _replace(parameters: Mapping[str, nn.Parameter], quantized: Iterable[tuple[str, Coded]]) -> None:
     for name, tensor in quantized:
         parameter = parameters.get(name)
         if parameter is None or tuple(parameter.shape) != tensor.shape:
@@ -74,15 +119,27 @@ def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, Cod
             parameter.copy_(torch.from_numpy(dequantize(tensor)))
 
 
-def _loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequence: int) -> float:
+def _check(sequences_NT: NDArray[np.int64]) -> None:
+    if sequences_NT.ndim != 2 or sequences_NT.shape[0] < 1 or sequences_NT.shape[1] < 2:
+        raise InputError(f"expected sequences [N, T] of at least 2 tokens, got shape {sequences_NT.shape}")
+
+
+def _ids(tokens_T: NDArray[np.int64]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(tokens_T))[None]
+
+
+def _loss(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, sequence: int) -> float:
     """Sum over the predictions of one sequence."""
-    with torch.inference_mode():
-        ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_T))[None].to(model.device)
-        logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, :-1].float()
-        loss = float(functional.cross_entropy(logits_TV, ids_BT[0, 1:], reduction="none").double().sum())
+    logits_TV, wanted_T = logits_BTV[0, :-1].float(), ids_BT[0, 1:].to(logits_BTV.device)
+    loss = float(functional.cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
     if not math.isfinite(loss):
         raise InputError(f"sequence {sequence}: expected a finite loss, got {loss}")
     return loss
+
+
+def _mean(total: float, sequences_NT: NDArray[np.int64]) -> Perplexity:
+    tokens = sequences_NT.shape[0] * (sequences_NT.shape[1] - 1)
+    return Perplexity(tokens=tokens, loss=total / tokens, perplexity=_exponential(total / tokens))
 
 
 def _exponential(loss: float) -> float:

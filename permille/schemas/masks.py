@@ -91,6 +91,9 @@ class WeightMaskCreate(WeightMask):
 MaskCreate = Annotated[FisherMaskCreate | WeightMaskCreate, Field(discriminator="method")]
 
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
 class ShardRequest(Closed):
     """Sum the squared gradients of some of a mask's sequences: a part of a mask job."""
 
@@ -99,6 +102,7 @@ class ShardRequest(Closed):
     plan: Digest = Field(description="of what the mask job has drawn from its corpus")
     first: Count
     stop: Count = Field(description="one past the last sequence")
+    dtype: Dtype = Field(description="of the worker that cut the mask job: the same for all shards")
 
 
 class Mask(Made):

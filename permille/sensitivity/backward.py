@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
 
 def check_sequences(model: "PreTrainedModel", sequences_NT: NDArray[np.int64]) -> None:
+    """Check that the model can take the sequences. Raises as `check_tokens`."""
+    check_tokens(model.get_input_embeddings().weight.shape[0], sequences_NT)
+
+
+def check_tokens(vocabulary: int, sequences_NT: NDArray[np.int64]) -> None:
     """
     Raises:
         InputError: not [N, T] with T of at least 2, or tokens outside the vocabulary.
     """
-    vocabulary = model.get_input_embeddings().weight.shape[0]
     if sequences_NT.ndim != 2 or sequences_NT.shape[1] < 2:
         raise InputError(f"expected sequences [N, T] of at least 2 tokens, got shape {sequences_NT.shape}")
     if sequences_NT.min() < 0 or sequences_NT.max() >= vocabulary:

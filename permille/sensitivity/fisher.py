@@ -6,9 +6,9 @@
 whatever the model computes in: in bf16 a sum stops growing at 2^8 equal terms. Squaring the mean of a batch
 is another quantity and not offered here.
 
-Memory: the weights, the scores in scope (a mapped file where they do not fit), one tensor's gradient (each
-is squared and freed as soon as autograd has made it), and the activations of one block (the others are
-computed again).
+Memory: the weights (of a `StreamedModel` one decoder layer's), the scores in scope (a mapped file where they
+do not fit), one tensor's gradient (each is squared and freed as soon as autograd has made it), and the
+activations of one block (the others are computed again).
 
 Order: sequences are summed in shards (`shard_ranges`); the sums of the shards are added in their order. So
 one process and sixteen workers get the same bits from the same gradients, and a stopped job goes on after
@@ -17,9 +17,9 @@ its last shard.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -27,13 +27,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from permille.errors import InputError
-from permille.models.families import scoped_tensors
-from permille.sensitivity.backward import check_sequences, differentiable, sequence_loss
+from permille.models.families import scoped_tensors, shape_of
+from permille.models.layerwise import DecoderLayer
+from permille.sensitivity.backward import check_sequences, check_tokens, differentiable, sequence_loss
 from permille.sensitivity.scores import PartialSums, Scores, Shapes, zero_scores
 from permille.sensitivity.shards import SHARD_SEQUENCES, divide, merge, shard_ranges
+from permille.sensitivity.streamed import StreamedModel, backward_by_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+AnyModel: TypeAlias = "PreTrainedModel | StreamedModel"
 
 
 class Progress(Protocol):
@@ -43,7 +47,7 @@ class Progress(Protocol):
 
 
 def fisher_scores(
-    model: "PreTrainedModel",
+    model: AnyModel,
     sequences_NT: NDArray[np.int64],
     scope: str = "all",
     *,
@@ -84,7 +88,7 @@ def fisher_scores(
 
 
 def shard_sums(
-    model: "PreTrainedModel",
+    model: AnyModel,
     sequences_NT: NDArray[np.int64],
     shard: range,
     scope: str = "all",
@@ -111,20 +115,28 @@ def shard_sums(
     return total
 
 
-def scope_shapes(model: "PreTrainedModel", scope: str) -> Shapes:
+def scope_shapes(model: AnyModel, scope: str) -> Shapes:
     """Names and shapes of the linear layers in scope.
 
     Raises:
         InputError: unknown family or scope.
     """
+    if isinstance(model, StreamedModel):
+        return scoped_tensors(model.stream.checkpoint.config, scope)
     return scoped_tensors(model.config.to_dict(), scope)
 
 
-def check_model(model: "PreTrainedModel") -> None:
+def check_model(model: AnyModel) -> None:
     """
     Raises:
         InputError: NaN or infinity in a weight; names the first such tensor.
     """
+    if isinstance(model, StreamedModel):
+        checkpoint = model.stream.checkpoint
+        for name in checkpoint.names:
+            if not checkpoint.raw(name).all_finite():
+                raise InputError(f"{name}: expected finite weights in the source model, got NaN or infinity")
+        return
     for name, parameter in model.named_parameters():
         # A sum is finite only if every term is; it may overflow without one, hence the second look.
         if not torch.isfinite(parameter.detach().sum()) and not torch.isfinite(parameter.detach()).all():
@@ -132,7 +144,7 @@ def check_model(model: "PreTrainedModel") -> None:
 
 
 def add_shard(
-    model: "PreTrainedModel",
+    model: AnyModel,
     sequences_NT: NDArray[np.int64],
     sums: Scores,
     *,
@@ -144,21 +156,42 @@ def add_shard(
     Raises:
         InputError: as `fisher_scores`.
     """
+    if isinstance(model, StreamedModel):
+        _add_streamed(model, sequences_NT, sums, first, progress)
+        return
     check_sequences(model, sequences_NT)
     with differentiable(model, list(sums)):
         for index, tokens_T in enumerate(sequences_NT):
-            with _squares_into(model, sums, first + index):
+            parameters = {name: model.get_parameter(name) for name in sums}
+            with _squares_into(parameters, sums, first + index):
                 sequence_loss(model, tokens_T, first + index).backward()  # type: ignore[no-untyped-call]
             if progress is not None:
                 progress(index + 1)
 
 
+def _add_streamed(
+    model: StreamedModel,
+    sequences_NT: NDArray[np.int64],
+    sums: Scores,
+    first: int,
+    progress: Callable[[int], None] | None,
+) -> None:
+    checkpoint = model.stream.checkpoint
+    check_tokens(shape_of(checkpoint.config).vocabulary, sequences_NT)
+
+    def watched(layer: DecoderLayer, sequence: int) -> contextlib.AbstractContextManager[None]:
+        named = ((f"{layer.prefix}.{name}", each) for name, each in layer.module.named_parameters())
+        parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        return _squares_into(parameters, sums, first + sequence)
+
+    backward_by_layer(model, sequences_NT, list(sums), watched, progress=progress)
+
+
 @contextlib.contextmanager
-def _squares_into(model: nn.Module, sums: Scores, sequence: int) -> Iterator[None]:
+def _squares_into(parameters: Mapping[str, nn.Parameter], sums: Scores, sequence: int) -> Iterator[None]:
     """While autograd runs backward: square each gradient onto its sum and free it at once."""
     handles = []
-    for name in sums:
-        parameter = model.get_parameter(name)
+    for name, parameter in parameters.items():
         hook = _square_hook(name, sums[name], sequence)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
     try:
@@ -166,8 +199,8 @@ def _squares_into(model: nn.Module, sums: Scores, sequence: int) -> Iterator[Non
     finally:
         for handle in handles:
             handle.remove()
-        for name in sums:
-            model.get_parameter(name).grad = None
+        for parameter in parameters.values():
+            parameter.grad = None
 
 
 def _square_hook(name: str, sum_NK: NDArray[np.float32], sequence: int) -> Callable[[Tensor], None]:
@@ -191,10 +224,13 @@ def _offset(progress: Progress, start: int, total: int) -> Callable[[int], None]
     return lambda done: progress(start + done, total)
 
 
-def _fingerprint(model: "PreTrainedModel", sequences_NT: NDArray[np.int64], shapes: Shapes) -> str:
+def _fingerprint(model: AnyModel, sequences_NT: NDArray[np.int64], shapes: Shapes) -> str:
     """Names the sum: weights, sequences, scope and the rule of the shards."""
     state = hashlib.sha256(f"permille-fisher-1 {SHARD_SEQUENCES} {sequences_NT.shape} {shapes}".encode())
     state.update(np.ascontiguousarray(sequences_NT).astype("<i8", copy=False).data)
+    if isinstance(model, StreamedModel):
+        state.update(f"{model.stream.checkpoint.digest()} {model.stream.dtype}".encode())
+        return state.hexdigest()
     for name, parameter in model.named_parameters():
         state.update(f"{name} {parameter.dtype}".encode())
         state.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

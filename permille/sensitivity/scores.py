@@ -22,6 +22,7 @@ from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_EXPONENT
 from permille.package.safetensors_io import SafetensorsFile
+from permille.tensors import release
 
 Shapes = Sequence[tuple[str, tuple[int, int]]]
 
@@ -49,6 +50,7 @@ class Scores(Mapping[str, NDArray[np.float32]]):
             start += math.prod(shape)
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
+        release(self.flat)  # whoever goes from tensor to tensor holds one in memory
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -149,7 +151,8 @@ class PartialSums:
             raise InputError(
                 f"expected the sums of {len(total.shapes)} tensors in {path.name}, got other ones"
             )
-        np.copyto(total.flat, saved.flat)
+        for name in total:
+            np.copyto(total[name], saved[name])
         return shards
 
     def save(self, total: Scores, shards: int) -> None:
@@ -206,3 +209,4 @@ def _file_parts(scores: Scores) -> Iterator[bytes]:
     yield len(header).to_bytes(8, "little") + header
     for start in range(0, scores.flat.size, _CHUNK):
         yield scores.flat[start : start + _CHUNK].astype("<f4", copy=False).tobytes()
+        release(scores.flat)

@@ -53,9 +53,13 @@ def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None
 
 def merge(total: Scores, partial: Scores) -> None:
     """total += partial, in float32; call it in the order of the shards, the first onto zeros."""
-    np.add(total.flat, partial.flat, out=total.flat)
+    for name in total:
+        sum_NK = total[name]
+        np.add(sum_NK, partial[name], out=sum_NK)
 
 
 def divide(total: Scores, sequences: int) -> None:
     """The sum of squares becomes their mean: one float32 division a score."""
-    np.divide(total.flat, np.float32(sequences), out=total.flat)
+    for name in total:
+        mean_NK = total[name]
+        np.divide(mean_NK, np.float32(sequences), out=mean_NK)

@@ -36,6 +36,8 @@ class StoreSettings(BaseSettings):
         tenant_root: has `<tenant id>/models` and `<tenant id>/corpora` of every other tenant.
         work_root: scratch folder of jobs: checkpoints, spilled scores. May be erased while no job runs.
         max_replay_work: the largest log that is replayed, in `permille.zo.replay.work_of`: some minutes.
+        memory_bytes: memory that a job may use; None: what is free when it begins. A model that does not fit
+            is read layer by layer.
         fisher_split_flops: a mask whose scoring takes more work is split into jobs of 16 sequences or more,
             which other workers take too; the mask is the same.
         broker_url: `redis://...` to carry jobs by Celery; None: local workers look into the database.
@@ -51,6 +53,7 @@ class StoreSettings(BaseSettings):
     tenant_root: Path
     work_root: Path
     max_replay_work: int = Field(default=10**13, ge=1)
+    memory_bytes: int | None = Field(default=None, ge=1)
     fisher_split_flops: float = Field(default=2e12, ge=0)
     broker_url: SecretStr | None = None
 

@@ -49,9 +49,6 @@ class Settings(StoreSettings):
     )
     max_streams: int = Field(default=200, ge=1, description="event streams")
     max_streams_per_token: int = Field(default=10, ge=1, description="event streams of one operator token")
-    memory_bytes: int | None = Field(
-        default=None, ge=1, description="memory a job may use; default: what is free"
-    )
     runs_per_device_day: int = Field(
         default=200, ge=1, description="reports; a device's 429 says when to ask again"
     )

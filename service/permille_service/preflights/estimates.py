@@ -94,7 +94,7 @@ def mask_needs(
         memory = PROCESS_BYTES + 4 * sizes.largest * FLOAT_BYTES
         return Needs(memory_bytes=memory, disk_bytes=mask_disk, seconds=sizes.scoped * SECONDS_A_WEIGHT)
     activations = options.length * (sizes.layers + 16) * sizes.hidden + 3 * options.length * sizes.vocabulary
-    memory = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
+    memory = _held(sizes, activations, memory_bytes)
     if memory_bytes is None or memory + scores <= memory_bytes:
         memory += scores
     work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS
@@ -103,8 +103,20 @@ def mask_needs(
     return Needs(memory_bytes=memory, disk_bytes=mask_disk + (1 + shards) * scores, seconds=seconds)
 
 
-def quantization_needs(sizes: Sizes, options: AnyOptions, *, evaluated: bool, flops_per_s: float) -> Needs:
-    """What quantizing needs; measuring perplexity holds the whole model in float32 and runs it twice."""
+def _held(sizes: Sizes, activations: int, memory_bytes: int | None) -> int:
+    """The model in memory; where that does not fit, one decoder layer or the embedding and the head."""
+    whole = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
+    if memory_bytes is None or whole <= memory_bytes:
+        return whole
+    part = max(3 * sizes.parameters // sizes.layers, 2 * sizes.vocabulary * sizes.hidden)
+    return min(whole, PROCESS_BYTES + (part + 2 * sizes.largest + activations) * FLOAT_BYTES)
+
+
+def quantization_needs(
+    sizes: Sizes, options: AnyOptions, *, evaluated: bool, flops_per_s: float, memory_bytes: int | None
+) -> Needs:
+    """What quantizing needs; measuring perplexity holds the model in float32, whole if it can, and runs it
+    twice."""
     codes = sizes.scoped // 2 + sizes.scoped // options.group_size * FLOAT_BYTES
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
@@ -116,8 +128,7 @@ def quantization_needs(sizes: Sizes, options: AnyOptions, *, evaluated: bool, fl
         memory = PROCESS_BYTES + (ROUNDING_COPIES * sizes.parameters + activations) * FLOAT_BYTES
         seconds += float(ROUNDING_STEPS) * batch * sizes.scoped * FISHER_FLOPS / flops_per_s
     if evaluated:
-        evaluation = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest) * FLOAT_BYTES
-        memory = max(memory, evaluation)
+        memory = max(memory, _held(sizes, options.evaluation_tokens * sizes.hidden, memory_bytes))
         seconds += 2 * FORWARD_FLOPS * float(options.evaluation_tokens) * sizes.parameters / flops_per_s
     return Needs(memory_bytes=memory, disk_bytes=codes + plain, seconds=seconds)
 

@@ -139,9 +139,13 @@ class _Planner:
             self._check_corpus(options.calibration_corpus_id, tokens)
         if sizes is None:
             return NOTHING
-        evaluated = request.evaluation_corpus_id is not None
+        machine, evaluated = self._machine, request.evaluation_corpus_id is not None
         return quantization_needs(
-            sizes, request.options, evaluated=evaluated, flops_per_s=self._machine.flops_per_s
+            sizes,
+            request.options,
+            evaluated=evaluated,
+            flops_per_s=machine.flops_per_s,
+            memory_bytes=machine.memory_bytes,
         )
 
     def _package(self, request: PackageCreate) -> Needs:

@@ -10,11 +10,14 @@ import transformers
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
+from permille.models.layerwise import LayerStream
 from permille.sensitivity import fisher
 from permille.sensitivity.fisher import add_shard, fisher_scores, scope_shapes, shard_sums
 from permille.sensitivity.scores import save_scores, zero_scores
 from permille.sensitivity.shards import join_shards, shard_ranges
+from permille.sensitivity.streamed import StreamedModel
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 24, "num_key_value_heads": 2},
@@ -152,6 +155,22 @@ def test_workers_with_a_shard_each_get_the_bits_of_one_process(n: int, tmp_path:
         save_scores(tmp_path / f"{shard.start}", shard_sums(model, tokens_NT, shard))
     total = join_shards([tmp_path / f"{shard.start}" for shard in shards], n)
     assert total.flat.tobytes() == fisher_scores(model, tokens_NT).flat.tobytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scope", ["all", "layers:1-"])
+def test_a_model_that_is_streamed_layer_by_layer_has_the_same_bits(
+    family: str, scope: str, tmp_path: Path
+) -> None:
+    model = tiny(family)
+    model.save_pretrained(tmp_path)
+    stream = LayerStream(Checkpoint(tmp_path))
+    two_a_pass = StreamedModel(stream=stream, hidden_bytes=2 * 4 * 9 * 16 * (3 + 2))
+    assert two_a_pass.sequences_a_pass(9) == 2
+    seen: list[int] = []
+    scores = fisher_scores(two_a_pass, sequences(), scope, progress=lambda done, total: seen.append(done))
+    assert (seen[-1], sorted(seen)) == (5, seen)
+    assert scores.flat.tobytes() == fisher_scores(model, sequences(), scope).flat.tobytes()
 
 
 class StopError(Exception):

@@ -49,8 +49,8 @@ def test_other_methods_hold_one_tensor() -> None:
 
 def test_perplexity_costs_memory_and_time() -> None:
     options = Nf4(scheme=SchemeName.NF4)
-    with_it = quantization_needs(SIZES, options, evaluated=True, flops_per_s=1e9)
-    without = quantization_needs(SIZES, options, evaluated=False, flops_per_s=1e9)
+    with_it = quantization_needs(SIZES, options, evaluated=True, flops_per_s=1e9, memory_bytes=None)
+    without = quantization_needs(SIZES, options, evaluated=False, flops_per_s=1e9, memory_bytes=None)
     assert with_it.seconds - without.seconds == pytest.approx(8192 * SIZES.parameters * 4 / 1e9)
     assert with_it.memory_bytes > without.memory_bytes
 
@@ -59,12 +59,12 @@ def test_auto_round_holds_the_model_and_takes_steps() -> None:
     texts = {"calibration_corpus_id": "corpus_01jd3kq8z7m4n5p6r7s8t9v0wx", "calibration_length": 64}
     options = AutoRound.model_validate({"scheme": "auto-round", **texts})
     nearest = Int4(scheme=SchemeName.INT4, group_size=128)
-    with_it = quantization_needs(SIZES, options, evaluated=False, flops_per_s=1e9)
-    without = quantization_needs(SIZES, nearest, evaluated=False, flops_per_s=1e9)
+    with_it = quantization_needs(SIZES, options, evaluated=False, flops_per_s=1e9, memory_bytes=None)
+    without = quantization_needs(SIZES, nearest, evaluated=False, flops_per_s=1e9, memory_bytes=None)
     assert with_it.seconds - without.seconds == pytest.approx(200 * 8 * 64 * SIZES.scoped * 8 / 1e9)
     assert with_it.memory_bytes >= PROCESS_BYTES + 4 * SIZES.parameters * 4
     assert with_it.disk_bytes == without.disk_bytes
-    evaluated = quantization_needs(SIZES, options, evaluated=True, flops_per_s=1e9)
+    evaluated = quantization_needs(SIZES, options, evaluated=True, flops_per_s=1e9, memory_bytes=None)
     assert evaluated.memory_bytes >= with_it.memory_bytes
 
 

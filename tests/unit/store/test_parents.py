@@ -34,6 +34,7 @@ IDS = {
     "package": "sha256:" + "a" * 64,
     "shard": "sha256:" + "b" * 64,
 }
+SHARD = {"model_id": MODEL, "scope": "all", "plan": IDS["shard"], "dtype": "float32"}
 
 
 def submit_build(db: Database, tenant_id: str, **changes: object) -> Job:
@@ -224,7 +225,7 @@ def split_mask(db: Database, build: Job) -> tuple[Claim, list[Job]]:
     claim = take(db, parts(db, build)["mask"].id)
     assert claim is not None
     shards = [
-        (JobKind.SHARD, ShardRequest(model_id=MODEL, scope="all", plan=IDS["shard"], first=at, stop=at + 16))
+        (JobKind.SHARD, ShardRequest.model_validate({**SHARD, "first": at, "stop": at + 16}))
         for at in (0, 16)
     ]
     with db.write() as session:

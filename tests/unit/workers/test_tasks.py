@@ -121,10 +121,11 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
 
 
 def test_a_mask_that_is_split_is_the_one_that_is_not(make_bench: BenchMaker, bench: Bench) -> None:
-    """Shards run in another order, one sum is lost on the way: the same mask, scores and provenance."""
+    """Shards in another order, one sum lost on the way, a model too large for the memory: the same mask,
+    scores and provenance."""
     whole = mask_of(bench, sequences=37)
     split = make_bench("split")
-    settings = split.settings.model_copy(update={"fisher_split_flops": 0})
+    settings = split.settings.model_copy(update={"fisher_split_flops": 0, "memory_bytes": 1})
     split = dataclasses.replace(split, settings=settings)
     job = split.submit(JobKind.MASK, fisher_request(split, sequences=37))
     split.run_next()
@@ -145,6 +146,21 @@ def test_a_mask_that_is_split_is_the_one_that_is_not(make_bench: BenchMaker, ben
     assert found.provenance == whole.provenance
     assert remove_ended(split.db, split.settings.work_root, split.settings.blob_root)
     assert not shared.exists()
+
+
+def test_perplexity_of_a_model_too_large_for_the_memory_is_the_same(bench: Bench) -> None:
+    whole, parts = (
+        quantization_of(dataclasses.replace(bench, settings=settings), evaluated=True)
+        for settings in (bench.settings, bench.settings.model_copy(update={"memory_bytes": 1}))
+    )
+    assert digest_of_role(parts, "report") == digest_of_role(whole, "report")
+
+
+def test_a_device_that_is_not_there_is_the_operators_affair(bench: Bench) -> None:
+    settings = bench.settings.model_copy(update={"device": "cuda:99"})
+    job = dataclasses.replace(bench, settings=settings).finish(JobKind.MASK, fisher_request(bench))
+    assert (job.state, job.attempt) == ("failed", 1)
+    assert "expected device cuda:99 (PERMILLE_DEVICE)" in str(job.error)
 
 
 def test_the_values_are_the_models_own_bits(bench: Bench) -> None:

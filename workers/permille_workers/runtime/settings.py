@@ -2,6 +2,7 @@
 
 from pydantic import Field, SecretStr
 
+from permille.schemas.masks import Dtype
 from permille.store.settings import StoreSettings
 
 
@@ -17,6 +18,8 @@ class WorkerSettings(StoreSettings):
         drain_s: after SIGTERM, running jobs may take so long; then they are given back to the queue.
         concurrency: jobs at a time.
         threads: compute threads of each job; None: the library's default.
+        device: where scores, perplexity and pooled states are computed: `cpu`, `cuda`, `cuda:1`.
+        dtype: in which precision scores and perplexity are computed there; sums are float32 always.
         keeper_token: what a keeper of masked rounds asks for; None: there is none.
     """
 
@@ -28,4 +31,6 @@ class WorkerSettings(StoreSettings):
     drain_s: float = Field(default=20.0, ge=0)
     concurrency: int = Field(default=1, ge=1, le=64)
     threads: int | None = Field(default=None, ge=1)
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$")
+    dtype: Dtype = "float32"
     keeper_token: SecretStr | None = None

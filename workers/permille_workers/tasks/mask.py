@@ -111,6 +111,7 @@ def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
             "corpus": drawn.provenance,
             "sequences": request.sequences,
             "length": request.length,
+            "dtype": context.settings.dtype,
             "versions": versions("torch", "transformers", "tokenizers"),
         },
         corpus_read=drawn.read,
@@ -128,8 +129,8 @@ def _draw(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -
 
 
 def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, drawn: shard.Drawn) -> Scores:
-    from permille.models.loading import load_model
     from permille.sensitivity.fisher import fisher_scores
+    from permille_workers.tasks.compute import open_torch_model
 
     context.progress(0.03, "loading the model")
 
@@ -137,7 +138,7 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
         context.progress(0.05 + (_SCORED - 0.05) * done / total, f"fisher {done}/{total}")
 
     return fisher_scores(
-        load_model(model.checkpoint.folder),
+        open_torch_model(context, model.checkpoint, drawn.tokens_NT.shape[1]),
         drawn.tokens_NT,
         request.scope,
         progress=progress,

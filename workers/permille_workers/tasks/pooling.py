@@ -1,7 +1,7 @@
 """The pooling job: a state of a package's weights, trained on public text, and a package that carries it.
 
-A light engine computes; what it needs of the model is in the package. A state that is not surely better than
-the base on held-out text of the corpus is not published.
+A light engine computes, on a GPU torch's; what it needs of the model is in the package. A state that is not
+surely better than the base on held-out text of the corpus is not published.
 """
 
 from typing import cast
@@ -45,7 +45,8 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     sampling = Sampling(number=request.sequences, length=length, seed=request.seed)
     sequences = corpus.sequences(FileTokenizer(context.work_folder), sampling)
     context.progress(0.02, "loading the package")
-    engine = cast("GradientEngine", open_engine(package, threads=context.settings.threads))
+    settings = context.settings
+    engine = cast("GradientEngine", open_engine(package, device=settings.device, threads=settings.threads))
 
     def progress(done: int, total: int) -> None:
         context.progress(0.03 + (_TRAINED - 0.03) * done / total, f"step {done}/{total}")

@@ -138,8 +138,10 @@ def _perplexity(
     """Before and after, on text that the codes were not calibrated on where the corpus is large enough."""
     if request.evaluation_corpus_id is None:
         return None
-    from permille.models.loading import FileTokenizer, load_model
-    from permille.quantization.perplexity import apply_quantized, perplexity
+    from permille.models.loading import FileTokenizer
+    from permille.quantization.perplexity import apply_quantized, perplexity, perplexity_by_layer
+    from permille.sensitivity.streamed import StreamedModel
+    from permille_workers.tasks.compute import open_torch_model
 
     corpus = open_corpus(context, request.evaluation_corpus_id)
     context.progress(_QUANTIZED, "reading the evaluation text")
@@ -153,7 +155,7 @@ def _perplexity(
         skip=used,
     )
     sequences, held_out = evaluation_sequences(FileTokenizer(folder), corpus, wanted)
-    loaded = load_model(folder)
+    loaded = open_torch_model(context, model.checkpoint, length)
 
     def part(first: float, name: str) -> Callable[[int, int], None]:
         def progress(done: int, total: int) -> None:
@@ -161,9 +163,14 @@ def _perplexity(
 
         return progress
 
-    before = perplexity(loaded, sequences.tokens_NT, progress=part(0.62, "before"))
-    apply_quantized(loaded, coded.tensors())
-    after = perplexity(loaded, sequences.tokens_NT, progress=part(0.8, "after"))
+    tokens_NT, first, second = sequences.tokens_NT, part(0.62, "before"), part(0.8, "after")
+    if isinstance(loaded, StreamedModel):
+        before = perplexity_by_layer(loaded.stream, tokens_NT, progress=first)
+        after = perplexity_by_layer(loaded.stream, tokens_NT, quantized=coded.tensors(), progress=second)
+    else:
+        before = perplexity(loaded, tokens_NT, progress=first)
+        apply_quantized(loaded, coded.tensors())
+        after = perplexity(loaded, tokens_NT, progress=second)
     return {
         "tokens": before["tokens"],
         "before": before["perplexity"],

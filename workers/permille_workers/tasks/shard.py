@@ -17,7 +17,7 @@ from permille.digests import JSON
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.schemas.jobs import JobKind
-from permille.schemas.masks import FisherMaskCreate, ShardRequest
+from permille.schemas.masks import Dtype, FisherMaskCreate, ShardRequest
 from permille.sensitivity.scores import Scores, put_scores
 from permille.sensitivity.shards import join_shards, shard_ranges
 from permille.store.jobs import claims
@@ -43,8 +43,8 @@ def run(context: TaskContext, request: ShardRequest) -> Publish:
         InputError: no part of a mask job, or a model that does not serve.
         PackageError: what the parent left is gone or damaged.
     """
-    from permille.models.loading import load_model
     from permille.sensitivity.fisher import shard_sums
+    from permille_workers.tasks.compute import open_torch_model
 
     if context.claim.parent_id is None:
         raise InputError("expected a part of a mask job, got a job of its own")
@@ -57,7 +57,7 @@ def run(context: TaskContext, request: ShardRequest) -> Publish:
         context.progress(0.02 + 0.97 * done / total, f"fisher {done}/{total}")
 
     sums = shard_sums(
-        load_model(model.checkpoint.folder),
+        open_torch_model(context, model.checkpoint, drawn.tokens_NT.shape[1], request.dtype),
         drawn.tokens_NT,
         range(request.first, request.stop),
         request.scope,
@@ -72,7 +72,7 @@ def run(context: TaskContext, request: ShardRequest) -> Publish:
 def drawn_before(context: TaskContext) -> Drawn | None:
     """What an earlier attempt of this mask job has drawn, if it was split and that is still there."""
     shared = context.shared(context.claim.job_id)
-    plans = {plan for plan, _ in _results(context) if shared.has(plan)}
+    plans = {plan for plan, *_ in _results(context) if shared.has(plan)}
     return _load(shared, plans.pop()) if len(plans) == 1 else None
 
 
@@ -85,10 +85,13 @@ def split_or_join(context: TaskContext, request: FisherMaskCreate, drawn: Drawn)
     shared = context.shared(context.claim.job_id)
     plan = _store(shared, drawn)
     shards = shard_ranges(len(drawn.tokens_NT))
-    done = {first: digest for (at, first), digest in _results(context).items() if at == plan}
+    dtype = context.settings.dtype
+    done = {
+        first: digest for (at, first, of), digest in _results(context).items() if (at, of) == (plan, dtype)
+    }
     due = [shard for shard in shards if not (shard.start in done and shared.has(done[shard.start]))]
     if due:
-        return Split([(JobKind.SHARD, _request(request, plan, shard)) for shard in due])
+        return Split([(JobKind.SHARD, _request(request, plan, shard, dtype)) for shard in due])
     for index, shard in enumerate(shards):
         context.progress(0.86 + 0.02 * index / len(shards), f"checking {index + 1}/{len(shards)}")
         shared.check(done[shard.start])
@@ -97,18 +100,23 @@ def split_or_join(context: TaskContext, request: FisherMaskCreate, drawn: Drawn)
     return join_shards(paths, len(drawn.tokens_NT), spill_dir=context.work_folder / "scores")
 
 
-def _request(request: FisherMaskCreate, plan: str, shard: range) -> ShardRequest:
+def _request(request: FisherMaskCreate, plan: str, shard: range, dtype: Dtype) -> ShardRequest:
     return ShardRequest(
-        model_id=request.model_id, scope=request.scope, plan=plan, first=shard.start, stop=shard.stop
+        model_id=request.model_id,
+        scope=request.scope,
+        plan=plan,
+        first=shard.start,
+        stop=shard.stop,
+        dtype=dtype,
     )
 
 
-def _results(context: TaskContext) -> Mapping[tuple[str, int], str]:
-    """Digests of sums by plan and first sequence; of two, the newer."""
+def _results(context: TaskContext) -> Mapping[tuple[str, int, str], str]:
+    """Digests of sums by plan, first sequence and dtype; of two, the newer."""
     with context.db.read() as session:
         found = claims.results_of_parts(session, context.claim)
     asked = [(ShardRequest.model_validate(dict(payload)), digest) for payload, digest in found]
-    return {(request.plan, request.first): digest for request, digest in asked}
+    return {(request.plan, request.first, request.dtype): digest for request, digest in asked}
 
 
 def _store(shared: BlobFolder, drawn: Drawn) -> str:

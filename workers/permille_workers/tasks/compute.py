@@ -1,0 +1,68 @@
+"""Where torch computes in a job: device and precision by the worker's settings; whole, or layer by layer.
+
+Imported by tasks when they need torch.
+"""
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from permille.errors import OperatorError
+from permille.memory import available_memory
+from permille.models.checkpoint import Checkpoint
+from permille.models.families import shape_of
+from permille.models.layerwise import LayerStream
+from permille.models.loading import load_model
+from permille.schemas.masks import Dtype
+from permille.sensitivity.streamed import StreamedModel
+from permille_workers.runtime.context import TaskContext
+from permille_workers.runtime.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PROCESS_BYTES = 512 << 20  # interpreter, torch and what it keeps for itself
+_HIDDEN_SHARE = 4  # of the memory, one part for hidden states of a model that is streamed
+
+
+def open_torch_model(
+    context: TaskContext, checkpoint: Checkpoint, length: int, dtype_name: Dtype | None = None
+) -> "PreTrainedModel | StreamedModel":
+    """The model for sequences of this length; one that does not fit into the memory is read layer by layer.
+
+    Args:
+        dtype_name: None: the settings'.
+
+    Raises:
+        InputError: as `load_model`.
+        OperatorError: the worker's settings name a device that is not there.
+    """
+    settings = context.settings
+    dtype, device = _DTYPES[dtype_name or settings.dtype], _device(settings.device)
+    memory_bytes = _memory_of(settings, device)
+    if memory_bytes is None or needed_bytes(checkpoint, length, dtype.itemsize) <= memory_bytes:
+        return load_model(checkpoint.folder, dtype, device=settings.device)
+    stream = LayerStream(checkpoint, dtype=dtype, device=device)
+    return StreamedModel(stream=stream, hidden_bytes=memory_bytes // _HIDDEN_SHARE)
+
+
+def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
+    """Upper estimate of what the whole model and the backward pass of one sequence take, scores aside."""
+    shape = shape_of(checkpoint.config)
+    largest = max(prod(checkpoint.shape(name)) for name in checkpoint.names)
+    activations = length * ((shape.layers + 32) * shape.hidden + 3 * shape.vocabulary)
+    return _PROCESS_BYTES + item_bytes * checkpoint.parameters + 4 * (3 * largest + activations)
+
+
+def _device(name: str) -> torch.device:
+    if name != "cpu" and not torch.cuda.is_available():
+        raise OperatorError(f"expected device {name} (PERMILLE_DEVICE), got a machine without CUDA")
+    return torch.device(name)
+
+
+def _memory_of(settings: WorkerSettings, device: torch.device) -> int | None:
+    if settings.memory_bytes is not None:
+        return settings.memory_bytes
+    return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
