@@ -17,6 +17,7 @@ from permille_service.federations import routes as federation_routes
 from permille_service.fleet import routes as fleet_routes
 from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
+from permille_service.pages import routes as pages
 from permille_service.preflights import routes as preflight_routes
 from permille_service.releases import routes as release_routes
 from permille_service.runs import routes as run_routes
@@ -63,6 +64,7 @@ def create_app(settings: Settings) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     console.install(app)
+    pages.install(app)
     openapi.install(app)
     problems.install(app, (*ROUTERS, console.router))
     app.add_middleware(guard.Guard, settings=settings)

@@ -7,7 +7,7 @@ traceback.
 
 import errno
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -31,6 +31,7 @@ from permille.store.errors import (
 from permille.trust.metadata import KeyElsewhereError
 
 logger = logging.getLogger(__name__)
+_Handler = Callable[[Request, Exception], Coroutine[Any, Any, Response]]
 
 RETRY_AFTER_S = 5
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -127,12 +128,28 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
 def install(app: FastAPI, routers: Iterable[APIRouter]) -> None:
     """Answer every error of the app with a problem. The routers tell which methods a path offers."""
     app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
-    app.add_exception_handler(StarletteHTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(PermilleError, _on_permille_error)
-    app.add_exception_handler(OperationalError, _on_database_error)
-    app.add_exception_handler(OSError, _on_os_error)
-    app.add_exception_handler(Exception, _on_bug)
+    for kind, handler in _handlers():
+        app.add_exception_handler(kind, handler)
+
+
+async def answer(request: Request, exc: Exception) -> Response:
+    """The problem of an error that a route has caught itself."""
+    if isinstance(exc, OSError) and exc.errno not in _DISK_ERRNOS:
+        return await _on_bug(request, exc)
+    handler = next(handler for kind, handler in _handlers() if isinstance(exc, kind))
+    return await handler(request, exc)
+
+
+def _handlers() -> tuple[tuple[type[Exception], _Handler], ...]:
+    """Who answers which errors; the first that fits."""
+    return (
+        (StarletteHTTPException, _on_http_exception),
+        (RequestValidationError, _on_validation_error),
+        (PermilleError, _on_permille_error),
+        (OperationalError, _on_database_error),
+        (OSError, _on_os_error),
+        (Exception, _on_bug),
+    )
 
 
 async def _on_http_exception(request: Request, exc: Exception) -> Response:

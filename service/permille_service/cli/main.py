@@ -148,6 +148,7 @@ def start(
             print_json({"url": url, "token_file": str(settings.token_path), "console": f"{url}/docs"})
             sys.stdout.flush()
         output.say(f"permille {__version__} at {url}")
+        output.say(f"page     {url}/ui")
         output.say(f"console  {url}/docs")
         output.say(f"token    {settings.token_path}")
         output.say(f"models   below {settings.model_root}: permille models add NAME --folder FOLDER")

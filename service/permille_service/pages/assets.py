@@ -1,0 +1,35 @@
+"""The page's two files, one of styles and one of scripts: vendored libraries and ours, in one answer each.
+
+Their names hold a digest of their bytes, so that browsers keep them for ever.
+"""
+
+import gzip
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+FOLDER: Final = Path(__file__).parent
+STYLES: Final = ("vendor/uPlot.min.css", "page.css")
+SCRIPTS: Final = ("vendor/htmx.min.js", "vendor/uPlot.iife.min.js", "page.js")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asset:
+    """One file, as it is and compressed."""
+
+    name: str
+    media_type: str
+    body: bytes
+    packed: bytes
+
+
+def load() -> tuple[Asset, Asset]:
+    """Styles and scripts, read and compressed once, when the service starts."""
+    return _bundle(STYLES, "css", "text/css"), _bundle(SCRIPTS, "js", "text/javascript")
+
+
+def _bundle(parts: tuple[str, ...], suffix: str, media_type: str) -> Asset:
+    body = b"\n".join((FOLDER / part).read_bytes() for part in parts)
+    name = f"page-{hashlib.sha256(body).hexdigest()[:16]}.{suffix}"
+    return Asset(name=name, media_type=media_type, body=body, packed=gzip.compress(body, mtime=0))

@@ -1,0 +1,133 @@
+"""Pages of what goes out and comes back: the fleet, releases one against the one before, federations."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Response
+from sqlalchemy import select
+
+from permille.schemas.releases import Band, VersionResults
+from permille.store import releases, rows, tables
+from permille.store.errors import NotFoundError
+from permille.store.fleet.comparison import compare
+from permille.store.fleet.summary import summary
+from permille.store.fleet.versions import results
+from permille_service.federations.records import present as present_federation
+from permille_service.federations.records import present_round
+from permille_service.fleet.routes import least_for
+from permille_service.pages.rendering import PageRoute, ViewerPage, WatcherPage
+from permille_service.parameters import OtherVersion, Paging, ReleaseName, key_of, page_of
+
+router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+FederationId = Annotated[str, key_of("fed")]
+BAND_WIDTH = 140
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandLine:
+    """Where a band lies on a line of `BAND_WIDTH` that all bands of a table share; `zero`: no improvement."""
+
+    low: float
+    high: float
+    median: float
+    zero: float
+
+
+@router.get("/fleet")
+def show_fleet(page: WatcherPage) -> Response:
+    """All devices in numbers."""
+    with page.service.database.read() as session:
+        fleet = summary(session, tenant_id=page.tenant_id, least=least_for(page.operator))
+    days = {
+        "x": [day.day.isoformat() for day in fleet.days],
+        "series": [
+            {"label": "runs", "values": [day.runs for day in fleet.days]},
+            {"label": "adopted", "values": [day.adopted for day in fleet.days]},
+        ],
+    }
+    return page.render("fleet", fleet=fleet, days=days, bands=band_lines(fleet.versions))
+
+
+@router.get("/releases")
+def show_releases(page: ViewerPage, window: Paging) -> Response:
+    """All versions of all releases, newest first."""
+    with page.service.database.read() as session:
+        found = releases.list_releases(session, tenant_id=page.tenant_id, window=window)
+        versions = results(session, found.items)
+    return page.render(
+        "releases", versions=versions, bands=band_lines(versions), next_cursor=found.next_cursor
+    )
+
+
+@router.get("/releases/{name}")
+def show_release(
+    name: ReleaseName, page: ViewerPage, version: OtherVersion = None, against: OtherVersion = None
+) -> Response:
+    """One release: its versions, and one of them against another."""
+    with page.service.database.read() as session:
+        found = releases.list_releases(session, tenant_id=page.tenant_id, name=name)
+        if not found.items:
+            raise NotFoundError(f"no release {name!r}")
+        versions = results(session, found.items)
+        try:
+            comparison = compare(
+                session, tenant_id=page.tenant_id, name=name, version=version, against=against
+            )
+        except NotFoundError:
+            if version is not None or against is not None:
+                raise
+            comparison = None
+    return page.render(
+        "release", name=name, versions=versions, bands=band_lines(versions), comparison=comparison
+    )
+
+
+@router.get("/federations")
+def show_federations(page: ViewerPage, window: Paging) -> Response:
+    """Federations, newest first."""
+    with page.service.database.read() as session:
+        found = rows.list_all(session, tables.Federation, tenant_id=page.tenant_id, window=window)
+        federations = page_of(found, lambda row: present_federation(session, row))
+    return page.render("federations", federations=federations)
+
+
+@router.get("/federations/{federation_id}")
+def show_federation(federation_id: FederationId, page: ViewerPage) -> Response:
+    """One federation and its newest rounds."""
+    with page.service.database.read() as session:
+        row = rows.get(session, tables.Federation, tenant_id=page.tenant_id, row_id=federation_id)
+        query = select(tables.Round).where(tables.Round.federation_id == federation_id)
+        newest = session.scalars(query.order_by(tables.Round.number.desc()).limit(100))
+        told = [present_round(session, one) for one in newest]
+        federation = present_federation(session, row)
+    gains = [one for one in reversed(told) if one.mean_gain is not None]
+    chart = {
+        "x": [one.number for one in gains],
+        "series": [{"label": "mean gain", "values": [one.mean_gain for one in gains]}],
+    }
+    return page.render("federation", federation=federation, rounds=told, chart=chart)
+
+
+def band_lines(versions: list[VersionResults]) -> dict[tuple[str, int], BandLine]:
+    """The bands of a table's versions, on one scale that has 0 in it."""
+    bands = {(one.name, one.version): one.improvement for one in versions if one.improvement is not None}
+    ends = [0.0, *(end for band in bands.values() for end in _ends(band))]
+    low, high = min(ends), max(ends)
+    scale = (BAND_WIDTH - 8) / (high - low or 1.0)
+
+    def x_of(value: float) -> float:
+        return round(4 + (value - low) * scale, 1)
+
+    return {
+        key: BandLine(
+            low=x_of(_ends(band)[0]), high=x_of(_ends(band)[1]), median=x_of(band.median), zero=x_of(0.0)
+        )
+        for key, band in bands.items()
+    }
+
+
+def _ends(band: Band) -> tuple[float, float]:
+    return (
+        band.median if band.low is None else band.low,
+        band.median if band.high is None else band.high,
+    )

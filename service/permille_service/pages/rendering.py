@@ -1,0 +1,203 @@
+"""Pages out of templates: values escaped, errors told on a page, and what every page has around it.
+
+A request of htmx gets the part that changes, without the page around it; its errors go to the page's notice.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+from fastapi import Depends, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.routing import APIRoute
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from permille.schemas.access import Role
+from permille.schemas.problems import Problem
+from permille_service import problems
+from permille_service.access.principals import RANK, Operator, operator_with
+from permille_service.context import Served, Service
+from permille_service.pages import assets, sign_in
+
+logger = logging.getLogger(__name__)
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+# Without a referrer at all, browsers hide the origin of a form.
+HEADERS: Final = {
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_SPANS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
+_UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment:
+    """The templates, with what they all may call."""
+    made = Environment(
+        loader=FileSystemLoader(assets.FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals |= {"styles": styles.name, "scripts": scripts.name}
+    made.filters |= {
+        "ago": ago,
+        "span": span,
+        "size": size,
+        "percent": percent,
+        "points": points,
+        "number": number,
+        "short": short,
+        "moment": moment,
+    }
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A page that an operator asks for."""
+
+    request: Request
+    service: Service
+    operator: Operator
+
+    @property
+    def tenant_id(self) -> str:
+        """Whose rows it may show."""
+        return self.operator.tenant_id
+
+    @property
+    def is_part(self) -> bool:
+        """Whether only the part that changes is wanted."""
+        return self.request.headers.get("hx-request") == "true"
+
+    def may(self, role: Role) -> bool:
+        """Whether the operator has at least this role."""
+        return RANK[self.operator.role] >= RANK[role]
+
+    def render(self, template: str, **values: object) -> Response:
+        """The page, or of `template` the part alone that stands in the file with an underscore."""
+        return render(self.request, f"_{template}" if self.is_part else template, {"page": self, **values})
+
+
+def render(
+    request: Request, template: str, values: Mapping[str, object], *, status: int = 200
+) -> HTMLResponse:
+    """A page out of a template."""
+    environment: Environment = request.app.state.templates
+    content = environment.get_template(f"{template}.html.jinja").render({"request": request, **values})
+    return HTMLResponse(content, status_code=status, headers=HEADERS)
+
+
+def _page_for(role: Role) -> Callable[..., Page]:
+    require = operator_with(role)
+
+    def page(request: Request, service: Served) -> Page:
+        operator = require(sign_in.operator_of(request, service))
+        return Page(request=request, service=service, operator=operator)
+
+    return page
+
+
+WatcherPage = Annotated[Page, Depends(_page_for(Role.WATCHER))]
+ViewerPage = Annotated[Page, Depends(_page_for(Role.VIEWER))]
+MakerPage = Annotated[Page, Depends(_page_for(Role.OPERATOR))]
+
+
+class PageRoute(APIRoute):
+    """A route whose errors are pages too, and which sends whom it does not know to sign in."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """As the base class."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except sign_in.SignInNeededError:
+                return _to_sign_in(request)
+            except Exception as exc:  # noqa: BLE001 - whatever happens, the reader keeps a page
+                return _error(request, await problems.answer(request, exc))
+
+        return handle
+
+
+def _to_sign_in(request: Request) -> Response:
+    if request.headers.get("hx-request") == "true":
+        return Response(status_code=200, headers={**HEADERS, "HX-Redirect": f"{sign_in.PATH}/sign-in"})
+    wanted = request.url.path if request.method == "GET" else ""
+    where = f"{sign_in.PATH}/sign-in" + (f"?next={wanted}" if wanted != sign_in.PATH else "")
+    return RedirectResponse(where, status_code=303, headers=HEADERS)
+
+
+def _error(request: Request, answer: Response) -> Response:
+    problem = Problem.model_validate_json(bytes(answer.body))
+    part = request.headers.get("hx-request") == "true"
+    values = {"problem": problem, "at": datetime.now(UTC)}
+    page = render(request, "_error" if part else "error", values, status=problem.status)
+    if part:
+        page.headers["HX-Retarget"], page.headers["HX-Reswap"] = "#notice", "innerHTML"
+    if "Retry-After" in answer.headers:
+        page.headers["Retry-After"] = answer.headers["Retry-After"]
+    return page
+
+
+def ago(then: datetime | None) -> str:
+    """A point in time, seen from now."""
+    if then is None:
+        return "never"
+    seconds = (datetime.now(UTC) - then).total_seconds()
+    return f"{span(seconds)} ago" if seconds >= 0 else f"in {span(-seconds)}"
+
+
+def moment(then: datetime) -> str:
+    """A point in time in full."""
+    return f"{then:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def span(seconds: float) -> str:
+    """A length of time with its largest unit."""
+    for length, unit in _SPANS:
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def size(value: float | None) -> str:
+    """Bytes with a unit."""
+    if value is None:
+        return "–"
+    power = min(int(math.log10(value) // 3), len(_UNITS) - 1) if value >= 1 else 0
+    return f"{value / 1000**power:.3g} {_UNITS[power]}"
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def points(value: float | None) -> str:
+    """A difference of two shares."""
+    return "–" if value is None else f"{100 * value:+.1f}".replace("-", "−")
+
+
+def number(value: float | None) -> str:
+    """A count, or a number that was measured."""
+    if value is None:
+        return "–"
+    return (f"{value:,}".replace(",", " ") if isinstance(value, int) else f"{value:.3g}").replace("-", "−")
+
+
+def short(value: str | None) -> str:
+    """An id or a digest as a table shows it."""
+    if value is None:
+        return "–"
+    prefix, separator, rest = value.partition(":" if ":" in value else "_")
+    return f"{prefix}{separator}{rest[:12]}"

@@ -1,0 +1,187 @@
+"""The page's own routes: its two files, signing in and out, and jobs."""
+
+import re
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from permille.schemas.access import Role
+from permille.schemas.jobs import ENDED, JobKind, JobState
+from permille.schemas.problems import ProblemType
+from permille.store import rows, tables
+from permille.store.jobs import queue
+from permille_service.access.principals import Operator, find_principal
+from permille_service.context import Served
+from permille_service.jobs import records
+from permille_service.jobs import routes as job_routes
+from permille_service.limits import address_key
+from permille_service.pages import assets, fleet, sign_in, work
+from permille_service.pages.rendering import (
+    HEADERS,
+    MakerPage,
+    Page,
+    PageRoute,
+    ViewerPage,
+    WatcherPage,
+    make_environment,
+    render,
+)
+from permille_service.parameters import JobId, Paging, page_of
+from permille_service.problems import ApiError
+
+router = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
+_GZIP = re.compile(r"\bgzip\b")
+_EVENTS = 200
+Next = Annotated[str, Query(alias="next", max_length=500)]
+
+
+def install(app: FastAPI) -> None:
+    """Add the page to an app."""
+    styles, scripts = assets.load()
+    app.state.assets = {asset.name: asset for asset in (styles, scripts)}
+    app.state.templates = make_environment(styles, scripts)
+    for each in (router, work.router, fleet.router, nothing):
+        app.include_router(each)
+
+
+@router.get("/assets/{name}")
+def get_asset(name: str, request: Request) -> Response:
+    """Styles or scripts."""
+    asset: assets.Asset | None = request.app.state.assets.get(name)
+    if asset is None:
+        raise ApiError(ProblemType.NOT_FOUND, "there is no such file: load the page again")
+    headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
+    if not _GZIP.search(request.headers.get("accept-encoding", "")):
+        return Response(asset.body, media_type=asset.media_type, headers=headers)
+    headers["Content-Encoding"] = "gzip"
+    return Response(asset.packed, media_type=asset.media_type, headers=headers)
+
+
+@router.get("")
+def show_first(page: WatcherPage) -> Response:
+    """The first page that the operator may see."""
+    first = "jobs" if page.may(Role.VIEWER) else "fleet"
+    return RedirectResponse(f"{sign_in.PATH}/{first}", status_code=303, headers=HEADERS)
+
+
+@router.get("/sign-in")
+def show_sign_in(request: Request, to: Next = "") -> Response:
+    """The form that asks for a token."""
+    return render(request, "sign_in", {"to": sign_in.own_path(to), "refusal": None})
+
+
+@router.post("/sign-in", dependencies=[Depends(sign_in.check_origin)])
+def do_sign_in(
+    request: Request, service: Served, form: Annotated[dict[str, str], Depends(sign_in.form_of)]
+) -> Response:
+    """Check the token and keep it in a cookie."""
+    to, token = sign_in.own_path(form.get("next", "")), form.get("token", "").strip()
+    if not isinstance(find_principal(service, token), Operator):
+        service.sign_ins.check(address_key(request.client.host if request.client else ""))
+        refusal = "This is no valid operator token: it may have expired, or been revoked."
+        return render(request, "sign_in", {"to": to, "refusal": refusal}, status=401)
+    answer = RedirectResponse(to, status_code=303, headers=HEADERS)
+    sign_in.keep(answer, service, token, secure=request.url.scheme == "https")
+    return answer
+
+
+@router.post("/sign-out", dependencies=[Depends(sign_in.check_origin)])
+def do_sign_out() -> Response:
+    """Forget the token."""
+    answer = RedirectResponse(f"{sign_in.PATH}/sign-in", status_code=303, headers=HEADERS)
+    sign_in.forget(answer)
+    return answer
+
+
+@router.get("/jobs")
+def show_jobs(
+    page: ViewerPage, window: Paging, kind: JobKind | None = None, state: JobState | None = None
+) -> Response:
+    """Jobs, newest first, as they are now."""
+    with page.service.database.read() as session:
+        found = queue.list_jobs(session, tenant_id=page.tenant_id, kind=kind, state=state, window=window)
+        jobs = page_of(found, lambda row: records.present(session, row))
+    live = any(job.state not in ENDED for job in jobs.items)
+    return page.render("jobs", jobs=jobs, kind=kind, state=state, live=live, cursor=window.cursor)
+
+
+@router.get("/jobs/{job_id}")
+def show_job(job_id: JobId, page: ViewerPage) -> Response:
+    """One job with its story."""
+    return _job(page, job_id)
+
+
+@router.post("/jobs/{job_id}/cancel", dependencies=[Depends(sign_in.check_origin)])
+def cancel(job_id: JobId, page: MakerPage) -> Response:
+    """Ask a job to stop."""
+    operator = _acting(page.operator, "cancel_job", f"/v1/jobs/{job_id}/cancel")
+    job_routes.cancel_job(job_id, page.service, operator)
+    return _after(page, job_id)
+
+
+@router.post("/jobs/{job_id}/retry", dependencies=[Depends(sign_in.check_origin)])
+def retry(job_id: JobId, page: MakerPage) -> Response:
+    """Queue a job again."""
+    operator = _acting(page.operator, "retry_job", f"/v1/jobs/{job_id}/retry")
+    job_routes.retry_job(job_id, page.service, operator)
+    return _after(page, job_id)
+
+
+def _acting(operator: Operator, action: str, path: str) -> Operator:
+    """The operator as the audit log has it: a click is the same change as a call."""
+    return replace(operator, action=action, path=path)
+
+
+def _after(page: Page, job_id: str) -> Response:
+    if page.is_part:
+        return _job(page, job_id)
+    return RedirectResponse(f"{sign_in.PATH}/jobs/{job_id}", status_code=303, headers=HEADERS)
+
+
+def _job(page: Page, job_id: str) -> Response:
+    with page.service.database.read() as session:
+        row = rows.get(session, tables.Job, tenant_id=page.tenant_id, row_id=job_id)
+        job = records.present(session, row)
+        parts = [records.present(session, part) for part in queue.parts_of(session, row)]
+        newest = max(0, row.event_seq - _EVENTS)
+        events = queue.events_after(session, tenant_id=page.tenant_id, job_id=job_id, seq=newest)
+        told = [records.present_event(event) for event in reversed(events)]
+    return page.render(
+        "job",
+        job=job,
+        children=parts,
+        events=told,
+        payload=list(_lines(row.payload)),
+        live=job.state not in ENDED,
+        made=_page_of_result(job.result),
+    )
+
+
+def _page_of_result(result: str | None) -> str | None:
+    """Where the page shows what a job made; None where it does not."""
+    collection = (result or "").split("/")[2:3]
+    shown = {"masks", "packages", "federations"}
+    return None if result is None or not shown & set(collection) else result.replace("/v1", sign_in.PATH, 1)
+
+
+def _lines(payload: object, place: str = "") -> list[tuple[str, object]]:
+    """A request as lines of a name and a value."""
+    if not isinstance(payload, dict):
+        return [(place, payload)]
+    return [
+        line
+        for name, value in payload.items()
+        if value is not None
+        for line in _lines(value, f"{place}.{name}" if place else name)
+    ]
+
+
+nothing = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
+
+
+@nothing.get("/{path:path}")
+def show_nothing(path: str) -> Response:
+    """What is not there."""
+    raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")

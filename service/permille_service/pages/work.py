@@ -1,0 +1,175 @@
+"""Pages of what work starts from and makes: models and corpora, masks with their coverage, packages."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.errors import PackageError
+from permille.package.blobs import BlobFolder
+from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import WORK
+from permille.store import artifacts, rows, tables
+from permille.store.artifacts import REPORT
+from permille_service.inputs import corpora, models
+from permille_service.pages.rendering import PageRoute, ViewerPage
+from permille_service.parameters import PackageDigest, Paging, key_of, page_of
+from permille_service.work.routes import present_artifact
+
+router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+MaskId = Annotated[str, key_of("mask")]
+WIDTH, HEIGHT = 640, 260
+LEFT, TOP, RIGHT, BOTTOM = 44, 10, 26, 30
+_LARGEST_REPORT: Final = 32 << 20
+
+
+class CurvePoint(BaseModel):
+    """The share of the score that the best fraction of the weights holds."""
+
+    fraction: float
+    coverage: float
+
+
+class TensorRow(BaseModel):
+    """What a mask holds of one tensor."""
+
+    name: str
+    count: int
+    density: float
+    coverage: float
+
+
+class Report(BaseModel):
+    """The evidence behind a mask, as its job has written it."""
+
+    k: int
+    numel: int
+    coverage: float
+    curve: list[CurvePoint]
+    tensors: list[TensorRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A curve as lines of an SVG: share of the score by fraction of the weights, on a logarithmic axis.
+
+    Attributes:
+        marks: places of powers of ten, with their words.
+        density_x: where the mask's own density is.
+    """
+
+    points: str
+    marks: tuple[tuple[float, str], ...]
+    density_x: float
+
+
+@router.get("/models")
+def show_models(page: ViewerPage, window: Paging) -> Response:
+    """Models and corpora."""
+    with page.service.database.read() as session:
+        found = rows.list_all(session, tables.Model, tenant_id=page.tenant_id, window=window)
+        texts = rows.list_all(session, tables.Corpus, tenant_id=page.tenant_id)
+    return page.render(
+        "models", models=page_of(found, models.present), corpora=page_of(texts, corpora.present)
+    )
+
+
+@router.get("/masks")
+def show_masks(page: ViewerPage, window: Paging) -> Response:
+    """Masks, newest first."""
+    with page.service.database.read() as session:
+        found = artifacts.list_artifacts(session, tenant_id=page.tenant_id, kind=JobKind.MASK, window=window)
+        names = _model_names(session, page.tenant_id)
+    masks = page_of(found, lambda row: present_artifact(WORK[JobKind.MASK], row))
+    return page.render("masks", masks=masks, names=names)
+
+
+@router.get("/masks/{mask_id}")
+def show_mask(mask_id: MaskId, page: ViewerPage) -> Response:
+    """One mask: how much of the score it holds, in all and by tensor."""
+    with page.service.database.read() as session:
+        row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
+        names = _model_names(session, page.tenant_id)
+    blob = artifacts.blob_of(row, REPORT)
+    report = None if blob is None else _report(page.service.blobs, blob.digest)
+    return page.render(
+        "mask",
+        mask=present_artifact(WORK[JobKind.MASK], row),
+        name=names.get(row.model_id),
+        report=report,
+        curve=None if report is None else curve_of(report),
+    )
+
+
+@router.get("/packages")
+def show_packages(page: ViewerPage, window: Paging) -> Response:
+    """Packages, newest first, and which releases name them."""
+    with page.service.database.read() as session:
+        found = artifacts.list_artifacts(
+            session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, window=window
+        )
+        names = _model_names(session, page.tenant_id)
+        released = {row.digest: _releases_of(session, row) for row in found.items}
+    packages = page_of(found, lambda row: present_artifact(WORK[JobKind.PACKAGE], row))
+    return page.render("packages", packages=packages, names=names, released=released)
+
+
+@router.get("/packages/{digest}")
+def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
+    """One package: its layers, where it comes from, which releases name it."""
+    with page.service.database.read() as session:
+        row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, key=digest)
+        names, released = _model_names(session, page.tenant_id), _releases_of(session, row)
+    return page.render(
+        "package",
+        package=present_artifact(WORK[JobKind.PACKAGE], row),
+        name=names.get(row.model_id),
+        released=released,
+    )
+
+
+def curve_of(report: Report) -> Curve | None:
+    """The coverage curve of a report as an SVG has it; None where there is nothing to draw."""
+    points = [point for point in report.curve if point.fraction > 0]
+    if not points or not report.numel:
+        return None
+    lowest = math.log10(points[0].fraction)
+    reach = -lowest or 1.0
+
+    def x_of(fraction: float) -> float:
+        return round(LEFT + (math.log10(fraction) - lowest) / reach * (WIDTH - LEFT - RIGHT), 1)
+
+    drawn = (
+        f"{x_of(point.fraction)},{round(TOP + (1 - point.coverage) * (HEIGHT - TOP - BOTTOM), 1)}"
+        for point in points
+    )
+    marks = tuple((x_of(10.0**power), _fraction(power)) for power in range(math.ceil(lowest), 1))
+    density = min(1.0, max(report.k / report.numel, points[0].fraction))
+    return Curve(points=" ".join(drawn), marks=marks, density_x=x_of(density))
+
+
+def _fraction(power: int) -> str:
+    return f"{100 * 10.0**power:g} %"
+
+
+def _report(blobs: BlobFolder, digest: str) -> Report | None:
+    """A mask's report; None where its blob is gone."""
+    try:
+        return Report.model_validate_json(blobs.read(digest, limit=_LARGEST_REPORT))
+    except PackageError:
+        return None
+
+
+def _model_names(session: Session, tenant_id: str) -> dict[str, str]:
+    found = session.scalars(select(tables.Model).where(tables.Model.tenant_id == tenant_id).limit(1000))
+    return {row.id: row.name for row in found}
+
+
+def _releases_of(session: Session, package: tables.Artifact) -> list[tables.Release]:
+    """The releases that name a package, the newest first."""
+    query = select(tables.Release).where(tables.Release.package_id == package.id)
+    return list(session.scalars(query.order_by(tables.Release.id.desc()).limit(20)))

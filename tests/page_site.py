@@ -1,0 +1,189 @@
+"""A service with something to look at on its page: jobs in all states, a mask, a package, releases, a fleet.
+
+python -m tests.page_site docs/images        # writes the pictures of the guide, in a real Chromium
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from permille.package.blobs import BlobFolder
+from permille.schemas.inputs import FileCorpus
+from permille.schemas.jobs import JobKind
+from permille.sensitivity.coverage import mask_report
+from permille.store import access, inputs
+from permille.store.artifacts import REPORT, Blob, Made
+from permille.store.database import Database
+from permille.store.jobs import claims, queue
+from permille.store.jobs.claims import Claim
+from permille.store.jobs.transitions import NewJob
+from tests.artifacts import add_artifact, add_package, some_model
+from tests.fleet_site import add_fleet, publish_versions
+from tests.packages import tiny_package
+from tests.running_service import Running, running_service
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+HOSTILE = "</td><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+WORDS = "the file stories.jsonl has 12,204 tokens, expected 51,200: ask for fewer or shorter sequences"
+LEASE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stocked:
+    """What was put in: its running job, held by its claim, and its mask."""
+
+    database: Database
+    held: Claim
+    mask_id: str
+    package_digest: str
+
+    def progress(self, fraction: float, message: str) -> None:
+        with self.database.write() as session:
+            claims.report_progress(session, self.held, fraction=fraction, message=message)
+
+
+def stock(data_dir: Path, *, devices: int, runs: int, words: str) -> Stocked:
+    """Put all of it into the data folder of a service without a worker; `words` are what a worker says."""
+    database, blobs = Database(f"sqlite:///{data_dir}/permille.db"), BlobFolder(data_dir / "blobs")
+    package = tiny_package(blobs.root)
+    with database.write() as session:
+        tenant = access.first_tenant(session)
+        assert tenant is not None
+        model_id = some_model(session, tenant.id)
+        corpus = inputs.add_corpus(
+            session,
+            tenant_id=tenant.id,
+            name="stories",
+            source=FileCorpus(kind="file", path="stories.jsonl"),
+            size_bytes=81_264_000,
+        )
+        mask = add_artifact(
+            session,
+            tenant_id=tenant.id,
+            kind=JobKind.MASK,
+            request={
+                "method": "fisher",
+                "model_id": model_id,
+                "corpus_id": corpus.id,
+                "density": 0.001,
+            },
+            made=_mask(blobs, model_id),
+        )
+        add_package(session, tenant_id=tenant.id, manifest=package.manifest)
+        publish_versions(session, tenant_id=tenant.id, digest=package.digest)
+        add_fleet(session, tenant_id=tenant.id, devices=devices, runs=runs)
+        failed = queue.submit(
+            session, NewJob(tenant_id=tenant.id, kind=JobKind.MASK, payload=dict(mask.request))
+        )
+        claim = claims.claim(session, worker=words, lease_s=LEASE_S, job_id=failed.id)
+        assert claim is not None
+        claims.report_progress(session, claim, fraction=0.2, message=words)
+        claims.fail(
+            session, claim, error={"type": "InputError", "message": f"no corpus: {words}"}, retryable=False
+        )
+        build = {"model_id": model_id, "mask": {"method": "fisher", "corpus_id": corpus.id}}
+        row = queue.submit(session, NewJob(tenant_id=tenant.id, kind=JobKind.BUILD, payload=build))
+        part = queue.parts_of(session, row)[0]
+        held = claims.claim(session, worker="worker-1:4711", lease_s=LEASE_S, job_id=part.id)
+        assert held is not None
+    stocked = Stocked(database=database, held=held, mask_id=mask.id, package_digest=package.digest)
+    stocked.progress(0.42, "scoring sequence 42 of 100")
+    return stocked
+
+
+def _mask(blobs: BlobFolder, model_id: str) -> Made:
+    """A mask whose scores fall off as those of real models do."""
+    rng = np.random.default_rng(0)
+    names = [f"model.layers.{i}.{part}_proj.weight" for i in range(3) for part in ("self_attn.q", "mlp.down")]
+    scores = {
+        name: np.exp(rng.normal(0, 2.6, size=(256, 256))).astype(np.float32) * (1 + i)
+        for i, name in enumerate(names)
+    }
+    best = {name: np.argsort(values.ravel())[-66:].astype(np.uint32) for name, values in scores.items()}
+    content = json.dumps(mask_report(scores, best)).encode()
+    report = Blob(
+        role=REPORT, media_type="application/json", digest=blobs.put_bytes(content), size_bytes=len(content)
+    )
+    layer = Blob(role="mask", media_type="x", digest=blobs.put_bytes(b"mask"), size_bytes=4)
+    return Made(model_id=model_id, digest=layer.digest, k=396, provenance={}, blobs=(layer, report))
+
+
+@contextmanager
+def site(
+    folder: Path, *, devices: int = 300, runs: int = 2000, words: str = HOSTILE
+) -> Iterator[tuple[Running, Stocked]]:
+    """A service that runs, with all of it in its data folder."""
+    with running_service(folder, "--no-worker") as running:
+        stocked = stock(running.data_dir, devices=devices, runs=runs, words=words)
+        yield running, stocked
+        stocked.database.close()
+
+
+def views(stocked: Stocked) -> dict[str, str]:
+    """All views by a name."""
+    return {
+        "jobs": "/ui/jobs",
+        "job": f"/ui/jobs/{stocked.held.job_id}",
+        "models": "/ui/models",
+        "masks": "/ui/masks",
+        "mask": f"/ui/masks/{stocked.mask_id}",
+        "packages": "/ui/packages",
+        "package": f"/ui/packages/{stocked.package_digest}",
+        "releases": "/ui/releases",
+        "release": "/ui/releases/notes",
+        "fleet": "/ui/fleet",
+        "federations": "/ui/federations",
+    }
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A real browser without a window."""
+    named = os.environ.get("PERMILLE_CHROMIUM")
+    found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
+    assert found, f"expected PERMILLE_CHROMIUM or one of {', '.join(NAMES)}; try: apt install chromium"
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=found, args=arguments)
+        yield browser
+        browser.close()
+
+
+def sign_in(context: BrowserContext, running: Running, *, token: str | None = None) -> Page:
+    """A page on which an operator is signed in."""
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    page.goto(f"{running.url}/ui")
+    page.fill("#token", token or running.token)
+    page.click("main button")
+    page.wait_for_url("**/ui/jobs")
+    return page
+
+
+def main() -> None:
+    """Write the pictures."""
+    target = Path(sys.argv[1])
+    pictures = {"jobs": "light", "job": "dark", "mask": "light", "release": "light", "fleet": "dark"}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        site(Path(folder), devices=3000, runs=12_000, words=WORDS) as (running, stocked),
+        chromium() as browser,
+    ):
+        for name, scheme in pictures.items():
+            shape = {"width": 1280, "height": 720}
+            page = sign_in(browser.new_context(color_scheme=scheme, viewport=shape), running)  # type: ignore[arg-type]
+            page.goto(running.url + views(stocked)[name])
+            page.screenshot(path=target / f"page-{name}.png", full_page=name == "fleet")
+
+
+if __name__ == "__main__":
+    main()
