@@ -149,23 +149,45 @@ def test_reading_stops_where_the_caller_does(tmp_path: Path) -> None:
     assert report.rows == 1
 
 
-def test_c4_is_streamed_at_its_pinned_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "c4.jsonl").write_bytes(rows("from the stream", " ", "and more"))
+def write_mirror(root: Path) -> None:
+    """A few rows in the layout of allenai/c4: what `datasets` reads there, by its own code."""
+    (root / "en").mkdir()
+    names = [f"  - split: {split}\n    path: en/c4-{split}.*.json.gz" for split in ("train", "validation")]
+    lines = ["---", "configs:", "- config_name: en", "  data_files:", *names, "---", ""]
+    (root / "README.md").write_text("\n".join(lines))
+    for split, number in (("train", 2), ("validation", 1)):
+        for index in range(number):
+            texts = [f"{split} {index} one", " ", f"{split} {index} two"]
+            found = [
+                json.dumps({"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "u"}) for text in texts
+            ]
+            path = root / "en" / f"c4-{split}.{index:05d}-of-{number:05d}.json.gz"
+            path.write_bytes(gzip.compress("\n".join([*found, ""]).encode()))
+
+
+def test_c4_is_streamed_shard_by_shard_at_its_pinned_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mirror(tmp_path)
     calls: list[tuple[Any, ...]] = []
     load = datasets.load_dataset
 
-    def from_local_file(*args: Any, **options: Any) -> Any:
-        calls.append((args, options))
-        files = {"train": str(tmp_path / "c4.jsonl")}
-        return load("json", data_files=files, split=options["split"], streaming=options["streaming"])
+    def from_mirror(repository: str, *args: Any, **options: Any) -> Any:
+        calls.append((repository, *args, options))
+        return load(str(tmp_path), *args, **options)
 
-    monkeypatch.setattr(datasets, "load_dataset", from_local_file)
+    monkeypatch.setattr(datasets, "load_dataset", from_mirror)
     report = ReadReport()
     texts = read_texts(StreamedCorpus(dataset=StreamedDataset.C4), tmp_path, report)
-    assert list(texts) == ["from the stream", "and more"]
-    assert report.bad == {BadRow.EMPTY: 1}
-    revision = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
-    assert calls == [(("allenai/c4", "en"), {"split": "train", "streaming": True, "revision": revision})]
+    assert list(texts) == ["train 0 one", "train 0 two", "train 1 one", "train 1 two"]
+    assert report.as_json() == {"rows": 6, "bad": {"empty": {"count": 2, "first_rows": [2, 5]}}}
+    held_out = StreamedCorpus(dataset=StreamedDataset.C4, split="validation")
+    assert next(read_texts(held_out, tmp_path, ReadReport())) == "validation 0 one"
+    commit = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
+    assert calls == [
+        ("allenai/c4", "en", {"split": split, "streaming": True, "revision": commit})
+        for split in ("train", "validation")
+    ]
 
 
 def test_an_unlisted_dataset_is_never_asked_for_and_a_silent_host_may_be_asked_again(

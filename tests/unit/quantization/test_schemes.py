@@ -18,6 +18,7 @@ from permille.quantization import (
     quantize_sparse,
     source,
 )
+from permille.quantization.on_device import quantize_nf4
 from permille.quantization.sparse import find_sparsity
 from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
 from tests.unit.package.tiny import pruned
@@ -52,11 +53,21 @@ def test_nf4_equals_bitsandbytes_bit_for_bit(shape: tuple[int, int]) -> None:
         padded[-1] &= 0xF0
     assert ours.packed.tobytes() == padded.tobytes()
     assert ours.scales.tobytes() == state.absmax.numpy().tobytes()
+    by_worker = quantize_nf4(w_NK, "cpu")
+    assert by_worker.packed.tobytes() == ours.packed.tobytes()
+    assert by_worker.scales.tobytes() == ours.scales.tobytes()
     if shape[1] % 2 == 0:  # Of odd rows bitsandbytes compiles a kernel first, for half a minute.
         theirs = bitsandbytes.functional.dequantize_4bit(packed, state).numpy()
         assert dequantize(ours).tobytes() == theirs.tobytes()
     codebook = nf4.NF4_CODES[codes_of(ours)] * np.repeat(state.absmax.numpy(), 64)[: w_NK.size]
     assert dequantize(ours).tobytes() == codebook.tobytes()
+
+
+def test_nf4_by_bitsandbytes_refuses_what_ours_does() -> None:
+    w_NK = weight(2, 64)
+    w_NK[1, 3] = np.nan
+    with pytest.raises(InputError, match="a: expected finite weights, got nan at flat index 67"):
+        quantize_nf4(w_NK, "cpu", name="a")
 
 
 def test_nf4_equals_bitsandbytes_on_zeros_denormals_and_ties() -> None:

@@ -18,7 +18,8 @@ class WorkerSettings(StoreSettings):
         drain_s: after SIGTERM, running jobs may take so long; then they are given back to the queue.
         concurrency: jobs at a time.
         threads: compute threads of each job; None: the library's default.
-        device: where scores, perplexity and pooled states are computed: `cpu`, `cuda`, `cuda:1`.
+        device: where scores, perplexity, NF4 (by bitsandbytes) and pooled states are computed: `cpu`, `cuda`,
+            `cuda:1`.
         dtype: in which precision scores and perplexity are computed there; sums are float32 always.
         keeper_token: what a keeper of masked rounds asks for; None: there is none.
     """

@@ -14,7 +14,7 @@ from permille.package.manifest import Quantization
 from permille.quantization import dequantize
 from permille.quantization.report import ErrorReport
 from permille.quantization.sparse import find_sparsity
-from permille.quantization.types import Coded, Sparsity
+from permille.quantization.types import Coded, Scheme, Sparsity
 from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate
 from permille.sensitivity.plots import error_picture
 from permille.store.artifacts import Made
@@ -120,6 +120,15 @@ def _coded(context: TaskContext, checkpoint: Checkpoint, options: AnyOptions, ho
         for name, _ in scoped_tensors(checkpoint.config):
             yield name, code(checkpoint.float32(name), how, name=name)
 
+    def on_device() -> Tensors:
+        from permille.quantization.on_device import quantize_nf4
+
+        for name, _ in scoped_tensors(checkpoint.config):
+            yield name, quantize_nf4(checkpoint.float32(name), device, name=name)
+
+    device = context.settings.device
+    if device != "cpu" and how.name is Scheme.NF4 and how.sparsity is None:
+        return _Coded(tensors=on_device, provenance={"versions": versions("bitsandbytes")})
     return _Coded(tensors=nearest, provenance={"versions": versions()})
 
 
