@@ -3,8 +3,8 @@
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2        g: the batch's gradient of the masked weights
     change = -rate * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-8)            (Kingma and Ba, algorithm 1)
 
-The rate begins at 0.3 times the root mean square of the masked weights, with an adapter at 0.08 over its
-alpha, and falls to 0 over the steps, so there is nothing to search for. Every weight moves by the nearest
+The rate begins at 0.3 times the root mean square of the masked weights, with an adapter as `learning_rate`
+says, and falls to 0 over the steps, so there is nothing to search for. Every weight moves by the nearest
 integer of the lattice, or, where a log is wanted, by what the log's groups hold of the change: what a
 projection on groups of g weights shortens is made longer again, by `min(g, 2 sqrt(g))`.
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.package.limits import AdapterKind
 from permille.package.reader import Package
 from permille.zo.estimators import Descent
 from permille.zo.header import LogHeader
@@ -28,7 +29,7 @@ from permille.zo.records import StepFlag, StepRecord
 from permille.zo.steps import sketch_step
 
 RATE = 0.3
-ADAPTER_RATE = 0.08  # B begins at 0; its part in the output is proportional to alpha
+ADAPTER_RATE = 0.12
 UNITS = 256  # a step of the largest rate is so many units of the lattice, or a few more
 _BETAS = (0.9, 0.99)
 _TINY = 1e-8
@@ -108,9 +109,20 @@ class Moments:
 
 
 def learning_rate(package: Package) -> float:
-    """Compute the rate of the first step; 0 where all masked weights are."""
-    if package.manifest.adapter is not None:
-        return ADAPTER_RATE / package.manifest.adapter.alpha
+    """Compute the rate of the first step; 0 where all masked weights are.
+
+    A step of B changes a linear's output by up to `alpha rate` of its input, whatever its size: with an
+    adapter the rate is 0.12 over alpha. A step of A, where it is trained, changes `A x` by up to `K rate`,
+    and the output by that times B, which has moved by `rate`: so `alpha K rate^2` is at most 0.25, K the mean
+    of the inputs' widths; "LoRA+" (Hayou et al., 2024) has the same root of the width for one rate of both.
+    """
+    adapter = package.manifest.adapter
+    if adapter is not None:
+        rate = ADAPTER_RATE / adapter.alpha
+        if adapter.kind is AdapterKind.LORA_FA:
+            return rate
+        widths = [tensor.shape[1] for tensor in package.manifest.tensors if tensor.count]
+        return min(rate, 0.5 / math.sqrt(adapter.alpha * float(np.mean(widths))))
     w_base_K = package.values()
     return RATE * math.sqrt(float(np.mean(np.square(w_base_K, dtype=np.float64))))
 

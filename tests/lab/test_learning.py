@@ -9,10 +9,11 @@ import torch
 from permille.engines.torch_engine import TorchEngine
 from permille.zo.header import EstimatorKind
 from permille_lab.learning import compare
+from permille_lab.learning.compare import STATE
 from permille_lab.learning.estimators import CONTENDERS, DEFAULT, measure
 from permille_lab.learning.methods import METHODS, best_rate, descend, final_loss
 from permille_lab.learning.mezo import Mezo
-from permille_lab.learning.page import LORA, SAME, STATE, estimator_tables, learning_tables, loss_at
+from permille_lab.learning.page import LORA, SAME, estimator_tables, learning_tables, loss_at
 from permille_lab.learning.runs import TextRun, options_for, person_run, text_run
 from permille_lab.measuring.cells import Cells
 from permille_lab.measuring.model_packages import sources_from_environment

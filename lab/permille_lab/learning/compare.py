@@ -7,7 +7,8 @@ held-out is the select split. The agent's contenders are those of `OURS`, on the
 (r = 8, peft) train a dense float32 model, LoRA the one that the package's codes decode to; `the same values,
 AdamW` takes the engine's gradient of the masked weights. Their step sizes are the best on the same held-out
 text, which favours them. Every run is a process of its own, with one thread: seconds are the processor's,
-evaluations left out, and the peak of memory is the process's.
+evaluations left out, and the peak of memory is the process's. Contenders of `TRAINED` differ in what their
+package trains.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from permille.errors import InputError
+from permille.package.build import ChosenAdapter
+from permille.package.limits import AdapterKind
 from permille.zo.header import EstimatorKind
 from permille_lab.learning.runs import options_for, person_run, text_run
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
@@ -35,15 +38,24 @@ from permille_lab.measuring.model_packages import (
 from permille_lab.people.user_texts import Collection, Document, cohort, read_users
 
 SPEAKER = "GLOUCESTER"
-FORWARD_ONLY = "forward-only"
+FORWARD_ONLY, STATE = "forward-only", "gradient, a state"
 OURS: Mapping[str, tuple[EstimatorKind, int, int, int]] = {
-    "gradient, a state": (EstimatorKind.SKETCH, 0, 4, 80),
+    STATE: (EstimatorKind.SKETCH, 0, 4, 80),
     "gradient, a log of 4,096 groups": (EstimatorKind.SKETCH, 4096, 4, 80),
     "gradient, a log of 1,024 groups": (EstimatorKind.SKETCH, 1024, 4, 80),
     "gradient, a log of 256 groups": (EstimatorKind.SKETCH, 256, 4, 80),
     FORWARD_ONLY: (EstimatorKind.ONE_SIDED, 16, 2, 100),
 }
 """Estimator, queries (of a sketch its groups, 0: no log), rows a step, and steps, by contender."""
+TRAINED: Mapping[str, float | ChosenAdapter] = {
+    "37 thousand values": 0.0064,
+    "LoRA of rank 1": ChosenAdapter(kind=AdapterKind.LORA, rank=1, alpha=16),
+    "LoRA-FA of rank 2": ChosenAdapter(kind=AdapterKind.LORA_FA, rank=2, alpha=16),
+    "150 thousand values": 0.0259,
+    "LoRA of rank 4": ChosenAdapter(kind=AdapterKind.LORA, rank=4, alpha=16),
+    "LoRA-FA of rank 8": ChosenAdapter(kind=AdapterKind.LORA_FA, rank=8, alpha=16),
+}
+"""What packages train, as `STATE` does, by contender: sparse values and adapters of as many numbers."""
 THEIRS = {"the same values, AdamW": (80, 20), "LoRA, AdamW": (80, 20), "MeZO": (100, 10)}
 """Steps of the run and of a trial."""
 _LEAST_CHARACTERS = 8_000
@@ -79,12 +91,12 @@ def measured(
     sources: Sources, folder: Path, settings: Settings, documents: Sequence[Document], name: Path
 ) -> Result:
     """The same in this process."""
-    package = model_package(sources, settings["model"], folder)
     method, seed, steps = settings["method"], settings["seed"], settings["steps"]
+    package = model_package(sources, settings["model"], folder, trained=TRAINED.get(method))
     opened = text_run if settings["text"] == SPEAKER else person_run
     run = opened(package, documents, name / "text", seed=seed, threads=1)
-    if method in OURS:
-        estimator, queries, rows, _ = OURS[method]
+    if method in OURS or method in TRAINED:
+        estimator, queries, rows, _ = OURS.get(method, OURS[STATE])
         options = options_for(package, seed=seed, steps=steps)
         options = replace(options, estimator=estimator, queries=queries, batch_rows=rows)
         found = run.train(options, name / "run") | {
@@ -119,7 +131,7 @@ def main() -> None:
     parser.add_argument("--model", choices=DENSITIES, default="reference-7M")
     parser.add_argument("--people", type=int, default=3, help="with tweets, beside the speaker")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--method", action="append", choices=[*OURS, *THEIRS], help="only these")
+    parser.add_argument("--method", action="append", choices=[*OURS, *THEIRS, *TRAINED], help="only these")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -131,11 +143,12 @@ def main() -> None:
         return
     cells = Cells(options.cells)
     of_text = texts(sources, options.people)
-    model_package(sources, options.model, options.folder)  # here, so that no child makes it
-    for method in options.method or [*OURS, *THEIRS]:
+    for method in options.method or [*OURS, *THEIRS, *TRAINED]:
+        # Here, so that no child makes it.
+        model_package(sources, options.model, options.folder, trained=TRAINED.get(method))
         for seed in options.seeds:
             for text, documents in of_text.items():
-                steps = OURS[method][-1] if method in OURS else THEIRS[method][0]
+                steps = THEIRS[method][0] if method in THEIRS else OURS.get(method, OURS[STATE])[-1]
                 settings = {
                     "model": options.model,
                     "text": text,

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from permille_lab.learning.compare import STATE, TRAINED
 from permille_lab.measuring.cells import Cells, Result, Settings
 
 BASELINE = "spsa 8 x 2"
-STATE, SAME, LORA = "gradient, a state", "the same values, AdamW", "LoRA, AdamW"
+SAME, LORA = "the same values, AdamW", "LoRA, AdamW"
 SHARES = (0.5, 0.75, 0.9, 0.95)
 """Of the fall along the gradient: losses that all are timed to."""
 
@@ -79,6 +80,8 @@ def learning_tables(results: Path) -> dict[str, str]:
     for (_, text, seed), found in groups.items():
         goals = _goals(found.get(STATE))
         for method, result in found.items():
+            if method in TRAINED:
+                continue
             points = result["points"]
             base, last = points[0]["loss"], points[-1]
             rows.append(
@@ -95,7 +98,34 @@ def learning_tables(results: Path) -> dict[str, str]:
                     "bytes": result.get("bytes", ""),
                 }
             )
-    return {"times": _markdown(pd.DataFrame(rows).fillna("")), "targets": _targets(groups)}
+    return {
+        "times": _markdown(pd.DataFrame(rows).fillna("")),
+        "targets": _targets(groups),
+        "trained": _trained(groups),
+    }
+
+
+def _trained(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
+    """Sparse values and adapters of as many numbers, trained alike."""
+    rows = [
+        {
+            "text": text,
+            "trained": "6 thousand values" if method == STATE else method,
+            "numbers": f"{found[method]['k']:,}",
+            "base": f"{points[0]['loss']:.3f}",
+            "after 20": f"{loss_at(points, 'step', 20):.3f}",
+            "end": f"{points[-1]['loss']:.3f}",
+            "lowest": f"{_lowest(found[method]):.3f}",
+            "s a step": f"{points[-1]['seconds'] / points[-1]['step']:.2f}",
+            "peak, MB": f"{found[method]['peak_bytes'] / 1e6:.0f}",
+            "state, bytes": found[method]["bytes"],
+        }
+        for (_, text, _), found in groups.items()
+        for method in (STATE, *TRAINED)
+        if method in found and found.keys() & TRAINED.keys()
+        for points in [found[method]["points"]]
+    ]
+    return _markdown(pd.DataFrame(rows))
 
 
 def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:

@@ -4,7 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from permille.models.checkpoint import Checkpoint
 from permille.package.blobs import BlobFolder
+from permille.package.build import ChosenAdapter, ChosenMask, pack_model
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 
@@ -39,38 +41,47 @@ def sources_from_environment() -> Sources:
 
 
 def model_package(
-    sources: Sources, model: str, folder: Path, *, scheme: Scheme = Scheme.NF4, density: float | None = None
+    sources: Sources,
+    model: str,
+    folder: Path,
+    *,
+    scheme: Scheme = Scheme.NF4,
+    trained: float | ChosenAdapter | None = None,
 ) -> Package:
-    """The package of a model with the mask that Fisher scores on C4 select; made once in `folder`.
+    """The package of a model with the mask that Fisher scores on C4 select, or an adapter; made once in
+    `folder`.
 
     Args:
-        density: share of the weights that is masked; by default by the model's name.
+        trained: share of the weights that is masked, by default by the model's name; or an adapter.
     """
-    density = DENSITIES.get(model, _OTHER_DENSITY) if density is None else density
+    trained = DENSITIES.get(model, _OTHER_DENSITY) if trained is None else trained
     blobs = BlobFolder(folder / "blobs")
-    known = folder / f"{model}-{density}-{scheme.value}.digest"
+    name = trained if isinstance(trained, float) else f"{trained.kind}-{trained.rank}-{trained.alpha}"
+    known = folder / f"{model}-{name}-{scheme.value}.digest"
     if not known.exists():
-        digest = _written(blobs, sources, model, density, scheme)
+        digest = _written(blobs, sources, model, trained, scheme)
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(digest)
     return Package.open(blobs, known.read_text())
 
 
-def _written(blobs: BlobFolder, sources: Sources, model: str, density: float, scheme: Scheme) -> str:
+def _written(
+    blobs: BlobFolder, sources: Sources, model: str, trained: float | ChosenAdapter, scheme: Scheme
+) -> str:
+    blobs.root.mkdir(parents=True, exist_ok=True)
+    if not isinstance(trained, float):
+        return pack_model(blobs, Checkpoint(sources.models / model), trained, scheme)
     # Here, so that who finds the package made needs no torch: its memory is measured.
     from permille.corpora.files import ReadReport
     from permille.corpora.sequences import token_sequences
     from permille.corpora.sources import FileCorpus, read_texts
-    from permille.models.checkpoint import Checkpoint
     from permille.models.loading import FileTokenizer, load_model
-    from permille.package.build import ChosenMask, pack_model
     from permille.sensitivity.fisher import fisher_scores
     from permille.sensitivity.masks import MaskMethod, select_mask
 
     path = sources.models / model
     texts = read_texts(FileCorpus(path="c4_sample.jsonl"), sources.data / "text/c4_en", ReadReport())
     sequences_NT = token_sequences(FileTokenizer(path), texts, _SEQUENCES, _LENGTH, 0)
-    mask = select_mask(fisher_scores(load_model(path), sequences_NT), MaskMethod.FISHER, density)
-    blobs.root.mkdir(parents=True, exist_ok=True)
-    chosen = ChosenMask(indices=mask, method="fisher", density=density)
+    mask = select_mask(fisher_scores(load_model(path), sequences_NT), MaskMethod.FISHER, trained)
+    chosen = ChosenMask(indices=mask, method="fisher", density=trained)
     return pack_model(blobs, Checkpoint(path), chosen, scheme)
