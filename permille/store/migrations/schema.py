@@ -1,5 +1,9 @@
-"""Bring a database to the newest schema, by the migrations beside this module."""
+"""Bring a database to the newest schema, by the migrations beside this module.
 
+python -m permille.store.migrations.schema     the database of PERMILLE_DATABASE_URL or PERMILLE_DATA_DIR
+"""
+
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +17,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from permille.errors import OperatorError, RetryableError
 from permille.store.database import make_engine
+from permille.store.settings import StoreSettings, explain
 
 _LOCK_ID = 0x7065726D  # PostgreSQL advisory lock: two processes that start together migrate in turn
 
@@ -76,3 +81,21 @@ def _message(engine: Engine, exc: DBAPIError) -> str:
 
 def _where(engine: Engine) -> str:
     return engine.url.render_as_string(hide_password=True)
+
+
+def main() -> int:
+    """Bring the database of the environment's settings up to date; return the exit code."""
+    try:
+        settings = StoreSettings.model_validate({})
+        migrate(settings.database_url.get_secret_value())
+    except (OperatorError, RetryableError) as exc:
+        print(f"permille: {exc}", file=sys.stderr)
+        return 75 if isinstance(exc, RetryableError) else 2
+    except ValueError as exc:
+        print(f"permille: {explain(exc)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
