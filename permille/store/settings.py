@@ -11,6 +11,8 @@ from typing import Any, Self
 from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from permille.telemetry import LogFormat
+
 PREFIX = "PERMILLE_"
 
 
@@ -40,6 +42,7 @@ class StoreSettings(BaseSettings):
             is read layer by layer.
         fisher_split_flops: a mask whose scoring takes more work is split into jobs of 16 sequences or more,
             which other workers take too; the mask is the same.
+        log_format: text for people, json for what collects logs.
         broker_url: `redis://...` to carry jobs by Celery; None: local workers look into the database.
     """
 
@@ -55,6 +58,7 @@ class StoreSettings(BaseSettings):
     max_replay_work: int = Field(default=10**13, ge=1)
     memory_bytes: int | None = Field(default=None, ge=1)
     fisher_split_flops: float = Field(default=2e12, ge=0)
+    log_format: LogFormat = LogFormat.TEXT
     broker_url: SecretStr | None = None
 
     @model_validator(mode="before")

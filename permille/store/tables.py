@@ -183,6 +183,7 @@ class Job(Named):
     cancel_requested_at: Mapped[datetime | None]
     error: Mapped[dict[str, object] | None]  # type, message, retryable, and for a bug the traceback
     result_id: Mapped[str | None]
+    traceparent: Mapped[str | None]  # of the request that made it, or of its parent
     started_at: Mapped[datetime | None]  # of the newest attempt
     updated_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]

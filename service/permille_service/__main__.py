@@ -5,14 +5,15 @@ With port 0 the system chooses; the URL is written to `service.url` in the data 
 listens.
 """
 
-import logging
 import signal
 import socket
 import sys
+import threading
 from types import FrameType
 
 import uvicorn
 
+from permille import telemetry
 from permille.errors import OperatorError, RetryableError
 from permille.files import write_atomic
 from permille.store.settings import explain
@@ -27,14 +28,14 @@ SHUTDOWN_S = 5
 
 def main() -> int:
     """Serve until SIGINT or SIGTERM."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
         settings = load()
     except ValueError as exc:
         print(f"permille: {explain(exc)}", file=sys.stderr)
         return EXIT_USAGE
     try:
+        telemetry.configure_logging(settings.log_format)
+        telemetry.start_tracing("permille-api")
         app = create_app(settings)
         connections = Connections(settings, files=raise_file_limit())
         listening = listen(settings, connections)
@@ -61,10 +62,24 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)  # uvicorn shuts down first, then raises the signal again
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        _Server(config, app.state.service.draining).run(sockets=[listening])
     finally:
         url_path.unlink(missing_ok=True)
+        telemetry.stop_tracing()
     return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which tells when it begins to stop: streams end by themselves, and clients resume."""
+
+    def __init__(self, config: uvicorn.Config, draining: threading.Event) -> None:
+        super().__init__(config)
+        self._draining = draining
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As the base class, and say so."""
+        self._draining.set()
+        super().handle_exit(sig, frame)
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 
 import permille
 from permille.schemas.kinds import WORK
-from permille_service import console, guard, openapi, problems
+from permille_service import console, guard, observing, openapi, problems
 from permille_service.access import routes as access_routes
 from permille_service.context import Service
 from permille_service.devices import enrolment
@@ -59,6 +59,7 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=problems.operation_id,
         lifespan=_closing(service),
+        telemetry={"operation_spans": False, "metrics": False, "logs": False},
     )
     app.state.service = service
     for router in ROUTERS:
@@ -66,8 +67,9 @@ def create_app(settings: Settings) -> FastAPI:
     console.install(app)
     pages.install(app)
     openapi.install(app)
-    problems.install(app, (*ROUTERS, console.router))
+    problems.install(app, (*ROUTERS, console.router, observing.router))
     app.add_middleware(guard.Guard, settings=settings)
+    observing.install(app)
     return app
 
 

@@ -51,7 +51,7 @@ CLOSING: Final = 32
 OWN_FILES: Final = 128
 """Descriptors that are kept for the database, the log and the like."""
 MAX_FILES: Final = 65_536
-HEALTH_PATH: Final = "/v1/health"
+HEALTH_PATHS: Final = frozenset({"/v1/health", "/livez", "/readyz"})
 
 _TOO_SLOW = "expected a whole request within its time, got a part of one"
 _CROWDED = {
@@ -347,7 +347,7 @@ def protocol_of(connections: Connections) -> type[LimitedProtocol]:
 
 def _refusing(app: ASGIApp, problem: ProblemType) -> ASGIApp:
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == HEALTH_PATH:
+        if scope["path"] in HEALTH_PATHS:
             await app(scope, receive, send)
             return
         answer = problem_response(scope["path"], problem, _CROWDED[problem], headers={"Connection": "close"})

@@ -72,6 +72,20 @@ async def get_health(request: Request, service: Served) -> Health:
     return Health(status="ok", version=permille.__version__)
 
 
+@router.get("/livez")
+async def livez() -> Health:
+    """Whether the process answers at all: restart it where it does not, whatever its disks are like."""
+    return Health(status="ok", version=permille.__version__)
+
+
+@router.get("/readyz")
+async def readyz(request: Request, service: Served) -> Health:
+    """Whether to send requests here: as health, and not while the process stops."""
+    if service.draining.is_set():
+        raise ApiError(ProblemType.UNAVAILABLE, "the process is stopping")
+    return await get_health(request, service)
+
+
 @dataclass(slots=True)
 class WriteCheck:
     """Looks whether blobs and rows can be written: every two seconds at most, one caller at a time."""

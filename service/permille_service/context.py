@@ -5,8 +5,9 @@ request.
 """
 
 import logging
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from anyio import CapacityLimiter
@@ -37,6 +38,8 @@ class Service:
     trust_keys: keys.TrustKeys
     round_keys: keys.RoundKeys
     dispatcher: CeleryDispatcher | None  # None: local workers find a job's row by themselves
+    draining: threading.Event = field(default_factory=threading.Event)
+    """Set when the process begins to stop."""
 
     @classmethod
     def open(cls, settings: Settings) -> "Service":

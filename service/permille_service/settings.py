@@ -9,7 +9,7 @@ import ipaddress
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from permille.store.settings import Quota, StoreSettings
 
@@ -56,6 +56,9 @@ class Settings(StoreSettings):
     upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1)
     uploads_per_device_waiting: int = Field(default=4, ge=1, description="logs and states not checked yet")
     flops_per_s: float | None = Field(default=None, gt=0, description="default: 8e9 a processor core")
+    metrics_token: SecretStr | None = Field(
+        default=None, description="what Prometheus sends as bearer; without it there is no /metrics"
+    )
     max_job_s: float = Field(default=7 * DAY_S, gt=0, description="a job that takes longer is refused")
 
     @model_validator(mode="after")

@@ -5,7 +5,6 @@ jobs, running ones get `PERMILLE_DRAIN_S` seconds, then they go back to the queu
 wait.
 """
 
-import logging
 import os
 import signal
 import socket
@@ -17,7 +16,9 @@ from permille.errors import OperatorError, RetryableError
 from permille.store.database import Database
 from permille.store.migrations.schema import migrate
 from permille.store.settings import explain
+from permille.telemetry import configure_logging
 from permille_workers.runtime.local import LocalWorker
+from permille_workers.runtime.metrics import serve_metrics
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown
 
@@ -67,14 +68,14 @@ def _on_signals(shutdown: Shutdown, drain_s: float) -> None:
 
 def main() -> int:
     """Work until SIGTERM or SIGINT; the return value is the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
         settings = WorkerSettings.model_validate({})
     except ValueError as exc:
         print(f"permille: {explain(exc)}", file=sys.stderr)
         return EXIT_USAGE
     try:
+        configure_logging(settings.log_format)
+        serve_metrics(settings)
         run_worker(settings)
     except (OperatorError, RetryableError) as exc:
         print(f"permille: {exc}", file=sys.stderr)

@@ -36,6 +36,7 @@ class Claim:
     attempt: int
     max_attempts: int
     parent_id: str | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
         attempt=job.attempt,
         max_attempts=job.max_attempts,
         parent_id=job.parent_id,
+        traceparent=job.traceparent,
     )
 
 
@@ -121,6 +123,12 @@ def is_cancel_requested(session: Session, held: Claim) -> bool:
     if job is None or job.fence != held.fence or job.state != JobState.RUNNING:
         raise _stale(held, job)
     return job.cancel_requested_at is not None
+
+
+def state_after(session: Session, held: Claim) -> str:
+    """The job's state once an attempt is over; `lost` where another attempt has begun."""
+    job = session.get(Job, held.job_id)
+    return job.state if job is not None and job.fence == held.fence else "lost"
 
 
 def renew(session: Session, held: Claim, *, lease_s: float) -> datetime | None:

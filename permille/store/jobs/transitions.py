@@ -10,6 +10,7 @@ from datetime import datetime
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from permille import telemetry
 from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
 from permille.schemas.runs import LogState
 from permille.store.database import now
@@ -35,6 +36,8 @@ class NewJob:
 def insert(session: Session, new: NewJob) -> Job:
     """Add a queued job and its first event."""
     at = now(session)
+    parent = session.get(Job, new.parent_id) if new.parent_id else None
+    here = telemetry.current.get()
     job = Job(
         id=new_id(Prefix.JOB),
         tenant_id=new.tenant_id,
@@ -43,6 +46,7 @@ def insert(session: Session, new: NewJob) -> Job:
         payload=dict(new.payload),
         idempotency_key=new.idempotency_key,
         max_attempts=new.max_attempts,
+        traceparent=parent.traceparent if parent else str(here) if here else None,
         parent_id=new.parent_id,
         device_id=new.device_id,
         attempt=0,

@@ -43,8 +43,8 @@ async def stream_events(
 ) -> AsyncIterator[bytes]:
     """The lines of the stream, from the event after `after` on.
 
-    Ends when the job has ended and all is told, when the time of a stream is over (clients then resume), or
-    at a heartbeat when the caller's token is no longer valid.
+    Ends when the job has ended and all is told, when the time of a stream is over or the process stops
+    (clients then resume), or at a heartbeat when the caller's token is no longer valid.
     """
     deadline = time.monotonic() + service.settings.stream_s
     heartbeat = time.monotonic() + HEARTBEAT_S
@@ -54,7 +54,7 @@ async def stream_events(
         for event in events:
             after = event.seq
             yield encode(event)
-        if (ended and not events) or time.monotonic() > deadline:
+        if (ended and not events) or time.monotonic() > deadline or service.draining.is_set():
             return
         if time.monotonic() > heartbeat:
             heartbeat = time.monotonic() + HEARTBEAT_S

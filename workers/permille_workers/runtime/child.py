@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Mapping
 from typing import BinaryIO
 
+from permille import telemetry
 from permille.errors import InputError, OperatorError, PackageError, PermilleError
 from permille.package.blobs import BlobFolder
 from permille.store.database import Database
@@ -42,12 +43,18 @@ def run_child(tasks: Mapping[str, Task], pipe: BinaryIO) -> None:
     die_with_parent()
     line = pipe.readline(MAX_HANDOVER_BYTES)
     claim, settings = decode_handover(line)
+    telemetry.configure_logging(settings.log_format)
+    telemetry.current_job.set(claim.job_id)
+    telemetry.start_tracing("permille-worker")
     threading.Thread(target=_die_at_end, args=(pipe,), daemon=True).start()
     db = Database(settings.database_url.get_secret_value())
+    what: dict[str, str | int] = {"permille.job_id": claim.job_id, "permille.attempt": claim.attempt}
     try:
-        attempt(tasks, db, claim, settings)
+        with telemetry.span(f"job {claim.kind}", telemetry.Trace.parse(claim.traceparent), what):
+            attempt(tasks, db, claim, settings)
     finally:
         db.close()
+        telemetry.stop_tracing()
 
 
 def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: WorkerSettings) -> None:
@@ -126,7 +133,6 @@ def main() -> None:
     """Entry of the child process."""
     from permille_workers.tasks import TASKS
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     run_child(TASKS, sys.stdin.buffer)

@@ -21,6 +21,8 @@ class WorkerSettings(StoreSettings):
         device: where scores, perplexity, NF4 (by bitsandbytes) and pooled states are computed: `cpu`, `cuda`,
             `cuda:1`.
         dtype: in which precision scores and perplexity are computed there; sums are float32 always.
+        metrics_port: serves `/metrics` there, without a token; None: not at all.
+        metrics_host: address for it.
         keeper_token: what a keeper of masked rounds asks for; None: there is none.
     """
 
@@ -34,4 +36,6 @@ class WorkerSettings(StoreSettings):
     threads: int | None = Field(default=None, ge=1)
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$")
     dtype: Dtype = "float32"
+    metrics_port: int | None = Field(default=None, ge=1, le=65_535)
+    metrics_host: str = "127.0.0.1"
     keeper_token: SecretStr | None = None

@@ -23,7 +23,9 @@ from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
+from permille.telemetry import Trace, watching
 from permille_workers.runtime.handover import encode_handover
+from permille_workers.runtime.metrics import ATTEMPT_S, LEASES_LOST
 from permille_workers.runtime.settings import WorkerSettings
 
 CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
@@ -66,6 +68,12 @@ class Supervisor:
 
     def run(self, claim: Claim) -> None:
         """Run one attempt to its end, whichever that is. When this returns, no child of it is alive."""
+        begun = time.monotonic()
+        with watching(claim.job_id, Trace.parse(claim.traceparent)):
+            self._attempt(claim)
+        ATTEMPT_S.labels(claim.kind, self._state_after(claim)).observe(time.monotonic() - begun)
+
+    def _attempt(self, claim: Claim) -> None:
         with subprocess.Popen(
             self.child_command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=self._environment()
         ) as child:
@@ -80,6 +88,11 @@ class Supervisor:
                 child.wait()
                 reader.join(timeout=5)
         self._record_exit(claim, child.returncode, tail)
+
+    def _state_after(self, claim: Claim) -> str:
+        with suppress(DBAPIError), self.db.read() as session:
+            return claims.state_after(session, claim)
+        return "unknown"
 
     def _environment(self) -> dict[str, str]:
         environment = {**os.environ, **_QUIET}
@@ -105,6 +118,7 @@ class Supervisor:
             except StaleClaimError as exc:
                 # Usually the child has just published its result and is on its way out.
                 if not _exited(child, _LAST_WORDS_S):
+                    LEASES_LOST.labels(claim.kind).inc()
                     _log.warning("lost %s: %s", claim.job_id, exc)
                 return
             except DBAPIError as exc:

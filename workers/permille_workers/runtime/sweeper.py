@@ -12,6 +12,7 @@ from permille.store.database import Database
 from permille.store.federations import rounds
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher
+from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
@@ -42,6 +43,7 @@ class Sweeper:
     def sweep(self) -> None:
         """Do everything once."""
         report = claims.sweep(self.db)
+        count_sweep(report)
         if report.requeued or report.died or report.cancelled:
             _log.info("swept expired leases: %s", report)
         rounds.sweep(self.db)  # workers are told of the jobs that this adds by what follows

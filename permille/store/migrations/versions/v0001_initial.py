@@ -97,6 +97,7 @@ def upgrade() -> None:
         sa.Column("cancel_requested_at", BIG),
         sa.Column("error", sa.JSON()),
         sa.Column("result_id", TEXT),
+        sa.Column("traceparent", TEXT),
         sa.Column("started_at", BIG),
         _column("updated_at", BIG),
         sa.Column("ended_at", BIG),

@@ -1,0 +1,54 @@
+"""Counts over all tenants, for monitoring: jobs by state, how long the oldest waits, bytes of blobs, devices.
+
+No ids: neither of devices nor of tenants.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from permille.schemas.jobs import JobKind, JobState
+from permille.store.database import now
+from permille.store.tables import ArtifactBlob, Device, Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a scrape sees.
+
+    Attributes:
+        jobs: rows by kind and state.
+        waiting_s: seconds since the oldest job of a kind could have begun; no kind where none waits.
+        blob_bytes: distinct blobs of artifacts.
+        devices: enrolled devices by release and alias.
+    """
+
+    jobs: dict[tuple[str, str], int]
+    waiting_s: dict[str, float]
+    blob_bytes: int
+    devices: dict[tuple[str, str], int]
+
+
+def read_figures(session: Session) -> Figures:
+    """Count everything, in four queries."""
+    at = now(session)
+    by_state = session.execute(select(Job.kind, Job.state, func.count()).group_by(Job.kind, Job.state))
+    oldest = session.execute(
+        select(Job.kind, func.min(Job.available_at))
+        .where(Job.state == JobState.QUEUED.value, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
+        .group_by(Job.kind)
+    )
+    distinct = select(ArtifactBlob.digest, func.max(ArtifactBlob.size_bytes).label("size_bytes"))
+    sizes = distinct.group_by(ArtifactBlob.digest).subquery()
+    devices = session.execute(
+        select(Device.release, Device.alias, func.count())
+        .where(Device.revoked_at.is_(None), Device.unenrolled_at.is_(None))
+        .group_by(Device.release, Device.alias)
+    )
+    return Figures(
+        jobs={(kind, state): count for kind, state, count in by_state},
+        waiting_s={kind: (at - first).total_seconds() for kind, first in oldest},
+        blob_bytes=int(session.scalar(select(func.coalesce(func.sum(sizes.c.size_bytes), 0))) or 0),
+        devices={(release, alias): count for release, alias, count in devices},
+    )

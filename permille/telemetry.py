@@ -1,0 +1,208 @@
+"""Logs and traces of the service and its workers: one id from a request to the process that does its job.
+
+The id is that of W3C trace context. A request has one, by its `traceparent` header or a fresh one; the
+answer says it as `X-Request-ID`; a job keeps it in its row, and every line of a log has it. Spans are sent
+only where `OTEL_EXPORTER_OTLP_ENDPOINT` is set, by OpenTelemetry's own exporter: the extra `telemetry`.
+"""
+
+import logging
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from permille.errors import OperatorError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext, Tracer
+
+ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
+_FIELDS: Final = "%(asctime)s %(levelname)s %(name)s %(message)s %(request_id)s %(job_id)s"
+_QUIET: Final = ("alembic", "opentelemetry")
+
+
+class LogFormat(StrEnum):
+    """How log lines look."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Where something stands: the id of the whole, the span above, and whether it is sampled."""
+
+    trace_id: str
+    span_id: str
+    sampled: bool = False
+
+    @classmethod
+    def new(cls) -> "Trace":
+        """A trace that begins here."""
+        return cls(secrets.token_hex(16), secrets.token_hex(8))
+
+    @classmethod
+    def parse(cls, traceparent: str | None) -> "Trace | None":
+        """Read a `traceparent`; None for what is none."""
+        match = _TRACEPARENT.fullmatch(traceparent or "")
+        if match is None or not int(match[1], 16) or not int(match[2], 16):
+            return None
+        return cls(match[1], match[2], sampled=bool(int(match[3], 16) & 1))
+
+    def __str__(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
+
+
+current: Final[ContextVar[Trace | None]] = ContextVar("permille_trace", default=None)
+current_job: Final[ContextVar[str | None]] = ContextVar("permille_job", default=None)
+
+
+def configure_logging(form: LogFormat) -> None:
+    """Log to standard error, in text or as one JSON object a line.
+
+    Raises:
+        OperatorError: JSON is asked for, and its library is not installed.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_add_ids)
+    handler.setFormatter(_json_formatter() if form is LogFormat.JSON else _TextFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def start_tracing(program: str) -> None:
+    """Send spans to where the environment says; without `OTEL_EXPORTER_OTLP_ENDPOINT` none are made.
+
+    Raises:
+        OperatorError: an endpoint is named, and the extra `telemetry` is not installed.
+    """
+    if not os.environ.get(ENDPOINT):
+        return
+    try:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as exc:
+        raise OperatorError(
+            f'{ENDPOINT} needs {exc.name}, which is not installed: pip install "permille[telemetry]"'
+        ) from exc
+    provider = TracerProvider(resource=Resource.create({"service.name": program}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+
+
+def stop_tracing() -> None:
+    """Send what has not been sent. A collector that is away is waited for some seconds."""
+    if os.environ.get(ENDPOINT):
+        from opentelemetry import trace
+
+        shutdown = getattr(trace.get_tracer_provider(), "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+
+
+@contextmanager
+def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) -> Iterator[Trace]:
+    """A piece of work: below `above`, or the beginning of a trace. Log lines within have its id."""
+    tracer = _tracer()
+    if tracer is None:
+        here = above or Trace.new()
+        with _within(here):
+            yield here
+        return
+    from opentelemetry import trace
+
+    parent = None
+    if above is not None:
+        flags = trace.TraceFlags(int(above.sampled))
+        context = trace.SpanContext(
+            int(above.trace_id, 16), int(above.span_id, 16), is_remote=True, trace_flags=flags
+        )
+        parent = trace.set_span_in_context(trace.NonRecordingSpan(context))
+    with tracer.start_as_current_span(name, context=parent, attributes=dict(attributes)) as opened:
+        here = _trace_of(opened.get_span_context())
+        with _within(here):
+            yield here
+
+
+@contextmanager
+def request(above: Trace | None) -> Iterator[Trace]:
+    """A request, whose span FastAPI makes where there are any."""
+    here = above or Trace.new()
+    if _tracer() is not None:
+        from opentelemetry import trace
+
+        made = trace.get_current_span().get_span_context()
+        here = _trace_of(made) if made.is_valid else here
+    with _within(here):
+        yield here
+
+
+@contextmanager
+def watching(job_id: str, above: Trace | None) -> Iterator[None]:
+    """Looking after a job that another process does: log lines within have its ids."""
+    token = current_job.set(job_id)
+    try:
+        with _within(above):
+            yield
+    finally:
+        current_job.reset(token)
+
+
+@contextmanager
+def _within(here: Trace | None) -> Iterator[None]:
+    token = current.set(here)
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+def _trace_of(made: "SpanContext") -> Trace:
+    return Trace(f"{made.trace_id:032x}", f"{made.span_id:016x}", sampled=made.trace_flags.sampled)
+
+
+def _tracer() -> "Tracer | None":
+    if not os.environ.get(ENDPOINT):
+        return None
+    from opentelemetry import trace
+
+    return trace.get_tracer("permille")
+
+
+def _add_ids(record: logging.LogRecord) -> bool:
+    here = current.get()
+    record.request_id = here.trace_id if here else None
+    record.job_id = current_job.get()
+    return True
+
+
+class _TextFormatter(logging.Formatter):
+    """For people: the ids stand at the end, where there are any."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(name)s %(levelname)s %(message)s%(ids)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = (getattr(record, "job_id", None), getattr(record, "request_id", None))
+        record.ids = "".join(f" [{one}]" for one in found if one)
+        return super().format(record)
+
+
+def _json_formatter() -> logging.Formatter:
+    try:
+        from pythonjsonlogger.json import JsonFormatter
+    except ModuleNotFoundError as exc:
+        raise OperatorError("logs as JSON need python-json-logger, which is not installed") from exc
+    names = {"asctime": "time", "levelname": "level", "name": "logger"}
+    return JsonFormatter(_FIELDS, rename_fields=names)

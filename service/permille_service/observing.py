@@ -1,0 +1,128 @@
+"""What others see of the API from outside: an id for each request, and numbers for Prometheus.
+
+`GET /metrics` answers to the bearer of `PERMILLE_METRICS_TOKEN` alone; without one it is not there. Numbers
+of jobs, blobs and devices are those of the database, of requests those of this process.
+"""
+
+import hmac
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy.exc import DBAPIError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from permille import telemetry
+from permille.schemas.problems import ProblemType
+from permille.store.database import Database
+from permille.store.jobs.figures import Figures, read_figures
+from permille_service.context import Served, Service
+from permille_service.problems import ApiError
+
+REQUEST_ID: Final = "X-Request-ID"
+_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+router = APIRouter(include_in_schema=False)
+
+
+class Observed:
+    """Pure ASGI middleware: names every request, and tells how long its answer took to begin."""
+
+    def __init__(self, app: ASGIApp, requests: Histogram) -> None:
+        self._app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with an id."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = time.monotonic()
+        above = telemetry.Trace.parse(Headers(scope=scope).get("traceparent"))
+        with telemetry.request(above) as here:
+
+            async def named(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    MutableHeaders(scope=message)[REQUEST_ID] = here.trace_id
+                    route = getattr(scope.get("route"), "path", "other")
+                    told = self._requests.labels(scope["method"], route, str(message["status"]))
+                    told.observe(time.monotonic() - begun)
+                await send(message)
+
+            await self._app(scope, receive, named)
+
+
+class _Rows(Collector):
+    """What the database counts, when it is asked."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def describe(self) -> list[Metric]:
+        """Name nothing at registration: that would ask the database."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        with self._database.read() as session:
+            found = read_figures(session)
+        yield from _families(found)
+
+
+def _families(found: Figures) -> Iterator[Metric]:
+    jobs = GaugeMetricFamily("permille_jobs", "Jobs by kind and state.", labels=("kind", "state"))
+    for labels, count in found.jobs.items():
+        jobs.add_metric(labels, count)
+    waiting = GaugeMetricFamily(
+        "permille_queue_age_seconds", "How long the oldest job that could run has waited.", labels=("kind",)
+    )
+    for kind, seconds in found.waiting_s.items():
+        waiting.add_metric((kind,), seconds)
+    longest = max(found.waiting_s.values(), default=0.0)
+    devices = GaugeMetricFamily(
+        "permille_devices", "Enrolled devices by what they follow.", labels=("release", "alias")
+    )
+    for labels, count in found.devices.items():
+        devices.add_metric(labels, count)
+    yield from (jobs, waiting, devices)
+    yield GaugeMetricFamily("permille_queue_age_longest_seconds", "Of all kinds; 0: none waits.", longest)
+    yield GaugeMetricFamily("permille_blob_bytes", "Bytes of all blobs of artifacts.", found.blob_bytes)
+
+
+@router.get("/metrics")
+def metrics(request: Request, service: Served) -> Response:
+    """The numbers in Prometheus' text form."""
+    expected = service.settings.metrics_token
+    if expected is None:
+        raise ApiError(ProblemType.NOT_FOUND, "there is no such path")
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(
+        token.encode(), expected.get_secret_value().encode()
+    ):
+        raise ApiError(ProblemType.UNAUTHENTICATED, "expected the token of PERMILLE_METRICS_TOKEN")
+    registry: CollectorRegistry = request.app.state.metrics
+    try:
+        content = generate_latest(registry)
+    except DBAPIError as exc:
+        raise ApiError(ProblemType.UNAVAILABLE, "the database did not answer in time") from exc
+    return Response(content, media_type=CONTENT_TYPE_LATEST, headers={"Cache-Control": "no-store"})
+
+
+def install(app: FastAPI) -> None:
+    """Observe every request of the app. Outermost: what other middleware refuses is counted too."""
+    service: Service = app.state.service
+    registry = CollectorRegistry()
+    registry.register(_Rows(service.database))
+    requests = Histogram(
+        "permille_request_seconds",
+        "Time until an answer began.",
+        ("method", "route", "status"),
+        registry=registry,
+        buckets=_BUCKETS,
+    )
+    app.state.metrics = registry
+    app.include_router(router)
+    app.add_middleware(Observed, requests=requests)
