@@ -36,6 +36,7 @@ from permille_service.preflights.estimates import (
 from permille_service.preflights.machine import Machine, look
 from permille_service.problems import ApiError
 
+ADAPTER = "adapter"  # the package's own word for the layer
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
 _EXPLANATIONS = {
     "memory": "weights, scores, gradients and activations",
@@ -212,6 +213,11 @@ class _Planner:
         package = artifacts.get(
             self._session, tenant_id=self._tenant_id, kind=JobKind.PACKAGE, key=request.package_digest
         )
+        if artifacts.blob_of(package, ADAPTER) is not None:
+            raise ApiError(
+                ProblemType.CONFLICT,
+                "expected a package with a mask (a program takes sparse values): this one trains an adapter",
+            )
         sizes = self._sizes(package.model_id)
         return NOTHING if sizes is None else export_needs(sizes)
 
