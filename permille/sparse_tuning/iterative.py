@@ -62,15 +62,16 @@ class IterativeText:
 
     calibration_NT: NDArray[np.int64]
     recovery_MT: NDArray[np.int64]
-    evaluation_ET: NDArray[np.int64]
+    evaluation_ET: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """One round. Losses are nats a token of the evaluation rows.
+    """One round. Losses are nats a token of the evaluation rows; None without any.
 
     Attributes:
         rates: by decoder layer.
+        loss_before: at the beginning of the round.
         loss_pruned: before the fine-tuning.
         loss_dense: with dense adapters beside the weights, before merging; None where they are masked.
         loss_merged: at the end of the round.
@@ -81,9 +82,10 @@ class RoundReport:
 
     rate: float
     rates: tuple[float, ...]
-    loss_pruned: float
+    loss_before: float | None
+    loss_pruned: float | None
     loss_dense: float | None
-    loss_merged: float
+    loss_merged: float | None
     numbers: int
     norms: tuple[float, float]
     linears: tuple[LinearReport, ...]
@@ -126,7 +128,8 @@ def iterate(
             progress(start + part * done, f"round {at}/{plan.rounds}: {note}")
 
         if not (place / _REPORT).exists():
-            found = _Round(model, place, text, plan, number).run(report)
+            before = reports[-1].loss_merged if reports else _loss(load_model(source.folder), text)
+            found = _Round(model, place, text, plan, number).run(before, report)
             write_atomic(place / _REPORT, json.dumps(asdict(found)).encode())
             for done in ("pruned", "resume"):
                 shutil.rmtree(place / done, ignore_errors=True)
@@ -149,13 +152,13 @@ class _Round:
         self.rate = cubic_rate(plan.rate, number, plan.rounds)
         folder.mkdir(exist_ok=True)
 
-    def run(self, progress: Progress) -> RoundReport:
+    def run(self, loss_before: float | None, progress: Progress) -> RoundReport:
         """Prune, fine-tune, merge, judge."""
         rates = self._rates()
         linears = self._prune(rates, lambda done, of: progress(_PRUNED * done / of, f"layer {done}/{of}"))
         pruned = Checkpoint(self.folder / "pruned")
         model = load_model(pruned.folder)
-        loss_pruned = self._loss(model)
+        loss_pruned = _loss(model, self.text)
         sizes = self._sizes(linears)
         trained = attach(
             model, sizes, self.plan.adapter, masked=self.plan.masked, seed=self.plan.recovery.seed
@@ -169,7 +172,7 @@ class _Round:
             checkpoint=self.folder / "steps.npz",
             progress=lambda done, of: progress(_PRUNED + (0.98 - _PRUNED) * done / of, f"step {done}/{of}"),
         )
-        loss_dense = None if self.plan.masked else self._loss(model)
+        loss_dense = None if self.plan.masked else _loss(model, self.text)
         norms = change_norms(model)
         numbers = sum(parameter.numel() for parameter in trained)
         merge(model)
@@ -177,10 +180,11 @@ class _Round:
         copy_model(pruned, target)
         for name in sizes:
             write_weight(pruned, target, name, model.get_parameter(name).detach(), updated=True)
-        loss_merged = self._loss(load_model(target))
+        loss_merged = _loss(load_model(target), self.text)
         return RoundReport(
             rate=self.rate,
             rates=tuple(rates),
+            loss_before=loss_before,
             loss_pruned=loss_pruned,
             loss_dense=loss_dense,
             loss_merged=loss_merged,
@@ -240,9 +244,6 @@ class _Round:
         average = self.plan.rank * sum(map(sum, shapes.values())) / len(shapes)
         return allocate(losses, shapes, average)
 
-    def _loss(self, model: "PreTrainedModel") -> float:
-        return perplexity(model, self.text.evaluation_ET)["loss"]
-
 
 def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64]) -> list[NDArray[np.float32]]:
     """Hidden states behind each decoder layer at some tokens, float32 [at most CKA_TOKENS, D] each."""
@@ -262,7 +263,7 @@ def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64]) -> list[NDArr
 
 def _prepare(source: Checkpoint, folder: Path, text: IterativeText, plan: IterativePlan) -> None:
     """Delete what another plan, source or text left."""
-    rows = (text.calibration_NT, text.recovery_MT, text.evaluation_ET)
+    rows = [each for each in (text.calibration_NT, text.recovery_MT, text.evaluation_ET) if each is not None]
     about = {
         "source": source.digest(),
         "rows": [digest_of(repr(each.shape).encode() + each.astype("<i8").tobytes()) for each in rows],
@@ -275,6 +276,10 @@ def _prepare(source: Checkpoint, folder: Path, text: IterativeText, plan: Iterat
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_atomic(path, name)
+
+
+def _loss(model: "PreTrainedModel", text: IterativeText) -> float | None:
+    return None if text.evaluation_ET is None else perplexity(model, text.evaluation_ET)["loss"]
 
 
 def _share_of_steps(plan: IterativePlan, number: int) -> float:

@@ -154,8 +154,8 @@ def measured(
             {
                 "rate": round(report.rate, 4),
                 "rates": [round(rate, 4) for rate in report.rates],
-                "loss": [round(report.loss_pruned, 6), round(report.loss_merged, 6)],
-                "loss_dense": report.loss_dense and round(report.loss_dense, 6),
+                "loss": [report.loss_pruned, report.loss_merged],
+                "loss_dense": report.loss_dense,
                 "numbers": report.numbers,
                 "norms": [round(norm, 4) for norm in report.norms],
             }

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
@@ -34,7 +35,13 @@ class Ended:
 
 
 def forward_only(pruned: Checkpoint, text: IterativeText, plan: IterativePlan, factor: float) -> Ended:
-    """Train equal, masked adapters for all steps; what ends above where it began is not taken."""
+    """Train equal, masked adapters for all steps; what ends above where it began is not taken.
+
+    Raises:
+        InputError: no evaluation rows.
+    """
+    if text.evaluation_ET is None:
+        raise InputError("expected rows to select a step size by, got none")
     shapes = dict(scoped_tensors(pruned.config))
     average = plan.rank * sum(map(sum, shapes.values())) / len(shapes)
     model = load_model(pruned.folder)

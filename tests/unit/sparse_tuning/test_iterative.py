@@ -54,14 +54,19 @@ def test_rounds_reach_the_rate_and_report_what_they_lost(source: Checkpoint, tmp
     assert made.names == source.names
     untouched = set(source.names) - {name for name, _ in scoped_tensors(source.config)}
     assert all(made.raw(name).data.tobytes() == source.raw(name).data.tobytes() for name in untouched)
-    judged = perplexity(load_model(folder), TEXT.evaluation_ET)["loss"]
+    assert TEXT.evaluation_ET is not None
+    first, judged = (
+        perplexity(load_model(each), TEXT.evaluation_ET)["loss"] for each in (source.folder, folder)
+    )
+    assert [found.loss_before for found in rounds] == [first, *(found.loss_merged for found in rounds[:-1])]
     assert judged == rounds[-1].loss_merged != rounds[-1].loss_pruned
     assert sorted(path.name for path in tmp_path.glob("*/model")) == ["model"]
 
 
 def test_earlier_zeros_stay_in_a_pattern(source: Checkpoint, tmp_path: Path) -> None:
     plan = replace(PLAN, rate=0.5, pattern=Pattern.parse("2:4"), adapter=AdapterKind.LORA, rounds=2)
-    folder, rounds = iterate(source, tmp_path, TEXT, plan)
+    folder, rounds = iterate(source, tmp_path, replace(TEXT, evaluation_ET=None), plan)
+    assert rounds[0].loss_merged is rounds[1].loss_before is rounds[1].loss_merged is None
     assert rounds[0].rates == pytest.approx((0.4375, 0.4375))
     for name, _ in scoped_tensors(source.config):
         groups = (Checkpoint(folder).float32(name) == 0).reshape(-1, 4).sum(axis=1)
