@@ -39,6 +39,7 @@ class Way(StrEnum):
     EQUAL_SIZES = "iterative, equal sizes"
     NO_NORM = "iterative, no norm control"
     MORE_NORM = "iterative, norm control 0.1"
+    SLOWER = "iterative, a third of the rate"
 
 
 ONE_SHOT: Mapping[Way, PruningMethod] = {
@@ -75,9 +76,9 @@ def target_of(text: str) -> tuple[float, Pattern | None]:
 
 def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
     """What a way does in steps of one row; one-shot: one round, equal rates and adapters, no norm control."""
-    rate, pattern = target_of(target)
+    share, pattern = target_of(target)
     plan = IterativePlan(
-        rate=rate,
+        rate=share,
         pattern=pattern,
         rank=RANK,
         rounds=ROUNDS,
@@ -112,5 +113,6 @@ def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
         case Way.MORE_NORM:
             plan = replace(plan, recovery=replace(plan.recovery, l2=0.1))
     steps = STEPS // (plan.rounds - 1 + plan.longer)
-    recovery = replace(plan.recovery, steps=steps, rate=rates.of(plan.adapter))
+    rate = rates.of(plan.adapter) / (3 if way is Way.SLOWER else 1)
+    recovery = replace(plan.recovery, steps=steps, rate=rate)
     return replace(plan, recovery=recovery)
