@@ -45,7 +45,9 @@ from permille_lab.quantization.__main__ import texts
 from permille_lab.sparse.__main__ import CALIBRATION, CASES, LENGTH, Case, losses, material
 
 PATTERN = "2:4"
-RANK, ROWS, RATE = 16, 8, 0.01
+RANK, ROWS = 16, 8
+RATES = (0.01, 0.003)
+"""Adam's; people train on the model of the first."""
 STEPS: Mapping[str, int] = {"stories260K-hf": 400, "reference-7M": 240}
 PEOPLE, PEOPLE_STEPS = 10, 40
 _LEAST_CHARACTERS = 4_000
@@ -59,10 +61,11 @@ class Made:
     recovered: Path
 
 
-def made(sources: Sources, case: Case, folder: Path) -> Made:
+def made(sources: Sources, case: Case, folder: Path, rate: float) -> Made:
     """The sparse model, made once: what a kill left is taken up."""
     source = Checkpoint(sources.models / case.model)
-    found = Made(pruned=folder / f"{case.model}-pruned", recovered=folder / f"{case.model}-recovered")
+    named = f"{case.model}-{rate}"
+    found = Made(pruned=folder / f"{case.model}-pruned", recovered=folder / f"{named}-recovered")
     if (found.recovered / "model.safetensors").exists():
         return found
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,12 +85,12 @@ def made(sources: Sources, case: Case, folder: Path) -> Made:
     model = load_model(found.pruned)
     sizes = {name: min(RANK, *shape) for name, shape in scoped_tensors(source.config)}
     trained = attach(model, sizes, AdapterKind.LORA, masked=True, seed=0)
-    plan = RecoveryPlan(steps=steps, rows=ROWS, rate=RATE, recomputed=False)
+    plan = RecoveryPlan(steps=steps, rows=ROWS, rate=rate, recomputed=False)
     text_NT = rows(steps * ROWS, POOL * CALIBRATION)
-    recover(model, trained, text_NT, plan, checkpoint=folder / f"{case.model}-steps.npz")
+    recover(model, trained, text_NT, plan, checkpoint=folder / f"{named}-steps.npz")
     merge(model)
     pruned = Checkpoint(found.pruned)
-    incoming = folder / f"{case.model}-incoming"
+    incoming = folder / f"{named}-incoming"
     copy_model(pruned, incoming)
     for name in sizes:
         write_weight(pruned, incoming, name, model.get_parameter(name).detach(), updated=True)
@@ -106,11 +109,11 @@ def in_four_bits(folder: Path) -> Any:
     return model
 
 
-def measured_losses(sources: Sources, case: Case, folder: Path) -> Result:
+def measured_losses(sources: Sources, case: Case, folder: Path, rate: float) -> Result:
     """Nats a token of the texts that judge, of three models in float32 and in NF4."""
     begun = time.process_time()
     judged = material(sources, case, 0).judged
-    found = made(sources, case, folder)
+    found = made(sources, case, folder, rate)
     models = {"dense": sources.models / case.model, "pruned": found.pruned, "recovered": found.recovered}
     return {
         "float32": {name: losses(load_model(path), judged) for name, path in models.items()},
@@ -137,7 +140,7 @@ def package_of(model: Path, case: Case, sources: Sources, folder: Path) -> Packa
 def measured_people(sources: Sources, case: Case, folder: Path) -> Result:
     """By person: loss of the text that was put away under the base and the own state, dense and sparse."""
     begun = time.process_time()
-    found = made(sources, case, folder)
+    found = made(sources, case, folder, RATES[0])
     people = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
     result: Result = {"people": [user.name for user in people[:PEOPLE]]}
     for name, model in (("dense", sources.models / case.model), ("sparse", found.recovered)):
@@ -176,7 +179,9 @@ def main() -> None:
         if case.model in options.models:
             settings = {"model": case.model, "pattern": PATTERN, "steps": STEPS[case.model], "rank": RANK}
             folder = options.folder / "sparse-device"
-            cells.once("device", settings, partial(measured_losses, sources, case, folder))
+            for rate in RATES:
+                measure = partial(measured_losses, sources, case, folder, rate)
+                cells.once("device", settings | {"rate": rate}, measure)
             with_people = settings | {"people": PEOPLE, "own_steps": PEOPLE_STEPS}
             cells.once("device people", with_people, partial(measured_people, sources, case, folder))
 

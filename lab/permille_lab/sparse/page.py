@@ -297,7 +297,8 @@ def _device(cells: Cells) -> pd.DataFrame:
     rows = []
     for settings, result in cells.of("device"):
         for text, dense in result["nf4"]["dense"].items():
-            row = {"model, text": f"{settings['model']}, {text}", "dense NF4": f"{math.exp(dense):.2f}"}
+            row = {"model, text": f"{settings['model']}, {text}", "rate": str(settings["rate"])}
+            row["dense NF4"] = f"{math.exp(dense):.2f}"
             for name in ("pruned", "recovered"):
                 loss = result["nf4"][name][text]
                 row[f"2:4 NF4, {name}"] = f"{math.exp(loss):.2f} ({math.expm1(loss - dense):+.1%})"
