@@ -47,6 +47,13 @@ class HubModel(Closed):
     ]
 
 
+class SparsifiedModel(Closed):
+    """What a sparsification made. Its files lie below the model root, under their digest."""
+
+    kind: Literal["sparsified"]
+    sparsification_id: Id
+
+
 ModelSource = Annotated[FolderModel | HubModel, Field(discriminator="kind")]
 
 
@@ -62,7 +69,7 @@ class Model(Closed):
 
     id: Id
     name: Name
-    source: ModelSource
+    source: Annotated[FolderModel | HubModel | SparsifiedModel, Field(discriminator="kind")]
     family: str | None = Field(examples=["llama"])
     parameters: Count | None
     scoped_parameters: Count | None = Field(description="weights of the decoder blocks' linear layers")

@@ -13,6 +13,7 @@ class JobKind(StrEnum):
     """What a job does. A build is done by its child jobs, a mask of much work by shards; a shared log starts
     its replay, a federation the closing of a round."""
 
+    SPARSIFICATION = "sparsification"
     MASK = "mask"
     SHARD = "shard"
     QUANTIZATION = "quantization"

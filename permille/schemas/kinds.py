@@ -27,6 +27,7 @@ from permille.schemas.packages import (
 )
 from permille.schemas.quantizations import Quantization, QuantizationCreate
 from permille.schemas.runs import ReplayRequest
+from permille.schemas.sparsifications import Sparsification, SparsificationCreate
 
 _MODEL: Final = f"model_{EXAMPLE_ULID}"
 _CORPUS: Final = f"corpus_{EXAMPLE_ULID}"
@@ -89,6 +90,27 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             },
             key="build_id",
             prefix="job",
+        ),
+        WorkKind(
+            kind=JobKind.SPARSIFICATION,
+            request=SparsificationCreate,
+            record=Sparsification,
+            collection="sparsifications",
+            about="Models with weights set to zero, and what that costs.",
+            starts="Start setting weights of a model to zero; what is made is a model of its own.",
+            shows="What a sparsification costs: zeros and error by layer, perplexity before and after.",
+            examples={
+                "half of the weights": {"model_id": _MODEL, "corpus_id": _CORPUS, "name": "half"},
+                "two of four, the others make up for it": {
+                    "model_id": _MODEL,
+                    "corpus_id": _CORPUS,
+                    "name": "two-of-four",
+                    "method": "sparsegpt",
+                    "pattern": "2:4",
+                },
+            },
+            key="sparsification_id",
+            prefix="sparse",
         ),
         WorkKind(
             kind=JobKind.MASK,

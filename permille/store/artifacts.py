@@ -1,4 +1,4 @@
-"""What jobs make: masks, quantizations and packages, with the blobs of each and what it was made of.
+"""What jobs make: sparse models, masks, quantizations, packages; the blobs of each, what it was made of.
 
 A worker adds an artifact in the transaction that completes its job; the blobs are in the blob store before
 that.
@@ -24,6 +24,7 @@ MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
 _EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
 _PREFIXES = {
+    JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
     JobKind.MASK: Prefix.MASK,
     JobKind.QUANTIZATION: Prefix.QUANTIZATION,
     JobKind.PACKAGE: Prefix.PACKAGE,
@@ -46,7 +47,9 @@ class Made:
     """What a task has made.
 
     Attributes:
-        digest: of the layer of a mask, the dense layer of a quantization, the manifest of a package.
+        model_id: the model that it is made of.
+        digest: of the files of a sparse model, the layer of a mask, the dense layer of a quantization, the
+            manifest of a package.
         k: weights that a mask selects; None of a quantization.
         provenance: where it comes from, without clocks and row ids.
     """

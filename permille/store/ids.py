@@ -28,6 +28,7 @@ class Prefix(StrEnum):
     MODEL = "model"
     CORPUS = "corpus"
     JOB = "job"
+    SPARSIFICATION = "sparse"
     MASK = "mask"
     QUANTIZATION = "quant"
     PACKAGE = "pkg"

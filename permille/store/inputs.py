@@ -7,16 +7,16 @@ field of its request named it.
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from permille.schemas.inputs import FileCorpus, FolderModel, HubModel, StreamedCorpus
+from permille.schemas.inputs import FileCorpus, FolderModel, HubModel, SparsifiedModel, StreamedCorpus
 from permille.store import access, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError
 from permille.store.ids import Prefix, new_id
 from permille.store.settings import StoreSettings
-from permille.store.tables import ArtifactSource, Corpus, Model
+from permille.store.tables import Artifact, ArtifactSource, Corpus, Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +53,14 @@ def add_model(
     *,
     tenant_id: str,
     name: str,
-    source: FolderModel | HubModel,
+    source: FolderModel | HubModel | SparsifiedModel,
     facts: ModelFacts | None = None,
 ) -> Model:
-    """Register a model: a folder below the model root, or a hub repository at a commit.
+    """Register a model: a folder below the model root, a hub repository at a commit, or what a job made.
 
     Raises ConflictError when the tenant has one of this name.
     """
-    _check_name(session, Model, tenant_id, name)
+    check_name(session, Model, tenant_id, name)
     model = Model(
         id=new_id(Prefix.MODEL),
         tenant_id=tenant_id,
@@ -87,7 +87,7 @@ def add_corpus(
 
     Raises ConflictError when the tenant has one of this name.
     """
-    _check_name(session, Corpus, tenant_id, name)
+    check_name(session, Corpus, tenant_id, name)
     corpus = Corpus(
         id=new_id(Prefix.CORPUS),
         tenant_id=tenant_id,
@@ -101,8 +101,11 @@ def add_corpus(
     return corpus
 
 
-def _check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: str, name: str) -> None:
-    """Commands know inputs by their names, so that two of one name could not be told apart."""
+def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: str, name: str) -> None:
+    """Commands know inputs by their names, so that two of one name could not be told apart.
+
+    Raises ConflictError when the tenant has one of this name.
+    """
     query = select(table.id).where(table.tenant_id == tenant_id, table.name == name)
     if (found := session.scalar(query)) is not None:
         raise ConflictError(
@@ -130,6 +133,7 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
     )
     if used_by is not None:
         raise ConflictError(f"expected a {table.noun} without results, got {row_id}: {used_by} is made of it")
+    session.execute(update(Artifact).where(Artifact.made_model_id == row_id).values(made_model_id=None))
     session.delete(row)
 
 

@@ -131,7 +131,8 @@ class Probe(Base):
 
 
 class Model(Named):
-    """A registered base model: a hub id pinned to a commit, or a folder under the model root."""
+    """A registered base model: a hub id pinned to a commit, a folder under the model root, or what a
+    sparsification made."""
 
     __tablename__ = "models"
     noun = "model"
@@ -208,7 +209,7 @@ class JobEvent(Base):
 
 
 class Artifact(Named):
-    """The result of a job: a mask, a quantization, or a package that its reader has accepted."""
+    """The result of a job: a sparse model, mask, quantization, or a package that its reader accepted."""
 
     __tablename__ = "artifacts"
     noun = "artifact"
@@ -218,6 +219,7 @@ class Artifact(Named):
     request: Mapped[dict[str, object]]  # what was asked for: its job's payload
     digest: Mapped[str]
     k: Mapped[int | None] = mapped_column(BigInteger)
+    made_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))  # of a sparsification
     size_bytes: Mapped[int] = mapped_column(BigInteger)  # of what a package has of it
     provenance: Mapped[dict[str, object]]
     blobs: Mapped[list["ArtifactBlob"]] = relationship(lazy="selectin", order_by="ArtifactBlob.position")

@@ -26,6 +26,7 @@ PARAMETERS = {
     "export_id": f"job_{ULID}",
     "mask_id": f"mask_{ULID}",
     "quantization_id": f"quant_{ULID}",
+    "sparsification_id": f"sparse_{ULID}",
     "device_id": f"dev_{ULID}",
     "invitation_id": f"inv_{ULID}",
     "token_id": f"operator_{ULID}",
@@ -43,6 +44,7 @@ PARAMETERS = {
 BODIES: dict[str, Any] = {
     "create_model": {"name": "m", "source": {"kind": "hub", "repository": "a/b", "commit": "0" * 40}},
     "create_corpus": {"name": "c", "source": {"kind": "streamed", "dataset": "c4"}},
+    "create_sparsification": {"model_id": f"model_{ULID}", "corpus_id": f"corpus_{ULID}", "name": "sparse"},
     "create_mask": {"model_id": f"model_{ULID}", "method": "random"},
     "create_quantization": {"model_id": f"model_{ULID}"},
     "create_build": {"model_id": f"model_{ULID}", "mask": {"method": "random"}},

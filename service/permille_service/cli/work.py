@@ -43,6 +43,11 @@ _VIEWS: Final[Mapping[JobKind, View]] = {
         example="--model tiny --corpus stories --evaluate-on stories",
         then="permille releases publish NAME --package {} --alias stable",
     ),
+    JobKind.SPARSIFICATION: View(
+        columns=("id", "model_id", "made_model_id", "request.method", "request.name", "created_at"),
+        example="--model tiny --corpus stories --name tiny-half --rate 0.5",
+        then="permille sparsifications report {}",
+    ),
     JobKind.MASK: View(
         columns=("id", "model_id", "request.method", "request.density", "k", "created_at"),
         example="--model tiny --corpus stories --density 0.001",

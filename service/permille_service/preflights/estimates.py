@@ -12,6 +12,7 @@ from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.packages import PoolingCreate
 from permille.schemas.quantizations import AnyOptions, AutoRound
+from permille.schemas.sparsifications import SparsificationCreate
 
 FLOAT_BYTES = 4
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
@@ -75,6 +76,27 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
         vocabulary=embedding[0],
         lora_rank=min(rows * columns // (rows + columns) for _, (rows, columns) in scoped),
         lora_fa_rank=min(columns for _, (_, columns) in scoped),
+    )
+
+
+def sparsification_needs(
+    sizes: Sizes, request: SparsificationCreate, *, model_bytes: int, flops_per_s: float
+) -> Needs:
+    """What making a model sparse needs: its ends or one decoder layer in memory, with the products of its
+    inputs and what SparseGPT makes of them; on the disk the copy, twice on its way, and the hidden states."""
+    rows = request.sequences + 2 * request.evaluation_sequences
+    tokens = rows * request.length
+    layer = sizes.scoped // sizes.layers
+    inputs = sizes.largest // min(sizes.hidden, sizes.largest)  # of the widest linear
+    ends = sizes.parameters - sizes.scoped + request.length * sizes.vocabulary
+    held = max(ends, layer + 3 * sizes.largest + 6 * max(inputs, sizes.hidden) ** 2)
+    products = (
+        tokens * layer * FORWARD_FLOPS * 2 + tokens * 4 * FORWARD_FLOPS * max(inputs, sizes.hidden) ** 2
+    )
+    return Needs(
+        memory_bytes=PROCESS_BYTES + held * FLOAT_BYTES,
+        disk_bytes=2 * model_bytes + 2 * tokens * sizes.hidden * FLOAT_BYTES,
+        seconds=sizes.layers * products / flops_per_s + 4 * sizes.scoped * SECONDS_A_WEIGHT,
     )
 
 

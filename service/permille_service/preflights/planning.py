@@ -19,11 +19,13 @@ from permille.schemas.packages import (
 )
 from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import AutoRound, QuantizationCreate
-from permille.store import artifacts, rows
+from permille.schemas.sparsifications import SparsificationCreate
+from permille.store import artifacts, inputs, rows
 from permille.store.artifacts import SCORES
 from permille.store.tables import Artifact, Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
+    FLOAT_BYTES,
     Needs,
     Sizes,
     export_needs,
@@ -32,6 +34,7 @@ from permille_service.preflights.estimates import (
     pooling_needs,
     quantization_needs,
     sizes_of,
+    sparsification_needs,
 )
 from permille_service.preflights.machine import Machine, look
 from permille_service.problems import ApiError
@@ -102,6 +105,8 @@ class _Planner:
     def needs_of(self, request: Closed) -> Needs:
         """What any request needs."""
         match request:
+            case SparsificationCreate():
+                return self._sparsification(request)
             case FisherMaskCreate() | WeightMaskCreate():
                 return self._mask(request, request.model_id)
             case QuantizationCreate():
@@ -115,6 +120,23 @@ class _Planner:
             case ExportCreate():
                 return self._export(request)
         raise TypeError(f"expected a request for work, got {type(request).__name__}")
+
+    def _sparsification(self, request: SparsificationCreate) -> Needs:
+        """Refuses early what the job would refuse by the config alone, or by a name that is taken."""
+        self._check_corpus(request.corpus_id, request.sequences * request.length)
+        inputs.check_name(self._session, Model, self._tenant_id, request.name)
+        sizes = self._sizes(request.model_id)
+        model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=request.model_id)
+        if sizes is None or model.config is None:
+            return NOTHING
+        try:
+            request.plan().check(model.config)
+        except InputError as exc:
+            raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
+        model_bytes = model.size_bytes or sizes.parameters * FLOAT_BYTES
+        return sparsification_needs(
+            sizes, request, model_bytes=model_bytes, flops_per_s=self._machine.flops_per_s
+        )
 
     def _mask(self, mask: FisherMask | WeightMask, model_id: str) -> Needs:
         sizes = self._sizes(model_id, mask.scope)

@@ -158,6 +158,7 @@ def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
         "request": row.request,
         "digest": row.digest,
         "k": row.k,
+        "made_model_id": row.made_model_id,
         "size_bytes": row.size_bytes,
         "created_at": row.created_at,
         "layers": [

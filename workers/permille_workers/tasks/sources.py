@@ -6,11 +6,12 @@ changed, so that a mask, a quantization and the values of one package come from 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
+from sqlalchemy.orm import Session
 
 import permille
 from permille.corpora import sources
@@ -21,15 +22,22 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.sources import FolderRef, HubRef, ModelRef, resolve_inside, resolve_model
-from permille.schemas.inputs import CorpusSource, FileCorpus, FolderModel, HubModel, StreamedCorpus
-from permille.store import inputs, rows
+from permille.schemas.inputs import (
+    CorpusSource,
+    FileCorpus,
+    FolderModel,
+    HubModel,
+    SparsifiedModel,
+    StreamedCorpus,
+)
+from permille.schemas.jobs import JobKind
+from permille.store import artifacts, inputs, rows
 from permille.store.inputs import ModelFacts
 from permille.store.tables import Corpus, Model
 from permille_workers.runtime.context import TaskContext
 
-_MODEL_SOURCE: TypeAdapter[FolderModel | HubModel] = TypeAdapter(
-    Annotated[FolderModel | HubModel, Field(discriminator="kind")]
-)
+AnyModel = FolderModel | HubModel | SparsifiedModel
+_MODEL_SOURCE: TypeAdapter[AnyModel] = TypeAdapter(Annotated[AnyModel, Field(discriminator="kind")])
 _CORPUS_SOURCE: TypeAdapter[FileCorpus | StreamedCorpus] = TypeAdapter(CorpusSource)
 
 
@@ -94,13 +102,13 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
     with context.db.read() as session:
         row = rows.get(session, Model, tenant_id=tenant_id, row_id=model_id)
         root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).models
-    ref, provenance = _model_ref(_MODEL_SOURCE.validate_python(row.source))
+        ref, provenance = _model_ref(session, tenant_id, _MODEL_SOURCE.validate_python(row.source))
     checkpoint = Checkpoint(resolve_model(ref, root))
     digest = checkpoint.digest()
     if row.digest is not None and row.digest != digest:
         raise InputError(f"expected the files of {model_id} as they were ({row.digest}), got {digest}")
     if row.digest is None:
-        facts = _facts(checkpoint, digest)
+        facts = model_facts(checkpoint, digest)
         with context.db.write() as session:
             inputs.record_facts(session, tenant_id=tenant_id, model_id=model_id, facts=facts)
     return SourceModel(id=model_id, checkpoint=checkpoint, provenance={**provenance, "digest": digest})
@@ -136,8 +144,19 @@ def versions(*libraries: str) -> dict[str, JSON]:
     return {**found, "permille": permille.__version__, "numpy": np.__version__}
 
 
-def _model_ref(source: FolderModel | HubModel) -> tuple[ModelRef, dict[str, JSON]]:
+def sparsified_path(digest: str) -> str:
+    """Where below the model root the files of a sparsification lie."""
+    return f"sparsified/{digest.removeprefix('sha256:')}"
+
+
+def _model_ref(session: Session, tenant_id: str, source: AnyModel) -> tuple[ModelRef, dict[str, JSON]]:
     """Where the library finds the model, and what provenance says of that."""
+    if isinstance(source, SparsifiedModel):
+        made = artifacts.get(
+            session, tenant_id=tenant_id, kind=JobKind.SPARSIFICATION, key=source.sparsification_id
+        )
+        made_of = cast("dict[str, JSON]", made.provenance)
+        return FolderRef(path=sparsified_path(made.digest)), {"kind": "sparsified", "made_of": made_of}
     if isinstance(source, FolderModel):
         return FolderRef(path=source.path), {"kind": "folder", "location": source.path}
     return HubRef(repository=source.repository, commit=source.commit), {
@@ -147,7 +166,8 @@ def _model_ref(source: FolderModel | HubModel) -> tuple[ModelRef, dict[str, JSON
     }
 
 
-def _facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
+def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
+    """What is stored of a model whose files were read."""
     return ModelFacts(
         family=checkpoint.family.value,
         config=dict(checkpoint.config),

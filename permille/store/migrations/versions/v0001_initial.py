@@ -151,6 +151,7 @@ def upgrade() -> None:
         _column("request", sa.JSON()),
         _column("digest", TEXT),
         sa.Column("k", BIG),
+        sa.Column("made_model_id", TEXT, sa.ForeignKey("models.id")),
         _column("size_bytes", BIG),
         _column("provenance", sa.JSON()),
         _column("id", TEXT, primary_key=True),
