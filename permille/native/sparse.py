@@ -20,6 +20,11 @@ from permille.quantization.types import Coded, Pattern, SparseTensor, Sparsity
 
 _TILE_ROWS = 256
 _KERNELS = ("avx512", "avx2")
+# byte -> the places of its set bits, and as many zeros as it has others
+_BITS = np.zeros((256, 8), np.uint8)
+for _byte in range(256):
+    _places = [bit for bit in range(8) if _byte >> bit & 1]
+    _BITS[_byte, : len(_places)] = _places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,14 +146,14 @@ def _token_product(
     kept, columns = weight.kept, weight.shape[1]
     is_bitmap = weight.pattern.sparsity is Sparsity.BITMAP
     coded = (kept.packed, kept.scales, CODES[kept.scheme], kept.group_size)
-    scratch_K = np.empty(columns + 16, np.float32)
+    scratch = np.empty(columns + 2 * kept.group_size + 32, np.float32)
     if not is_bitmap and columns // 2 % kept.group_size == 0:
         library.call(
-            "two_of_four_product", *coded, columns, weight.pattern.packed, *rows, x_K, out_N, scratch_K
+            "two_of_four_product", *coded, columns, weight.pattern.packed, *rows, x_K, out_N, scratch
         )
         return
     where = (weight.pattern.packed, int(is_bitmap), columns, weight.start_N1)
-    library.call("kept_product", *coded, kept.line, *where, *rows, x_K, out_N, scratch_K)
+    library.call("kept_product", *coded, kept.line, *where, *rows, x_K, out_N, _BITS, scratch)
 
 
 def dequantize_sparse_rows(weight: SparseRows, first: int, last: int, out: NDArray[np.float32]) -> None:

@@ -5,6 +5,9 @@
 The weight exists a tile of rows at a time, in the scratch memory of the thread that needs it: the tile is
 dequantized once, and for each variant its values are set and the variant's tokens multiplied.
 
+Of a sparse weight a tile is decoded like any other, or, where that is faster, its kept weights are lists, so
+that many tokens skip the zeros (`permille.native.kept_lists`).
+
 With inputs of 8 bits the tile stays integers, the same for all variants, and what a variant's values change
 is a sparse product of its own, with the inputs in float32 (ADR 20):
 
@@ -14,8 +17,9 @@ is a sparse product of its own, with the inputs in float32 (ADR 20):
 # directions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +29,7 @@ from permille.engines.light.blas import Blas
 from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
 from permille.native.int8 import RUN, has_int8, int8_product, int8_rows, scratch_floats
+from permille.native.kept_lists import KeptLists, kept_lists, lists_floats, lists_product, pays
 from permille.native.products import compressed_rows, sparse_product
 from permille.native.sparse import CodedRows, SparseRows, decode_at, decode_tile
 from permille.native.weights import PackedRows, set_values
@@ -163,9 +168,9 @@ class LightLinear:
     ) -> None:
         """Columns `rows` of the layer's output, for each group of variants."""
         if inputs.q_GMP is None:
-            for group, weight_RK in self.weights(tools.threads, rows, values.masked_GC):
+            for group, multiply in self._multiplied(tools, inputs.x_GMK, values.masked_GC, rows):
                 part_MR = out_GMN[group, :, rows]
-                self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, part_MR)
+                multiply(part_MR)
                 if values.low_rank is not None:
                     values.low_rank.add(tools.blas, group, rows, part_MR)
             return
@@ -181,8 +186,8 @@ class LightLinear:
         tokens, width = inputs.x_GMK.shape[1], rows.stop - rows.start
         part_MR = threads.scratch(name, tokens * width).reshape(tokens, width)
         if inputs.q_GMP is None or inputs.scale_GM is None:
-            for group, weight_RK in self.weights(threads, rows, values.masked_GC):
-                self.multiply(tools.blas, inputs.x_GMK[group], weight_RK, rows, part_MR)
+            for group, multiply in self._multiplied(tools, inputs.x_GMK, values.masked_GC, rows):
+                multiply(part_MR)
                 if values.low_rank is not None:
                     values.low_rank.add(tools.blas, group, rows, part_MR)
                 yield group, part_MR
@@ -247,6 +252,36 @@ class LightLinear:
                 if state:
                     directed.add(tools.blas, state - 1, rows, part_QMR[state])
         return part_QMR
+
+    def _multiplied(
+        self, tools: Tools, x_GMK: Array, values_GC: Array, rows: slice
+    ) -> Iterator[tuple[int, Callable[[Array], None]]]:
+        """(group, what writes `x W^T + b` for these rows to an array [M, R]): use it before the next."""
+        if isinstance(self.weight, SparseRows) and pays(self.weight, x_GMK.shape[1]):
+            for group, lists in self._lists(self.weight, tools.threads, rows, values_GC):
+                yield group, partial(self._multiply_lists, tools, x_GMK[group], lists, rows)
+            return
+        for group, weight_RK in self.weights(tools.threads, rows, values_GC):
+            yield group, partial(self.multiply, tools.blas, x_GMK[group], weight_RK, rows)
+
+    def _lists(
+        self, weight: SparseRows, threads: Threads, rows: slice, values_GC: Array
+    ) -> Iterator[tuple[int, KeptLists]]:
+        """(group, kept weights of these rows with its values): the same memory each time."""
+        memory = threads.scratch("weight", lists_floats(weight, rows.start, rows.stop))
+        lists = kept_lists(weight, rows.start, rows.stop, memory)
+        first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
+        place_J = lists.places(self.indices[first:last], rows.start * self.columns)
+        for group, value_C in enumerate(values_GC):
+            lists.value_C[place_J] = value_C[first:last]
+            yield group, lists
+
+    def _multiply_lists(
+        self, tools: Tools, x_MK: Array, lists: KeptLists, rows: slice, out_MR: Array
+    ) -> None:
+        lists_product(lists, x_MK, out_MR, tools.threads.scratch("side by side", lists.scratch_floats))
+        if self.bias_N is not None:
+            out_MR += self.bias_N[rows]
 
     def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
         """(group, tile [R, K] with its values): the same memory each time, so use it before the next."""

@@ -11,6 +11,7 @@ from permille.engines.light.decoding import TextPass
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
+from permille.native import kept_lists
 from permille.package.build import ChosenAdapter
 from permille.package.limits import AdapterKind
 from permille.quantization.types import Scheme, Sparsity
@@ -44,6 +45,19 @@ def test_a_sparse_package_conforms(family: str, scheme: Scheme, sparsity: Sparsi
     Conformance(engine=LightEngine(tiny.package), tiny=tiny).check()
     with pytest.raises(InputError, match="expected a package of int4"):
         LightEngine(tiny.package, int8=True)
+
+
+@pytest.mark.parametrize("sparsity", Sparsity)
+def test_a_sparse_package_conforms_by_lists_of_kept_weights(
+    sparsity: Sparsity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a real step has enough tokens for."""
+    monkeypatch.setattr(kept_lists, "_LEAST_TOKENS", 1)
+    monkeypatch.setattr(kept_lists, "_MOST_KEPT", dict.fromkeys(kept_lists._MOST_KEPT, 1))
+    tiny = tiny_package(
+        tmp_path, "llama", sparsity=sparsity, sizes={"hidden_size": 128, "intermediate_size": 128}
+    )
+    Conformance(engine=LightEngine(tiny.package), tiny=tiny).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -114,10 +114,16 @@ def write_package(
 
 
 def tiny_package(
-    folder: Path, family: str, scheme: Scheme = Scheme.NF4, *, layers: int = 2, **options: Any
+    folder: Path,
+    family: str,
+    scheme: Scheme = Scheme.NF4,
+    *,
+    layers: int = 2,
+    sizes: Mapping[str, int] | None = None,
+    **options: Any,
 ) -> Tiny:
     """A package in `folder` and its reference with the package's own values."""
-    model = tiny_model(family, num_hidden_layers=layers)
+    model = tiny_model(family, num_hidden_layers=layers, **(sizes or {}))
     package = write_package(BlobFolder(folder), model, scheme, **options)
     return Tiny(package=package, reference=reference_model(package, model))
 
