@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from permille.digests import digest_of
 from permille.errors import OperatorError, PackageError
-from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
 
 # Room for the file system's own needs, partial files and the state of a run.
@@ -23,13 +23,19 @@ class DownloadPlan:
 
 
 def check_plan(
-    manifest_bytes: bytes, expected_digest: str, free_bytes: int, *, present: Container[str] = ()
+    manifest_bytes: bytes,
+    expected_digest: str,
+    free_bytes: int,
+    *,
+    present: Container[str] = (),
+    program: bool = True,
 ) -> DownloadPlan:
     """Hold a manifest against its digest, its own rules and the disk.
 
     Args:
         free_bytes: of the disk that will hold the blobs.
         present: digests that need no download.
+        program: whether a program is wanted; what does not run it does without.
 
     Raises:
         PackageError: `blob-digest`, or a rule of FORMAT 3.
@@ -44,7 +50,8 @@ def check_plan(
         got_digest = digest_of(manifest_bytes)
         raise PackageError("blob-digest", f"expected a manifest {expected_digest!r:.100}, got {got_digest}")
     manifest = Manifest.from_bytes(manifest_bytes)
-    missing = {layer.digest: layer for layer in manifest.layers if layer.digest not in present}
+    wanted = (layer for layer in manifest.layers if program or layer.role is not Role.PROGRAM)
+    missing = {layer.digest: layer for layer in wanted if layer.digest not in present}
     layers = tuple(sorted(missing.values(), key=lambda layer: (layer.size_bytes, layer.digest)))
     download = sum(layer.size_bytes for layer in layers)
     if download and download + RESERVE_BYTES > free_bytes:

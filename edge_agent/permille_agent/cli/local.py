@@ -33,6 +33,7 @@ class ExportForm(StrEnum):
     TRANSFORMERS = "transformers"
     PEFT = "peft"
     GGUF = "gguf"
+    EXECUTORCH = "executorch"
 
 
 def register(app: typer.Typer) -> None:
@@ -248,8 +249,9 @@ def export(
     """Write the model for other programs, your changes merged into its weights.
 
     A folder for transformers, or one for llama.cpp and Ollama (`--format gguf`). Of a package with an adapter
-    also the adapter alone (`--format peft`), to be loaded onto the model. It holds your personalised model:
-    treat it as personal data.
+    also the adapter alone (`--format peft`), to be loaded onto the model. A program for ExecuTorch's runtime
+    (`--format executorch`) is made where torch and the exporter are. It holds your personalised model: treat
+    it as personal data.
 
     [bold]Examples[/bold]
 
@@ -286,6 +288,8 @@ def export(
         export_transformers(package, values_K, folder)
     elif form is ExportForm.PEFT:
         export_peft(package, values_K, folder)
+    elif form is ExportForm.EXECUTORCH:
+        document |= {"bytes": _executorch()(package, values_K, folder)}
     else:
         exported = _gguf()(package, values_K, folder, kind=kind)
         document |= {"type": kind, "bytes": exported.size_bytes}
@@ -307,6 +311,21 @@ def _gguf() -> "Callable[..., GgufExport]":
     except ModuleNotFoundError as exc:
         raise InputError(f'expected {exc.name} to be installed: pip install "permille[gguf]"') from exc
     return export_gguf
+
+
+def _executorch() -> "Callable[..., int]":
+    """The exporter of programs, which is an extra.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    from permille.errors import InputError
+
+    try:
+        from permille.engines.executorch.exporting import export_executorch
+    except ModuleNotFoundError as exc:
+        raise InputError(f"exporting needs {exc.name}: pip install 'permille[executorch]'") from exc
+    return export_executorch
 
 
 def _open_model(context: typer.Context, threads: int | None, engine: str) -> "LocalModel":

@@ -47,7 +47,7 @@ def train(
         str | None,
         typer.Option(
             help="gradient, or, of forward passes alone, one-sided, spsa, split or forward. "
-            "Default: gradient."
+            "Default: gradient; with --engine executorch spsa."
         ),
     ] = None,
     queries: Annotated[
@@ -108,10 +108,10 @@ def train(
     from permille_agent.state.lock import hold_lock
     from permille_agent.state.models import active_model
     from permille_agent.training.options import (
-        DEFAULT_ESTIMATOR,
         DEFAULT_MINUTES,
         RunContext,
         TrainOptions,
+        default_estimator,
         estimator_named,
         start_named,
     )
@@ -121,7 +121,7 @@ def train(
     home = home_of(context)
     if minutes is None and steps is None:
         minutes = DEFAULT_MINUTES
-    kind = DEFAULT_ESTIMATOR if estimator is None else estimator_named(estimator)
+    kind = default_estimator(engine) if estimator is None else estimator_named(estimator)
     consent = read_consent(home)
     sharing = consent.share_log if share_log is None else share_log
     options = TrainOptions.of(

@@ -142,7 +142,7 @@ def _train_part(home: Home, request: RoundRequest, stop: threading.Event) -> str
 
 
 def _train_personal(home: Home, request: TrainingRequest, stop: threading.Event) -> str:
-    from permille_agent.training.options import DEFAULT_ESTIMATOR, RunContext, TrainOptions
+    from permille_agent.training.options import RunContext, TrainOptions, default_estimator
     from permille_agent.training.progress import LiveProgress
     from permille_agent.training.train import run_training
 
@@ -154,7 +154,7 @@ def _train_personal(home: Home, request: TrainingRequest, stop: threading.Event)
             progress=progress,
             engine_of=EngineChoice(name=request.engine),
         )
-        options = TrainOptions.of(DEFAULT_ESTIMATOR, minutes=request.minutes)
+        options = TrainOptions.of(default_estimator(request.engine), minutes=request.minutes)
         result = run_training(home, request.data_paths, options, context)
     return str(result.outcome)
 

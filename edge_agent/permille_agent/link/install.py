@@ -1,9 +1,9 @@
 """From downloaded blobs to the installed package: tried first, in a child process with limits.
 
 The child reads the package as a stranger would, every number of it, computes one forward pass with it, and
-takes a sentence through its tokenizer and back. Whatever goes wrong there, the package that was installed
-stays. It also stays on the disk until the new one was used (`state/models.py`), and is taken again where the
-new one does not open.
+one by its program where that is here, and takes a sentence through its tokenizer and back. Whatever goes
+wrong there, the package that was installed stays. It also stays on the disk until the new one was used
+(`state/models.py`), and is taken again where the new one does not open.
 
 The child is this module run as a program: one JSON line in, one out.
 """
@@ -15,18 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from permille.engines.executorch.build import programs_run_here
 from permille.errors import InputError, PackageError, PermilleError
+from permille.package.limits import Role
 from permille.sandbox.confinement import confine
 from permille_agent.state.home import Home, as_json, parse_record
 from permille_agent.state.models import InstalledRelease, installed_release, read_releases, record_installed
 
 if TYPE_CHECKING:
+    from permille.engines.interface import Engine
     from permille.package.reader import Package
+    from permille.zo.estimators import Batch
 
 # Beyond the package's own bytes, which are mapped: libraries, the tokenizer's vocabulary, one pass.
 TRIAL_MEMORY_BYTES = 3 << 30
 TRIAL_S = 120.0
 TRIAL_S_PER_GIB = 120.0
+PROGRAM_TOLERANCE = 0.05
 SENTENCE = "the old baker opened the door and said good morning to the children in the street"
 
 
@@ -160,6 +165,29 @@ def _compute(package: "Package") -> None:
     for values_K in own:
         if not np.isfinite(engine.token_losses(values_K, batch)).all():
             raise PackageError("package-trial", "expected finite losses of a sentence, got NaN or infinity")
+    if package.manifest.has_layer(Role.PROGRAM) and programs_run_here():
+        _run_program(package, engine, batch)
+
+
+def _run_program(package: "Package", engine: "Engine", batch: "Batch") -> None:
+    """Hold the losses of the package's program against those of another engine.
+
+    Raises:
+        PackageError: they differ by more than 8-bit activations explain, or the program is refused.
+    """
+    from permille.engines.executorch.engine import ExecutorchEngine
+    from permille.zo.estimators import Batch
+
+    program, values_K = ExecutorchEngine(package, threads=1), package.values()
+    first = slice(program.shape.tokens)
+    batch = Batch(
+        input_ids_BT=batch.input_ids_BT[:, first],
+        attention_BT=batch.attention_BT[:, first],
+        target_BT=batch.target_BT[:, first],
+    )
+    expected, found = (float(one.losses(values_K[None], batch)[0]) for one in (engine, program))
+    if not abs(found - expected) <= PROGRAM_TOLERANCE * expected:
+        raise PackageError("package-trial", f"expected a loss of {expected:.3f} of the program, got {found}")
 
 
 def _letters(text: str) -> str:

@@ -5,7 +5,7 @@ manifest by its signed digest -> plan against the disk -> blobs -> the package a
 alias is the operator's unsigned choice among what is signed; an earlier version may be chosen again. Each
 step leaves a state from which the next `pull` goes on, so a kill at any moment costs at most the bytes that
 were in flight. The active personalisation is never touched: it keeps its own package until training on the
-new one beats it.
+new one beats it. A program is fetched where its runtime is.
 """
 
 import shutil
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from tuf.api.metadata import TargetFile
 
+from permille.engines.executorch.build import programs_run_here
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.blobs import BlobFolder
-from permille.package.limits import MAX_MANIFEST_BYTES
-from permille.package.manifest import Manifest
+from permille.package.limits import MAX_MANIFEST_BYTES, Role
+from permille.package.manifest import Layer, Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.reader import Package
 from permille.trust.roles import aliases_of, target_path
@@ -25,7 +26,7 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
-from permille_agent.link.install import install
+from permille_agent.link.install import install, try_package
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.link.verify import Verified, verify_package_files
 from permille_agent.state.home import Home
@@ -83,18 +84,26 @@ def pull(
     release, target = _choose(api, trusted, enrolment)
     try:
         manifest = _fetch_manifest(home, trusted, blobs, target, release.manifest_digest)
-        plan = check_plan(manifest, release.manifest_digest, _free_bytes(home), present=set(blobs.iterate()))
+        plan = check_plan(
+            manifest,
+            release.manifest_digest,
+            _free_bytes(home),
+            present=set(blobs.iterate()),
+            program=programs_run_here(),
+        )
         _download(home, api, blobs, plan, release.manifest_digest, progress)
     except RequestRefusedError as exc:
         raise OperatorError(f"expected the files of {release.name} {release.version}: {exc}") from exc
     before = installed_release(home)
     try:
-        _install(home, blobs, release, plan.package_bytes)
+        _install(home, blobs, release, plan)
     except PackageError as exc:
         if exc.code not in DAMAGED:
+            for layer in _programs(plan):
+                blobs.delete(layer.digest)
             raise
         verify_package_files(home, release.manifest_digest, api, Verified())
-        _install(home, blobs, release, plan.package_bytes)
+        _install(home, blobs, release, plan)
     return Pulled(
         release=release,
         changed=before is None or before.manifest_digest != release.manifest_digest,
@@ -202,9 +211,16 @@ def _download(
         ).run()
 
 
-def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, package_bytes: int) -> None:
+def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, plan: DownloadPlan) -> None:
+    """Try and install; a program that has come to an installed package is tried with it."""
     Package.open(blobs, release.manifest_digest)
-    install(home, release, size_bytes=package_bytes)
+    if _programs(plan) and release == installed_release(home):
+        try_package(home.blobs, release.manifest_digest, size_bytes=plan.package_bytes)
+    install(home, release, size_bytes=plan.package_bytes)
+
+
+def _programs(plan: DownloadPlan) -> list[Layer]:
+    return [layer for layer in plan.layers if layer.role is Role.PROGRAM]
 
 
 def _free_bytes(home: Home) -> int:

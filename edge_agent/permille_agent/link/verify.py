@@ -15,7 +15,7 @@ from pathlib import Path
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import Block, damaged_blocks, mend_block, package_blocks
-from permille.package.limits import BLOCKED_ROLES, MAX_MANIFEST_BYTES
+from permille.package.limits import BLOCKED_ROLES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
@@ -106,6 +106,8 @@ class _Package:
             return
         manifest = Manifest.from_bytes(self._blobs.read(self._digest, limit=MAX_MANIFEST_BYTES))
         for layer in manifest.layers:
+            if layer.role is Role.PROGRAM and not self._blobs.has(layer.digest):
+                continue  # FORMAT 4.11: it was not wanted here
             if layer.role not in BLOCKED_ROLES and not self._is_whole(layer.digest):
                 yield self._whole(layer)
         try:

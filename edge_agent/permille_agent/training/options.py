@@ -8,7 +8,7 @@ from typing import Any, Self
 from permille.digests import JSON
 from permille.errors import InputError
 from permille.zo.header import MAX_GROUPS, EstimatorKind
-from permille_agent.training.engines import ANY_ENGINE, OpenEngine
+from permille_agent.training.engines import ANY_ENGINE, EXECUTORCH, OpenEngine
 from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
@@ -169,6 +169,11 @@ def start_named(name: str) -> Start:
         return Start(name)
     except ValueError:
         raise InputError(f"expected a start of {', '.join(Start)}, got {name!r}") from None
+
+
+def default_estimator(engine: str) -> EstimatorKind:
+    """Find the estimator of an engine by name: one that has losses alone takes both signs in one pass."""
+    return EstimatorKind.SPSA if engine == EXECUTORCH else DEFAULT_ESTIMATOR
 
 
 def estimator_named(name: str) -> EstimatorKind:

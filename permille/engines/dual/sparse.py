@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from permille.engines.torch_model import MaskedLinear, TorchModel, load_torch_model
+from permille.errors import InputError
 from permille.package.reader import Package
 
 
@@ -81,8 +82,10 @@ def dual_model(package: Package) -> DualModel:
     """Build the module in float32, every linear decoded.
 
     Raises:
-        InputError: a family that we do not know, or attention that is not causal.
+        InputError: a family that we do not know, attention that is not causal, or an adapter.
     """
+    if package.manifest.adapter is not None:
+        raise InputError("expected a package with a mask, got one with an adapter")
     model = load_torch_model(package, torch.device("cpu"), torch.float32)
     for name in model.value_names:
         path = name.removesuffix(".values")

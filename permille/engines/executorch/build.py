@@ -34,6 +34,11 @@ def runtime_folder() -> Path:
     return Path(places[0])
 
 
+def programs_run_here() -> bool:
+    """Whether the runtime is installed on this machine and joined to us."""
+    return LIBRARY.is_file() and importlib.util.find_spec("executorch") is not None
+
+
 def build(library: Path = LIBRARY) -> Path:
     """Compile the library.
 

@@ -8,16 +8,24 @@ then bfloat16, as XNNPACK has them, and linears whose rows are no multiple of th
 sparse values, attention, norms and the head are float32 either way.
 """
 
+import os
+from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from permille.choices import choice_of
 from permille.engines.dual.sparse import DualModel, dual_model
 from permille.engines.executorch.program import ProgramShape
+from permille.engines.export import checked_values, new_folder
+from permille.engines.torch_model import MaskedLinear, load_torch_model
 from permille.errors import InputError
+from permille.files import write_atomic
 from permille.package.limits import Role
 from permille.package.manifest import Layer
 from permille.package.reader import Package
@@ -38,6 +46,8 @@ class Weights(StrEnum):
     INT4 = "int4"
 
 
+MAX_TOKENS = 512
+"""Of a merged model's context, for which the program plans memory."""
 BITS = {Weights.FLOAT32: 32, Weights.INT4: 8}
 """Of a linear layer's inputs."""
 
@@ -52,12 +62,7 @@ def export_program(
             is not int4.
     """
     weights = choice_of(Weights, weights, "weights of a program")
-    try:
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-    except ModuleNotFoundError as exc:
-        name = str(exc.name).partition(".")[0]
-        raise InputError(f"exporting needs {name}: pip install 'permille[executorch]'") from exc
+    _check_exporter()
     module = dual_model(package)
     if weights is Weights.INT4:
         _set_codes(module, package)
@@ -67,19 +72,88 @@ def export_program(
         torch.zeros(shape.rows, shape.tokens, dtype=torch.int64),
     )
     with torch.no_grad():
-        lowered = to_edge_transform_and_lower(
-            torch.export.export(module, inputs),
-            partitioner=[XnnpackPartitioner()],
-            # What is not one of torch's core operators: ours
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-            constant_methods={
-                "package": torch.frombuffer(_digest(package), dtype=torch.uint8),
-                "activation_bits": torch.tensor([BITS[weights]], dtype=torch.uint8),
-            },
-        )
+        exported = torch.export.export(module, inputs)
+    constants = {
+        "package": torch.frombuffer(_digest(package), dtype=torch.uint8),
+        "activation_bits": torch.tensor([BITS[weights]], dtype=torch.uint8),
+    }
     with package.blobs.writer() as writer:
-        lowered.to_executorch().write_to_file(writer)
+        _lower(exported, constants).write_to_file(writer)
         return Layer(role=Role.PROGRAM, digest=writer.commit(), size_bytes=writer.size_bytes)
+
+
+def export_executorch(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> int:
+    """Write a folder with `model.pte`, for any runtime of ExecuTorch with XNNPACK, and the tokenizer's files.
+
+    The values are constants of it, in float32. Its `forward` takes token ids I64 [1, T] and gives logits F32
+    [1, T, vocabulary], T from 2 to `MAX_TOKENS` or what the model was made for.
+
+    Returns:
+        the size of `model.pte`.
+
+    Raises:
+        InputError: as `export_transformers`; no exporter is installed.
+    """
+    _check_exporter()
+    module = _Logits(_merged(package, checked_values(package, values_K))).eval()
+    most = min(MAX_TOKENS, int(package.config.get("max_position_embeddings") or MAX_TOKENS))
+    tokens = torch.export.Dim("tokens", min=2, max=most)
+    with torch.no_grad():
+        inputs = (torch.zeros(1, most, dtype=torch.int64),)
+        exported = torch.export.export(module, inputs, dynamic_shapes=({1: tokens},))
+    with new_folder(folder) as temporary:
+        for name in package.manifest.files():
+            write_atomic(temporary / name, package.file(name))
+        with (temporary / "model.pte").open("wb") as file:
+            _lower(exported, {}).write_to_file(file)
+            file.flush()
+            os.fsync(file.fileno())
+            return file.tell()
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(ids_BT, use_cache=False).logits
+        return logits
+
+
+def _merged(package: Package, values_K: NDArray[np.float32]) -> nn.Module:
+    model, start = load_torch_model(package, torch.device("cpu"), torch.float32), 0
+    for name, count in zip(model.value_names, package.counts, strict=True):
+        layer = model.module.get_submodule(name.removesuffix(".values"))
+        value_C = torch.from_numpy(values_K[start : start + count].copy())
+        if isinstance(layer, MaskedLinear):
+            model.module.set_submodule(name.removesuffix(".values"), layer.dense(value_C))
+        else:
+            layer.values = nn.Parameter(value_C, requires_grad=False)
+        start += count
+    return model.module
+
+
+def _check_exporter() -> None:
+    try:
+        import executorch.exir  # noqa: F401
+    except ModuleNotFoundError as exc:
+        name = str(exc.name).partition(".")[0]
+        raise InputError(f"exporting needs {name}: pip install 'permille[executorch]'") from exc
+
+
+def _lower(exported: torch.export.ExportedProgram, constants: Mapping[str, torch.Tensor]) -> Any:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    lowered = to_edge_transform_and_lower(
+        exported,
+        partitioner=[XnnpackPartitioner()],
+        # What is not one of torch's core operators: ours
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        constant_methods=dict(constants),
+    )
+    return lowered.to_executorch()
 
 
 def _digest(package: Package) -> bytearray:

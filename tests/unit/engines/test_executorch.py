@@ -7,12 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.func import functional_call
 
 from permille.engines.executorch.build import LIBRARY, build
 from permille.engines.executorch.engine import ExecutorchEngine
+from permille.engines.executorch.exporting import export_executorch
 from permille.engines.executorch.program import ProgramShape
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
+from permille.engines.torch_model import load_torch_model
 from permille.errors import InputError, PackageError
 from permille.package.build import write_manifest
 from permille.package.limits import Role
@@ -23,6 +27,7 @@ from permille.zo.header import EstimatorKind
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
+from permille_agent.link.install import try_package
 from permille_agent.state.home import open_home
 from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.engines import EngineChoice
@@ -52,6 +57,17 @@ engine = ExecutorchEngine(package, threads=1)
 ids = np.arange(12)[None]
 batch = Batch(input_ids_BT=ids, attention_BT=ids >= 0, target_BT=ids > 0)
 print(float(engine.losses(package.values()[None], batch)[0]), "torch" in sys.modules)
+"""
+
+
+# The wheel's own runtime, as it is
+RUN_MERGED = """
+import sys
+import numpy as np, torch
+from executorch.runtime import Runtime
+forward = Runtime.get().load_program(sys.argv[1]).load_method("forward")
+for tokens in (20, 3):
+    print(float(forward.execute([torch.arange(tokens)[None]])[0][0, -1].max()))
 """
 
 
@@ -133,6 +149,35 @@ def test_what_is_not_ours_is_refused(float32: Tiny, int4: Tiny) -> None:
         engine.directional_derivatives(values_K, values_K[None], tiny_batch())
     with pytest.raises(InputError, match="expected an engine that writes text"):
         engine.generate(values_K, np.array([1]), TokenSampling(max_new_tokens=1))
+
+
+def test_a_device_tries_a_program_in_a_child_before_it_installs_the_package(tmp_path: Path) -> None:
+    """What the runtime refuses, or dies of, or computes wrong ends the trial and nothing else."""
+    package = packages.tiny_package(tmp_path, scheme=Scheme.INT4)
+    good = _exported(package, ProgramShape(variants=2, rows=2, tokens=16), "int4")
+    try_package(tmp_path, good.digest, size_bytes=good.size_bytes)
+    data = bytearray((good.program() or Path()).read_bytes())
+    half = len(data) // 2
+    for wrong in (data[:64] + bytes(half - 64) + data[half:], data[:half] + bytes(len(data) - half)):
+        bad = packages.program_package(package, bytes(wrong))
+        with pytest.raises(PackageError, match=r"package-trial|program-binding"):
+            try_package(tmp_path, bad.digest, size_bytes=bad.size_bytes)
+
+
+def test_a_merged_model_runs_in_an_unmodified_runtime(float32: Tiny, tmp_path: Path) -> None:
+    """Personal values are constants; no operator of ours is left, and any number of tokens fits."""
+    package = float32.package
+    values_K = package.values() + np.float32(0.25)
+    assert export_executorch(package, values_K, tmp_path / "mine") > 1000
+    command = [sys.executable, "-W", "ignore", "-c", RUN_MERGED, str(tmp_path / "mine/model.pte")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    model = load_torch_model(package, torch.device("cpu"), torch.float32)
+    parts = torch.split(torch.from_numpy(values_K), list(package.counts))
+    replaced = dict(zip(model.value_names, parts, strict=True))
+    for tokens, found in zip((20, 3), done.stdout.split(), strict=True):
+        inputs = (torch.arange(tokens)[None],)
+        logits = functional_call(model.module, replaced, inputs, {"use_cache": False}).logits
+        assert abs(float(found) - float(logits[0, -1].max())) < 1e-4
 
 
 def _gain(run: RunResult) -> float:

@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,11 @@ from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
+from permille_agent.link import pull as module
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.pull import Pulled, collect_garbage, pull
+from permille_agent.link.verify import verify
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
     Active,
@@ -22,7 +25,7 @@ from permille_agent.state.models import (
     opening,
 )
 from tests.device_service import DeviceService, Fault
-from tests.packages import tiny_package
+from tests.packages import program_package, tiny_package
 
 NOW_S = 1_800_000_000
 
@@ -79,6 +82,33 @@ def test_only_what_changed_is_fetched(device: Device, package: Package, second: 
     missing = sum(layer.size_bytes for layer in second.manifest.layers if layer.digest not in have)
     assert device.pull().download_bytes == missing
     assert any(layer.digest in have for layer in second.manifest.layers)
+
+
+def test_a_program_is_fetched_where_its_runtime_is_and_does_not_stay_untried(
+    device: Device, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = program_package(package)
+    layer = child.manifest.layer(Role.PROGRAM)
+    device.service.publish(child.digest, 2)
+    device.pull()
+    assert not device.blobs.has(layer.digest)
+    assert Package.open(device.blobs, child.digest).k == package.k
+    assert verify(device.home).damaged == []
+    monkeypatch.setattr(module, "programs_run_here", lambda: True)
+    tried: list[str] = []
+
+    def refuses(_blobs: Path, digest: str, *, size_bytes: int) -> None:
+        assert device.blobs.has(layer.digest) and size_bytes == child.manifest.size_bytes
+        tried.append(digest)
+        raise PackageError("package-trial", "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "try_package", refuses)
+        assert device.refusal() == "package-trial"
+    assert tried == [child.digest] and not device.blobs.has(layer.digest)
+    assert device.pull().download_bytes == layer.size_bytes
+    assert Package.open(device.blobs, child.digest).program() == device.blobs.path(layer.digest)
+    assert device.pull().download_bytes == 0
 
 
 def test_an_operator_may_point_back_to_a_version_that_is_listed(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -157,4 +158,8 @@ def test_the_guides_lines_export_for_other_programs(
     refused = ["export", "four", "--format", "gguf", "--type", "q4_0", "--json"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3
     assert "export q8_0" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "executorch", None)  # where it is not installed
+    refused = ["export", "four", "--format", "executorch"]
+    assert cli.main(["--home", str(trained.root), *refused]) == 3
+    assert "exporting needs executorch: pip install 'permille[executorch]'" in capsys.readouterr().err
     assert not (tmp_path / "four").exists()

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from permille.engines.interface import EngineInfo
 from permille.engines.light.engine import LightEngine
@@ -12,13 +15,15 @@ from permille.errors import InputError
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.schemas.runs import Outcome
+from permille.zo.estimators import Batch
 from permille_agent.state.home import open_home
 from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.engines import EngineChoice, EngineUsed
+from permille_agent.training.options import default_estimator
 from permille_agent.training.outcome import RunOutcome, RunResult
 from permille_agent.training.run import find_run
 from tests.bigram_engine import BigramEngine, bigram_engine
-from tests.packages import tiny_package
+from tests.packages import program_bytes, program_package, tiny_package
 from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 
@@ -134,6 +139,56 @@ def test_a_run_with_int8_activations_says_so_and_goes_on_with_them_alone(
     first = train("auto")
     assert first.metrics is not None and first.metrics.engine.value == "light-int8"
     assert first.engine is not None and first.engine.compute_dtype == "int8-activations"
+
+
+def test_an_inference_engine_runs_the_packages_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four variants and eight rows a pass; what computes in it here is the engine of tests."""
+    home, package = home_with_package(tmp_path / "home")
+    child = program_package(package)
+    record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=child.digest))
+
+    class Runtime:
+        def __init__(self, path: Path, *, threads: int) -> None:
+            assert (path.read_bytes(), threads) == (program_bytes(), 1)
+            self._engine = BigramEngine(package)
+
+        def input_shape(self, _method: str, index: int) -> tuple[int, ...]:
+            return (4, package.k) if index == 0 else (8, 128)
+
+        def run(self, method: str, inputs: tuple[Any, ...], out: NDArray[Any]) -> None:
+            if method != "forward":
+                digest = bytes.fromhex(package.digest.removeprefix("sha256:"))
+                out[:] = np.frombuffer(digest, np.uint8) if method == "package" else 32
+                return
+            values_VK, variant_R, ids_RT = inputs
+            target_RT = np.ones(ids_RT.shape, bool)
+            target_RT[:, 0] = False
+            for row, variant in enumerate(variant_R):
+                one = slice(row, row + 1)
+                batch = Batch(
+                    input_ids_BT=ids_RT[one],
+                    attention_BT=np.ones_like(target_RT[one]),
+                    target_BT=target_RT[one],
+                )
+                out[row] = self._engine.token_losses(values_VK[variant], batch)
+
+    monkeypatch.setattr("permille.engines.executorch.engine.Program", Runtime)
+    monkeypatch.setattr("permille.engines.executorch.engine.metadata.version", lambda _name: "1")
+    used = list[tuple[str, str]]()
+    for choice in (EngineChoice(name="executorch", threads=1), bigram_engine):
+        result = train_quickly(
+            home,
+            [user_text(tmp_path)],
+            steps=3,
+            seed=len(used),
+            estimator=default_estimator("executorch"),
+            engine_of=choice,
+        )
+        assert result.metrics is not None
+        used.append((result.metrics.engine.value, result.metrics.estimator.value))
+    assert used == [("executorch", "spsa"), ("torch", "spsa")]
 
 
 def test_an_active_model_of_another_package_is_opened_with_what_fits_it(tmp_path: Path) -> None:
