@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -125,6 +125,9 @@ bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first or
 
 bench-large: $(VENV)/.native  ## Are mask and package of a 7B model made in 12 GiB? (70 GB of disk; `python -m permille_lab.large --layers 4`: 10)
 	$(BIN)/python -m permille_lab.large
+
+bench-shards: $(VENV)/.native  ## How much sooner is a mask made by four workers than by one? (minutes)
+	$(BIN)/python -m tests.shard_workers
 
 bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a simulation, two minutes)
 	$(BIN)/python -m permille_lab.decision

@@ -27,7 +27,7 @@ from permille.tensors import release
 Shapes = Sequence[tuple[str, tuple[int, int]]]
 
 _CHUNK = 1 << 22
-_IN_MEMORY_BYTES = 4 << 30
+IN_MEMORY_BYTES = 4 << 30
 
 
 class Scores(Mapping[str, NDArray[np.float32]]):
@@ -66,7 +66,7 @@ def zero_scores(shapes: Shapes, *, spill_dir: Path | None = None) -> Scores:
     The file has no name: it goes away with the array, also if the process is killed.
     """
     size = sum(math.prod(shape) for _, shape in shapes)
-    if spill_dir is None or size * 4 <= _IN_MEMORY_BYTES:
+    if spill_dir is None or size * 4 <= IN_MEMORY_BYTES:
         return Scores(shapes, np.zeros(size, np.float32))
     spill_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=spill_dir) as file:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from permille.errors import InputError
-from permille.models.families import layer_of
+from permille.models.families import layer_of, shape_of
 from permille.models.layerwise import DecoderLayer, LayerStream
 
 
@@ -33,7 +33,7 @@ class StreamedModel:
 
     def sequences_a_pass(self, length: int) -> int:
         """How many sequences go through the layers together."""
-        hidden = int(self.stream.checkpoint.config["hidden_size"])
+        hidden = shape_of(self.stream.checkpoint.config).hidden
         return max(1, self.hidden_bytes // (4 * length * hidden * (self.stream.layers + 2)))
 
 

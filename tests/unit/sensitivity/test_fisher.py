@@ -130,7 +130,7 @@ def test_spilled_scores_are_a_mapped_file_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny()
-    monkeypatch.setattr("permille.sensitivity.scores._IN_MEMORY_BYTES", 100)
+    monkeypatch.setattr("permille.sensitivity.scores.IN_MEMORY_BYTES", 100)
     spilled = fisher_scores(model, sequences(), spill_dir=tmp_path / "spill")
     assert isinstance(spilled.flat, np.memmap)
     assert spilled.flat.tobytes() == fisher_scores(model, sequences()).flat.tobytes()

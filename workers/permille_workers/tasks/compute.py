@@ -11,10 +11,11 @@ import torch
 from permille.errors import OperatorError
 from permille.memory import available_memory
 from permille.models.checkpoint import Checkpoint
-from permille.models.families import shape_of
+from permille.models.families import scoped_tensors, shape_of
 from permille.models.layerwise import LayerStream
 from permille.models.loading import load_model
 from permille.schemas.masks import Dtype
+from permille.sensitivity.scores import IN_MEMORY_BYTES
 from permille.sensitivity.streamed import StreamedModel
 from permille_workers.runtime.context import TaskContext
 from permille_workers.runtime.settings import WorkerSettings
@@ -49,11 +50,15 @@ def open_torch_model(
 
 
 def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
-    """Upper estimate of what the whole model and the backward pass of one sequence take, scores aside."""
+    """Upper estimate of what the whole model, its scores and the backward pass of one sequence take."""
     shape = shape_of(checkpoint.config)
+    scored = sum(prod(size) for _, size in scoped_tensors(checkpoint.config))
     largest = max(prod(checkpoint.shape(name)) for name in checkpoint.names)
     activations = length * ((shape.layers + 32) * shape.hidden + 3 * shape.vocabulary)
-    return _PROCESS_BYTES + item_bytes * checkpoint.parameters + 4 * (3 * largest + activations)
+    scores_bytes = min(4 * scored, IN_MEMORY_BYTES)
+    return (
+        _PROCESS_BYTES + item_bytes * checkpoint.parameters + scores_bytes + 4 * (3 * largest + activations)
+    )
 
 
 def _device(name: str) -> torch.device:
