@@ -52,6 +52,12 @@ class ReleaseYank(Closed):
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] = "withdrawn"
 
 
+class ReleaseYanked(ReleaseRecord):
+    """A version that was withdrawn. Whoever has it keeps it, until its alias points at another one."""
+
+    devices: Count = Field(description="active devices that were told this version last")
+
+
 class AliasPut(Closed):
     """Which version an alias points at."""
 

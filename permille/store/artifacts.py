@@ -7,18 +7,18 @@ that.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from permille.digests import JSON
-from permille.schemas.jobs import JobKind
-from permille.schemas.kinds import MAKES_PACKAGES
+from permille.schemas.jobs import ENDED, JobKind
+from permille.schemas.kinds import MAKES_PACKAGES, WORK
 from permille.store.database import now
-from permille.store.errors import NotFoundError
+from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.jobs.claims import Claim
 from permille.store.rows import FIRST, Page, Window, fetch_page
-from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Release
+from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federation, Job, Release
 
 MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
@@ -117,6 +117,38 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
     return found
 
 
+def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None:
+    """Forget an artifact that nothing names; its blobs stay until they are collected.
+
+    Raises:
+        NotFoundError: there is none.
+        ConflictError: an artifact was made of it, a release or a federation names it, or a job that has not
+            ended.
+    """
+    row = get(session, tenant_id=tenant_id, kind=kind, key=key)
+    of_tenant = Job.tenant_id == tenant_id, Job.kind.in_([kind.value for kind in WORK])
+    jobs = session.execute(select(Job.id, Job.payload).where(*of_tenant, Job.state.not_in(ENDED)))
+    release = select(Release.name, Release.version).where(Release.package_id == row.id).limit(1)
+    published = session.execute(release).first()
+    made = select(ArtifactSource.artifact_id).where(ArtifactSource.source_id == row.id)
+    federation = select(Federation.name).where(
+        Federation.tenant_id == tenant_id, Federation.package_digest == row.digest
+    )
+    users = (
+        session.scalar(made.limit(1)),
+        published and f"release {published[0]} version {published[1]}",
+        session.scalar(federation.limit(1)) if kind is JobKind.PACKAGE else None,
+        next((job_id for job_id, payload in jobs if key in _values_in(payload)), None),
+    )
+    user = next((user for user in users if user), None)
+    if user is not None:
+        raise ConflictError(f"expected a {kind} that nothing names, got {key}: {user} does")
+    for table in (ArtifactBlob, ArtifactSource):
+        session.execute(delete(table).where(table.artifact_id == row.id))
+    session.expunge(row)
+    session.execute(delete(Artifact).where(Artifact.id == row.id))
+
+
 def key_of(artifact: Artifact) -> str:
     """What `get` finds it by, and what its job's result is."""
     return artifact.digest if artifact.kind == JobKind.PACKAGE else artifact.id
@@ -175,6 +207,15 @@ def _package(session: Session, tenant_id: str, digest: str) -> Artifact | None:
             Artifact.digest == digest,
         )
     )
+
+
+def _values_in(request: Mapping[str, object]) -> Iterator[object]:
+    """Every value of a request, however deep."""
+    for value in request.values():
+        if isinstance(value, Mapping):
+            yield from _values_in(value)
+        else:
+            yield value
 
 
 def _ids_in(request: Mapping[str, object]) -> Iterator[str]:

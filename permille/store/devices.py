@@ -7,7 +7,7 @@ the used code or with a new one. A revoked or unenrolled device has no valid tok
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import CursorResult, delete, select, update
+from sqlalchemy import CursorResult, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -148,6 +148,18 @@ def touch(session: Session, *, device_id: str) -> None:
 def note_version(session: Session, *, device_id: str, version: int) -> None:
     """Note which version of its release a device was told."""
     session.execute(update(Device).where(Device.id == device_id).values(version=version))
+
+
+def count_told(session: Session, *, tenant_id: str, release: str, version: int) -> int:
+    """How many active devices were told this version last."""
+    query = select(func.count()).where(
+        Device.tenant_id == tenant_id,
+        Device.release == release,
+        Device.version == version,
+        Device.revoked_at.is_(None),
+        Device.unenrolled_at.is_(None),
+    )
+    return session.scalar(query) or 0
 
 
 def create_nonce(session: Session, *, device_id: str) -> tuple[str, datetime]:

@@ -191,6 +191,7 @@ class Job(Named):
     __table_args__ = (
         UniqueConstraint("tenant_id", "idempotency_key"),
         Index("ix_jobs_state_available_at", "state", "available_at"),
+        Index("ix_jobs_newest", "tenant_id", "id"),
     )
 
 

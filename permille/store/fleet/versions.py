@@ -49,7 +49,7 @@ def _results(
     shown = hide({outcome.value: found[outcome.value] for outcome in Outcome}, least)
     adopted = shown[Outcome.ADOPTED]
     improvement = median(session, row, Run.gain, least=least) if visible else None
-    memory = median(session, row, Run.peak_rss_bytes, least=least) if visible else None
+    memory = _median_memory(session, row, reported) if visible else None
     return VersionResults(
         name=row.name,
         version=row.version,
@@ -63,7 +63,7 @@ def _results(
         improvement=None
         if improvement is None
         else Band(median=improvement.value, low=improvement.low, high=improvement.high),
-        peak_rss_bytes=None if memory is None else round(memory.value),
+        peak_rss_bytes=memory,
     )
 
 
@@ -76,17 +76,21 @@ def median(
     session: Session, row: Release, column: InstrumentedAttribute[Any], *, least: int = 0
 ) -> Interval | None:
     """The median of a column over the newest runs on a version; None where there are none, or too few."""
-    values = select(column).where(*of_version(row), column.is_not(None))
-    n = session.scalar(select(func.count()).select_from(values.subquery())) or 0
+    values = select(column).where(*of_version(row), column.is_not(None)).order_by(column)
+    n = session.scalar(select(func.count()).where(*of_version(row), column.is_not(None))) or 0
     if n < max(least, 1):
         return None
-    rank = func.row_number().over(order_by=column) - 1
-    ranked = values.add_columns(rank.label("rank")).subquery()
-    ranks = median_ranks(n)
-    found = session.execute(select(ranked.c.rank, ranked.c[column.key]).where(ranked.c.rank.in_(ranks)))
-    by_rank: dict[int, float] = {place: float(value) for place, value in found}
-    middle, low, high = ranks
-    return Interval(by_rank[middle], by_rank.get(low), by_rank.get(high))
+    middle, low, high = (
+        session.scalar(values.limit(1).offset(rank)) if 0 <= rank < n else None for rank in median_ranks(n)
+    )
+    return Interval(float(middle or 0), low, high)
+
+
+def _median_memory(session: Session, row: Release, reported: int) -> int | None:
+    """The median of what devices needed; it is in no order, so only one rank is looked for."""
+    memory = Run.peak_rss_bytes
+    values = select(memory).where(*of_version(row), memory.is_not(None)).order_by(memory)
+    return session.scalar(values.limit(1).offset(reported // 2))
 
 
 def _devices_by_version(session: Session, tenant_id: str) -> dict[Version, int]:

@@ -8,7 +8,7 @@ commit; a lost message is re-sent by the sweeper.
 from collections.abc import Sequence
 from datetime import timedelta
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -19,7 +19,7 @@ from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import parents, transitions
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
-from permille.store.tables import Job, JobEvent
+from permille.store.tables import Artifact, Job, JobEvent, Round, Run
 
 MAX_EVENTS = 1000
 _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # the kinds that may have parts: others are not looked up
@@ -137,6 +137,32 @@ def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
         raise ConflictError(f"expected a job of its own, got a part of {job.parent_id}: retry that")
     _requeue(session, job)
     return job
+
+
+def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> None:
+    """Forget a job that has ended, with its parts and events, once what they made was removed.
+
+    Raises:
+        NotFoundError: no such job of this kind.
+        ConflictError: it has not ended, is a part of another, or something that it made is still there.
+    """
+    job = lock(session, tenant_id=tenant_id, job_id=job_id)
+    if job.kind != kind:
+        raise NotFoundError(f"no {kind} {job_id!r}")
+    if not transitions.has_ended(job) or job.parent_id is not None:
+        raise ConflictError(f"expected a job of its own that has ended, got {job_id}, which is {job.state}")
+    family = [job_id]
+    for one in family:  # grows as it goes
+        family += session.scalars(select(Job.id).where(Job.parent_id == one))
+    for column in (Artifact.job_id, Run.log_job_id, Round.job_id):
+        if session.scalar(select(column).where(column.in_(family)).limit(1)) is not None:
+            raise ConflictError(
+                f"expected a job whose results were removed, got {job_id}: remove these first"
+            )
+    session.execute(delete(JobEvent).where(JobEvent.job_id.in_(family)))
+    session.expunge(job)
+    for one in reversed(family):
+        session.execute(delete(Job).where(Job.id == one))
 
 
 def may_go_on(session: Session, *, job_id: str, kept_for: timedelta = timedelta(0)) -> bool:

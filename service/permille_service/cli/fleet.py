@@ -82,9 +82,57 @@ def yank_release(
     name: str,
     version: int,
     reason: Annotated[str, typer.Option(help="Why.")] = "withdrawn",
-) -> Any:
-    """Withdraw a version: devices no longer install it."""
-    return session.client.post(f"/v1/releases/{name}/versions/{version}/yank", {"reason": reason})
+) -> None:
+    """Withdraw a version: devices no longer install it. Says how many have it."""
+    made = session.client.post(f"/v1/releases/{name}/versions/{version}/yank", {"reason": reason})
+    session.output.show(made)
+    if made["aliases"]:
+        session.output.say(
+            f"{made['devices']} devices have it and keep it, and nobody installs anything, while "
+            f"{', '.join(made['aliases'])} points at it"
+        )
+        session.output.say_next(f"permille releases rollback {name}")
+
+
+@command(releases, "rollback")
+def roll_back(
+    session: Session,
+    name: str,
+    to: Annotated[
+        int | None, typer.Option(help="Version; else the newest below that was not yanked.")
+    ] = None,
+    alias: Annotated[str, typer.Option(help="The alias to move.")] = "stable",
+    key: Key = None,
+) -> None:
+    """Publish an older version's package as a new version, and point the alias at it: devices take it as they
+    take any, and the fleet's numbers tell it from what came between.
+
+    Example:
+
+      permille releases rollback tiny-llama --to 3
+    """
+    versions = session.client.pages("/v1/releases", name=name)
+    current = next((one["version"] for one in versions if alias in one["aliases"]), None)
+    if current is None:
+        raise CommandError(
+            f"no alias {alias!r} of the release {name!r}: see `permille releases list`", Exit.NOT_FOUND
+        )
+    older = (
+        one
+        for one in versions
+        if (one["version"] == to if to is not None else one["version"] < current and not one["yanked"])
+    )
+    chosen = next(older, None)
+    if chosen is None:
+        below = f"version {to}" if to is not None else f"version below {current} that was not yanked"
+        raise CommandError(f"no {below} of {name!r}: see `permille releases list {name}`", Exit.NOT_FOUND)
+    body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias}
+    made = session.client.post("/v1/releases", body, key=key)
+    session.output.show(made)
+    session.output.say(
+        f"version {made['version']} is the package of version {chosen['version']}; {alias} points at it"
+    )
+    session.output.say_next(f"permille releases yank {name} {current}")
 
 
 @command(releases, "alias")

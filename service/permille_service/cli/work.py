@@ -10,7 +10,16 @@ import typer
 from permille.files import write_atomic
 from permille.schemas.jobs import JobKind, JobState
 from permille.schemas.kinds import WORK, WorkKind
-from permille_service.cli.commands import Key, Rows, Wait, add_action, add_list, add_show, command
+from permille_service.cli.commands import (
+    Key,
+    Rows,
+    Wait,
+    add_action,
+    add_deletion,
+    add_list,
+    add_show,
+    command,
+)
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.forms import form_of
 from permille_service.cli.output import watch
@@ -85,6 +94,7 @@ def add_work(app: typer.Typer) -> None:
         _add_create(group, work, _VIEWS[kind])
         add_list(group, work.collection, _VIEWS[kind].columns)
         add_show(group, work.collection)
+        add_deletion(group, work.collection, "remove", f"Forget one of these {work.collection}.")
         if work.shows is not None:
             _add_report(group, work.collection, work.shows)
         app.add_typer(group, name=work.collection)

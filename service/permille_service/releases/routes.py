@@ -17,6 +17,7 @@ from permille.schemas.releases import (
     ReleaseCreate,
     ReleaseRecord,
     ReleaseYank,
+    ReleaseYanked,
 )
 from permille.store import artifacts, devices, releases, tables
 from permille.store.fleet.comparison import compare
@@ -81,16 +82,17 @@ def compare_release(
 @router.post("/{name}/versions/{version}/yank", responses=documented(ProblemType.CONFLICT))
 def yank_release(
     name: ReleaseName, version: VersionNumber, body: ReleaseYank, service: Served, operator: Maker
-) -> ReleaseRecord:
-    """Withdraw a version: devices no longer install it. It cannot be undone; publish a new version
-    instead."""
+) -> ReleaseYanked:
+    """Withdraw a version: devices no longer install it, and who has it keeps it until the alias points at
+    another. It cannot be undone; publish the older package as a new version instead."""
 
-    def withdraw(session: Session, repository: Repository) -> ReleaseRecord:
+    def withdraw(session: Session, repository: Repository) -> ReleaseYanked:
         row = releases.yank(
             session, tenant_id=operator.tenant_id, name=name, version=version, reason=body.reason
         )
         repository.withdraw(name, version)
-        return present_record(session, row)
+        told = devices.count_told(session, tenant_id=operator.tenant_id, release=name, version=version)
+        return ReleaseYanked(**present_record(session, row).model_dump(), devices=told)
 
     return repositories.change_by(service, operator, withdraw, body)
 

@@ -16,7 +16,7 @@ from permille.schemas.problems import ProblemType
 from permille.store import artifacts, rows, tables
 from permille.store.artifacts import PICTURE, REPORT
 from permille.store.jobs import queue
-from permille_service.access.principals import Viewer
+from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.content import blob_response, content_responses
 from permille_service.context import Served
 from permille_service.creation import JOB_RESPONSES, Creating
@@ -82,7 +82,14 @@ def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
             row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
         return present_artifact(work, row)
 
+    def remove(
+        key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Maker
+    ) -> None:
+        with changing(service, operator) as session:
+            artifacts.remove(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
+
     _add_reads(router, work, list_rows, read_row)
+    _add_removal(router, work, remove, "Forget it, where nothing names it. Its blobs are collected later.")
 
 
 def _add_jobs(router: APIRouter, work: WorkKind) -> None:
@@ -103,7 +110,26 @@ def _add_jobs(router: APIRouter, work: WorkKind) -> None:
                 raise ApiError(ProblemType.NOT_FOUND, f"expected a {work.kind}, got a job of kind {row.kind}")
             return present(session, row)
 
+    def remove(
+        key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Maker
+    ) -> None:
+        with changing(service, operator) as session:
+            queue.remove(session, tenant_id=operator.tenant_id, kind=work.kind, job_id=key)
+
     _add_reads(router, work, list_rows, read_row)
+    _add_removal(router, work, remove, "Forget a job that has ended, once what it made was removed.")
+
+
+def _add_removal(router: APIRouter, work: WorkKind, remove: Any, text: str) -> None:
+    router.add_api_route(
+        f"/{{{work.key}}}",
+        remove,
+        methods=["DELETE"],
+        status_code=204,
+        name=f"delete_{work.kind}",
+        description=text,
+        responses=documented(ProblemType.CONFLICT),
+    )
 
 
 def _add_reads(router: APIRouter, work: WorkKind, list_rows: Any, read_row: Any) -> None:

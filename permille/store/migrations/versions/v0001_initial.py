@@ -107,6 +107,7 @@ def upgrade() -> None:
         sa.UniqueConstraint("tenant_id", "idempotency_key"),
     )
     op.create_index("ix_jobs_state_available_at", "jobs", ["state", "available_at"])
+    op.create_index("ix_jobs_newest", "jobs", ["tenant_id", "id"])
     op.create_table(
         "models",
         _column("name", TEXT),

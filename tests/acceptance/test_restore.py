@@ -1,0 +1,79 @@
+"""The guide's commands of backup and restore, typed as they stand, around a release that is rolled back."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from permille.store import access
+from permille.store.database import Database
+from tests.artifacts import add_package
+from tests.packages import tiny_package
+from tests.running_service import Running, environment, running_service
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "operate.md"
+
+
+def commands(title: str) -> list[str]:
+    """The blocks of commands of a section of the guide."""
+    section = GUIDE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return re.findall(r"^```\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)
+
+
+def type_in(block: str, folder: Path, data_dir: Path) -> str:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=folder,
+        env=environment(PERMILLE_DATA_DIR=str(data_dir), PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def publish(running: Running, seed: int) -> str:
+    """Put a package into the service and publish it as `tiny`, `stable`; return its digest."""
+    package = tiny_package(running.data_dir / "blobs", seed=seed)
+    database = Database(f"sqlite:///{running.data_dir}/permille.db")
+    with database.write() as session:
+        tenant = access.first_tenant(session)
+        assert tenant is not None
+        add_package(session, tenant_id=tenant.id, manifest=package.manifest)
+    database.close()
+    running.answer("releases", "publish", "tiny", "--package", package.digest, "--alias", "stable")
+    return package.digest
+
+
+@pytest.mark.timeout(600)
+def test_what_was_backed_up_comes_back_by_the_guides_commands(tmp_path: Path) -> None:
+    (backup,), (files, after) = commands("Backups"), commands("Restore")
+    with running_service(tmp_path, "--no-worker") as running:
+        good, _ = publish(running, 0), publish(running, 1)
+        yanked = running.permille("releases", "yank", "tiny", "2")
+        assert "0 devices have it" in yanked.stdout
+        assert "next: permille releases rollback tiny" in yanked.stdout
+        back = running.answer("releases", "rollback", "tiny")
+        assert (back["version"], back["manifest_digest"], back["aliases"]) == (3, good, ["stable"])
+        listed = running.answer("releases", "list")
+        type_in(backup, tmp_path, running.data_dir)
+        data_dir = running.data_dir
+    for path in (data_dir / "operator.token", data_dir / "up.lock"):
+        path.unlink(missing_ok=True)
+    lost = data_dir.rename(tmp_path / "lost")
+    type_in(files, tmp_path, data_dir)
+    with running_service(tmp_path, "--no-worker") as running:
+        assert running.answer("releases", "list") == listed
+        shown = type_in(after, tmp_path, data_dir)
+        assert "tiny" in shown
+        with running.client() as client:
+            manifest = client.get(f"/v1/packages/{good}/manifest")
+            assert manifest.status_code == 200
+            assert client.get("/v1/trust/metadata/timestamp.json").json()["signed"]["version"] > 1
+    assert lost.exists()

@@ -1,0 +1,87 @@
+"""What jobs made can be removed while nothing names it; yanking says who has the version."""
+
+from typing import Any
+
+import pytest
+
+from permille.schemas.access import Role
+from permille.schemas.jobs import JobKind
+from permille.store import devices
+from permille.store.artifacts import Blob, Made
+from permille.store.jobs import claims, queue
+from permille.store.jobs.transitions import NewJob
+from permille.store.tables import Artifact
+from tests.api_service import Api
+from tests.artifacts import add_artifact, some_model
+
+DIGESTS = {kind: f"sha256:{number:064d}" for number, kind in enumerate(JobKind)}
+
+
+def make(api: Api, kind: JobKind, **request: Any) -> Artifact:
+    """An artifact of this kind, made by a job with this request."""
+    with api.service.database.write() as session:
+        model_id = some_model(session, api.tenant_id)
+        layer = Blob(role="mask", media_type="x", digest=DIGESTS[kind], size_bytes=1)
+        made = Made(model_id=model_id, digest=DIGESTS[kind], provenance={}, blobs=(layer,), k=1)
+        return add_artifact(session, tenant_id=api.tenant_id, kind=kind, request=request, made=made)
+
+
+def test_parts_can_be_removed_once_what_was_made_of_them_is(api: Api) -> None:
+    mask, quantization = make(api, JobKind.MASK, method="random"), make(api, JobKind.QUANTIZATION)
+    package = make(api, JobKind.PACKAGE, mask_id=mask.id, quantization_id=quantization.id)
+    paths = (f"/v1/masks/{mask.id}", f"/v1/quantizations/{quantization.id}", f"/v1/packages/{package.digest}")
+    refused = api.delete(paths[0])
+    assert (refused.status_code, package.id in refused.json()["detail"]) == (409, True)
+    assert api.delete(paths[2], api.operator(Role.VIEWER)).status_code == 403
+    assert api.delete(paths[2], api.operator(Role.ADMIN, tenant="acme")).status_code == 404
+    for path in reversed(paths):
+        assert api.delete(path).status_code == 204, path
+        assert api.delete(path).status_code == 404
+    assert [one["action"] for one in api.get("/v1/audit?limit=200").json()][-3:] == [
+        "delete_package",
+        "delete_quantization",
+        "delete_mask",
+    ]
+
+
+def test_what_a_release_or_an_unfinished_job_names_stays(api: Api) -> None:
+    package = api.package()
+    path = f"/v1/packages/{package.digest}"
+    with api.service.database.write() as session:
+        payload = {"package_digest": package.digest, "corpus_id": "corpus_x"}
+        job = queue.submit(session, NewJob(tenant_id=api.tenant_id, kind=JobKind.POOLING, payload=payload))
+    assert job.id in api.delete(path).json()["detail"]
+    assert api.delete(f"/v1/poolings/{job.id}").status_code == 409
+    api.post(f"/v1/jobs/{job.id}/cancel")
+    assert api.delete(f"/v1/builds/{job.id}").status_code == 404, "it is no build"
+    assert api.delete(f"/v1/poolings/{job.id}").status_code == 204
+    assert api.get(f"/v1/jobs/{job.id}").status_code == 404
+    api.publish(package)
+    assert "release tiny version 1" in api.delete(path).json()["detail"]
+
+
+def test_a_build_goes_with_its_parts_once_their_results_are_gone(api: Api) -> None:
+    with api.service.database.write() as session:
+        model_id = some_model(session, api.tenant_id)
+        payload = {"model_id": model_id, "mask": {"method": "random"}}
+        build = queue.submit(session, NewJob(tenant_id=api.tenant_id, kind=JobKind.BUILD, payload=payload))
+        part = queue.parts_of(session, build)[0]
+        claim = claims.claim(session, worker="w", lease_s=60, job_id=part.id)
+        assert claim is not None
+    path = f"/v1/builds/{build.id}"
+    assert api.delete(path).status_code == 409, "it has not ended"
+    with api.service.database.write() as session:
+        claims.fail(session, claim, error={"type": "InputError", "message": "no"}, retryable=False)
+    assert api.delete(path).status_code == 204
+    assert api.get(f"/v1/jobs/{part.id}").status_code == 404
+
+
+@pytest.mark.parametrize("told", [0, 3])
+def test_yanking_says_how_many_devices_have_the_version(api: Api, told: int) -> None:
+    api.publish(api.package())
+    for _ in range(told):
+        device = api.device()
+        with api.service.database.write() as session:
+            devices.note_version(session, device_id=device.id, version=1)
+    answer = api.post("/v1/releases/tiny/versions/1/yank", {"reason": "bad"}).json()
+    assert (answer["devices"], answer["yanked"], answer["aliases"]) == (told, True, ["stable"])

@@ -1,0 +1,100 @@
+"""How long do the page's views and the fleet's routes take on a large fleet?
+
+    python -m tests.page_times --devices 10000 --runs 100000
+
+Each line: median and 95th percentile of the time until the answer is here, by the clock, and the service's
+own processor time an answer, which a busy machine does not stretch. There are as many jobs as runs.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+from sqlalchemy import insert
+
+from permille.store.database import Database, now
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import Job
+from tests.attacks.test_full_disk import api_process
+from tests.page_site import site, views
+from tests.running_service import Running
+
+ROUTES = ("/v1/fleet", "/v1/releases/notes/comparison", "/v1/runs", "/v1/jobs?state=failed")
+MORE = ("/ui/jobs?state=failed", "/ui/jobs?state=running")
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=10_000)
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--times", type=int, default=40)
+    asked = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        site(Path(folder), devices=asked.devices, runs=asked.runs) as (running, stocked),
+    ):
+        _add_jobs(stocked.database, stocked.held.tenant_id, asked.runs)
+        with running.client() as client:
+            client.post(
+                "/ui/sign-in", data={"token": running.token}, headers={"Sec-Fetch-Site": "same-origin"}
+            )
+            for path in (*ROUTES, *views(stocked).values(), *MORE):
+                print(_line(running, client, path, asked.times), flush=True)
+
+
+def _line(running: Running, client: httpx.Client, path: str, times: int) -> str:
+    took, before = [], _processor_s(running)
+    for _ in range(times):
+        begun = time.perf_counter()
+        answer = client.get(path)
+        took.append(time.perf_counter() - begun)
+        assert answer.status_code == 200, (path, answer.status_code)
+    own = (_processor_s(running) - before) / times
+    high = statistics.quantiles(took, n=20)[-1]
+    size = len(answer.content)
+    return (
+        f"{path[:40]:40} p50 {statistics.median(took):.3f} s  p95 {high:.3f} s  own {own:.3f} s  {size} bytes"
+    )
+
+
+def _processor_s(running: Running) -> float:
+    """Processor seconds of the API so far."""
+    fields = Path(f"/proc/{api_process(running)}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def _add_jobs(database: Database, tenant_id: str, count: int) -> None:
+    """Ended replays, as shared logs leave them."""
+    with database.write() as session:
+        at = now(session)
+        session.execute(
+            insert(Job),
+            [
+                {
+                    "id": new_id(Prefix.JOB),
+                    "tenant_id": tenant_id,
+                    "kind": "replay",
+                    "state": "succeeded",
+                    "payload": {"run_id": "r"},
+                    "progress": 1.0,
+                    "attempt": 1,
+                    "max_attempts": 3,
+                    "fence": 1,
+                    "event_seq": 0,
+                    "available_at": at,
+                    "created_at": at,
+                    "updated_at": at,
+                }
+                for _ in range(count)
+            ],
+        )
+
+
+if __name__ == "__main__":
+    main()
