@@ -88,7 +88,8 @@ def test_list_asks_for_the_collection(client: Collections, group: str) -> None:
     assert client.asked == [f"/v1/{group}"]
 
 
-@pytest.mark.parametrize("group", sorted({*groups_with("show")} - {"trust"}))  # there is one trust only
+# There is one trust only, and a release is shown beside the version before.
+@pytest.mark.parametrize("group", sorted({*groups_with("show")} - {"trust", "releases"}))
 def test_show_asks_for_one_of_the_collection(client: Collections, group: str) -> None:
     whole = MODELS[0]["id"]
     assert main.main([group, "show", whole]) == 0
