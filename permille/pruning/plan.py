@@ -70,11 +70,13 @@ class PruningPlan:
         rates: the share of zeros in every linear of a decoder layer: one for all layers, or one by layer.
         pattern: None: anywhere. With rates below the pattern's own, a group may keep more than `kept`: the
             zeros are a part of some choice that fills it.
+        device: where torch computes; another one may round in another way.
     """
 
     method: PruningMethod
     rates: float | Mapping[int, float]
     pattern: Pattern | None = None
+    device: str = "cpu"
 
     def rate(self, layer: int) -> float:
         """The share of zeros in this decoder layer."""

@@ -131,7 +131,7 @@ class _Walk:
         self, source: Checkpoint, target: Path, text: PruningText, plan: PruningPlan, folder: Path | None
     ) -> None:
         self.source, self.target, self.text, self.plan, self.folder = source, target, text, plan, folder
-        self.stream = LayerStream(source)
+        self.stream = LayerStream(source, device=plan.device)
         rows = text.rows()
         self._pruned = len(rows)
         if text.evaluation_ET is not None:
@@ -181,8 +181,8 @@ class _Walk:
     def _loss(self, logits: Callable[[Tensor], Tensor], hidden: Tensor, rows: range) -> float:
         total = 0.0
         for row in rows:
-            logits_TV = logits(hidden[row][None])[0, :-1].float()
-            losses_T = functional.cross_entropy(logits_TV, self._rows[row, 1:], reduction="none")
+            logits_TV, next_T = logits(hidden[row][None])[0, :-1].float(), self._rows[row, 1:]
+            losses_T = functional.cross_entropy(logits_TV, next_T.to(logits_TV.device), reduction="none")
             total += float(losses_T.double().sum())
         if not np.isfinite(total):
             raise InputError(f"expected finite losses, got {total}")
@@ -222,6 +222,7 @@ class _Walk:
             "method": self.plan.method.value,
             "rates": repr(sorted(rates.items()) if isinstance(rates, Mapping) else rates),
             "pattern": str(self.plan.pattern),
+            "device": self.plan.device,
             "target": str(self.target),
         }
         return digest_of(canonical_json(about))

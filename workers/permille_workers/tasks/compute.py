@@ -41,7 +41,7 @@ def open_torch_model(
         OperatorError: the worker's settings name a device that is not there.
     """
     settings = context.settings
-    dtype, device = _DTYPES[dtype_name or settings.dtype], _device(settings.device)
+    dtype, device = _DTYPES[dtype_name or settings.dtype], torch_device(settings.device)
     memory_bytes = _memory_of(settings, device)
     if memory_bytes is None or needed_bytes(checkpoint, length, dtype.itemsize) <= memory_bytes:
         return load_model(checkpoint.folder, dtype, device=settings.device)
@@ -61,7 +61,12 @@ def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
     )
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """The device that the settings name.
+
+    Raises:
+        OperatorError: it is not there.
+    """
     if name != "cpu" and not torch.cuda.is_available():
         raise OperatorError(f"expected device {name} (PERMILLE_DEVICE), got a machine without CUDA")
     return torch.device(name)

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def _pruned(
 ) -> tuple[dict[str, JSON], dict[str, object], dict[str, float]]:
     """Prune into the work folder; provenance, the report, and errors for its picture."""
     from permille.models.loading import FileTokenizer
+    from permille_workers.tasks.compute import torch_device
 
     corpus = open_corpus(context, request.corpus_id)
     context.progress(0.01, "reading the corpus")
@@ -109,7 +111,7 @@ def _pruned(
         fraction = _READ + (_PRUNED - _READ) * done / total
         context.progress(fraction, f"prune {min(done + 1, total)}/{total}")
 
-    plan = request.plan()
+    plan = replace(request.plan(), device=str(torch_device(context.settings.device)))
     report = prune_model(
         model.checkpoint,
         context.work_folder / "model",
