@@ -117,7 +117,7 @@ bench-replay: $(VENV)/.native  ## How long is the replay of 20,000 steps of 1.1M
 bench-engine: $(VENV)/.native  ## How fast and large is a step, beside dense passes, bitsandbytes and MeZO? (20 minutes)
 	$(BIN)/python -m permille_lab.engine
 
-bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed  ## How fast and large is a step by ExecuTorch, beside light, torch and plain passes?
+bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed  ## How fast and large is a step by ExecuTorch, beside light, torch and plain passes? (25 minutes)
 	PYTHONPATH=$(EXECUTORCH) $(BIN)/python -m permille_lab.engine.inference
 
 bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first order and MeZO? (needs PERMILLE_DATA, PERMILLE_MODELS)

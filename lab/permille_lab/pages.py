@@ -31,6 +31,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "evidence": evidence.tables,
     "exports": exports.tables,
     "federation": federation.tables,
+    "inference": engine.inference_tables,
     "people": people.tables,
     "privacy": privacy.tables,
     "quantizers": quantization.tables,

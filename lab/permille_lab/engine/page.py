@@ -1,4 +1,4 @@
-"""The tables of the engine's page, from finished cells."""
+"""The tables of the pages about engines, from finished cells."""
 
 from pathlib import Path
 
@@ -69,6 +69,31 @@ def tables(results: Path) -> dict[str, str]:
         for name, rows in named.items()
     }
     return tables | {"groups": "; ".join(groups)}
+
+
+def inference_tables(results: Path) -> dict[str, str]:
+    """Those of the page about inference engines."""
+    cells = Cells(results / "inference.jsonl")
+    found = cells.of("step")
+    rows = [
+        {
+            "batch": _batch(settings),
+            "step": name,
+            "ms": f"{1e3 * step['cpu_s']:.0f}",
+            "against dense": f"{step['cpu_s'] / result['steps'][result['against']]['cpu_s']:.2f}",
+            "peak, MB": f"{step['peak_bytes'] / 1e6:.0f}",
+        }
+        for settings, result in found
+        for name, step in result["steps"].items()
+    ]
+    machine = found[0][1]["machine"]["before"]
+    sizes = cells.of("installed")[0][1]
+    return {
+        "steps": str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)),
+        "rounds": str(found[0][0]["rounds"]),
+        "processor": f"{machine['processor']}, {', '.join(machine['instructions'])}",
+        "installed": ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.items()),
+    }
 
 
 def _gradient(settings: Settings, result: Result) -> dict[str, str]:

@@ -25,7 +25,7 @@ SHARD_SEQUENCES, MOST_SHARDS = 16, 64  # of a mask that is scored by parts: `per
 ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
 ROUNDING_COPIES, ROUNDING_CACHES, ROUNDING_VECTORS = 4, 4, 64
 # Exporting a program: copies of the model in float32, and the time of its graph, layer by layer.
-EXPORT_COPIES, EXPORT_LAYER_S = 8, 20
+EXPORT_COPIES, EXPORT_LAYER_S = 6, 20
 SECONDS_A_WEIGHT = 60e-9  # reading, coding and writing one weight on one core
 
 
