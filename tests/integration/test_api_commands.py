@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from permille.package.reader import Package
 from permille.store import access
 from permille.store.database import Database
 from permille_service.cli.main import main
@@ -173,14 +174,35 @@ def test_import_of_the_command_line_is_light() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
+def packed(up: Running, seed: int = 0) -> Package:
+    """A package that the service has."""
     db = Database(f"sqlite:///{up.data_dir / 'permille.db'}")
-    package = tiny_package(up.data_dir / "blobs")
+    package = tiny_package(up.data_dir / "blobs", seed=seed)
     with db.write() as session:
         tenant = access.first_tenant(session)
         assert tenant is not None
         add_package(session, tenant_id=tenant.id, manifest=package.manifest)
     db.close()
+    return package
+
+
+def test_an_export_names_its_package_and_the_shape_of_a_pass(up: Running) -> None:
+    package = packed(up, seed=1)
+    export = ("exports", "create", "--package", package.digest[:20])
+    job = up.answer(*export, "--weights", "int4", "--variants", "4", "--no-wait")
+    (found,) = up.answer("exports", "list")
+    assert (found["id"], found["state"], found["package_digest"]) == (job["id"], "queued", None)
+    asked = found["request"]
+    assert (asked["package_digest"], asked["weights"], asked["variants"]) == (package.digest, "int4", 4)
+    refused = up.permille(*export, "--variants", "17")
+    assert (refused.returncode, "expected a row or more for each of 17 variants" in refused.stderr) == (
+        3,
+        True,
+    )
+
+
+def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
+    package = packed(up)
     up.answer("releases", "publish", "rounds", "--package", package.digest, "--alias", "stable")
     options = ("--release", "rounds", "--rounds", "5", "--target", "3", "--minimum", "2", "--queries", "16")
     made = up.answer("federations", "create", "readers", *options)
