@@ -17,6 +17,8 @@ _MAX_TOKENS = 16
 
 _BLOCK = 8
 _FALLBACK_ROWS = 256
+WIDE = 128
+"""Features in a block of the widest kernel."""
 _RUN = 32
 
 
@@ -90,8 +92,8 @@ def packed_product(
     """`out[:, first:last] = x W[first:last]^T` for at most 16 tokens, straight from the codes, in float32.
 
     Sums differ from those of a dequantized product in the last bits. In the kernel a token's are the same for
-    every M; elsewhere (a fallback: no library, path "scalar", or rows that are not whole runs of 32 codes
-    under one scale) the product is BLAS's, whose bits may depend on M.
+    every M; elsewhere (a fallback: no library, path "scalar", rows that are not whole runs of 32 codes under
+    one scale, or groups not of 32, 64 or a multiple of 128) it is BLAS's, whose bits may depend on M.
 
     Args:
         first, last: rows of the weight, so that threads may share one product; None is N.
@@ -108,7 +110,7 @@ def packed_product(
     if len(x_MK) > _MAX_TOKENS:
         raise InputError(f"expected at most {_MAX_TOKENS} tokens, got {len(x_MK)}")
     library = load()
-    if library is not None and library.path != "scalar" and _is_aligned(weight):
+    if library is not None and library.path != "scalar" and is_aligned(weight):
         _from_codes(library, weight, x_MK, out_MN, first, last)
         return
     tile_RK = np.empty((min(_FALLBACK_ROWS, last - first), columns), np.float32)
@@ -118,11 +120,11 @@ def packed_product(
         out_MN[:, start:stop] = x_MK @ tile_RK[: stop - start].T
 
 
-def _is_aligned(weight: PackedRows) -> bool:
-    """Rows of whole runs of 32 codes, each under one scale."""
-    columns = weight.shape[1]
-    whole = columns % weight.group_size == 0 or weight.scheme is Scheme.INT4
-    return whole and columns % _RUN == 0 and weight.group_size % _RUN == 0
+def is_aligned(weight: PackedRows) -> bool:
+    """Rows of whole runs of 32 codes, each under one scale; 128 codes are whole groups or within one."""
+    columns, group = weight.shape[1], weight.group_size
+    whole = columns % group == 0 or weight.scheme is Scheme.INT4
+    return whole and columns % _RUN == 0 and (group in (32, 64) or group % WIDE == 0)
 
 
 def _from_codes(
@@ -134,7 +136,7 @@ def _from_codes(
     last: int,
 ) -> None:
     rows, columns = weight.shape
-    scratch = np.empty_like(x_MK)
+    scratch = np.empty((len(x_MK), -(-columns // WIDE) * WIDE), np.float32)
     coded = (weight.packed, weight.scales, CODES[weight.scheme], weight.group_size)
     library.call("packed_product", *coded, columns, first, last, x_MK, len(x_MK), out_MN, rows, scratch)
 

@@ -1,8 +1,8 @@
 """Text, token by token: the pass that remembers keys and values.
 
-One token needs no weight in memory: `product_of_codes` multiplies from them, and what the sparse values
-change is added, `(value - decoded value) x`, computed once for a whole text. The prompt goes through tiles,
-as in training.
+One token needs no weight in memory: a `TokenProduct`, made once for a whole text, multiplies from the codes
+and adds what the sparse values change, `(value - decoded value) x`. The prompt goes through tiles, as in
+training.
 
 # Legend: M new tokens, S tokens so far, A heads, B key-value heads, D numbers of a head, C masked weights.
 """
@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from permille.engines.light import layers as numbers
 from permille.engines.light.decoder import finish, run_layer
-from permille.engines.light.linear import Correction, LightLinear, Tools
+from permille.engines.light.linear import LightLinear, Tools
 from permille.engines.light.model import LightLayer, LightModel
 from permille.engines.light.passes import LossPass, Workspace
 from permille.engines.light.sequences import JoinedSequences
 from permille.engines.light.threads import blocks
 from permille.models.architecture import Architecture
-from permille.native.products import sparse_product
-from permille.native.sparse import product_of_codes
+from permille.native.token_products import TokenProduct
 
 Array = NDArray[np.float32]
 
@@ -40,7 +39,7 @@ class TextPass(LossPass):
         self.length = 0
         self._room = room
         self._kept: dict[int, tuple[Array, Array]] = {}
-        self._corrections: dict[int, Correction] = {}
+        self._products: dict[int, TokenProduct] = {}
 
     def begin(self, count: int) -> NDArray[np.int64]:
         """The next `count` tokens follow: their positions."""
@@ -69,7 +68,7 @@ class TextPass(LossPass):
 
         def part(task: tuple[LightLinear, Array, slice]) -> None:
             layer, out_1MN, rows = task
-            product_of_codes(layer.weight, x_GMK[0], out_1MN[0], rows.start, rows.stop)
+            self._product(layer).run(x_GMK[0], out_1MN[0], rows.start, rows.stop)
 
         threads.each(
             part,
@@ -80,16 +79,9 @@ class TextPass(LossPass):
             ],
         )
         for layer, out_1MN in zip(layers, outs, strict=True):
-            if layer.adapter is None:
-                correction = self._correction(layer)
-                sparse_product(
-                    x_GMK[0], correction.row_start_N1, correction.column_C, correction.difference_GC, out_1MN
-                )
-            else:
+            if layer.adapter is not None:
                 low_rank = layer.adapter.of_variants(self._tools.blas, threads, x_GMK, self._values_GK)
                 low_rank.add(self._tools.blas, 0, slice(None), out_1MN[0])
-            if layer.bias_N is not None:
-                out_1MN += layer.bias_N
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
         """See `Pass`."""
@@ -117,11 +109,10 @@ class TextPass(LossPass):
         with np.errstate(all="ignore"):
             numbers.attention(q[0], key_SBD[first:stop], value_SBD[first:stop], layer.scores, out[0])
 
-    def _correction(self, layer: LightLinear) -> Correction:
-        found = self._corrections.get(id(layer))
+    def _product(self, layer: LightLinear) -> TokenProduct:
+        found = self._products.get(id(layer))
         if found is None:
-            found = layer.correction(self._values_GK[0, layer.span])
-            self._corrections[id(layer)] = found
+            found = self._products[id(layer)] = layer.token_product(self._values_GK[0, layer.span])
         return found
 
     def _memory(self, layer: LightLayer) -> tuple[Array, Array]:

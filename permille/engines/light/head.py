@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from permille.engines.light.linear import Tools
 from permille.engines.light.threads import blocks
 from permille.native.layers import product_bf16
+from permille.native.library import load
 from permille.native.weights import widen_bf16, widen_f16
 from permille.tensors import RawTensor
 
@@ -55,11 +56,14 @@ class StoredMatrix:
         self._widen(found, out_RH)
         return out_RH
 
-    def row_product(self, x_H: Array, rows: slice, out_R: Array) -> bool:
-        """`out = W[rows] x` without widening to memory; False where that is not possible."""
-        if self._dtype != "BF16":
-            return False
-        return product_bf16(x_H, self._stored[rows].view(np.uint16), out_R)
+    @property
+    def has_row_product(self) -> bool:
+        """Whether there is a `row_product`."""
+        return self._dtype == "BF16" and load() is not None
+
+    def row_product(self, x_H: Array, rows: slice, out_R: Array) -> None:
+        """`out = W[rows] x` of bfloat16 without widening to memory."""
+        product_bf16(x_H, self._stored[rows].view(np.uint16), out_R)
 
     @property
     def is_float32(self) -> bool:
@@ -123,13 +127,15 @@ class LightHead:
         logit_RD = np.empty((len(hidden_RH), self._table.rows), np.float32)
 
         def block(rows: slice) -> None:
-            if len(hidden_RH) == 1 and self._table.row_product(hidden_RH[0], rows, logit_RD[0, rows]):
-                self._cap(logit_RD[:, rows])
-                return
-            self._tools.blas.product(hidden_RH, self._weight(rows), logit_RD[:, rows])
+            if whole:
+                self._table.row_product(hidden_RH[0], rows, logit_RD[0, rows])
+            else:
+                self._tools.blas.product(hidden_RH, self._weight(rows), logit_RD[:, rows])
             self._cap(logit_RD[:, rows])
 
-        self._tools.threads.each(block, self._blocks)
+        whole = len(hidden_RH) == 1 and self._table.has_row_product
+        tasks = blocks(self._table.rows, -(-self._table.rows // self._tools.threads.count))
+        self._tools.threads.each(block, tasks if whole else self._blocks)
         return logit_RD
 
     def _run(self, hidden_RH: Array, target_R: NDArray[np.int64], *, gradients: bool) -> list[_Running]:

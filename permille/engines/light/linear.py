@@ -32,6 +32,7 @@ from permille.native.int8 import RUN, has_int8, int8_product, int8_rows, scratch
 from permille.native.kept_lists import KeptLists, kept_lists, lists_floats, lists_product, pays
 from permille.native.products import compressed_rows, sparse_product
 from permille.native.sparse import CodedRows, SparseRows, decode_at, decode_tile
+from permille.native.token_products import TokenProduct
 from permille.native.weights import PackedRows, set_values
 
 Array = NDArray[np.float32]
@@ -118,11 +119,11 @@ class LightLinear:
         rows = np.searchsorted(indices, np.arange(self.rows + 1, dtype=np.int64) * self.columns)
         self.row_start_N1 = rows.astype(np.int32)
 
-    def correction(self, value_C: Array) -> "Correction":
-        """What the values of one variant add to a product with the codes alone."""
-        row_start_N1, column_C = compressed_rows(self.indices, self.weight.shape)
+    def token_product(self, value_C: Array) -> TokenProduct:
+        """The layer with the values of one variant, for one token after the other."""
+        entries = compressed_rows(self.indices, self.weight.shape)
         difference_C = value_C - decode_at(self.weight, self.indices)
-        return Correction(row_start_N1=row_start_N1, column_C=column_C, difference_GC=difference_C[None])
+        return TokenProduct(self.weight, entries, difference_C, self.bias_N)
 
     def tiles(self, threads: int) -> list[slice]:
         """Ranges of output rows, all but the last of one size, as many for each thread."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.native.build import SOURCES
-from permille.native.library import Argument, Library
+from permille.native.library import Argument, Held, Library
 
 COMPILER = "aarch64-linux-gnu-gcc"
 EMULATOR = "qemu-aarch64-static"
@@ -48,13 +48,14 @@ class EmulatedNeon(Library):
 
     def call(self, name: str, *arguments: Argument) -> int:
         """Run one kernel; arrays that it wrote are copied back."""
+        plain = [given.array if isinstance(given, Held) else given for given in arguments]
         request, answer = self._folder / "request", self._folder / "answer"
         with self._one_at_a_time:
-            request.write_bytes(_encode(name, arguments))
+            request.write_bytes(_encode(name, plain))
             subprocess.run([EMULATOR, self._program, request, answer], check=True)
             data = answer.read_bytes()
         offset = 8
-        for argument in arguments:
+        for argument in plain:
             if isinstance(argument, np.ndarray):
                 _write_back(argument, data[offset : offset + argument.nbytes])
                 offset += argument.nbytes
@@ -62,7 +63,7 @@ class EmulatedNeon(Library):
         return int(struct.unpack_from("<q", data)[0])
 
 
-def _encode(name: str, arguments: tuple[Argument, ...]) -> bytes:
+def _encode(name: str, arguments: list[NDArray[np.generic] | int]) -> bytes:
     parts = [name.encode().ljust(32, b"\0"), struct.pack("<q", len(arguments))]
     for argument in arguments:
         if isinstance(argument, np.ndarray):

@@ -9,6 +9,7 @@ from permille.native import library
 from permille.native.kept_lists import kept_lists, lists_floats, lists_product, pays
 from permille.native.products import compressed_rows, packed_product, sparse_product
 from permille.native.sparse import SparseRows, decode_tile, product_of_codes
+from permille.native.token_products import TokenProduct
 from permille.native.weights import PackedRows
 from permille.quantization import dequantize, quantize, quantize_sparse
 from permille.quantization.types import Scheme, Sparsity
@@ -157,8 +158,33 @@ def test_packed_product_of_a_token_does_not_depend_on_its_batch(compiled: librar
         assert np.array_equal(one_MN[0], whole_MN[token])
 
 
+@pytest.mark.parametrize(("scheme", "group_size", "shape"), PACKED)
+def test_product_of_a_token_has_codes_values_and_bias_wherever_it_is_cut(
+    path: str, scheme: Scheme, group_size: int, shape: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng(5)
+    tensor = quantize(rng.normal(size=shape).astype(F32), scheme, group_size)
+    flat = np.flatnonzero(rng.random(shape).reshape(-1) < 0.02)
+    value_C = rng.normal(size=len(flat)).astype(F32)
+    w_NK = dequantize(tensor).astype(np.float64)
+    w_NK.reshape(-1)[flat] += value_C
+    x_1K = rng.normal(size=(1, shape[1])).astype(F32)
+    bound_1N = 1e-6 * (np.abs(x_1K) @ np.abs(w_NK).T + 1)
+    # Elsewhere the product is the system's, which promises no bits.
+    exact = path not in ("numpy", "scalar") and (scheme is Scheme.INT4 or shape[1] == 256) and shape[1] != 191
+    for bias_N in (None, rng.normal(size=shape[0]).astype(F32)):
+        product = TokenProduct(PackedRows.of(tensor), compressed_rows(flat, shape), value_C, bias_N)
+        whole_1N, parts_1N = np.empty((1, shape[0]), F32), np.empty((1, shape[0]), F32)
+        product.run(x_1K, whole_1N, 0, shape[0])
+        assert (np.abs(whole_1N - x_1K @ w_NK.T - (0 if bias_N is None else bias_N)) < bound_1N).all()
+        product.run(x_1K, parts_1N, 0, 9)
+        product.run(x_1K, parts_1N, 9, shape[0])
+        assert np.array_equal(parts_1N, whole_1N) if exact else np.allclose(parts_1N, whole_1N, 0, 1e-4)
+
+
 X, STARTS, COLUMNS = np.zeros((2, 4), F32), np.array([0, 1, 2], I32), np.array([0, 3], I32)
 Z, OUT = np.zeros((1, 2), F32), np.zeros((1, 2, 2), F32)
+NOTHING, EMPTY = (np.zeros(7, I32), np.empty(0, I32)), np.empty(0, F32)
 WEIGHT = PackedRows.of(quantize(np.ones((6, 64), F32), Scheme.INT4, 32))
 
 
@@ -176,6 +202,19 @@ WEIGHT = PackedRows.of(quantize(np.ones((6, 64), F32), Scheme.INT4, 32))
         lambda: compressed_rows(np.array([3, 3]), (2, 4)),
         lambda: compressed_rows(np.array([-1, 3]), (2, 4)),
         lambda: compressed_rows(np.array([3, 8]), (2, 4)),
+        lambda: TokenProduct(WEIGHT, (STARTS, COLUMNS), Z[0], None),
+        lambda: TokenProduct(WEIGHT, (np.zeros(7, I32), COLUMNS), Z[0, :1].copy(), None),
+        lambda: TokenProduct(WEIGHT, (np.arange(1, 8, dtype=I32), COLUMNS), Z[0], None),
+        lambda: TokenProduct(WEIGHT, NOTHING, EMPTY, np.zeros(5, F32)),
+        lambda: TokenProduct(WEIGHT, NOTHING, EMPTY, None).run(
+            np.zeros((1, 63), F32), np.zeros((1, 6), F32), 0, 6
+        ),
+        lambda: TokenProduct(WEIGHT, NOTHING, EMPTY, None).run(
+            np.zeros((1, 64), F32), np.zeros((1, 5), F32), 0, 5
+        ),
+        lambda: TokenProduct(WEIGHT, NOTHING, EMPTY, None).run(
+            np.zeros((1, 64), F32), np.zeros((1, 6), F32), 0, 7
+        ),
         lambda: packed_product(WEIGHT, np.zeros((17, 64), F32), np.zeros((17, 6), F32)),
         lambda: packed_product(WEIGHT, np.zeros((1, 63), F32), np.zeros((1, 6), F32)),
         lambda: packed_product(WEIGHT, np.zeros((1, 64), F32), np.zeros((1, 5), F32)),
