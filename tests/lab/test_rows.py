@@ -26,6 +26,10 @@ ROWS: dict[Task, dict[str, Any]] = {
         "question": "cause",
         "label": 0,
     },
+    Task.MRPC: {"sentence1": "A cat sat. ", "sentence2": "A cat was seated.", "label": "equivalent"},
+    Task.QQP: {"question1": "Is it late?", "question2": "Who is it?", "label": 0},
+    Task.QNLI: {"question": "Who sat?", "sentence": "A cat sat.", "label": "entailment"},
+    Task.WNLI: {"sentence1": "Ann told Eve that she won.", "sentence2": "Eve won.", "label": 0},
     Task.CHOICE: {"prompt": "It is", "candidates": [" warm", " cold"], "label": 1},
 }
 # Prompt, and the candidate that the label names.
@@ -38,6 +42,25 @@ WORDED = {
         "No",
     ),
     Task.COPA: ("I fell because", " the floor was wet."),
+    Task.MRPC: (
+        "Do the following two sentences mean the same thing? Yes or No?\n"
+        "Sentence 1: A cat sat.\nSentence 2: A cat was seated.\n",
+        "Yes",
+    ),
+    Task.QQP: (
+        "Are these two questions asking the same thing? Yes or No?\n"
+        "Question 1: Is it late?\nQuestion 2: Who is it?\n",
+        "No",
+    ),
+    Task.QNLI: (
+        "Does this sentence answer the question? Yes or No?\nSentence 1: Who sat?\nSentence 2: A cat sat.\n",
+        "Yes",
+    ),
+    Task.WNLI: (
+        "Given the first sentence, is the second sentence true? Yes or No?\n"
+        "Sentence 1: Ann told Eve that she won.\nSentence 2: Eve won.\n",
+        "No",
+    ),
     Task.CHOICE: ("It is", " cold"),
 }
 
@@ -77,6 +100,31 @@ def test_sst2_is_read_with_and_without_a_header(header: str, tmp_path: Path) -> 
     path.write_text(header + "a fine film \t1\ndull\t0\n")
     found = [(e.prompt, e.candidates[e.label]) for e in read_file(Task.SST2, path).examples]
     assert found == [("a fine film It was", " great"), ("dull It was", " terrible")]
+
+
+@pytest.mark.parametrize(
+    ("task", "table"),
+    [
+        (
+            Task.MRPC,
+            "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tA cat sat.\tA cat was seated.\n",
+        ),
+        (
+            Task.QQP,
+            "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n3\t5\t6\tIs it late?\tWho is it?\t0\n",
+        ),
+        (Task.QNLI, "index\tquestion\tsentence\tlabel\n0\tWho sat?\tA cat sat.\tentailment\r\n"),
+        (Task.WNLI, "index\tsentence1\tsentence2\tlabel\n0\tAnn told Eve that she won.\tEve won.\t0\n"),
+    ],
+)
+def test_tables_of_glue_are_read_by_their_headers(task: Task, table: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_text(table)
+    (example,) = read_file(task, path).examples
+    assert (example.prompt, example.candidates[example.label]) == WORDED[task]
+    path.write_text(table.partition("\n")[2])
+    with pytest.raises(InputError, match=r"cells"):
+        read_file(task, path)
 
 
 def test_a_row_that_is_not_utf_8_is_reported(tmp_path: Path) -> None:

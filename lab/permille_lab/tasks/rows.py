@@ -1,4 +1,4 @@
-"""Files of a task as examples: JSON lines as SuperGLUE has them, SST-2 also as a table.
+"""Files of a task as examples: JSON lines as SuperGLUE has them, GLUE's tasks also as its tables.
 
 A file is read line by line. What is not a labelled row of the task becomes a `BadRow` with its place and the
 reason; unlabelled rows (SuperGLUE's own test files) make the whole file unlabelled, which `read_file` says by
@@ -13,11 +13,14 @@ Prompts: table 6 (appendix C.5) of "Zeroth-order fine-tuning of LLMs with extrem
 PromptSource. The printed table is not usable as it stands, so: line breaks stand where MeZO's templates have
 them; a question gets one question mark, whether the row has one or not; "so/because" joins premise and answer
 into one sentence, its first letter in lower case unless it is the word "I".
+
+MRPC, QQP, QNLI and WNLI: table 7 (appendix A.3) of the paper on P-RGE, after the same sources and as printed
+there: QNLI's question too is a "Sentence".
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ class _Form:
         prompt: the text before the answer.
         candidates: in the order of the labels.
         group: of the texts, the one that examples share.
+        headers: in the task's table, of each text and of the label; none where it has no table.
     """
 
     texts: tuple[str, ...]
@@ -52,6 +56,13 @@ class _Form:
     prompt: Callable[[Row], str]
     candidates: Callable[[Row], tuple[str, ...]]
     group: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def _pair_prompt(asked: str, kind: str, first: str, second: str) -> Callable[[Row], str]:
+    return lambda row: (
+        f"{asked} Yes or No?\n{kind} 1: {row[first].strip()}\n{kind} 2: {row[second].strip()}\n"
+    )
 
 
 def _rte_prompt(row: Row) -> str:
@@ -85,13 +96,15 @@ def _always(*candidates: str) -> Callable[[Row], tuple[str, ...]]:
     return lambda _: candidates
 
 
+_BINARY: dict[Any, int] = {"0": 0, "1": 1, 0: 0, 1: 1}
 _FORMS: Mapping[Task, _Form] = {
     Task.SST2: _Form(
         texts=("sentence",),
-        labels={"0": 0, "1": 1, 0: 0, 1: 1, "negative": 0, "positive": 1},
+        labels=_BINARY | {"negative": 0, "positive": 1},
         prompt=lambda row: f"{row['sentence'].strip()} It was",
         candidates=_always(" terrible", " great"),
         group="sentence",
+        headers={"sentence": "sentence", "label": "label"},
     ),
     Task.RTE: _Form(
         texts=("premise", "hypothesis"),
@@ -121,6 +134,44 @@ _FORMS: Mapping[Task, _Form] = {
         candidates=lambda row: tuple(f" {_continued(row[key])}" for key in ("choice1", "choice2")),
         group="premise",
     ),
+    Task.MRPC: _Form(
+        texts=("sentence1", "sentence2"),
+        labels=_BINARY | {"not_equivalent": 0, "equivalent": 1},
+        prompt=_pair_prompt(
+            "Do the following two sentences mean the same thing?", "Sentence", "sentence1", "sentence2"
+        ),
+        candidates=_always("No", "Yes"),
+        group="sentence1",
+        headers={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
+    ),
+    Task.QQP: _Form(
+        texts=("question1", "question2"),
+        labels=_BINARY | {"not_duplicate": 0, "duplicate": 1},
+        prompt=_pair_prompt(
+            "Are these two questions asking the same thing?", "Question", "question1", "question2"
+        ),
+        candidates=_always("No", "Yes"),
+        group="question1",
+        headers={"question1": "question1", "question2": "question2", "label": "is_duplicate"},
+    ),
+    Task.QNLI: _Form(
+        texts=("question", "sentence"),
+        labels={"not_entailment": 0, "entailment": 1},
+        prompt=_pair_prompt("Does this sentence answer the question?", "Sentence", "question", "sentence"),
+        candidates=_always("No", "Yes"),
+        group="sentence",
+        headers={"question": "question", "sentence": "sentence", "label": "label"},
+    ),
+    Task.WNLI: _Form(
+        texts=("sentence1", "sentence2"),
+        labels=_BINARY | {"not_entailment": 0, "entailment": 1},
+        prompt=_pair_prompt(
+            "Given the first sentence, is the second sentence true?", "Sentence", "sentence1", "sentence2"
+        ),
+        candidates=_always("No", "Yes"),
+        group="sentence1",
+        headers={"sentence1": "sentence1", "sentence2": "sentence2", "label": "label"},
+    ),
 }
 
 
@@ -128,7 +179,7 @@ def read_file(task: Task, path: Path) -> Pool:
     """The labelled examples of one file, with the rows that could not be read.
 
     Args:
-        path: `.jsonl`, or `.tsv` of SST-2, with or without a header.
+        path: `.jsonl`, or GLUE's `.tsv` (SST-2 also without a header).
 
     Raises:
         InputError: no such file; no labelled row; or more than one row in twenty is bad.
@@ -137,7 +188,7 @@ def read_file(task: Task, path: Path) -> Pool:
         raise InputError(f"expected a file of {task.value} rows, got {path}")
     examples: list[Example] = []
     bad: list[BadRow] = []
-    rows = _table_rows if path.suffix == ".tsv" else _json_rows
+    rows = _Table(task).row if path.suffix == ".tsv" else _json_rows
     for name, found in _lines(path):
         try:
             if isinstance(found, _BadRowError):
@@ -181,18 +232,27 @@ def _json_rows(_: str, line: bytes) -> Row | None:
     return found
 
 
-def _table_rows(name: str, line: bytes) -> Row | None:
-    """SST-2: `sentence <tab> label`, GLUE with a header line, the sentence-level release without."""
-    is_first = name.endswith(":1")
-    try:
-        cells = line.decode("utf-8-sig" if is_first else "utf-8").rstrip("\r\n").split("\t")
-    except UnicodeDecodeError as exc:
-        raise _BadRowError(f"expected UTF-8, got {exc}") from exc
-    if is_first and cells == ["sentence", "label"]:
-        return None
-    if len(cells) != 2:
-        raise _BadRowError(f"expected a sentence and a label, got {len(cells)} cells")
-    return {"sentence": cells[0], "label": cells[1].strip()}
+class _Table:
+    """GLUE's tables: cells between tabs, quotes are text; the first line names them."""
+
+    def __init__(self, task: Task) -> None:
+        self._headers: Mapping[str, str] = _FORMS[task].headers if task in _FORMS else {}
+        self._places = {key: place for place, key in enumerate(self._headers)}
+        self._width = len(self._headers)
+
+    def row(self, name: str, line: bytes) -> Row | None:
+        is_first = name.endswith(":1")
+        try:
+            cells = line.decode("utf-8-sig" if is_first else "utf-8").rstrip("\r\n").split("\t")
+        except UnicodeDecodeError as exc:
+            raise _BadRowError(f"expected UTF-8, got {exc}") from exc
+        if is_first and set(self._headers.values()) <= set(cells):
+            self._places = {key: cells.index(header) for key, header in self._headers.items()}
+            self._width = len(cells)
+            return None
+        if not self._places or len(cells) != self._width:
+            raise _BadRowError(f"expected {self._width} cells, got {len(cells)}")
+        return {key: cells[place].strip() for key, place in self._places.items()}
 
 
 def _example(task: Task, row: Row, name: str) -> Example:
