@@ -3,21 +3,25 @@
 Without: a package of the same shape in which each matrix has a single masked weight, since none at all is no
 package. llama.cpp has the int4 package as Q4_0, where it is installed (`make test-llama-cpp`). Greedy, with a
 key-value cache in float32, after a prompt that is not timed. Of one thread the seconds are the processor's,
-which others who use the machine spoil less; of more the clock's.
+which others who use the machine spoil less; of more the clock's. Of a token with the overlay also what each
+kernel takes, and what the interpreter takes between them.
 """
 
 import importlib.util
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
 from permille.engines.factory import LIGHT, open_engine
 from permille.engines.interface import Engine
 from permille.engines.sampling import TokenSampling
+from permille.native.library import Argument, Library
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille_lab.engine.sizes import Sizes
@@ -52,9 +56,32 @@ def measure(folder: Path, sizes: Sizes) -> Result:
     rates = {which: round(1 / statistics.median(found), 3) for which, found in seconds.items()}
     return {
         "tokens_per_s": rates,
+        "token_ms": _profile(contenders["overlay"], clock),
         "ratio": round(rates["overlay"] / rates["bare"], 4),
         "machine": {"before": before, "after": machine()},
     }
+
+
+def _profile(tokens: Callable[[], Iterator[float]], clock: Clock) -> dict[str, float]:
+    """Milliseconds of a token by kernel, with the handing over of its arguments, and in the interpreter."""
+    spent: dict[str, float] = defaultdict(float)
+    call = Library.call
+
+    def timed(library: Library, name: str, *arguments: Argument) -> int:
+        begin = clock()
+        result = call(library, name, *arguments)
+        spent[name] += clock() - begin
+        return result
+
+    with mock.patch.object(Library, "call", timed):
+        stream = tokens()
+        next(stream)
+        spent.clear()
+        seconds = list(stream)
+    found = dict(sorted(spent.items(), key=lambda part: -part[1])) | {
+        "interpreter": sum(seconds) - sum(spent.values())
+    }
+    return {name: round(1e3 * total / len(seconds), 2) for name, total in found.items()}
 
 
 def _token_seconds(engine: Engine, package: Package, clock: Clock) -> Iterator[float]:

@@ -43,6 +43,12 @@ def tables(results: Path) -> dict[str, str]:
         | {name: str(result["tokens_per_s"].get(name, "")) for name in ("int4", "llama.cpp")}
         for settings, result in cells.of("decode")
     ]
+    token = [
+        {"part of a token": name, "ms": f"{milliseconds:.1f}"}
+        for _, result in cells.of("decode")
+        for name, milliseconds in result["token_ms"].items()
+        if milliseconds >= 0.05
+    ]
     replay = [
         {
             "kernels": name,
@@ -62,6 +68,7 @@ def tables(results: Path) -> dict[str, str]:
         "gradients": [_gradient(settings, result) for settings, result in cells.of("gradient")],
         "memory": memory,
         "decoding": decoding,
+        "token": token,
         "replay": replay,
     }
     tables = {

@@ -4,6 +4,7 @@
 head, C masked weights of a layer.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,7 +33,7 @@ class Workspace:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Array:
         """Memory of this shape; what it held is lost."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         kept = self._kept.get(name)
         if kept is None or len(kept) < size:
             # Dropped before the new one is made, or both would be resident.

@@ -27,15 +27,16 @@ class Threads:
 
     def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         """Call `work` with every item; returns when all are done, and raises what the first failed with."""
+        if self._pool is None or len(items) == 1:
+            with np.errstate(all="ignore"):  # A NaN is a result here: the loss says so.
+                for item in items:
+                    work(item)
+            return
 
         def quietly(item: T) -> None:
-            with np.errstate(all="ignore"):  # A NaN is a result here: the loss says so.
+            with np.errstate(all="ignore"):
                 work(item)
 
-        if self._pool is None or len(items) == 1:
-            for item in items:
-                quietly(item)
-            return
         for _ in self._pool.map(quietly, items):
             pass
 
