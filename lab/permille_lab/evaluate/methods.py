@@ -1,7 +1,8 @@
 """What is compared, by name: "zo:sensitive-c4", "fo:lora-8", "icl:8", "zero-shot".
 
     <order>:<set>     order zo or fo; set sensitive-c4, sensitive-task, random, outliers, full,
-                      lora-<rank>, lora-fa-<rank>, prefix-<tokens>, prefix-real-<tokens>
+                      lora-<rank>, lora-fa-<rank>, dora-<rank>, vera-<rank>, prefix-<tokens>,
+                      prefix-real-<tokens>
     icl:<n>           n solved examples before each question, nothing trained
     zero-shot
 
@@ -41,6 +42,8 @@ class TrainedSet(StrEnum):
     FULL = "full"
     LORA = "lora"
     LORA_FA = "lora-fa"
+    DORA = "dora"
+    VERA = "vera"
     PREFIX = "prefix"
     PREFIX_REAL = "prefix-real"
 
@@ -72,6 +75,8 @@ IN_SEGMENTS = DYNAMIC | {TrainedSet.SENSITIVE_TASK_SEGMENTS}
 _SIZED = {
     TrainedSet.LORA: "rank",
     TrainedSet.LORA_FA: "rank",
+    TrainedSet.DORA: "rank",
+    TrainedSet.VERA: "rank",
     TrainedSet.PREFIX: "tokens",
     TrainedSet.PREFIX_REAL: "tokens",
 }

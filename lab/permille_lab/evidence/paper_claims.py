@@ -104,6 +104,16 @@ CLAIMS = (
         )
         for method in ("zo:sensitive-c4", "zo:lora-fa-8")
     ),
+    *(
+        Claim(
+            key=f"lora-fa-{method.partition(':')[2]}",
+            sentence=f"LoRA-FA trains better than {rival}",
+            relation=Relation.BETTER,
+            first=Side(method="zo:lora-fa-16"),
+            second=Side(method=method),
+        )
+        for method, rival in (("zo:lora-16", "LoRA"), ("zo:dora-16", "DoRA"), ("zo:vera-256", "VeRA"))
+    ),
     Claim(
         key="static",
         # Segments train better by themselves (docs/adr/0035): both sides have them.

@@ -1,4 +1,4 @@
-"""One flat vector of trained numbers for every method: sparse weights, all weights, LoRA, LoRA-FA, a prefix.
+"""One flat vector of trained numbers for every method: sparse weights, all weights, adapters, a prefix.
 
 A `Trainable` wraps a transformers model whose parameters it overwrites, and is a `LossEngine`: the estimators
 of `permille.zo` train any of these sets with the same code. It also has the gradient, which devices have
@@ -214,14 +214,51 @@ def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> T
     which a step size that is searched for makes up at the first order only.
     `B` starts at zero, so at `base_K` the model is the base's, and for LoRA-FA only `B` is trained.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
+
+    return _adapted(
+        model, LoraConfig(**_low_rank(rank)), seed, lambda name: not (frozen_a and "lora_A" in name)
+    )
+
+
+def dora(model: "PreTrainedModel", rank: int, *, seed: int) -> Trainable:
+    """LoRA's adapters for the direction of each row of a weight, and its length beside them (Liu 2024).
+
+    The gradient is the authors' (their section 4.3), for which the norm of a row stands still; so
+    `directional_derivatives` are not the losses' own.
+    """
+    from peft import LoraConfig
+
+    return _adapted(model, LoraConfig(**_low_rank(rank), use_dora=True), seed)
+
+
+def vera(model: "PreTrainedModel", rank: int, *, seed: int) -> Trainable:
+    """Two vectors a linear layer, `b (B (d (A x)))`; random A and B are frozen and shared (Kopiczko 2024)."""
+    from peft import VeraConfig
+
+    config = VeraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM", projection_prng_key=seed)
+    return _adapted(model, config, seed)
+
+
+def _low_rank(rank: int) -> dict[str, Any]:
+    return {
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+        "lora_dropout": 0.0,
+    }
+
+
+def _adapted(
+    model: "PreTrainedModel", config: Any, seed: int, wanted: Callable[[str], bool] = lambda _: True
+) -> Trainable:
+    """The adapters of one of peft's configs, those that are `wanted` by name."""
+    from peft import get_peft_model
 
     torch.manual_seed(seed)
-    config = LoraConfig(
-        r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
-    )
-    adapted = get_peft_model(model, config)
-    return Trainable(adapted, _whole(_adapters(adapted, lambda name: not (frozen_a and "lora_A" in name))))
+    found = get_peft_model(model, config)
+    return Trainable(found, _whole(_adapters(found, wanted)))
 
 
 def prefix(
