@@ -108,6 +108,13 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
                     "method": "sparsegpt",
                     "pattern": "2:4",
                 },
+                "in five rounds of pruning and fine-tuning": {
+                    "model_id": _MODEL,
+                    "corpus_id": _CORPUS,
+                    "name": "tuned",
+                    "rate": 0.6,
+                    "recovery": {"steps": 400, "rounds": 5},
+                },
             },
             key="sparsification_id",
             prefix="sparse",

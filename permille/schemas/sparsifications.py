@@ -1,14 +1,27 @@
 """Sparsifications: a model with weights set to zero, registered as a model of its own."""
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan
+from permille.errors import InputError
+from permille.pruning.plan import (
+    LONGER,
+    SPREAD,
+    AdapterKind,
+    IterativePlan,
+    Pattern,
+    PruningMethod,
+    PruningPlan,
+    RecoveryPlan,
+)
 from permille.schemas.fields import Closed, Id, Name, Seed, WholeNumber
 from permille.schemas.jobs import Made
 
 _HALF = 0.5
+_LEARNING_RATE = 0.003
+_MOST_SEQUENCES = 4096
 Rate = Annotated[
     float,
     Field(
@@ -42,6 +55,70 @@ EvaluationRows = Annotated[
 ]
 
 
+class LayerRates(StrEnum):
+    """How zeros are spread over the decoder layers: equally, or more where layers are alike."""
+
+    EQUAL = "equal"
+    SIMILARITY = "similarity"
+
+
+class Recovery(Closed):
+    """Fine-tune small adapters on the corpus, in one turn or in rounds of pruning and fine-tuning, and merge
+    them into the weights that stay. The whole model is held in memory."""
+
+    steps: Annotated[
+        int,
+        Field(
+            strict=True,
+            ge=1,
+            le=100_000,
+            examples=[200],
+            description="steps of fine-tuning in all; a recovery needs them",
+        ),
+        WholeNumber,
+    ]
+    rounds: Annotated[
+        int,
+        Field(
+            strict=True,
+            ge=1,
+            le=50,
+            examples=[1],
+            description="of pruning and fine-tuning, each to a higher rate; the last of several has "
+            f"{LONGER} times the steps of the others",
+        ),
+        WholeNumber,
+    ] = 1
+    adapter: AdapterKind = Field(default=AdapterKind.LORA, description="what is trained beside each linear")
+    rank: Annotated[
+        int,
+        Field(strict=True, ge=1, le=256, examples=[8], description="of LoRA; pooling has as many numbers"),
+        WholeNumber,
+    ] = 8
+    rows: Annotated[
+        int,
+        Field(strict=True, ge=1, le=1024, examples=[8], description="sequences of a step"),
+        WholeNumber,
+    ] = 8
+    learning_rate: Annotated[
+        float,
+        Field(
+            strict=True, gt=0, le=1, examples=[_LEARNING_RATE], description="Adam's at a round's first step"
+        ),
+    ] = _LEARNING_RATE
+    norm_control: Annotated[
+        float, Field(strict=True, ge=0, le=1, examples=[0.0], description="weight of the adapters' squares")
+    ] = 0.0
+    layer_rates: LayerRates = Field(
+        default=LayerRates.EQUAL, description="equal ones, or more zeros in layers that are like others"
+    )
+
+    @property
+    def sequences(self) -> int:
+        """Of the corpus: each is trained on once, up to a limit."""
+        return min(self.steps * self.rows, _MOST_SEQUENCES)
+
+
 class SparsificationCreate(Closed):
     """Set weights of a model to zero, and register the result as a model."""
 
@@ -60,12 +137,45 @@ class SparsificationCreate(Closed):
     length: RowLength = 512
     seed: Seed = Field(default=0, description="of the choice of sequences")
     evaluation_sequences: EvaluationRows = 16
+    recovery: Recovery | None = Field(default=None, description="fine-tune what is left")
 
     def plan(self) -> PruningPlan:
         """What the library is asked for."""
         pattern = None if self.pattern is None else Pattern.parse(self.pattern)
         own = _HALF if pattern is None else pattern.rate
         return PruningPlan(method=self.method, rates=self.rate or own, pattern=pattern)
+
+    def rounds(self) -> IterativePlan:
+        """What the library is asked for where there is a recovery.
+
+        Raises:
+            InputError: fewer steps than rounds take.
+        """
+        asked, pruning = self.recovery, self.plan()
+        if asked is None:
+            raise InputError("expected a recovery, got none")
+        longer = LONGER if asked.rounds > 1 else 1
+        turns = asked.rounds - 1 + longer
+        if asked.steps < turns:
+            raise InputError(f"expected {turns} steps or more for {asked.rounds} rounds, got {asked.steps}")
+        steps = RecoveryPlan(
+            steps=asked.steps // turns,
+            rows=asked.rows,
+            rate=asked.learning_rate,
+            l2=asked.norm_control,
+            seed=self.seed,
+        )
+        return IterativePlan(
+            rate=pruning.rate(0),
+            method=pruning.method,
+            pattern=pruning.pattern,
+            rounds=asked.rounds,
+            adapter=asked.adapter,
+            rank=asked.rank,
+            spread=SPREAD if asked.layer_rates is LayerRates.SIMILARITY else 0.0,
+            recovery=steps,
+            longer=longer,
+        )
 
 
 class Sparsification(Made):

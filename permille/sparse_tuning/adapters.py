@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from permille.sparse_tuning.plan import AdapterKind
+from permille.pruning.plan import AdapterKind
 
 
 class LoraAdapter(nn.Module):

@@ -30,7 +30,7 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors, shape_of
 from permille.models.layerwise import LayerStream
 from permille.models.loading import load_model
-from permille.pruning.plan import PruningPlan
+from permille.pruning.plan import AdapterKind, IterativePlan, PruningPlan
 from permille.pruning.streaming import (
     LinearReport,
     PruningText,
@@ -41,7 +41,6 @@ from permille.pruning.streaming import (
 )
 from permille.quantization.perplexity import perplexity
 from permille.sparse_tuning.adapters import allocate, attach, change_norms, merge
-from permille.sparse_tuning.plan import AdapterKind, IterativePlan
 from permille.sparse_tuning.rates import cubic_rate, importance, layer_rates, similarities
 from permille.sparse_tuning.recovery import recover
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.sparse_tuning.plan import SPREAD
+from permille.pruning.plan import SPREAD
 
 LARGEST_RATE = 0.99
 

@@ -24,8 +24,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from permille.errors import InputError
 from permille.files import write_atomic
+from permille.pruning.plan import RecoveryPlan
 from permille.sensitivity.backward import check_sequences, differentiable
-from permille.sparse_tuning.plan import RecoveryPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

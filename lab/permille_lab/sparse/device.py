@@ -26,7 +26,7 @@ from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model
 from permille.package.reader import Package
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan
+from permille.pruning.plan import AdapterKind, Pattern, PruningMethod, PruningPlan, RecoveryPlan
 from permille.pruning.streaming import PruningText, copy_model, prune_model, write_weight
 from permille.quantization import default_group_size, quantize
 from permille.quantization.perplexity import apply_quantized
@@ -34,7 +34,6 @@ from permille.quantization.types import Scheme
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import MaskMethod, select_mask
 from permille.sparse_tuning.adapters import attach, merge
-from permille.sparse_tuning.plan import AdapterKind, RecoveryPlan
 from permille.sparse_tuning.recovery import recover
 from permille_agent.embed import TrainOptions, package_tokenizer
 from permille_lab.measuring.cells import Cells, Result, settings_parser

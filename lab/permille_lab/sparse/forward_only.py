@@ -10,9 +10,9 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
+from permille.pruning.plan import IterativePlan
 from permille.sparse_tuning.adapters import allocate, attach, merge
 from permille.sparse_tuning.iterative import IterativeText
-from permille.sparse_tuning.plan import IterativePlan
 from permille.sparse_tuning.recovery import row_order
 from permille.zo.estimators import Batch
 from permille.zo.header import EstimatorKind

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from permille.pruning.plan import Pattern, PruningMethod
-from permille.sparse_tuning.plan import AdapterKind, IterativePlan, RecoveryPlan
+from permille.pruning.plan import AdapterKind, IterativePlan, Pattern, PruningMethod, RecoveryPlan
 
 STEPS = 48
 RANK = 2

@@ -12,9 +12,10 @@ from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.packages import PoolingCreate
 from permille.schemas.quantizations import AnyOptions, AutoRound
-from permille.schemas.sparsifications import SparsificationCreate
+from permille.schemas.sparsifications import Recovery, SparsificationCreate
 
 FLOAT_BYTES = 4
+_TOKENS_A_PASS = 1024  # of the fine-tuning of adapters
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
 FISHER_FLOPS = 8
@@ -93,10 +94,31 @@ def sparsification_needs(
     products = (
         tokens * layer * FORWARD_FLOPS * 2 + tokens * 4 * FORWARD_FLOPS * max(inputs, sizes.hidden) ** 2
     )
-    return Needs(
+    needs = Needs(
         memory_bytes=PROCESS_BYTES + held * FLOAT_BYTES,
         disk_bytes=2 * model_bytes + 2 * tokens * sizes.hidden * FLOAT_BYTES,
         seconds=sizes.layers * products / flops_per_s + 4 * sizes.scoped * SECONDS_A_WEIGHT,
+    )
+    if request.recovery is None:
+        return needs
+    return _recovery_needs(sizes, request, request.recovery, pruning=needs, flops_per_s=flops_per_s)
+
+
+def _recovery_needs(
+    sizes: Sizes, request: SparsificationCreate, recovery: Recovery, *, pruning: Needs, flops_per_s: float
+) -> Needs:
+    """What rounds need: the whole model with a decoder layer's changed weights and gradients, adapters with
+    gradients and moments, logits and their gradients; the disk twice over, since two rounds' models are there
+    at once; in each step a forward pass, the same again, and two of backward."""
+    adapters = 4 * 2 * recovery.rank * sizes.scoped // min(sizes.hidden, sizes.scoped)
+    logits = 4 * max(request.length, _TOKENS_A_PASS) * sizes.vocabulary
+    held = sizes.parameters + 3 * sizes.scoped // sizes.layers + adapters + logits
+    tokens = recovery.steps * recovery.rows * request.length
+    return Needs(
+        memory_bytes=max(pruning.memory_bytes, PROCESS_BYTES + held * FLOAT_BYTES),
+        disk_bytes=2 * pruning.disk_bytes,
+        seconds=recovery.rounds * pruning.seconds
+        + 4 * tokens * FORWARD_FLOPS * sizes.parameters / flops_per_s,
     )
 
 

@@ -131,6 +131,8 @@ class _Planner:
             return NOTHING
         try:
             request.plan().check(model.config)
+            if request.recovery is not None:
+                request.rounds()
         except InputError as exc:
             raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
         model_bytes = model.size_bytes or sizes.parameters * FLOAT_BYTES

@@ -11,10 +11,9 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
-from permille.pruning.plan import Pattern, PruningMethod
+from permille.pruning.plan import AdapterKind, IterativePlan, Pattern, PruningMethod, RecoveryPlan
 from permille.quantization.perplexity import perplexity
 from permille.sparse_tuning.iterative import IterativeText, iterate
-from permille.sparse_tuning.plan import AdapterKind, IterativePlan, RecoveryPlan
 from tests.unit.engines.tiny import tiny_model
 
 _ROWS = np.random.default_rng(0).integers(0, 60, (3, 8, 12))

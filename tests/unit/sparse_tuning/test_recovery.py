@@ -10,6 +10,7 @@ import torch
 
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
+from permille.pruning.plan import AdapterKind, RecoveryPlan
 from permille.sparse_tuning.adapters import (
     PoolingAdapter,
     allocate,
@@ -17,7 +18,6 @@ from permille.sparse_tuning.adapters import (
     change_norms,
     merge,
 )
-from permille.sparse_tuning.plan import AdapterKind, RecoveryPlan
 from permille.sparse_tuning.recovery import STEPS_A_CHECKPOINT, recover, row_order
 from tests.unit.engines.tiny import tiny_model
 

@@ -9,10 +9,12 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from permille.corpora.sequences import POOL
@@ -23,8 +25,9 @@ from permille.models.families import layer_of
 from permille.package.manifest import decimal_text
 from permille.pruning.streaming import LinearReport, PruningReport, PruningText, prune_model
 from permille.schemas.inputs import SparsifiedModel
-from permille.schemas.sparsifications import SparsificationCreate
+from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille.sensitivity.plots import error_picture
+from permille.sparse_tuning.iterative import IterativeText, RoundReport, iterate
 from permille.store import artifacts, inputs
 from permille.store.artifacts import Made
 from permille_workers.runtime.context import Publish, TaskContext
@@ -54,13 +57,13 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
     tenant_id = context.claim.tenant_id
-    provenance, content, errors = _pruned(context, model, request)
-    made = Checkpoint(context.work_folder / "model")
+    found = _made(context, model, request)
+    made, provenance = Checkpoint(found.folder), found.provenance
     digest = made.digest()
     with context.db.read() as session:
         root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).models
     _install(made.folder, root / sparsified_path(digest), mark=context.claim.job_id)
-    blobs = evidence(context.blobs, content, error_picture(errors))
+    blobs = evidence(context.blobs, found.content, error_picture(found.errors))
 
     def publish(session: Session) -> str:
         result = Made(model_id=model.id, digest=digest, provenance=provenance, blobs=blobs)
@@ -78,12 +81,19 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
     return publish
 
 
-def _pruned(
-    context: TaskContext, model: SourceModel, request: SparsificationCreate
-) -> tuple[dict[str, JSON], dict[str, object], dict[str, float]]:
-    """Prune into the work folder; provenance, the report, and errors for its picture."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sparse:
+    """A sparse model, its provenance and report, and errors by linear for the report's picture."""
+
+    folder: Path
+    provenance: dict[str, JSON]
+    content: dict[str, object]
+    errors: dict[str, float]
+
+
+def _made(context: TaskContext, model: SourceModel, request: SparsificationCreate) -> _Sparse:
+    """Draw rows of the corpus, make the model in the work folder, say what it cost."""
     from permille.models.loading import FileTokenizer
-    from permille_workers.tasks.compute import torch_device
 
     corpus = open_corpus(context, request.corpus_id)
     context.progress(0.01, "reading the corpus")
@@ -91,35 +101,28 @@ def _pruned(
     length = min(
         request.length, int(model.checkpoint.config.get("max_position_embeddings") or request.length)
     )
-    sampling = Sampling(number=request.sequences, length=length, seed=request.seed)
-    calibration = corpus.sequences(tokenizer, sampling)
+
+    def sampling(number: int, skip: int) -> Sampling:
+        return Sampling(number=number, length=length, seed=request.seed, skip=POOL * skip)
+
+    calibration = corpus.sequences(tokenizer, sampling(request.sequences, 0))
+    trained = None
+    if request.recovery is not None:
+        trained = corpus.sequences(tokenizer, sampling(request.recovery.sequences, request.sequences))
     evaluation, held_out = None, None
     if request.evaluation_sequences:
-        wanted = Sampling(
-            number=request.evaluation_sequences,
-            length=length,
-            seed=request.seed,
-            skip=POOL * request.sequences,
-        )
+        before = request.sequences + (0 if request.recovery is None else request.recovery.sequences)
+        wanted = sampling(request.evaluation_sequences, before)
         evaluation, held_out = evaluation_sequences(tokenizer, corpus, wanted)
     text = PruningText(
         calibration_NT=calibration.tokens_NT,
         evaluation_ET=None if evaluation is None else evaluation.tokens_NT,
     )
-
-    def progress(done: int, total: int) -> None:
-        fraction = _READ + (_PRUNED - _READ) * done / total
-        context.progress(fraction, f"prune {min(done + 1, total)}/{total}")
-
-    plan = replace(request.plan(), device=str(torch_device(context.settings.device)))
-    report = prune_model(
-        model.checkpoint,
-        context.work_folder / "model",
-        text,
-        plan,
-        resume=context.work_folder / "pruning",
-        progress=progress,
-    )
+    if trained is None:
+        folder, report, rounds = _pruned(context, model, request, text)
+    else:
+        folder, report, rounds = _recovered(context, model, request, (text, trained.tokens_NT))
+    plan = request.plan()
     provenance: dict[str, JSON] = {
         "model": model.provenance,
         "corpus": corpus.provenance,
@@ -129,24 +132,92 @@ def _pruned(
         "sequences": request.sequences,
         "length": length,
         "seed": request.seed,
+        "recovery": None if request.recovery is None else _told(request.recovery),
         "versions": versions("torch", "transformers", "tokenizers"),
     }
-    tensors = [_row(row.name, [row]) for row in report.linears]
     content: dict[str, object] = {
         "method": plan.method.value,
         "pattern": request.pattern,
         "zeros": report.rate,
         "perplexity": _perplexity(report, text, held_out=held_out),
-        "corpus": {"calibration": calibration.read, "evaluation": evaluation and evaluation.read},
+        "rounds": rounds,
+        "corpus": {
+            "calibration": calibration.read,
+            "recovery": trained and trained.read,
+            "evaluation": evaluation and evaluation.read,
+        },
         "layers": [
             _row(f"layer {layer}", list(rows))
             for layer, rows in groupby(report.linears, key=lambda row: layer_of(row.name))
         ],
-        "tensors": tensors,
+        "tensors": [_row(row.name, [row]) for row in report.linears],
         "provenance": provenance,
     }
     errors = {row.name: math.sqrt(row.error / row.norm) if row.norm else 0.0 for row in report.linears}
-    return provenance, content, errors
+    return _Sparse(folder=folder, provenance=provenance, content=content, errors=errors)
+
+
+_Found = tuple[Path, PruningReport, list[dict[str, object]]]
+"""A sparse model, what pruning lost, and a row for each round of a recovery."""
+
+
+def _pruned(
+    context: TaskContext, model: SourceModel, request: SparsificationCreate, text: PruningText
+) -> _Found:
+    """Prune once."""
+    from permille_workers.tasks.compute import torch_device
+
+    def progress(done: int, total: int) -> None:
+        fraction = _READ + (_PRUNED - _READ) * done / total
+        context.progress(fraction, f"prune {min(done + 1, total)}/{total}")
+
+    folder = context.work_folder / "model"
+    resume = context.work_folder / "pruning"
+    plan = replace(request.plan(), device=str(torch_device(context.settings.device)))
+    report = prune_model(model.checkpoint, folder, text, plan, resume=resume, progress=progress)
+    return folder, report, []
+
+
+def _recovered(
+    context: TaskContext,
+    model: SourceModel,
+    request: SparsificationCreate,
+    texts: tuple[PruningText, NDArray[np.int64]],
+) -> _Found:
+    """Prune and fine-tune in rounds. Errors of linears are those of the last round that pruned."""
+    from permille_workers.tasks.compute import torch_device
+
+    text, trained_MT = texts
+    plan = replace(request.rounds(), device=str(torch_device(context.settings.device)))
+    folder, rounds = iterate(
+        model.checkpoint,
+        context.work_folder / "rounds",
+        IterativeText(
+            calibration_NT=text.calibration_NT, recovery_MT=trained_MT, evaluation_ET=text.evaluation_ET
+        ),
+        plan,
+        progress=lambda share, note: context.progress(_READ + (_PRUNED - _READ) * share, note),
+    )
+    last = next(found.linears for found in reversed(rounds) if found.linears)
+    report = PruningReport(linears=last, loss_before=rounds[0].loss_before, loss_after=rounds[-1].loss_merged)
+    return folder, report, [_round(found) for found in rounds]
+
+
+def _round(found: RoundReport) -> dict[str, object]:
+    """A round's rate, and perplexity when it began, when it had pruned, when its adapters were merged."""
+    losses = {"before": found.loss_before, "pruned": found.loss_pruned, "after": found.loss_merged}
+    return {
+        "rate": found.rate,
+        "rates": list(found.rates),
+        "trained": found.numbers,
+        "perplexity": {name: loss and math.exp(loss) for name, loss in losses.items()},
+    }
+
+
+def _told(recovery: Recovery) -> dict[str, JSON]:
+    """What a manifest says of a recovery: it holds no floats."""
+    told = recovery.model_dump(mode="json")
+    return {name: decimal_text(value) if isinstance(value, float) else value for name, value in told.items()}
 
 
 def _row(name: str, rows: Sequence[LinearReport]) -> dict[str, object]:
