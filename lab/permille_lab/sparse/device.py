@@ -136,6 +136,21 @@ def package_of(model: Path, case: Case, sources: Sources, folder: Path) -> Packa
     return Package.open(blobs, pack_model(blobs, checkpoint, chosen, Scheme.NF4))
 
 
+def measured_bytes(sources: Sources, case: Case, folder: Path) -> Result:
+    """Bytes of packages of both models by layer; which weights are masked does not matter."""
+    found = made(sources, case, folder, RATES[0])
+    result: Result = {}
+    for name, model in (("dense", sources.models / case.model), ("sparse", found.recovered)):
+        checkpoint, density = Checkpoint(model), DENSITIES[case.model]
+        mask = select_mask(checkpoint.weights(), MaskMethod.MAGNITUDE, density)
+        chosen = ChosenMask(indices=mask, method="magnitude", density=density)
+        blobs = BlobFolder(folder / f"{case.model}-{name}-bytes")
+        blobs.root.mkdir(parents=True, exist_ok=True)
+        package = Package.open(blobs, pack_model(blobs, checkpoint, chosen, Scheme.NF4))
+        result[name] = {layer.role.value: layer.size_bytes for layer in package.manifest.layers}
+    return result
+
+
 def measured_people(sources: Sources, case: Case, folder: Path) -> Result:
     """By person: loss of the text that was put away under the base and the own state, dense and sparse."""
     begun = time.process_time()
@@ -159,11 +174,7 @@ def measured_people(sources: Sources, case: Case, folder: Path) -> Result:
             base, tokens, _ = study.nats(person, package.values())
             own, _, _ = study.nats(person, own_K)
             rows.append([round(base / tokens, 6), round(own / tokens, 6)])
-        result[name] = {
-            "losses": rows,
-            "k": package.k,
-            "bytes": sum(layer.size_bytes for layer in package.manifest.layers),
-        }
+        result[name] = {"losses": rows, "k": package.k}
     return result | {"cpu_seconds": round(time.process_time() - begun, 1)}
 
 
@@ -181,6 +192,7 @@ def main() -> None:
             for rate in RATES:
                 measure = partial(measured_losses, sources, case, folder, rate)
                 cells.once("device", settings | {"rate": rate}, measure)
+            cells.once("device bytes", settings, partial(measured_bytes, sources, case, folder))
             with_people = settings | {"people": PEOPLE, "own_steps": PEOPLE_STEPS}
             cells.once("device people", with_people, partial(measured_people, sources, case, folder))
 

@@ -124,7 +124,9 @@ def tables(results: Path) -> dict[str, str]:
         "ablations": _markdown(_ablations(found)),
         "rounds": _markdown(_rounds(cells)),
         "merging": _markdown(_merging(cells)),
+        "tasks": _markdown(_tasks(cells)),
         "device": _markdown(_device(cells)),
+        "bytes": _markdown(_bytes(cells)),
         "people": _markdown(_people(cells)),
     }
 
@@ -292,6 +294,21 @@ def _merging(cells: Cells) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def _tasks(cells: Cells) -> pd.DataFrame:
+    """Right answers, and how many more or fewer than the dense model's: plus, minus."""
+    found = {settings["way"]: result["right"] for settings, result in cells.of("tasks")}
+    rows = []
+    for way, right in found.items():
+        row = {"reference-7M, 60 %": way + (" with LoRA" if way in TABLE and way in ONE_SHOT else "")}
+        for task, answers in right.items():
+            won = lost = 0
+            for own, dense in zip(answers, found["dense"][task], strict=True):
+                won, lost = won + (own > dense), lost + (own < dense)
+            row[task] = f"{answers.count('1')} of {len(answers)} (+{won} -{lost})"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
 def _device(cells: Cells) -> pd.DataFrame:
     """Perplexity of 2:4 in NF4 beside that of the dense model in NF4."""
     rows = []
@@ -304,6 +321,21 @@ def _device(cells: Cells) -> pd.DataFrame:
                 row[f"2:4 NF4, {name}"] = f"{math.exp(loss):.2f} ({math.expm1(loss - dense):+.1%})"
             row["recovered, float32"] = f"{math.exp(result['float32']['recovered'][text]):.2f}"
             rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _bytes(cells: Cells) -> pd.DataFrame:
+    """Packages by layer; the sparse one's share of the dense one."""
+    rows = []
+    for settings, result in cells.of("device bytes"):
+        row = {"model": settings["model"]}
+        for name in ("dense", "sparse"):
+            layers = result[name]
+            row[f"{name}: codes"], row[f"{name}: all"] = f"{layers['dense']:,}", f"{sum(layers.values()):,}"
+        for what, taken in (("codes", ("dense",)), ("all", tuple(result["dense"]))):
+            own, other = (sum(result[name][role] for role in taken) for name in ("sparse", "dense"))
+            row[f"share, {what}"] = f"{own / other:.3f}"
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
