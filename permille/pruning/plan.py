@@ -154,6 +154,7 @@ class IterativePlan:
         beta: of `importance`; its sign alone matters, and below 0 the rates are those of (21) as printed.
         recovery: the steps of a round; `seed` is of the first one.
         longer: how many times as many steps the last round has.
+        device: where torch computes.
     """
 
     rate: float
@@ -168,3 +169,4 @@ class IterativePlan:
     beta: float = 1.0
     recovery: RecoveryPlan
     longer: int = LONGER
+    device: str = "cpu"

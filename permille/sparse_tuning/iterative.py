@@ -111,7 +111,7 @@ def iterate(
             "expected at least 1 round, rank and turn of the last, got "
             f"{plan.rounds}, {plan.rank} and {plan.longer}"
         )
-    final = PruningPlan(method=plan.method, rates=plan.rate, pattern=plan.pattern)
+    final = PruningPlan(method=plan.method, rates=plan.rate, pattern=plan.pattern, device=plan.device)
     final.check(source.config)
     check_not_pruned(source, final)
     _prepare(source, folder, text, plan)
@@ -127,7 +127,7 @@ def iterate(
             progress(start + part * done, f"round {at}/{plan.rounds}: {note}")
 
         if not (place / _REPORT).exists():
-            before = reports[-1].loss_merged if reports else _loss(load_model(source.folder), text)
+            before = reports[-1].loss_merged if reports else _loss(_loaded(source, plan), text)
             found = _Round(model, place, text, plan, number).run(before, report)
             write_atomic(place / _REPORT, json.dumps(asdict(found)).encode())
             for done in ("pruned", "resume"):
@@ -156,7 +156,7 @@ class _Round:
         rates = self._rates()
         linears = self._prune(rates, lambda done, of: progress(_PRUNED * done / of, f"layer {done}/{of}"))
         pruned = Checkpoint(self.folder / "pruned")
-        model = load_model(pruned.folder)
+        model = _loaded(pruned, self.plan)
         loss_pruned = _loss(model, self.text)
         sizes = self._sizes(linears)
         trained = attach(
@@ -179,7 +179,7 @@ class _Round:
         copy_model(pruned, target)
         for name in sizes:
             write_weight(pruned, target, name, model.get_parameter(name).detach(), updated=True)
-        loss_merged = _loss(load_model(target), self.text)
+        loss_merged = _loss(_loaded(Checkpoint(target), self.plan), self.text)
         return RoundReport(
             rate=self.rate,
             rates=tuple(rates),
@@ -205,7 +205,7 @@ class _Round:
             spread = 0.0 if self.plan.pattern else self.plan.spread
             worth_L = np.ones(len(weights_L))
             if spread:
-                features = layer_features(self.source, self.text.calibration_NT)
+                features = layer_features(self.source, self.text.calibration_NT, self.plan.device)
                 worth_L = importance(similarities(features), self.plan.beta)
             rates_L = layer_rates(worth_L, weights_L, self.rate, zeros_L / weights_L, spread=spread)
             write_atomic(path, json.dumps(rates_L.tolist()).encode())
@@ -220,7 +220,12 @@ class _Round:
         ]
 
     def _prune(self, rates: list[float], progress: Callable[[int, int], None]) -> tuple[LinearReport, ...]:
-        plan = PruningPlan(method=self.plan.method, rates=dict(enumerate(rates)), pattern=self.plan.pattern)
+        plan = PruningPlan(
+            method=self.plan.method,
+            rates=dict(enumerate(rates)),
+            pattern=self.plan.pattern,
+            device=self.plan.device,
+        )
         target = self.folder / "pruned"
         try:
             check_not_pruned(self.source, plan)
@@ -244,10 +249,10 @@ class _Round:
         return allocate(losses, shapes, average)
 
 
-def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64], device: str) -> list[NDArray[np.float32]]:
     """Hidden states behind each decoder layer at some tokens, float32 [at most CKA_TOKENS, D] each."""
     taken = np.unique(np.linspace(0, rows_NT.size - 1, min(CKA_TOKENS, rows_NT.size)).astype(np.int64))
-    stream = LayerStream(source)
+    stream = LayerStream(source, device=device)
     found = []
     with torch.no_grad():
         with stream.ends() as ends:
@@ -275,6 +280,11 @@ def _prepare(source: Checkpoint, folder: Path, text: IterativeText, plan: Iterat
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_atomic(path, name)
+
+
+def _loaded(model: Checkpoint, plan: IterativePlan) -> "PreTrainedModel":
+    loaded: PreTrainedModel = load_model(model.folder).to(plan.device)
+    return loaded
 
 
 def _loss(model: "PreTrainedModel", text: IterativeText) -> float | None:

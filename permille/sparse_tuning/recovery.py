@@ -130,6 +130,7 @@ def _load(
         return []
     if values_3K.shape != (3, sum(parameter.numel() for parameter in trained)):
         return []
+    values_3K = values_3K.to(trained[0].device)
     vector_to_parameters(values_3K[0], trained)
     start = 0
     for parameter in trained:
