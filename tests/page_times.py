@@ -82,6 +82,7 @@ def _add_jobs(database: Database, tenant_id: str, count: int) -> None:
                     "kind": "replay",
                     "state": "succeeded",
                     "payload": {"run_id": "r"},
+                    "request_digest": "",
                     "progress": 1.0,
                     "attempt": 1,
                     "max_attempts": 3,

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from permille.digests import JSON
 from permille.schemas.jobs import ENDED, JobKind
 from permille.schemas.kinds import MAKES_PACKAGES, WORK
+from permille.store import inputs
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
@@ -96,7 +97,7 @@ def add(session: Session, *, job: Claim, made: Made) -> Artifact:
     )
     session.add(artifact)
     session.flush()
-    for source_id in sorted({made.model_id, *_ids_in(job.payload)}):
+    for source_id in sorted({made.model_id, *inputs.ids_in(job.payload)}):
         session.add(ArtifactSource(artifact_id=artifact.id, source_id=source_id, tenant_id=job.tenant_id))
     session.flush()
     return artifact
@@ -147,6 +148,18 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
         session.execute(delete(table).where(table.artifact_id == row.id))
     session.expunge(row)
     session.execute(delete(Artifact).where(Artifact.id == row.id))
+
+
+def has_result(session: Session, job: Job) -> bool:
+    """Whether what a job has made is still here; False also of kinds that make no artifact."""
+    kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
+    if kind not in _PREFIXES or job.result_id is None:
+        return False
+    try:
+        get(session, tenant_id=job.tenant_id, kind=kind, key=job.result_id)
+    except NotFoundError:
+        return False
+    return True
 
 
 def key_of(artifact: Artifact) -> str:
@@ -215,13 +228,4 @@ def _values_in(request: Mapping[str, object]) -> Iterator[object]:
         if isinstance(value, Mapping):
             yield from _values_in(value)
         else:
-            yield value
-
-
-def _ids_in(request: Mapping[str, object]) -> Iterator[str]:
-    """Every id that a request names, however deep."""
-    for name, value in request.items():
-        if isinstance(value, Mapping):
-            yield from _ids_in(value)
-        elif name.endswith("_id") and isinstance(value, str):
             yield value

@@ -4,6 +4,7 @@ Nothing that a result was made of can be removed: an artifact's sources say what
 field of its request named it.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from permille.store.database import now
 from permille.store.errors import ConflictError
 from permille.store.ids import Prefix, new_id
 from permille.store.settings import StoreSettings
-from permille.store.tables import Artifact, ArtifactSource, Corpus, Model
+from permille.store.tables import Artifact, ArtifactSource, Corpus, Job, Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,34 @@ def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: s
         raise ConflictError(
             f"there is a {table.__name__.lower()} {name!r} already, {found}: take another name"
         )
+
+
+def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bool:
+    """Whether no corpus that a job has read was changed since it was asked for.
+
+    Models need no look: the first job pins a model's files, and later ones refuse others.
+    """
+    roots = roots_of(session, settings, tenant_id=job.tenant_id)
+    query = select(Corpus).where(Corpus.tenant_id == job.tenant_id)
+    for corpus in session.scalars(query.where(Corpus.id.in_(set(ids_in(job.payload))))):
+        if corpus.source.get("kind") != "file":
+            continue
+        try:
+            changed_s = (roots.corpora / str(corpus.source["path"])).stat().st_mtime
+        except OSError:
+            return False
+        if changed_s >= job.created_at.timestamp():
+            return False
+    return True
+
+
+def ids_in(request: Mapping[str, object]) -> Iterator[str]:
+    """Every id that a request names, however deep."""
+    for name, value in request.items():
+        if isinstance(value, Mapping):
+            yield from ids_in(value)
+        elif name.endswith("_id") and isinstance(value, str):
+            yield value
 
 
 def record_facts(session: Session, *, tenant_id: str, model_id: str, facts: ModelFacts) -> Model:

@@ -165,6 +165,7 @@ class Job(Named):
     kind: Mapped[str]
     state: Mapped[str]
     payload: Mapped[dict[str, object]]
+    request_digest: Mapped[str]  # of version, kind and payload: equal requests have the same
     idempotency_key: Mapped[str | None]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
     device_id: Mapped[str | None] = mapped_column(
@@ -192,6 +193,7 @@ class Job(Named):
         UniqueConstraint("tenant_id", "idempotency_key"),
         Index("ix_jobs_state_available_at", "state", "available_at"),
         Index("ix_jobs_newest", "tenant_id", "id"),
+        Index("ix_jobs_request_digest", "tenant_id", "request_digest"),
     )
 
 

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Request, Response
 from pydantic import BaseModel
@@ -19,7 +19,7 @@ from permille.schemas.access import Role
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
-from permille.store import audit
+from permille.store import artifacts, audit, inputs
 from permille.store.database import now
 from permille.store.errors import ConflictError
 from permille.store.jobs import queue
@@ -44,9 +44,10 @@ IdempotencyKey = Annotated[
     ),
 ]
 MADE_RESPONSES = documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT)
-JOB_RESPONSES = documented(
-    ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED
-)
+JOB_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"model": Job, "description": "an equal request has made it before"},
+    **documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED),
+}
 
 _KEPT_FOR = timedelta(hours=24)
 _NAMES = ("id", "version", "name")
@@ -109,8 +110,10 @@ class Creation:
         audit.append(session, tenant_id=self.operator.tenant_id, change=change)
         return answer
 
-    def start(self, kind: JobKind, request: Closed) -> Job:
+    def start(self, kind: JobKind, request: Closed, *, again: bool) -> Job:
         """Store a job and tell workers; the same key and request give the same job.
+
+        A job that has succeeded with an equal request is the answer, unless it shall run `again`.
 
         Raises:
             ApiError: `idempotency-conflict`, or why the request cannot be.
@@ -124,6 +127,11 @@ class Creation:
         )
         with self.service.database.read() as session:
             repeated = self._is_repeated(session)
+            earlier = None if repeated or again else self._find_equal(session, new)
+        if earlier is not None:
+            self.response.status_code = 200
+            self.response.headers["Location"] = f"/v1/jobs/{earlier.id}"
+            return earlier
         if not repeated:
             check(self.service, tenant_id, request)
         with self.service.database.write() as session:
@@ -138,6 +146,15 @@ class Creation:
         dispatch(self.service.dispatcher, record.children or [record.id])
         self.response.headers["Location"] = f"/v1/jobs/{record.id}"
         return record
+
+    def _find_equal(self, session: Session, new: NewJob) -> Job | None:
+        """The job that has made the same of the same before, where what it made is still here."""
+        row = queue.find_equal(session, new)
+        if row is None or not artifacts.has_result(session, row):
+            return None
+        if not inputs.corpora_are_older(session, self.service.settings, row):
+            return None
+        return present(session, row)
 
     def _is_repeated(self, session: Session) -> bool:
         if self.key is None:

@@ -1,12 +1,13 @@
 """What jobs made can be removed while nothing names it; yanking says who has the version."""
 
+import os
 from typing import Any
 
 import pytest
 
 from permille.schemas.access import Role
 from permille.schemas.jobs import JobKind
-from permille.store import devices
+from permille.store import artifacts, devices
 from permille.store.artifacts import Blob, Made
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
@@ -85,3 +86,42 @@ def test_yanking_says_how_many_devices_have_the_version(api: Api, told: int) -> 
             devices.note_version(session, device_id=device.id, version=1)
     answer = api.post("/v1/releases/tiny/versions/1/yank", {"reason": "bad"}).json()
     assert (answer["devices"], answer["yanked"], answer["aliases"]) == (told, True, ["stable"])
+
+
+def test_an_equal_request_gets_what_was_made_until_it_is_removed_or_its_corpus_changes(api: Api) -> None:
+    path = api.service.settings.corpus_root / "texts.jsonl"
+    path.write_text('{"text": "a story"}\n' * 100)
+    at = path.stat().st_mtime
+    os.utime(path, (at - 60, at - 60))
+    source = {"kind": "file", "path": "texts.jsonl"}
+    corpus = api.post("/v1/corpora", {"name": "texts", "source": source}).json()["id"]
+    with api.service.database.write() as session:
+        model_id = some_model(session, api.tenant_id)
+    body = {"method": "fisher", "model_id": model_id, "corpus_id": corpus, "sequences": 2, "length": 16}
+
+    def ask(changes: dict[str, Any] | None = None, query: str = "") -> tuple[int, str]:
+        answer = api.post(f"/v1/masks{query}", body | (changes or {}))
+        return answer.status_code, answer.json()["id"]
+
+    status, first = ask()
+    assert status == 202
+    assert ask()[0] == 202, "nothing has been made yet"
+    with api.service.database.write() as session:
+        claim = claims.claim(session, worker="w", lease_s=60, job_id=first)
+        assert claim is not None
+        mask = artifacts.add(
+            session, job=claim, made=Made(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
+        )
+        claims.complete(session, claim, result_id=mask.id)
+    assert ask() == (200, first)
+    assert ask({"seed": 1})[0] == 202
+    assert ask(query="?again=true")[0] == 202
+    assert api.delete(f"/v1/corpora/{corpus}").status_code == 409
+    os.utime(path, (at + 60, at + 60))
+    assert ask()[0] == 202, "the corpus has changed"
+    os.utime(path, (at - 60, at - 60))
+    assert ask() == (200, first)
+    for job in api.get("/v1/jobs?state=queued").json()["items"]:
+        api.post(f"/v1/jobs/{job['id']}/cancel")
+    assert api.delete(f"/v1/masks/{mask.id}").status_code == 204
+    assert ask()[0] == 202, "its result was removed"

@@ -66,6 +66,17 @@ def find_by_key(session: Session, *, tenant_id: str, idempotency_key: str) -> Jo
     return session.scalar(query)
 
 
+def find_equal(session: Session, new: NewJob) -> Job | None:
+    """The newest job that has succeeded with the same request, if any."""
+    digest = transitions.request_digest(new.kind, new.payload)
+    query = select(Job).where(
+        Job.tenant_id == new.tenant_id,
+        Job.request_digest == digest,
+        Job.state == JobState.SUCCEEDED.value,
+    )
+    return session.scalar(query.order_by(Job.id.desc()).limit(1))
+
+
 def list_jobs(
     session: Session,
     *,

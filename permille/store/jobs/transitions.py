@@ -3,6 +3,8 @@
 A parent is always locked before its child, so that two transactions never wait for each other (PostgreSQL).
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,6 +12,7 @@ from datetime import datetime
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+import permille
 from permille import telemetry
 from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
 from permille.schemas.runs import LogState
@@ -44,6 +47,7 @@ def insert(session: Session, new: NewJob) -> Job:
         kind=str(new.kind),
         state=JobState.QUEUED.value,
         payload=dict(new.payload),
+        request_digest=request_digest(new.kind, new.payload),
         idempotency_key=new.idempotency_key,
         max_attempts=new.max_attempts,
         traceparent=parent.traceparent if parent else str(here) if here else None,
@@ -61,6 +65,12 @@ def insert(session: Session, new: NewJob) -> Job:
     session.flush()
     tell(session, job, EventKind.STATE, {"state": JobState.QUEUED.value})
     return job
+
+
+def request_digest(kind: str, payload: Mapping[str, object]) -> str:
+    """What equal requests have in common; another version of permille may make something else of them."""
+    request = json.dumps([permille.__version__, str(kind), payload], sort_keys=True)
+    return hashlib.sha256(request.encode()).hexdigest()
 
 
 def lock(session: Session, job_id: str) -> Job | None:

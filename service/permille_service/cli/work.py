@@ -30,6 +30,9 @@ from permille_service.cli.tables import figures_of, short
 jobs = typer.Typer(no_args_is_help=True, help="Long work: state, progress, events, cancel, retry.")
 
 
+Again = Annotated[bool, typer.Option("--again", help="Also where an equal request has made it before.")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """What the command line adds to a kind of job.
@@ -105,8 +108,13 @@ def _add_create(group: typer.Typer, work: WorkKind, view: View) -> None:
     text = f"{work.starts}\n\nExample:\n\n  permille {work.collection} create {view.example}"
 
     @command(group, "create", text, form=form_of(work.request))
-    def create(session: Session, body: dict[str, Any], wait: Wait = True, key: Key = None) -> None:
-        job = session.client.post(f"/v1/{work.collection}", body, key=key)
+    def create(
+        session: Session, body: dict[str, Any], wait: Wait = True, again: Again = False, key: Key = None
+    ) -> None:
+        path = f"/v1/{work.collection}{'?again=true' if again else ''}"
+        job = session.client.post(path, body, key=key)
+        if job["state"] == JobState.SUCCEEDED:
+            session.output.say("an equal request has made this before; --again makes it anew")
         if wait:
             _show_made(session, watch(session.client, session.output, job["id"]), view)
         else:

@@ -5,7 +5,7 @@ A kind's request, record, path and words are in `permille.schemas.kinds`; what i
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import APIRouter, Body, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from permille.schemas.fields import Closed, Page
@@ -22,6 +22,8 @@ from permille_service.context import Served
 from permille_service.creation import JOB_RESPONSES, Creating
 from permille_service.parameters import OfModel, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
+
+Again = Annotated[bool, Query(description="also where an equal request has made the same before")]
 
 
 def router_of(work: WorkKind) -> APIRouter:
@@ -51,8 +53,9 @@ def _add_create(router: APIRouter, work: WorkKind) -> None:
     def create(
         body: Annotated[work.request, Body(openapi_examples=examples)],  # type: ignore[name-defined]
         creating: Creating,
+        again: Again = False,
     ) -> Job:
-        return creating.start(work.kind, body)
+        return creating.start(work.kind, body, again=again)
 
     router.add_api_route(
         "",

@@ -80,6 +80,7 @@ def upgrade() -> None:
         _column("kind", TEXT),
         _column("state", TEXT),
         _column("payload", sa.JSON()),
+        _column("request_digest", TEXT),
         sa.Column("idempotency_key", TEXT),
         sa.Column("parent_id", TEXT, sa.ForeignKey("jobs.id"), index=True),
         sa.Column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
@@ -108,6 +109,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_jobs_state_available_at", "jobs", ["state", "available_at"])
     op.create_index("ix_jobs_newest", "jobs", ["tenant_id", "id"])
+    op.create_index("ix_jobs_request_digest", "jobs", ["tenant_id", "request_digest"])
     op.create_table(
         "models",
         _column("name", TEXT),
