@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-page bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -131,6 +131,9 @@ bench-shards: $(VENV)/.native  ## How much sooner is a mask made by four workers
 
 bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a simulation, two minutes)
 	$(BIN)/python -m permille_lab.decision
+
+bench-page: $(VENV)/.native  ## How long do the page's views take at 10,000 devices and 100,000 runs?
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_times
 
 bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.estimators
