@@ -123,8 +123,8 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
 
     Raises:
         NotFoundError: there is none.
-        ConflictError: an artifact was made of it, a release or a federation names it, or a job that has not
-            ended.
+        ConflictError: the model that it made is registered, an artifact was made of it, a release or a
+            federation names it, or a job that has not ended.
     """
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
     of_tenant = Job.tenant_id == tenant_id, Job.kind.in_([kind.value for kind in WORK])
@@ -136,6 +136,7 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
         Federation.tenant_id == tenant_id, Federation.package_digest == row.digest
     )
     users = (
+        row.made_model_id,
         session.scalar(made.limit(1)),
         published and f"release {published[0]} version {published[1]}",
         session.scalar(federation.limit(1)) if kind is JobKind.PACKAGE else None,

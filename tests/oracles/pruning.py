@@ -53,7 +53,7 @@ def compare(python: str, model: Path, plan: PruningPlan, work: Path) -> tuple[fl
     command = [
         python,
         str(_REFERENCE),
-        str(model),
+        str(model.resolve()),
         str(work / "rows.npy"),
         plan.method,
         str(plan.pattern).lower(),

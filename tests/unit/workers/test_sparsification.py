@@ -146,7 +146,10 @@ def test_a_sparse_model_can_be_removed_and_its_source_cannot(bench: Bench) -> No
     with bench.db.write() as session:
         with pytest.raises(ConflictError, match="is made of it"):
             inputs.remove(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
+        made: dict[str, Any] = {"tenant_id": bench.tenant_id, "kind": JobKind.SPARSIFICATION, "key": row.id}
+        with pytest.raises(ConflictError, match=f"got {row.id}: {model.id} does"):
+            artifacts.remove(session, **made)
         inputs.remove(session, Model, tenant_id=bench.tenant_id, row_id=model.id)
-    with bench.db.read() as session:
-        left = artifacts.get(session, tenant_id=bench.tenant_id, kind=JobKind.SPARSIFICATION, key=row.id)
-    assert left.made_model_id is None
+        assert artifacts.get(session, **made).made_model_id is None
+        artifacts.remove(session, **made)
+        inputs.remove(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
