@@ -1,5 +1,6 @@
 """Memory that a process can still use: the system's, and what its control group leaves (Linux)."""
 
+import ctypes
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -11,6 +12,13 @@ def available_memory() -> int | None:
     """
     found = [amount for amount in (_system_memory(), _group_memory()) if amount is not None]
     return min(found) if found else None
+
+
+def give_back() -> None:
+    """Return what was freed to the system, which glibc keeps in pieces; elsewhere do nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _system_memory() -> int | None:

@@ -27,6 +27,7 @@ from torch.nn import functional
 from permille.digests import canonical_json, digest_of
 from permille.errors import InputError
 from permille.files import fsync_folder, write_atomic
+from permille.memory import give_back
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.layerwise import DecoderLayer, LayerStream
@@ -165,6 +166,7 @@ class _Walk:
             for row in range(self._pruned):
                 after[row] = layer(before[row][None])[0]
         self.linears += rows
+        give_back()
         self.finished = index + 1
         self._save((index + 1) % 2)
 

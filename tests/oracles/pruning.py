@@ -51,7 +51,7 @@ def compare(python: str, model: Path, plan: PruningPlan, work: Path) -> tuple[fl
     rows_NT = token_sequences(FileTokenizer(model), file_texts(_TEXT, ReadReport()), _ROWS, _LENGTH, 0)
     np.save(work / "rows.npy", rows_NT)
     command = [
-        python,
+        str(Path(python).absolute()),  # a link that must not be followed
         str(_REFERENCE),
         str(model.resolve()),
         str(work / "rows.npy"),
