@@ -156,7 +156,7 @@ bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, atta
 oracle-pruning: $(VENV)/.native  ## Our pruning against llm-compressor's, installed in .oracle (needs PERMILLE_MODELS)
 	@test -x .oracle/bin/python || $(PYTHON) -m venv .oracle
 	@.oracle/bin/python -c 'import llmcompressor' 2>/dev/null || .oracle/bin/pip install llmcompressor==0.14.0.1
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.oracles.pruning .oracle/bin/python examples/model $(wildcard $(PERMILLE_MODELS)/*M-hf $(PERMILLE_MODELS)/*K-hf $(PERMILLE_MODELS)/*M)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.oracles.pruning .oracle/bin/python $(wildcard $(PERMILLE_MODELS)/*M-hf $(PERMILLE_MODELS)/*K-hf $(PERMILLE_MODELS)/*M)
 
 federation: $(VENV)/.native  ## 20 devices, 5 rounds, on the real service, with all that goes wrong (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 20 --rounds 5 --deadline-s 30 --kills 2
