@@ -149,6 +149,8 @@ bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PER
 
 bench-sparse: $(VENV)/.native  ## What does a sparse model lose, by the way it became sparse? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse.device
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse.tasks
 
 bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, attack, noise? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.federation
