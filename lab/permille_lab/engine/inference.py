@@ -35,16 +35,16 @@ from permille_lab.measuring.machine import Step, interleaved, machine, resident
 DENSE, TORCH_DUAL, BITSANDBYTES = "dense float32, two passes", "torch, dual", "bitsandbytes, two passes"
 _PROGRAMS = (("float32", "dual", 2), ("float32", "sequential", 1), ("int4", "dual", 2))
 # Shape, layers, sequences, tokens. Rows of 8 tokens are bound by memory, of 64 by arithmetic.
-_CELLS = (("1.1B", 1, 1, 8), ("30M", 2, 1, 64))
+_CELLS = (("1.1B", 1, 1, 8), ("30M", 2, 1, 64), ("1.1B", 1, 1, 64))
 
 
-def measure(folder: Path, sizes: Sizes) -> Result:
-    """Times of all contenders, then the memory of each."""
+def measure(folder: Path, sizes: Sizes, *, memory: bool) -> Result:
+    """Times of all contenders, then, if asked for, the memory of each."""
     before = machine()
     digests = _packages(folder, sizes)
     steps = {name: _step(folder, sizes, name, digest) for name, digest in digests.items()}
     found = interleaved(steps, rounds=sizes.rounds)
-    for name, digest in digests.items():
+    for name, digest in digests.items() if memory else ():
         found[name] |= _memory(folder, sizes, name, digest)
     return {"steps": found, "against": DENSE, "machine": {"before": before, "after": machine()}}
 
@@ -159,11 +159,14 @@ def main() -> int:
     build(LIBRARY)
     cells = Cells(options.cells)
     cells.once("installed", {}, installed_bytes)
+    shapes = set[str]()
     for shape, layers, sequences, tokens in _CELLS:
         sizes = Sizes(
             shape=shape, layers=layers, sequences=sequences, tokens=tokens, threads=1, rounds=options.rounds
         )
-        cells.once("step", sizes.settings(), partial(measure, options.folder, sizes))
+        first = shape not in shapes
+        shapes.add(shape)
+        cells.once("step", sizes.settings(), partial(measure, options.folder, sizes, memory=first))
     return 0
 
 

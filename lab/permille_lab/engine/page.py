@@ -88,7 +88,7 @@ def inference_tables(results: Path) -> dict[str, str]:
             "step": name,
             "ms": f"{1e3 * step['cpu_s']:.0f}",
             "against dense": f"{step['cpu_s'] / result['steps'][result['against']]['cpu_s']:.2f}",
-            "peak, MB": f"{step['peak_bytes'] / 1e6:.0f}",
+            "peak, MB": f"{step['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in step else "",
         }
         for settings, result in found
         for name, step in result["steps"].items()
