@@ -86,12 +86,15 @@ def test_rounds_are_interleaved() -> None:
     assert len(found["a"]["walls"]) == 2
 
 
-def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path) -> None:
+def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_FIRST_ORDER", {"first order, LoRA-FA of rank 16": True})
     cells = Cells(tmp_path / "engine.jsonl")
     for figure, measure in (
         ("step", steps.measure_steps),
+        ("loops", steps.measure_loops),
         ("lower layers", steps.measure_lower_layers),
         ("memory", memory.measure),
+        ("first order", memory.measure_first_order),
         ("decode", decode.measure),
         ("gradient", gradients.measure),
     ):
@@ -111,6 +114,7 @@ def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path) -> None:
     memory_alone = gradients.measure(tmp_path, replace(SIZES, rounds=0))
     cells.keep("gradient", replace(SIZES, rounds=0).settings(), memory_alone)
     text = "\n".join(tables(tmp_path).values())
+    assert "first order, LoRA-FA of rank 16" in text and "int4, inputs of 8 bits, 4x32" in text
     assert "tiny, 2x8, upper half masked" in text and "bitsandbytes" in text
 
 

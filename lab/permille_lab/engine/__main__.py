@@ -18,8 +18,10 @@ from permille_lab.measuring.cells import Cells, settings_parser
 _FIGURES = {
     "step": steps.measure_steps,
     "queries": steps.measure_queries,
+    "loops": steps.measure_loops,
     "lower layers": steps.measure_lower_layers,
     "memory": memory.measure,
+    "first order": memory.measure_first_order,
     "decode": decode.measure,
 }
 _GRADIENT = "gradient"
@@ -44,7 +46,7 @@ def main() -> int:
             rounds=options.rounds,
         )
         for figure in options.figure or _FIGURES:
-            if figure in _FIGURES and (shape == "1.1B" or figure == "step"):
+            if figure in _FIGURES and (shape == "1.1B" or figure in ("step", "loops")):
                 cells.once(figure, sizes.settings(), partial(_FIGURES[figure], options.folder, sizes))
     if _GRADIENT in (options.figure or [_GRADIENT]):
         shapes = {"1.1B": options.rounds} | ({"7B": 0} if options.with_7B else {})

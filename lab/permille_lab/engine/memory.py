@@ -9,22 +9,41 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from permille.engines.factory import LIGHT, LIGHT_INT8
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
+from permille.zo.estimators import Batch
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Result
-from permille_lab.measuring.machine import AnonymousPeak, machine, resident, timed
+from permille_lab.measuring.machine import AnonymousPeak, Step, machine, resident, timed
 
 _BITSANDBYTES = "bitsandbytes NF4 float32"
+_FIRST_ORDER = {
+    "first order, all weights": None,
+    "first order, LoRA of rank 16": False,
+    "first order, LoRA-FA of rank 16": True,
+}
+"""Whether A is frozen; None: no adapter."""
 _ENGINES = {"permille light float32": LIGHT, "permille light-int8 on int4": LIGHT_INT8}
 
 
 def measure(folder: Path, sizes: Sizes) -> Result:
+    """Our engines and bitsandbytes, by losses alone."""
+    return _measured(folder, sizes, (*_ENGINES, _BITSANDBYTES))
+
+
+def measure_first_order(folder: Path, sizes: Sizes) -> Result:
+    """Ours beside backpropagation in float32: one step of descent without moments."""
+    return _measured(folder, sizes, ("permille light float32", *_FIRST_ORDER))
+
+
+def _measured(folder: Path, sizes: Sizes, contenders: Sequence[str]) -> Result:
     """One child process after the other.
 
     Raises:
@@ -32,7 +51,7 @@ def measure(folder: Path, sizes: Sizes) -> Result:
     """
     before = machine()
     found = {}
-    for contender in (*_ENGINES, _BITSANDBYTES):
+    for contender in contenders:
         scheme = Scheme.INT4 if "int4" in contender else Scheme.NF4
         options = {
             "folder": folder,
@@ -66,7 +85,7 @@ def _child() -> None:
         import torch
         import transformers.models.llama.modeling_llama  # noqa: F401
 
-        from permille_lab.measuring.dense import batch_loss, bitsandbytes_model
+        from permille_lab.measuring.dense import batch_loss, bitsandbytes_model, dense_model
     else:
         from permille.engines.factory import open_engine
         from permille_lab.engine.own_steps import EngineStep
@@ -75,7 +94,11 @@ def _child() -> None:
     with AnonymousPeak() as anonymous:
         package = Package.open(BlobFolder(options.folder / "blobs"), options.digest)
         batch = sizes.batch(package)
-        if engine_name is None:
+        if options.contender in _FIRST_ORDER:
+            torch.set_num_threads(options.threads)
+            model = dense_model(package, prepacked=False)
+            timing = timed(_descent(model, batch, frozen_a=_FIRST_ORDER[options.contender]))
+        elif engine_name is None:
             torch.set_num_threads(options.threads)
             model = bitsandbytes_model(package, options.folder / "linked" / package.digest[7:23])
             timing = timed(lambda: (batch_loss(model, batch), batch_loss(model, batch)))
@@ -92,6 +115,32 @@ def _child() -> None:
         "step_s": [round(timing.wall_s, 3)],
     }
     print(json.dumps(found))
+
+
+def _descent(model: Any, batch: Batch, *, frozen_a: bool | None) -> Step:
+    """A step of all weights, or of adapters on all linear layers."""
+    import torch
+
+    from permille_lab.measuring.dense import mean_loss
+
+    if frozen_a is None:
+        model.requires_grad_(True)
+    else:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inject_adapter_in_model(LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"), model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_B" in name or ("lora_A" in name and not frozen_a))
+
+    def step() -> None:
+        mean_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 1e-6 * parameter.grad
+                    parameter.grad = None
+
+    return step
 
 
 if __name__ == "__main__":

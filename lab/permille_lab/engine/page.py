@@ -22,6 +22,17 @@ def tables(results: Path) -> dict[str, str]:
         for settings, result in cells.of(figure)
         for name, found in result["steps"].items()
     ]
+    loops = [
+        {
+            "batch": f"{_shape(settings)}, {name}",
+            "both signs, s": f"{found['both signs']:.2f}",
+            "sign by sign": f"{found['inner']:.2f}",
+            "four queries, s": f"{found['all queries']:.2f}",
+            "query by query": f"{found['outer']:.2f}",
+        }
+        for settings, result in cells.of("loops")
+        for name, found in result["loops"].items()
+    ]
     memory = [
         {
             "batch": _batch(settings),
@@ -30,7 +41,8 @@ def tables(results: Path) -> dict[str, str]:
             "above the package": f"{found['above_package_bytes'] / 1e6:.0f}",
             "anonymous": f"{found['anonymous_peak_bytes'] / 1e6:.0f}",
         }
-        for settings, result in cells.of("memory")
+        for figure in ("memory", "first order")
+        for settings, result in cells.of(figure)
         for name, found in result["contenders"].items()
     ]
     decoding = [
@@ -65,6 +77,7 @@ def tables(results: Path) -> dict[str, str]:
     ]
     named = {
         "steps": steps,
+        "loops": loops,
         "gradients": [_gradient(settings, result) for settings, result in cells.of("gradient")],
         "memory": memory,
         "decoding": decoding,

@@ -5,14 +5,18 @@ Dense and bitsandbytes make two forward passes of the same tokens with losses at
 update. MeZO moves all weights four times, with noise made again each time, and makes two forward passes.
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from permille.engines.factory import LIGHT, LIGHT_INT8, open_engine
+from permille.engines.interface import Engine
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
+from permille.zo.estimators import Batch
 from permille.zo.header import EstimatorKind
 from permille_lab.engine.own_steps import EngineStep
 from permille_lab.engine.sizes import Sizes
@@ -22,6 +26,13 @@ from permille_lab.measuring.dense import batch_loss, bitsandbytes_model, dense_m
 from permille_lab.measuring.machine import Step, interleaved, machine
 
 QUERIES = 8
+_LOOP_QUERIES = 4
+_LOOP_BATCHES = ((1, 32), (1, 128), (4, 32))
+_LOOP_ENGINES = (
+    ("NF4", Scheme.NF4, LIGHT),
+    ("int4", Scheme.INT4, LIGHT),
+    ("int4, inputs of 8 bits", Scheme.INT4, LIGHT_INT8),
+)
 
 
 def measure_steps(folder: Path, sizes: Sizes) -> Result:
@@ -76,6 +87,43 @@ def measure_queries(folder: Path, sizes: Sizes) -> Result:
         )
     found = interleaved(steps, rounds=sizes.rounds)
     return {"steps": found, "machine": {"before": before, "after": machine()}}
+
+
+def measure_loops(folder: Path, sizes: Sizes) -> Result:
+    """Variants together beside one after the other: both signs of a query, and the pairs of four queries.
+
+    Losses alone, by package and engine, batch and length; nothing is divided between the queries.
+    """
+    before = machine()
+    found = {}
+    for name, scheme, engine_name in _LOOP_ENGINES:
+        package = sizes.package(folder, scheme)
+        engine = open_engine(package, engine_name, threads=sizes.threads)
+        signs_V1 = np.array([[1], [-1]] * _LOOP_QUERIES, np.float32)
+        values_VK = package.values() + np.float32(1e-4) * signs_V1
+        for sequences, tokens in _LOOP_BATCHES:
+            batch = replace(sizes, sequences=sequences, tokens=tokens).batch(package)
+
+            def losses(stop: int, each: int, engine: Engine = engine, batch: Batch = batch) -> None:
+                for first in range(0, stop, each):
+                    engine.losses(values_VK[first : first + each], batch)  # noqa: B023
+
+            every = len(values_VK)
+            timings = interleaved(
+                {
+                    "both signs": partial(losses, 2, 2),
+                    "sign by sign": partial(losses, 2, 1),
+                    "all queries": partial(losses, every, every),
+                    "query by query": partial(losses, every, 2),
+                },
+                rounds=sizes.rounds,
+            )
+            cpu_s = {way: timing["cpu_s"] for way, timing in timings.items()}
+            found[f"{name}, {sequences}x{tokens}"] = cpu_s | {
+                "inner": round(cpu_s["sign by sign"] / cpu_s["both signs"], 3),
+                "outer": round(cpu_s["query by query"] / cpu_s["all queries"], 3),
+            }
+    return {"loops": found, "machine": {"before": before, "after": machine()}}
 
 
 def measure_lower_layers(folder: Path, sizes: Sizes) -> Result:
