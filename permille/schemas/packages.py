@@ -3,7 +3,8 @@
 from enum import StrEnum
 from typing import Annotated, Final, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 from permille.schemas.fields import Closed, Count, Digest, Flag, Id, Seed, Timestamp, WholeNumber
 from permille.schemas.jobs import JobState, Made
@@ -47,6 +48,17 @@ class Adapter(Closed):
     seed: Annotated[Seed, Flag("--adapter-seed")] = Field(default=0, description="of the first matrices")
 
 
+def _either(mask: str, kind: str) -> ConfigDict:
+    """What `_check_trainable` asks, for the document: the field `mask`, of this JSON type, or an adapter."""
+    nothing: JsonDict = {"type": "null"}
+    with_mask: JsonDict = {"required": [mask], "properties": {mask: {"type": kind}, "adapter": nothing}}
+    with_adapter: JsonDict = {
+        "required": ["adapter"],
+        "properties": {"adapter": {"type": "object"}, mask: nothing, "fisher_exponents": {"const": False}},
+    }
+    return ConfigDict(json_schema_extra={"oneOf": [with_mask, with_adapter]})
+
+
 def _check_trainable(mask: object, adapter: object, fisher_exponents: bool) -> None:
     if (mask is None) == (adapter is None):
         raise ValueError("expected a mask or an adapter, got both or none")
@@ -56,6 +68,8 @@ def _check_trainable(mask: object, adapter: object, fisher_exponents: bool) -> N
 
 class PackageCreate(Closed):
     """Make a package of a quantization and, of the same model, a mask; or of an adapter in its place."""
+
+    model_config = _either("mask_id", "string")
 
     mask_id: Id | None = Field(default=None, description="the mask")
     adapter: Adapter | None = None
@@ -143,6 +157,8 @@ class PackageRecord(Made):
 
 class BuildCreate(Closed):
     """Make a package of a model in one go."""
+
+    model_config = _either("mask", "object")
 
     model_id: Id = Field(description="the model to make a package of")
     mask: MaskRequest | None = None
