@@ -82,7 +82,7 @@ def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: st
     assert payloads["quantization"] == {
         "model_id": MODEL,
         "evaluation_corpus_id": TEXTS,
-        "options": {"scheme": "int4", "group_size": 128, "evaluation_tokens": 8192},
+        "options": {"scheme": "int4", "group_size": 128, "sparsity": None, "evaluation_tokens": 8192},
     }
     assert payloads["package"] == {
         "mask_id": IDS["mask"],
