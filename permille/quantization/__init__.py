@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from permille.choices import choice_of
 from permille.errors import InputError
 from permille.quantization import int4, nf4
+from permille.quantization.source import pack
 from permille.quantization.sparse import check_pattern, kept_places, pack_places, places
 from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor, Sparsity
 
@@ -76,6 +77,30 @@ def dequantize(quantized: Coded) -> NDArray[np.float32]:
             return nf4.dequantize(quantized)
         case Scheme.INT4:
             return int4.dequantize(quantized)
+
+
+def whole_int4(tensor: SparseTensor) -> QuantizedTensor | None:
+    """int4 of 2:4 with codes for the zeros too, bit for bit the same weights; None where groups of kept
+    weights are no groups of a row.
+
+    Raises:
+        InputError: another scheme.
+    """
+    kept, (rows, columns) = tensor.kept, tensor.shape
+    if kept.scheme is not Scheme.INT4:
+        raise InputError(f"expected int4 codes, got {kept.scheme}")
+    if tensor.pattern.sparsity is Sparsity.BITMAP or columns // 2 % kept.group_size:
+        return None
+    code_NK = np.full(tensor.shape, 8, np.uint8)
+    codes = np.stack([kept.packed >> 4, kept.packed & 15], axis=1).reshape(-1)[: kept.shape[1]]
+    code_NK[places(tensor.pattern, 0, rows)] = codes
+    return QuantizedTensor(
+        scheme=Scheme.INT4,
+        shape=tensor.shape,
+        group_size=2 * kept.group_size,
+        packed=pack(code_NK.reshape(-1)),
+        scales=kept.scales.reshape(rows, -1),
+    )
 
 
 def _scattered(tensor: SparseTensor) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from permille.errors import InputError
 from permille.models.families import layer_of
 from permille.package.reader import verify_package
 from permille.quantization.types import Scheme
-from permille_lab.engine import decode, gradients, memory, steps
+from permille_lab.engine import decode, gradients, memory, sparse, steps
 from permille_lab.engine.page import tables
 from permille_lab.engine.replay import measure as measure_replay
 from permille_lab.engine.replay import measure_groups
@@ -64,6 +64,10 @@ def test_a_random_package_is_sound_and_made_once(tmp_path: Path, scheme: Scheme)
     verify_package(package.blobs, package.digest)
     masked = {layer_of(info.name) for info in package.manifest.tensors if info.count}
     assert masked == {1}
+    for kept in (0.5, 0.3):
+        sparse = random_package(tmp_path, TINY, scheme=scheme, kept=kept)
+        verify_package(sparse.blobs, sparse.digest)
+        assert sparse.k > 0.9 * package.k
     before = sorted(package.blobs.iterate())
     assert random_package(tmp_path, TINY, scheme=scheme, first_layer=1).digest == package.digest
     assert sorted(package.blobs.iterate()) == before
@@ -96,6 +100,7 @@ def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path, monkeypatch
         ("memory", memory.measure),
         ("first order", memory.measure_first_order),
         ("decode", decode.measure),
+        ("sparse", sparse.measure),
         ("gradient", gradients.measure),
     ):
         cells.once(figure, SIZES.settings(), partial(measure, tmp_path, SIZES))

@@ -11,7 +11,7 @@ cells are not measured again: delete their lines to begin anew, on another machi
 import sys
 from functools import partial
 
-from permille_lab.engine import decode, gradients, memory, steps
+from permille_lab.engine import decode, gradients, memory, sparse, steps
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Cells, settings_parser
 
@@ -23,6 +23,7 @@ _FIGURES = {
     "memory": memory.measure,
     "first order": memory.measure_first_order,
     "decode": decode.measure,
+    "sparse": sparse.measure,
 }
 _GRADIENT = "gradient"
 
@@ -46,7 +47,7 @@ def main() -> int:
             rounds=options.rounds,
         )
         for figure in options.figure or _FIGURES:
-            if figure in _FIGURES and (shape == "1.1B" or figure in ("step", "loops")):
+            if figure in _FIGURES and (shape == "1.1B" or figure in ("step", "loops", "sparse")):
                 cells.once(figure, sizes.settings(), partial(_FIGURES[figure], options.folder, sizes))
     if _GRADIENT in (options.figure or [_GRADIENT]):
         shapes = {"1.1B": options.rounds} | ({"7B": 0} if options.with_7B else {})

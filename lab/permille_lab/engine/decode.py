@@ -44,7 +44,7 @@ def measure(folder: Path, sizes: Sizes) -> Result:
     }
     clock = time.process_time if sizes.threads == 1 else time.perf_counter
     contenders = {
-        which: partial(_token_seconds, open_engine(package, LIGHT, threads=sizes.threads), package, clock)
+        which: partial(token_seconds, open_engine(package, LIGHT, threads=sizes.threads), package, clock)
         for which, package in packages.items()
     }
     if importlib.util.find_spec("llama_cpp"):
@@ -84,7 +84,8 @@ def _profile(tokens: Callable[[], Iterator[float]], clock: Clock) -> dict[str, f
     return {name: round(1e3 * total / len(seconds), 2) for name, total in found.items()}
 
 
-def _token_seconds(engine: Engine, package: Package, clock: Clock) -> Iterator[float]:
+def token_seconds(engine: Engine, package: Package, clock: Clock) -> Iterator[float]:
+    """Of each token of a greedy text but the first."""
     stream = engine.generate(package.values(), _prompt(package), TokenSampling(max_new_tokens=_TOKENS + 1))
     yield from _after_the_first(stream, clock)
 

@@ -61,6 +61,18 @@ def tables(results: Path) -> dict[str, str]:
         for name, milliseconds in result["token_ms"].items()
         if milliseconds >= 0.05
     ]
+    sparse = [
+        {
+            "shape": _batch(settings),
+            "package": name,
+            "bytes": _ratio(found, dense, "package_bytes"),
+            "dense layer": _ratio(found, dense, "dense_layer_bytes"),
+        }
+        | {what: f"{ratio:.2f}" for what, ratio in found["against_dense"].items()}
+        for settings, result in cells.of("sparse")
+        for dense in (result["contenders"]["dense"],)
+        for name, found in result["contenders"].items()
+    ]
     replay = [
         {
             "kernels": name,
@@ -82,6 +94,7 @@ def tables(results: Path) -> dict[str, str]:
         "memory": memory,
         "decoding": decoding,
         "token": token,
+        "sparse": sparse,
         "replay": replay,
     }
     tables = {
@@ -128,6 +141,10 @@ def _gradient(settings: Settings, result: Result) -> dict[str, str]:
         "peak, MB": f"{result['peak_bytes'] / 1e6:.0f}",
         "above the package": f"{result['above_package_bytes'] / 1e6:.0f}",
     }
+
+
+def _ratio(found: Result, dense: Result, what: str) -> str:
+    return f"{found[what] / dense[what]:.3f}"
 
 
 def _shape(settings: Settings) -> str:

@@ -8,6 +8,7 @@ The same shape, density, scope and seed give the same package.
 """
 
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,7 +33,18 @@ from permille.package.manifest import (
 )
 from permille.package.reader import Package
 from permille.quantization import default_group_size
-from permille.quantization.types import QuantizedTensor, Scheme, packed_size, scales_shape
+from permille.quantization.sparse import pack_places, ranks, row_starts
+from permille.quantization.types import (
+    Coded,
+    Pattern,
+    QuantizedTensor,
+    Scheme,
+    SparseTensor,
+    Sparsity,
+    packed_size,
+    pattern_shape,
+    scales_shape,
+)
 from permille.tensors import RawTensor
 
 # Root mean square of a code that is drawn evenly, in units of its scale.
@@ -88,6 +100,7 @@ def random_package(
     density: float = 0.001,
     first_layer: int = 0,
     scheme: Scheme = Scheme.NF4,
+    kept: float | None = None,
     seed: int = 0,
 ) -> Package:
     """The package of a random model in `folder/blobs`; made once, found again by its settings.
@@ -95,35 +108,79 @@ def random_package(
     Args:
         density: share of the weights of each masked tensor; at least one weight.
         first_layer: layers below it have no masked weights.
+        kept: share of the weights that are not zero, 0.5 in 2:4, others anywhere; None: all, also zeros.
     """
     blobs = BlobFolder(folder / "blobs")
-    settings = asdict(shape) | {
-        "density": density,
-        "first_layer": first_layer,
-        "scheme": scheme.value,
-        "seed": seed,
-    }
+    settings = (
+        asdict(shape)
+        | {
+            "density": density,
+            "first_layer": first_layer,
+            "scheme": scheme.value,
+            "seed": seed,
+        }
+        | ({} if kept is None else {"kept": kept})
+    )
     known = folder / "digests" / "-".join(str(value) for value in settings.values())
     if not known.exists():
-        digest = _write(blobs, shape, density, first_layer, scheme, seed)
+        about = _About(
+            shape=shape, density=density, first_layer=first_layer, scheme=scheme, kept=kept, seed=seed
+        )
+        digest = _write(blobs, about)
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(digest)
     return Package.open(blobs, known.read_text())
 
 
-def _write(
-    blobs: BlobFolder, shape: Shape, density: float, first_layer: int, scheme: Scheme, seed: int
-) -> str:
-    config = shape.config()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _About:
+    """What a random package is of; see `random_package`."""
+
+    shape: Shape
+    density: float
+    first_layer: int
+    scheme: Scheme
+    kept: float | None
+    seed: int
+
+    @property
+    def quantization(self) -> Quantization:
+        sparsity = (
+            None if self.kept is None else Sparsity.TWO_OF_FOUR if self.kept == 0.5 else Sparsity.BITMAP
+        )
+        return Quantization(name=self.scheme, group_size=default_group_size(self.scheme), sparsity=sparsity)
+
+    def pattern(self, name: str, shape: tuple[int, int]) -> Pattern | None:
+        """The same each time that it is asked for."""
+        sparsity = self.quantization.sparsity
+        if sparsity is None or self.kept is None:
+            return None
+        rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        if sparsity is Sparsity.BITMAP:
+            kept_NK = rng.random(shape, np.float32) < self.kept
+            kept_NK[0, 0] = True
+            return pack_places(kept_NK, sparsity)
+        packed = rng.integers(0, 6**3, pattern_shape(sparsity, shape), np.uint8)
+        if shape[0] % 3:
+            packed[-1] %= 6 ** (shape[0] % 3)
+        return Pattern(sparsity=sparsity, shape=shape, packed=packed)
+
+
+def _write(blobs: BlobFolder, about: _About) -> str:
+    config, density, first_layer = about.shape.config(), about.density, about.first_layer
     scoped = scoped_tensors(config)
     order = [name for name, _ in scoped]
-    rng = np.random.default_rng(seed)
-    mask = {name: _mask(rng, size, density) for name, size in scoped if (layer_of(name) or 0) >= first_layer}
-    how = Quantization(name=scheme, group_size=default_group_size(scheme))
+    rng = np.random.default_rng(about.seed)
+    mask = {
+        name: _among_kept(_mask(rng, size, density), about.pattern(name, size))
+        for name, size in scoped
+        if (layer_of(name) or 0) >= first_layer
+    }
+    how = about.quantization
     config_layer = write_file(blobs, "config.json", json.dumps(config, indent=2).encode())
     counts = {name: len(mask.get(name, ())) for name in order}
     layers = [
-        write_dense(blobs, _codes(rng, scoped, how), how),
+        write_dense(blobs, _codes(rng, scoped, about), how),
         write_plain(blobs, _plain(rng, config, frozenset(order))),
         write_mask(blobs, mask, order),
         write_values(blobs, _values(rng, scoped, counts), order),
@@ -155,28 +212,46 @@ def _mask(rng: np.random.Generator, shape: tuple[int, int], density: float) -> N
     return indices
 
 
+def _among_kept(indices: NDArray[np.uint32], pattern: Pattern | None) -> NDArray[np.uint32]:
+    """Of each index the next one that is kept, where there is one within three."""
+    if pattern is None:
+        return indices
+    found = indices.copy()
+    last = np.uint32(pattern.shape[0] * pattern.shape[1] - 1)
+    for _ in range(3):
+        _, is_kept = ranks(pattern, found)
+        found[~is_kept] = np.minimum(found[~is_kept] + np.uint32(1), last)
+    found = np.unique(found)
+    return found[ranks(pattern, found)[1]]
+
+
 def _codes(
-    rng: np.random.Generator,
-    scoped: tuple[tuple[str, tuple[int, int]], ...],
-    how: Quantization,
-) -> Iterator[tuple[str, QuantizedTensor]]:
-    scheme, group_size = how.name, how.group_size
+    rng: np.random.Generator, scoped: tuple[tuple[str, tuple[int, int]], ...], about: _About
+) -> Iterator[tuple[str, Coded]]:
     for name, shape in scoped:
-        packed = rng.integers(0, 256, packed_size(shape), np.uint8)
-        if shape[0] * shape[1] % 2:
-            packed[-1] &= 0xF0
-        scale = 1 / (_CODE_RMS[scheme] * np.sqrt(shape[1]))
-        scales = rng.uniform(0.8 * scale, 1.2 * scale, scales_shape(scheme, shape, group_size))
-        yield (
-            name,
-            QuantizedTensor(
-                scheme=scheme,
-                shape=shape,
-                group_size=group_size,
-                packed=packed,
-                scales=scales.astype(np.float32),
-            ),
-        )
+        spread = 1 / (_CODE_RMS[about.scheme] * np.sqrt(shape[1]))
+        pattern = about.pattern(name, shape)
+        if pattern is None:
+            yield name, _random_codes(rng, shape, about.quantization, spread)
+        else:
+            kept = _random_codes(rng, (1, int(row_starts(pattern)[-1])), about.quantization, spread)
+            yield name, SparseTensor(pattern=pattern, kept=kept)
+
+
+def _random_codes(
+    rng: np.random.Generator, shape: tuple[int, int], how: Quantization, spread: float
+) -> QuantizedTensor:
+    packed = rng.integers(0, 256, packed_size(shape), np.uint8)
+    if shape[0] * shape[1] % 2:
+        packed[-1] &= 0xF0
+    scales = rng.uniform(0.8 * spread, 1.2 * spread, scales_shape(how.name, shape, how.group_size))
+    return QuantizedTensor(
+        scheme=how.name,
+        shape=shape,
+        group_size=how.group_size,
+        packed=packed,
+        scales=scales.astype(np.float32),
+    )
 
 
 def _plain(rng: np.random.Generator, config: dict[str, Any], scoped: frozenset[str]) -> Iterator[RawTensor]:

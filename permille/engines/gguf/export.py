@@ -20,8 +20,8 @@ from permille.errors import InputError
 from permille.files import write_atomic
 from permille.models.families import expected_tensors, shape_of
 from permille.package.reader import Package
-from permille.quantization import dequantize
-from permille.quantization.types import QuantizedTensor, Scheme
+from permille.quantization import dequantize, whole_int4
+from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
 LEAST_KEPT = 0.95
@@ -179,7 +179,7 @@ class _Weights:
                 kind,
                 weight_NK,
                 mask_k=mask_k,
-                codes=codes if kind is BlockType.Q4_0 and isinstance(codes, QuantizedTensor) else None,
+                codes=_whole(codes) if kind is BlockType.Q4_0 else None,
                 name=info.name,
             )
             error_k = decode(kind, data_NR, columns).reshape(-1)[mask_k] - value_k
@@ -209,3 +209,8 @@ class _Weights:
         if found is None:
             raise InputError(f"expected a tensor that llama.cpp knows, got {name}")
         return found
+
+
+def _whole(codes: Coded) -> QuantizedTensor | None:
+    """Codes of all weights; None where those of a sparse one must be rounded again, block by block."""
+    return whole_int4(codes) if isinstance(codes, SparseTensor) else codes

@@ -17,6 +17,7 @@ from permille.quantization import (
     quantize,
     quantize_sparse,
     source,
+    whole_int4,
 )
 from permille.quantization.on_device import quantize_nf4
 from permille.quantization.sparse import find_sparsity
@@ -162,6 +163,19 @@ def test_dequantize_refuses_sizes_that_the_shape_does_not_ask_for(scheme: Scheme
         dequantize(dataclasses.replace(good, packed=good.packed[1:]))
     with pytest.raises(InputError, match="expected float32 scales"):
         dequantize(dataclasses.replace(good, scales=good.scales[1:]))
+
+
+def test_sparse_int4_has_codes_of_all_weights_where_its_groups_are_of_a_row() -> None:
+    tensor = quantize_sparse(
+        pruned(weight(6, 128), Sparsity.TWO_OF_FOUR), Scheme.INT4, 32, Sparsity.TWO_OF_FOUR
+    )
+    whole = whole_int4(tensor)
+    assert whole is not None
+    assert np.array_equal(dequantize(whole), dequantize(tensor))
+    narrow = quantize_sparse(weight(2, 4) * 0, Scheme.INT4, 32, Sparsity.TWO_OF_FOUR)
+    assert whole_int4(narrow) is None
+    with pytest.raises(InputError, match="expected int4 codes"):
+        whole_int4(quantize_sparse(weight(2, 4) * 0, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR))
 
 
 def test_sparsity_is_found_or_refused() -> None:

@@ -1,0 +1,74 @@
+"""Packages of sparse models beside a dense one of the same shape: bytes, steps, gradients, decoding.
+
+All contenders take turns, in seconds of the processor. Patterns are random: which weights are zero matters
+little to the time.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from permille.engines.factory import LIGHT, open_engine
+from permille.engines.light.engine import LightEngine
+from permille.package.limits import Role
+from permille.package.reader import Package
+from permille_lab.engine.decode import token_seconds
+from permille_lab.engine.sizes import Sizes
+from permille_lab.measuring.cells import Result
+from permille_lab.measuring.machine import machine
+
+KEPT: dict[str, float | None] = {"dense": None, "2:4": 0.5, "40 % kept": 0.4, "20 % kept": 0.2}
+
+
+def measure(folder: Path, sizes: Sizes) -> Result:
+    """Ratios of every round to the dense package's, of the median."""
+    before = machine()
+    packages = {name: sizes.package(folder, kept=kept) for name, kept in KEPT.items()}
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in packages}
+    contenders = {name: _Contender(package, sizes) for name, package in packages.items()}
+    for _ in range(sizes.rounds + 1):  # the first one warms up
+        for name, contender in contenders.items():
+            for what, took in contender.round():
+                seconds[name].setdefault(what, []).append(took)
+    found = {
+        name: {
+            "package_bytes": packages[name].size_bytes,
+            "dense_layer_bytes": packages[name].manifest.layer(Role.DENSE).size_bytes,
+            "seconds": {what: round(statistics.median(took[1:]), 5) for what, took in all_took.items()},
+            "against_dense": {
+                what: round(
+                    statistics.median(
+                        own / dense for own, dense in zip(took[1:], seconds["dense"][what][1:], strict=True)
+                    ),
+                    4,
+                )
+                for what, took in all_took.items()
+            },
+        }
+        for name, all_took in seconds.items()
+    }
+    return {"contenders": found, "machine": {"before": before, "after": machine()}}
+
+
+class _Contender:
+    def __init__(self, package: Package, sizes: Sizes) -> None:
+        self._package = package
+        self._batch = sizes.batch(package)
+        engine = open_engine(package, LIGHT, threads=sizes.threads)
+        assert isinstance(engine, LightEngine)
+        self._engine = engine
+        self._values_K = package.values()
+
+    def round(self) -> Iterator[tuple[str, float]]:
+        """Each kind of work once; of a text the median token."""
+        yield "forward", _took(partial(self._engine.losses, self._values_K[None], self._batch))
+        yield "gradient", _took(partial(self._engine.gradient, self._values_K, self._batch))
+        yield "token", statistics.median(token_seconds(self._engine, self._package, time.process_time))
+
+
+def _took(work: Callable[[], object]) -> float:
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
