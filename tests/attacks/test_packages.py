@@ -666,7 +666,7 @@ SPARSE_CHANGES: list[tuple[str, str, Sparsity, Callable[[Forge], object]]] = [
     ("mask-pruned", "a_masked_weight_that_is_pruned", BITS, mask_a_pruned_weight),
     ("manifest-schema", "an_unknown_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity="4:8")),
     ("manifest-schema", "a_number_for_a_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity=2)),
-    ("layer-size", "a_dense_package", TWO, lambda f: f.manifest["scheme"].update(sparsity=None)),
+    ("tensor-names", "a_dense_package", TWO, lambda f: f.manifest["scheme"].update(sparsity=None)),
     ("tensor-names", "another_pattern", TWO, lambda f: f.rewrite("dense", "x", "U8", np.zeros(1, np.uint8))),
 ]
 for code, name, sparsity, change_sparse in SPARSE_CHANGES:
