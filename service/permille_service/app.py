@@ -67,7 +67,7 @@ def create_app(settings: Settings) -> FastAPI:
     console.install(app)
     pages.install(app)
     openapi.install(app)
-    problems.install(app, (*ROUTERS, console.router, observing.router))
+    problems.install(app, (*ROUTERS, *pages.ROUTERS, console.router, observing.router))
     app.add_middleware(guard.Guard, settings=settings)
     observing.install(app)
     return app

@@ -102,6 +102,19 @@ def test_no_other_site_changes_anything(api: Api, headers: dict[str, str]) -> No
     assert api.get("/v1/audit?limit=200").json()[-1]["action"] == "cancel_job"
 
 
+@pytest.mark.attack(14, "forms and headers that no browser sends, and parts of pages that have none")
+def test_what_no_browser_sends_is_refused_as_such(api: Api) -> None:
+    client, _ = signed_in(api)
+    for path in ("fleet", "releases", "masks", "models", "packages", "federations"):
+        assert client.get(f"/ui/{path}", headers={"HX-Request": "true"}).status_code == 200, path
+    for origin in ("http://[", "http://[::1", "//", "127.0.0.1"):
+        assert client.post("/ui/sign-out", headers={"Origin": origin}).status_code == 403, origin
+    many = {f"field{i}": "x" for i in range(30)}
+    assert client.post("/ui/sign-in", data=many, headers=OWN).status_code == 400
+    assert client.head("/ui/jobs").headers["allow"] == "GET"
+    assert client.put("/ui/sign-in").headers["allow"] == "GET, POST"
+
+
 @pytest.mark.attack(14, "a small role presses a button, or looks at what it may not")
 def test_the_tokens_rights_are_the_pages(api: Api) -> None:
     job_id = some_job(api)

@@ -46,11 +46,14 @@ def test_one_id_leads_from_a_request_to_the_process_that_does_its_job(tmp_path: 
                 path = f"/v1/jobs/{job['id']}"
                 _wait_until(lambda: client.get(path).json()["state"] == "succeeded")
                 assert client.get("/v1/nothing").headers["X-Request-ID"] not in ("", "ab" * 16)
+                for name in ("MADE", "UP"):
+                    assert client.request(name, "/v1/masks").status_code == 405
                 api = _numbers(client.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text)
                 assert client.get("/metrics").status_code == 401  # an operator's token opens it not
             assert api["permille_jobs", "kind=mask,state=succeeded"] == 1
             assert api["permille_request_seconds_count", "method=POST,route=/v1/masks,status=202"] == 1
             assert api["permille_request_seconds_count", "method=GET,route=other,status=404"] == 1
+            assert api["permille_request_seconds_count", "method=other,route=/v1/masks,status=405"] == 2
             assert api["permille_queue_age_longest_seconds", ""] == 0
             attempts = ("permille_attempt_seconds_count", "kind=mask,state=succeeded")
             _wait_until(

@@ -33,6 +33,7 @@ HEADERS: Final = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_PARTS: Final = frozenset({"job", "jobs"})  # their templates have a part that is asked for again
 _SPANS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -83,8 +84,9 @@ class Page:
         return RANK[self.operator.role] >= RANK[role]
 
     def render(self, template: str, **values: object) -> Response:
-        """The page, or of `template` the part alone that stands in the file with an underscore."""
-        return render(self.request, f"_{template}" if self.is_part else template, {"page": self, **values})
+        """The page; the part alone, whose file has an underscore, where it is asked for and there is one."""
+        part = f"_{template}" if self.is_part and template in _PARTS else template
+        return render(self.request, part, {"page": self, **values})
 
 
 def render(

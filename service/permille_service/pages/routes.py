@@ -42,7 +42,7 @@ def install(app: FastAPI) -> None:
     styles, scripts = assets.load()
     app.state.assets = {asset.name: asset for asset in (styles, scripts)}
     app.state.templates = make_environment(styles, scripts)
-    for each in (router, work.router, fleet.router, nothing):
+    for each in ROUTERS:
         app.include_router(each)
 
 
@@ -185,3 +185,6 @@ nothing = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=Pa
 def show_nothing(path: str) -> Response:
     """What is not there."""
     raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")
+
+
+ROUTERS = (router, work.router, fleet.router, nothing)

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from typing import Final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from cryptography.exceptions import InvalidTag
 from fastapi import Request, Response
@@ -60,16 +60,20 @@ def forget(response: Response) -> None:
 def check_origin(request: Request) -> None:
     """Refuse what another site, or no page at all, has sent. Raises ApiError (`forbidden`)."""
     site = request.headers.get("sec-fetch-site")
-    origin = urlsplit(request.headers.get("origin", "")).netloc
+    _, _, origin = request.headers.get("origin", "").partition("://")
     same = origin == request.headers.get("host") if site is None else site == "same-origin"
     if not same:
         raise ApiError(ProblemType.FORBIDDEN, "expected a request of this page, got one from elsewhere")
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form; of each name the last one."""
+    """The fields of a form; of each name the last one. Raises ApiError (`bad-request`): it has too many."""
     body = (await request.body()).decode("ascii", errors="replace")
-    return {name: values[-1] for name, values in parse_qs(body, max_num_fields=20).items()}
+    try:
+        found = parse_qs(body, max_num_fields=20)
+    except ValueError as exc:
+        raise ApiError(ProblemType.BAD_REQUEST, "expected a form of at most 20 fields") from exc
+    return {name: values[-1] for name, values in found.items()}
 
 
 def own_path(text: str) -> str:
