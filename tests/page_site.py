@@ -17,7 +17,7 @@ import numpy as np
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from permille.package.blobs import BlobFolder
-from permille.schemas.inputs import FileCorpus
+from permille.schemas.inputs import FileCorpus, SparsifiedModel
 from permille.schemas.jobs import JobKind
 from permille.sensitivity.coverage import mask_report
 from permille.store import access, inputs
@@ -66,6 +66,17 @@ def stock(data_dir: Path, *, devices: int, runs: int, words: str) -> Stocked:
             source=FileCorpus(kind="file", path="stories.jsonl"),
             size_bytes=81_264_000,
         )
+        sparse = add_artifact(
+            session,
+            tenant_id=tenant.id,
+            kind=JobKind.SPARSIFICATION,
+            request={"model_id": model_id, "corpus_id": corpus.id, "name": "tiny-half"},
+            made=Made(model_id=model_id, digest=blobs.put_bytes(b"half"), k=None, provenance={}, blobs=()),
+        )
+        half = SparsifiedModel(kind="sparsified", sparsification_id=sparse.id)
+        sparse.made_model_id = inputs.add_model(
+            session, tenant_id=tenant.id, name="tiny-half", source=half
+        ).id
         mask = add_artifact(
             session,
             tenant_id=tenant.id,

@@ -74,11 +74,17 @@ def show_release(
                 session, tenant_id=page.tenant_id, name=name, version=version, against=against
             )
         except NotFoundError:
-            if version is not None or against is not None:
+            # The first version has none before it; another that is asked for by number must be there.
+            if against is not None or version not in (None, *(one.version for one in versions)):
                 raise
             comparison = None
     return page.render(
-        "release", name=name, versions=versions, bands=band_lines(versions), comparison=comparison
+        "release",
+        name=name,
+        versions=versions,
+        bands=band_lines(versions),
+        comparison=comparison,
+        version=version,
     )
 
 

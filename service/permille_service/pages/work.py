@@ -73,8 +73,12 @@ def show_models(page: ViewerPage, window: Paging) -> Response:
     with page.service.database.read() as session:
         found = rows.list_all(session, tables.Model, tenant_id=page.tenant_id, window=window)
         texts = rows.list_all(session, tables.Corpus, tenant_id=page.tenant_id)
+        origins = _origins(session, page.tenant_id, [row.id for row in found.items])
     return page.render(
-        "models", models=page_of(found, models.present), corpora=page_of(texts, corpora.present)
+        "models",
+        models=page_of(found, models.present),
+        corpora=page_of(texts, corpora.present),
+        origins=origins,
     )
 
 
@@ -167,6 +171,13 @@ def _report(blobs: BlobFolder, digest: str) -> Report | None:
 def _model_names(session: Session, tenant_id: str) -> dict[str, str]:
     found = session.scalars(select(tables.Model).where(tables.Model.tenant_id == tenant_id).limit(1000))
     return {row.id: row.name for row in found}
+
+
+def _origins(session: Session, tenant_id: str, model_ids: list[str]) -> dict[str, dict[str, str]]:
+    """By id the sparsifications that made these models: the job, and the name of the model before."""
+    names, made = _model_names(session, tenant_id), tables.Artifact
+    found = session.scalars(select(made).where(made.made_model_id.in_(model_ids)))
+    return {row.id: {"job_id": row.job_id, "model": names.get(row.model_id, row.model_id)} for row in found}
 
 
 def _releases_of(session: Session, package: tables.Artifact) -> list[tables.Release]:
