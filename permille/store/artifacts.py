@@ -4,15 +4,15 @@ A worker adds an artifact in the transaction that completes its job; the blobs a
 that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from permille.digests import JSON
-from permille.schemas.jobs import ENDED, JobKind
-from permille.schemas.kinds import MAKES_PACKAGES, WORK
+from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import MAKES_PACKAGES
 from permille.store import inputs
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
@@ -127,8 +127,6 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
             federation names it, or a job that has not ended.
     """
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
-    of_tenant = Job.tenant_id == tenant_id, Job.kind.in_([kind.value for kind in WORK])
-    jobs = session.execute(select(Job.id, Job.payload).where(*of_tenant, Job.state.not_in(ENDED)))
     release = select(Release.name, Release.version).where(Release.package_id == row.id).limit(1)
     published = session.execute(release).first()
     made = select(ArtifactSource.artifact_id).where(ArtifactSource.source_id == row.id)
@@ -140,7 +138,7 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
         session.scalar(made.limit(1)),
         published and f"release {published[0]} version {published[1]}",
         session.scalar(federation.limit(1)) if kind is JobKind.PACKAGE else None,
-        next((job_id for job_id, payload in jobs if key in _values_in(payload)), None),
+        inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key),
     )
     user = next((user for user in users if user), None)
     if user is not None:
@@ -152,15 +150,16 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
 
 
 def has_result(session: Session, job: Job) -> bool:
-    """Whether what a job has made is still here; False also of kinds that make no artifact."""
+    """Whether what a job has made is still here, of a sparsification its model too; False also of kinds that
+    make no artifact."""
     kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind not in _PREFIXES or job.result_id is None:
         return False
     try:
-        get(session, tenant_id=job.tenant_id, kind=kind, key=job.result_id)
+        made = get(session, tenant_id=job.tenant_id, kind=kind, key=job.result_id)
     except NotFoundError:
         return False
-    return True
+    return kind is not JobKind.SPARSIFICATION or made.made_model_id is not None
 
 
 def key_of(artifact: Artifact) -> str:
@@ -221,12 +220,3 @@ def _package(session: Session, tenant_id: str, digest: str) -> Artifact | None:
             Artifact.digest == digest,
         )
     )
-
-
-def _values_in(request: Mapping[str, object]) -> Iterator[object]:
-    """Every value of a request, however deep."""
-    for value in request.values():
-        if isinstance(value, Mapping):
-            yield from _values_in(value)
-        else:
-            yield value

@@ -12,6 +12,8 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.inputs import FileCorpus, FolderModel, HubModel, SparsifiedModel, StreamedCorpus
+from permille.schemas.jobs import ENDED
+from permille.schemas.kinds import WORK
 from permille.store import access, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError
@@ -115,7 +117,8 @@ def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: s
 
 
 def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bool:
-    """Whether no corpus that a job has read was changed since it was asked for.
+    """Whether no corpus that a job has read was changed since it was asked for, by the time of its
+    inode: that of its content may be an old one where another file was copied or moved over it.
 
     Models need no look: the first job pins a model's files, and later ones refuse others.
     """
@@ -125,7 +128,7 @@ def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bo
         if corpus.source.get("kind") != "file":
             continue
         try:
-            changed_s = (roots.corpora / str(corpus.source["path"])).stat().st_mtime
+            changed_s = (roots.corpora / str(corpus.source["path"])).stat().st_ctime
         except OSError:
             return False
         if changed_s >= job.created_at.timestamp():
@@ -142,6 +145,22 @@ def ids_in(request: Mapping[str, object]) -> Iterator[str]:
             yield value
 
 
+def unfinished_job_with(session: Session, *, tenant_id: str, key: str) -> str | None:
+    """The id of a job that has not ended and whose request names this id or digest, if any."""
+    of_tenant = Job.tenant_id == tenant_id, Job.kind.in_([kind.value for kind in WORK])
+    jobs = session.execute(select(Job.id, Job.payload).where(*of_tenant, Job.state.not_in(ENDED)))
+    return next((job_id for job_id, payload in jobs if key in _values_in(payload)), None)
+
+
+def _values_in(request: Mapping[str, object]) -> Iterator[object]:
+    """Every value of a request, however deep."""
+    for value in request.values():
+        if isinstance(value, Mapping):
+            yield from _values_in(value)
+        else:
+            yield value
+
+
 def record_facts(session: Session, *, tenant_id: str, model_id: str, facts: ModelFacts) -> Model:
     """Store what a worker found in a model's files. Raises NotFoundError."""
     model = rows.get(session, Model, tenant_id=tenant_id, row_id=model_id)
@@ -150,11 +169,11 @@ def record_facts(session: Session, *, tenant_id: str, model_id: str, facts: Mode
 
 
 def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: str, row_id: str) -> None:
-    """Remove a model or corpus that nothing was made of.
+    """Remove a model or corpus that nothing was or is made of.
 
     Raises:
         NotFoundError: there is none of this id.
-        ConflictError: a mask, quantization or package was made of it.
+        ConflictError: something was made of it, or a job that has not ended names it.
     """
     row: Model | Corpus = rows.get(session, table, tenant_id=tenant_id, row_id=row_id)
     used_by = session.scalar(
@@ -162,6 +181,9 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
     )
     if used_by is not None:
         raise ConflictError(f"expected a {table.noun} without results, got {row_id}: {used_by} is made of it")
+    unfinished = unfinished_job_with(session, tenant_id=tenant_id, key=row_id)
+    if unfinished is not None:
+        raise ConflictError(f"expected a {table.noun} that no job needs, got {row_id}: {unfinished} does")
     session.execute(update(Artifact).where(Artifact.made_model_id == row_id).values(made_model_id=None))
     session.delete(row)
 

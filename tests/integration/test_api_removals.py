@@ -11,7 +11,7 @@ from permille.store import artifacts, devices
 from permille.store.artifacts import Blob, Made
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
-from permille.store.tables import Artifact
+from permille.store.tables import Artifact, Job
 from tests.api_service import Api
 from tests.artifacts import add_artifact, some_model
 
@@ -77,6 +77,16 @@ def test_a_build_goes_with_its_parts_once_their_results_are_gone(api: Api) -> No
     assert api.get(f"/v1/jobs/{part.id}").status_code == 404
 
 
+def test_a_sparsification_without_its_model_answers_no_equal_request(api: Api) -> None:
+    sparse = make(api, JobKind.SPARSIFICATION)
+    with api.service.database.write() as session:
+        row, job = session.get_one(Artifact, sparse.id), session.get_one(Job, sparse.job_id)
+        row.made_model_id = row.model_id
+        assert artifacts.has_result(session, job)
+        row.made_model_id = None
+        assert not artifacts.has_result(session, job)
+
+
 @pytest.mark.parametrize("told", [0, 3])
 def test_yanking_says_how_many_devices_have_the_version(api: Api, told: int) -> None:
     api.publish(api.package())
@@ -91,8 +101,6 @@ def test_yanking_says_how_many_devices_have_the_version(api: Api, told: int) -> 
 def test_an_equal_request_gets_what_was_made_until_it_is_removed_or_its_corpus_changes(api: Api) -> None:
     path = api.service.settings.corpus_root / "texts.jsonl"
     path.write_text('{"text": "a story"}\n' * 100)
-    at = path.stat().st_mtime
-    os.utime(path, (at - 60, at - 60))
     source = {"kind": "file", "path": "texts.jsonl"}
     corpus = api.post("/v1/corpora", {"name": "texts", "source": source}).json()["id"]
     with api.service.database.write() as session:
@@ -117,11 +125,14 @@ def test_an_equal_request_gets_what_was_made_until_it_is_removed_or_its_corpus_c
     assert ask({"seed": 1})[0] == 202
     assert ask(query="?again=true")[0] == 202
     assert api.delete(f"/v1/corpora/{corpus}").status_code == 409
-    os.utime(path, (at + 60, at + 60))
-    assert ask()[0] == 202, "the corpus has changed"
-    os.utime(path, (at - 60, at - 60))
-    assert ask() == (200, first)
+    other = path.with_suffix(".new")
+    other.write_text('{"text": "another"}\n' * 100)
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.replace(path)
+    assert ask()[0] == 202, "another file was moved over the corpus, as old as that was"
     for job in api.get("/v1/jobs?state=queued").json()["items"]:
         api.post(f"/v1/jobs/{job['id']}/cancel")
     assert api.delete(f"/v1/masks/{mask.id}").status_code == 204
     assert ask()[0] == 202, "its result was removed"
+    for path_of in (f"/v1/corpora/{corpus}", f"/v1/models/{model_id}"):
+        assert "job_" in api.delete(path_of).json()["detail"], "a job that waits names it"
