@@ -119,7 +119,7 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
 
 
 def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None:
-    """Forget an artifact that nothing names; its blobs stay until they are collected.
+    """Forget an artifact that nothing names. Its blobs, which others may have too, stay.
 
     Raises:
         NotFoundError: there is none.

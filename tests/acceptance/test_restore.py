@@ -61,6 +61,11 @@ def test_what_was_backed_up_comes_back_by_the_guides_commands(tmp_path: Path) ->
         assert "next: permille releases rollback tiny" in yanked.stdout
         back = running.answer("releases", "rollback", "tiny")
         assert (back["version"], back["manifest_digest"], back["aliases"]) == (3, good, ["stable"])
+        publish(running, 2)
+        back = running.answer("releases", "rollback", "tiny")
+        assert (back["version"], back["manifest_digest"]) == (5, good)
+        again = running.permille("releases", "rollback", "tiny")
+        assert "no version below 1" in again.stderr, "never back to what was rolled back from"
         listed = running.answer("releases", "list")
         type_in(backup, tmp_path, running.data_dir)
         data_dir = running.data_dir

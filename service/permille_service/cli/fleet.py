@@ -99,32 +99,33 @@ def roll_back(
     session: Session,
     name: str,
     to: Annotated[
-        int | None, typer.Option(help="Version; else the newest below that was not yanked.")
+        int | None, typer.Option(help="Version; else the newest before this package that was not yanked.")
     ] = None,
     alias: Annotated[str, typer.Option(help="The alias to move.")] = "stable",
     key: Key = None,
 ) -> None:
     """Publish an older version's package as a new version, and point the alias at it: devices take it as they
-    take any, and the fleet's numbers tell it from what came between.
+    take any, and the fleet's numbers tell it from what came between. Rolled back again, it goes further back.
 
     Example:
 
       permille releases rollback tiny-llama --to 3
     """
     versions = session.client.pages("/v1/releases", name=name)
-    current = next((one["version"] for one in versions if alias in one["aliases"]), None)
+    current = next((one for one in versions if alias in one["aliases"]), None)
     if current is None:
         raise CommandError(
             f"no alias {alias!r} of the release {name!r}: see `permille releases list`", Exit.NOT_FOUND
         )
+    same = [one["version"] for one in versions if one["manifest_digest"] == current["manifest_digest"]]
     older = (
         one
         for one in versions
-        if (one["version"] == to if to is not None else one["version"] < current and not one["yanked"])
+        if (one["version"] == to if to is not None else one["version"] < min(same) and not one["yanked"])
     )
     chosen = next(older, None)
     if chosen is None:
-        below = f"version {to}" if to is not None else f"version below {current} that was not yanked"
+        below = f"version {to}" if to is not None else f"version below {min(same)} that was not yanked"
         raise CommandError(f"no {below} of {name!r}: see `permille releases list {name}`", Exit.NOT_FOUND)
     body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias}
     made = session.client.post("/v1/releases", body, key=key)
@@ -132,7 +133,7 @@ def roll_back(
     session.output.say(
         f"version {made['version']} is the package of version {chosen['version']}; {alias} points at it"
     )
-    session.output.say_next(f"permille releases yank {name} {current}")
+    session.output.say_next(f"permille releases yank {name} {current['version']}")
 
 
 @command(releases, "alias")
