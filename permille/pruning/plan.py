@@ -99,7 +99,8 @@ class PruningPlan:
             rate = self.rate(layer)
             if not 0 <= rate <= largest or rate == 1:
                 limit = "below 1" if self.pattern is None else f"at most {largest} with {self.pattern}"
-                raise InputError(f"expected a rate of at least 0 and {limit}, got {rate} in layer {layer}")
+                where = f" in layer {layer}" if isinstance(self.rates, Mapping) else ""
+                raise InputError(f"expected a rate of at least 0 and {limit}, got {rate}{where}")
         if not any(self.rate(layer) > 0 for layer in range(layers)):
             raise InputError("expected a rate above 0, got 0 in every layer")
         if self.pattern is not None:

@@ -29,7 +29,6 @@ Rate = Annotated[
         gt=0,
         lt=1,
         examples=[_HALF],
-        description="share of zeros in each linear; where it is left out, one half or the pattern's own",
     ),
 ]
 Rows = Annotated[
@@ -92,7 +91,13 @@ class Recovery(Closed):
     adapter: AdapterKind = Field(default=AdapterKind.LORA, description="what is trained beside each linear")
     rank: Annotated[
         int,
-        Field(strict=True, ge=1, le=256, examples=[8], description="of LoRA; pooling has as many numbers"),
+        Field(
+            strict=True,
+            ge=1,
+            le=256,
+            examples=[8],
+            description="of LoRA; pooling takes as many numbers as LoRA of this rank",
+        ),
         WholeNumber,
     ] = 8
     rows: Annotated[
@@ -107,7 +112,10 @@ class Recovery(Closed):
         ),
     ] = _LEARNING_RATE
     norm_control: Annotated[
-        float, Field(strict=True, ge=0, le=1, examples=[0.0], description="weight of the adapters' squares")
+        float,
+        Field(
+            strict=True, ge=0, le=1, examples=[0.0], description="weight of the adapters' squares in the loss"
+        ),
     ] = 0.0
     layer_rates: LayerRates = Field(
         default=LayerRates.EQUAL, description="equal ones, or more zeros in layers that are like others"
@@ -129,7 +137,10 @@ class SparsificationCreate(Closed):
         default=PruningMethod.WANDA,
         description="by the size of weights and inputs; sparsegpt also changes the weights that stay",
     )
-    rate: Rate | None = None
+    rate: Rate | None = Field(
+        default=None,
+        description="share of zeros in each linear; where it is left out, one half or the pattern's own",
+    )
     pattern: Literal["2:4", "4:8"] | None = Field(
         default=None, description="so many of so many neighbours stay; without it zeros may be anywhere"
     )

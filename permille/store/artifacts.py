@@ -129,13 +129,14 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
     release = select(Release.name, Release.version).where(Release.package_id == row.id).limit(1)
     published = session.execute(release).first()
-    made = select(ArtifactSource.artifact_id).where(ArtifactSource.source_id == row.id)
+    made = select(Artifact).join(ArtifactSource, ArtifactSource.artifact_id == Artifact.id)
+    made_of_it = session.scalar(made.where(ArtifactSource.source_id == row.id).limit(1))
     federation = select(Federation.name).where(
         Federation.tenant_id == tenant_id, Federation.package_digest == row.digest
     )
     users = (
         row.made_model_id,
-        session.scalar(made.limit(1)),
+        made_of_it and key_of(made_of_it),
         published and f"release {published[0]} version {published[1]}",
         session.scalar(federation.limit(1)) if kind is JobKind.PACKAGE else None,
         inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key),

@@ -32,7 +32,7 @@ def test_parts_can_be_removed_once_what_was_made_of_them_is(api: Api) -> None:
     package = make(api, JobKind.PACKAGE, mask_id=mask.id, quantization_id=quantization.id)
     paths = (f"/v1/masks/{mask.id}", f"/v1/quantizations/{quantization.id}", f"/v1/packages/{package.digest}")
     refused = api.delete(paths[0])
-    assert (refused.status_code, package.id in refused.json()["detail"]) == (409, True)
+    assert (refused.status_code, package.digest in refused.json()["detail"]) == (409, True)
     assert api.delete(paths[2], api.operator(Role.VIEWER)).status_code == 403
     assert api.delete(paths[2], api.operator(Role.ADMIN, tenant="acme")).status_code == 404
     for path in reversed(paths):

@@ -170,7 +170,12 @@ def in_words(errors: list[dict[str, str]]) -> str:
 
 def _field_in_words(location: str, message: str) -> str:
     parent, _, field = location.rpartition(".")
-    flag = flag_of(parent.rpartition(".")[2] if field == "path" else field)  # `source.folder.path`: --folder
+    part = parent.rpartition(".")[2]
+    # `source.folder.path`: --folder; `adapter.kind`: --adapter
+    flag = flag_of(part if field == "path" or (part, field) == ("adapter", "kind") else field)
+    message = message.removeprefix("Value error, ")
+    if not parent:  # of the request as a whole
+        return message
     if message == "Field required":
         return f"expected {flag}"
     if message.startswith("Extra inputs"):

@@ -32,9 +32,9 @@ audit = typer.Typer(no_args_is_help=True, help="What operators changed.")
 _RELEASES = ("name", "version", "aliases", "manifest_digest", "size_bytes", "yanked", "published_at")
 _VERSIONS = (
     *("name", "version", "aliases", "yanked", "devices", "reported", "adopted_fraction"),
-    *("improvement.median", "improvement.low", "improvement.high"),
-    *("outcomes.refused_data", "outcomes.failed", "peak_rss_bytes"),
+    *("outcomes.refused_data", "outcomes.failed"),
 )
+_GAINS = ("name", "version", "improvement.median", "improvement.low", "improvement.high", "peak_rss_bytes")
 _CHANGES = ("measure", "before", "after", "difference", "low", "high", "verdict")
 _VERDICTS = {
     "worse": "version {new} makes devices worse than {old}: `permille releases rollback`",
@@ -88,7 +88,7 @@ def yank_release(
     session.output.show(made)
     if made["aliases"]:
         session.output.say(
-            f"{made['devices']} devices have it and keep it, and nobody installs anything, while "
+            f"devices that have it: {made['devices']}. They keep it, and nobody installs anything, while "
             f"{', '.join(made['aliases'])} points at it"
         )
         session.output.say_next(f"permille releases rollback {name}")
@@ -258,7 +258,15 @@ def add_fleet(app: typer.Typer) -> None:
         for heading in ("seen", "agents", "engines"):
             groups = (f"{one['name']} {_count(one['devices'])}" for one in fleet[heading])
             session.output.say(f"{heading}: {', '.join(groups) or 'none yet'}")
-        session.output.show(fleet["versions"], _VERSIONS)
+        _show_versions(session, fleet["versions"])
+
+
+def _show_versions(session: Session, versions: list[dict[str, Any]]) -> None:
+    """Two tables, as one would be wider than terminals are."""
+    session.output.show(versions, _VERSIONS)
+    if any(one["improvement"] or one["peak_rss_bytes"] for one in versions):
+        session.output.say("\nimprovement in nats a token, low and high with 95 % confidence; peak memory")
+        session.output.show(versions, _GAINS)
 
 
 def _count(devices: int | None) -> str:
@@ -279,14 +287,32 @@ def show_release(
       permille releases show tiny-llama
     """
     path = f"/v1/releases/{name}/comparison"
-    found = session.client.get(path, version=version, against=against)
+    try:
+        found = session.client.get(path, version=version, against=against)
+    except CommandError as exc:
+        if exc.code is not Exit.NOT_FOUND or against is not None or session.output.as_json:
+            raise
+        _show_alone(session, name, version)
+        return
     if session.output.as_json:
         session.output.show(found)
         return
     new, old = found["version"], found["against"]
-    session.output.show([new, old], _VERSIONS)
-    session.output.show(found["changes"], _CHANGES)
+    _show_versions(session, [new, old])
+    if found["changes"]:
+        session.output.say("\nadopted, failed: shares of devices; improvement, loss: nats a token")
+        session.output.show(found["changes"], _CHANGES)
     session.output.say(_VERDICTS[found["verdict"]].format(new=new["version"], old=old["version"]))
+
+
+def _show_alone(session: Session, name: str, version: int | None) -> None:
+    """Show a version that has none before it."""
+    versions = [one["version"] for one in session.client.pages("/v1/releases", name=name)]
+    if not versions:
+        raise CommandError(f"no release {name!r}: see `permille releases list`", Exit.NOT_FOUND)
+    asked = version or max(versions)
+    session.output.show(session.client.get(f"/v1/releases/{name}/versions/{asked}"))
+    session.output.say(f"no version before {asked} to compare it with: none that was not yanked")
 
 
 add_list(invitations, "invitations", ("id", "release", "alias", "state", "used_by", "expires_at"))

@@ -83,7 +83,7 @@ class Form:
 
     def _parameter(self, option: RequestOption) -> inspect.Parameter:
         # Defaults are the service's, and only told.
-        told = "" if option.default in (None, False) else f" (default: {option.default})"
+        told = "" if option.default is None or option.default is False else f" (default: {option.default})"
         text = f"{option.help[:1].upper()}{option.help[1:]}{told}".strip()
         chosen: Any = (
             Literal[option.choices] if option.choices and option.value_type is str else option.value_type

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from permille_service.cli.client import Client
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.tables import fields_of, records_in, span, table_of
+from permille_service.cli.tables import fields_of, flat, records_in, span, table_of
 
 WIDE = 240
 
@@ -35,8 +35,9 @@ class Output:
             self.console.print(fields_of(answer))
             for name, rows in records_in(answer).items():
                 self.console.print(f"\n[bold]{name}[/bold]")
-                columns = [column for column in rows[0] if column != "media_type"]  # the role says it
-                self.console.print(table_of(rows, columns))
+                lines = [flat(row) for row in rows]
+                columns = [column for column in lines[0] if column != "media_type"]  # the role says it
+                self.console.print(table_of(lines, columns))
 
     def say(self, text: str) -> None:
         """Print a line for people; programs do not see it."""

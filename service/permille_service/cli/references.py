@@ -28,7 +28,7 @@ def resolve(client: Client, collection: str, text: str) -> str:
     key = _KEYS.get(collection, "id")
     one, known = singular(collection), f"see `permille {collection} list`"
     rows: list[dict[str, Any]] = client.pages(f"/v1/{collection}", limit=LOOKED_THROUGH)
-    found = [row[key] for row in rows if text and row.get("name") == text]
+    found = [row[key] for row in rows if text and text in (row.get("name"), _made_name(row))]
     if not found and text in _NO_BEGINNING:
         raise CommandError(
             f"expected a {one}'s name, id or the beginning of it, got {text!r}: {known}", Exit.USAGE
@@ -46,6 +46,11 @@ def resolve(client: Client, collection: str, text: str) -> str:
     raise CommandError(
         f"expected one {one}, but {text!r} can mean {', '.join(found[:_SHOWN])}{more}", Exit.USAGE
     )
+
+
+def _made_name(row: dict[str, Any]) -> Any:
+    """The name that a sparsification gave to its model; None of what names nothing."""
+    return (row.get("request") or {}).get("name")
 
 
 def singular(collection: str) -> str:

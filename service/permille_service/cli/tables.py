@@ -17,6 +17,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # The first ten characters of an id's second part are its milliseconds; two of one table may share them.
 _SHORT = {_ID: len("_") + 10, _DIGEST: len("sha256:") + 12, _UUID: 8}
+_SUFFIX = re.compile("_(id|at|bytes|fraction)$")
 _WORD = 24
 _SPANS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 
@@ -30,7 +31,7 @@ def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | Non
     for column, values in zip(columns, cells, strict=True):
         values[:] = _shortened(values)
         table.add_column(
-            column.rpartition(".")[2].removesuffix("_id").removesuffix("_at").removesuffix("_bytes"),
+            _SUFFIX.sub("", column.rpartition(".")[2]),
             overflow="fold",
             # What is copied as one word stays one; sentences and long names give way.
             no_wrap=all(len(str(value)) <= _WORD and " " not in str(value) for value in values),
@@ -61,6 +62,11 @@ def records_in(record: Row) -> dict[str, list[Row]]:
         for name, value in record.items()
         if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value)
     }
+
+
+def flat(row: Row) -> Row:
+    """A row without others inside: `perplexity before` is a column of its own."""
+    return {name.replace(".", " "): value for name, value in _lines("", row)}
 
 
 def cell(name: str, value: Any, now: datetime | None = None) -> str:

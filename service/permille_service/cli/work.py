@@ -56,7 +56,7 @@ _VIEWS: Final[Mapping[JobKind, View]] = {
         then="permille releases publish NAME --package {} --alias stable",
     ),
     JobKind.SPARSIFICATION: View(
-        columns=("id", "model_id", "made_model_id", "request.method", "request.name", "created_at"),
+        columns=("id", "request.name", "request.method", "model_id", "created_at"),
         example="--model tiny --corpus stories --name tiny-half --rate 0.5",
         then="permille sparsifications report {}",
     ),

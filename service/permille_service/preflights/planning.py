@@ -129,10 +129,10 @@ class _Planner:
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=request.model_id)
         if sizes is None or model.config is None:
             return NOTHING
+        if request.recovery is not None:
+            request.rounds()
         try:
             request.plan().check(model.config)
-            if request.recovery is not None:
-                request.rounds()
         except InputError as exc:
             raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
         model_bytes = model.size_bytes or sizes.parameters * FLOAT_BYTES

@@ -105,6 +105,8 @@ def test_a_record_is_known_by_its_id_its_name_or_its_beginning() -> None:
         == resolve(client, "packages", "sha256:ab")
         == "sha256:" + "ab" * 32
     )
+    made = {"id": f"sparse_{ULIDS[0]}", "request": {"name": "half"}}
+    assert resolve(Collections(sparsifications=[made]), "sparsifications", "half") == made["id"]
     with pytest.raises(CommandError, match=f"can mean {MODELS[0]['id']}, {MODELS[1]['id']}$") as ambiguous:
         resolve(client, "models", "model_01jd3kq8z7")
     assert ambiguous.value.code is Exit.USAGE
@@ -158,7 +160,11 @@ def test_options_are_named_after_fields_and_required_where_every_form_is() -> No
     assert (options["--group-size"].value_type, options["--group-size"].default) == (int, None)
     assert options["--density"].default == 0.001
     assert {"--corpus", "--evaluate-on", "--calibrate-on", "--fisher-exponents"} <= options.keys()
-    assert [flag for flag, option in options.items() if not option.help] == []
+    asked = {work.collection: form_of(work.request) for work in WORK.values()}
+    every = {f"{name} {option.flag}": option for name, form in asked.items() for option in form.options}
+    assert [name for name, option in every.items() if not option.help] == []
+    told = {one.name: one.annotation.__metadata__[0].help for one in asked["builds"].parameters()}
+    assert told["mask_seed"].endswith("(default: 0)") and "default" not in told["fisher_exponents"]
 
 
 def test_tables_fit_eighty_columns_and_tell_apart_what_differs() -> None:
@@ -195,6 +201,31 @@ def test_a_record_has_its_own_id_in_full_and_a_line_for_each_value() -> None:
     ]
 
 
+def test_a_table_in_a_record_has_a_column_for_each_value() -> None:
+    shown = output()
+    shown.show({"rounds": [{"rate": 0.5, "perplexity": {"before": 2.0, "after": 3.0}}]})
+    lines = shown.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split() for line in lines if line.strip()][-2:] == [
+        ["rate", "perplexity", "before", "perplexity", "after"],
+        ["0.5", "2", "3"],
+    ]
+
+
+def test_a_release_of_one_version_is_shown_alone(
+    client: Collections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(path: str, **_: str | int | None) -> Any:
+        if path.endswith("/comparison"):
+            raise CommandError("no version before", Exit.NOT_FOUND)
+        return {"version": int(path.rpartition("/")[2])}
+
+    monkeypatch.setattr(client, "get", get)
+    assert main.main(["releases", "show", "tiny"]) == Exit.NOT_FOUND
+    client.rows["releases"] = [{"name": "tiny", "version": 1}]
+    assert main.main(["releases", "show", "tiny"]) == 0
+    assert "no version before 1 to compare" in client.output.console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_brackets_are_printed_in_rows_and_fields() -> None:
     assert TEXT in printed(table_of([{"name": TEXT}], ("name",)))
     assert TEXT in printed(fields_of({"name": TEXT}))
@@ -218,6 +249,10 @@ def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
     assert "[a-z" not in text
     assert text.startswith("--name: expected small letters, digits")
     assert text.endswith("expected --corpus; --sequences does not go with the other options")
+    assert in_words([{"location": "body.adapter.kind", "message": "Field required"}]) == "expected --adapter"
+    assert in_words([{"location": "body", "message": "Value error, expected one, got both"}]) == (
+        "expected one, got both"
+    )
     path = {"location": "body.source.folder.path", "message": f"String should match pattern '{PATH_PATTERN}'"}
     assert in_words([path]).startswith("--folder: expected a path below the root")
 
