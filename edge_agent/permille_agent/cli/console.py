@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -97,7 +98,8 @@ def show(
     table.add_column()
     table.add_column(overflow="fold")
     for key, value in document.items():
-        table.add_row(key.replace("_", " "), Text(_words(value)))
+        told = decimal(value) if isinstance(value, int) and key.endswith("bytes") else _words(value)
+        table.add_row(key.removesuffix("_bytes").replace("_", " "), Text(told))
     console.print(table)
     if then:
         console.print(f"next: {then}", highlight=False)

@@ -163,7 +163,9 @@ def run(
         list[Path] | None, typer.Argument(help="Files or folders; default: those of `data add`.")
     ] = None,
     engine: EngineOption = AUTO,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of the engine. Default: all cores.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Do now what the daemon does at its polls: follow, train the device's part, send it.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from permille_agent.local.model import LocalModel, Variant
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the base, not the personal or pooled model.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of the engine. Default: all cores.")]
 TokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest text, in tokens.")]
 TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely text.")]
 TopPOption = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the likely tokens drawn from.")]

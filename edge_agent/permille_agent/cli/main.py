@@ -1,6 +1,8 @@
 """`permille-agent`: the command line of the device. Importing it loads no torch and no network library."""
 
+import inspect
 import logging
+import re
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -62,6 +64,19 @@ def _settings(
 
 for commands in (service, train, federations, local, daemon, device):
     commands.register(app)
+
+
+def _unwrap(group: typer.Typer) -> None:
+    """Let help fill the lines of a terminal: typer keeps the line breaks of a docstring."""
+    for command in group.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            _unwrap(inner.typer_instance)
+
+
+_unwrap(app)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -43,6 +43,7 @@ class Status:
     release: InstalledRelease | None
     active: Active | None
     pooled: bool
+    active_trains: str
     trains: str
     data: tuple[Path, ...]
     share_log: bool
@@ -63,14 +64,19 @@ class Status:
             "home": str(self.home),
             "enrolment": self.enrolment.document() if self.enrolment else None,
             "release": release
-            and {"name": release.name, "version": release.version, "package": release.manifest_digest},
+            and {
+                "name": release.name,
+                "version": release.version,
+                "package": release.manifest_digest,
+                "trains": self.trains,
+            },
             "active": active
             and {
                 "package": active.package,
                 "run": active.run,
                 "personal": active.run is not None,
                 "pooled": active.run is None and self.pooled,
-                "trains": self.trains,
+                "trains": self.active_trains,
             },
             "data": [str(path) for path in self.data],
             "share_log": self.share_log,
@@ -185,13 +191,15 @@ def read_status(home: Home) -> Status:
     names = sorted(path.stem for path in home.reports.glob("*.json") if RUN_ID.fullmatch(path.stem))
     reports = [read(partial(read_report, home, name), None) for name in names]
     federations = [read(partial(document_of, membership), None) for membership in memberships(home)]
+    release: InstalledRelease | None = read(lambda: installed_release(home), None)
     return Status(
         home=home.root,
         enrolment=read(lambda: load_enrolment(home), None),
-        release=read(lambda: installed_release(home), None),
+        release=release,
         active=active,
         pooled=active is not None and read(lambda: carries_pooled(home, active.package), False),
-        trains=read(lambda: read_manifest(home, active.package).trains if active else "", ""),
+        active_trains=read(lambda: read_manifest(home, active.package).trains if active else "", ""),
+        trains=read(lambda: read_manifest(home, release.manifest_digest).trains if release else "", ""),
         data=read(lambda: read_references(home), ()),
         share_log=read(lambda: shares_log(home), False),
         progress=read_progress(home),

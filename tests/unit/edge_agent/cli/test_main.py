@@ -91,9 +91,9 @@ def test_enroll_pull_status_tell_what_they_did(
     document = agent("status", "--json").document
     assert document["enrolment"] == told
     assert set(told) == {"server", "device_id", "name", "release", "alias", "root"}
-    assert document["release"] == {"name": "tiny-llama", "version": 1, "package": package.digest}
-    active = {"package": package.digest, "run": None, "personal": False, "pooled": False}
-    assert document["active"] == {**active, "trains": f"{package.k} weights"}
+    trains = {"package": package.digest, "trains": f"{package.k} weights"}
+    assert document["release"] == {"name": "tiny-llama", "version": 1, **trains}
+    assert document["active"] == {**trains, "run": None, "personal": False, "pooled": False}
     assert document["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
     shown = agent("status").output
     for text in (service.url, "tiny-llama (stable)", "version 1", "the base model", "none yet", "0 waiting"):
