@@ -18,6 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,13 +26,16 @@ from typing import Any
 from permille.digests import JSON, canonical_json, digest_of, parse_canonical
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
+from permille.package.build import ChosenAdapter
+from permille.package.limits import BLOCK_BYTES, BLOCKED_ROLES, AdapterKind
 from permille.package.reader import verify_package
-from permille.quantization.types import Scheme
+from permille.quantization.types import Scheme, Sparsity
 from tests.attacks.forge import Container
-from tests.unit.package.tiny import LLAMA, write_tiny
+from tests.unit.package.tiny import LLAMA, Tiny, write_tiny
 
 ODD = {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
-ROLES = ("dense", "plain", "mask", "values")
+LORA = ChosenAdapter(kind=AdapterKind.LORA, rank=2, alpha=4, scope="attention", seed=1)
+ROLES = ("dense", "plain", "mask", "values", "adapter")
 INTERESTING: tuple[JSON, ...] = (
     *(None, True, False, "", "\0", "../x", "sha256:" + "0" * 64, "nf4", "F32", "BF16", "I64", [], {}, [1, 2]),
     *(0, 1, -1, 7, 8, 9, 63, 64, 255, *(2**n for n in (15, 16, 31, 32, 53, 62))),
@@ -66,12 +70,12 @@ class ReaderFuzzer:
         self.blobs = BlobFolder(folder)
         self.tally = Tally()
         self.models = [
-            _parts(self.blobs, scheme, config, dtype)
-            for scheme, config, dtype in (
-                (Scheme.NF4, LLAMA, "F32"),
-                (Scheme.INT4, LLAMA, "BF16"),
-                (Scheme.NF4, LLAMA | ODD, "F16"),
-            )
+            _parts(write_tiny(self.blobs)),
+            _parts(write_tiny(self.blobs, scheme=Scheme.INT4, dtype="BF16")),
+            _parts(write_tiny(self.blobs, config=LLAMA | ODD, dtype="F16")),
+            _parts(write_tiny(self.blobs, sparsity=Sparsity.TWO_OF_FOUR)),
+            _parts(write_tiny(self.blobs, config=LLAMA | ODD, sparsity=Sparsity.BITMAP)),
+            _parts(write_tiny(self.blobs, adapter=LORA)),
         ]
 
     def attempt(self, number: int) -> str:
@@ -84,6 +88,9 @@ class ReaderFuzzer:
         parts = Parts(manifest=model.manifest, layers=dict(model.layers))
         for _ in range(random.choice((1, 1, 1, 2, 3))):
             random.choice(CHANGES)(parts, random)
+        if random.random() < 0.95:  # else what was changed in a big layer is found by its hashes
+            hashes = [one for role in BLOCKED_ROLES for one in _hashes(parts.layers[role.value])]
+            _replace(parts, "blocks", b"".join(hashes))
         if random.random() < 0.1:
             parts.manifest = damaged(parts.manifest, random)
         return parts
@@ -132,7 +139,7 @@ def change_config(parts: Parts, random: Random) -> None:
 
 def change_header(parts: Parts, random: Random) -> None:
     """Another value in the header of a layer."""
-    role = random.choice(ROLES)
+    role = random.choice([role for role in ROLES if role in parts.layers])
     container = _container(parts, role)
     if container is not None:
         container.entries = changed(container.entries, random, INTERESTING)
@@ -141,7 +148,7 @@ def change_header(parts: Parts, random: Random) -> None:
 
 def change_numbers(parts: Parts, random: Random) -> None:
     """Other bits in the tensors of a layer."""
-    role = random.choice(ROLES)
+    role = random.choice([role for role in ROLES if role in parts.layers])
     container = _container(parts, role)
     if container is not None and container.body:
         for _ in range(random.choice((1, 4, 16))):
@@ -211,6 +218,10 @@ def _container(parts: Parts, role: str) -> Container | None:
         return None
 
 
+def _hashes(data: bytes) -> list[bytes]:
+    return [sha256(data[at : at + BLOCK_BYTES]).digest() for at in range(0, len(data), BLOCK_BYTES)]
+
+
 def _replace(parts: Parts, name: str, data: bytes) -> None:
     """Another content, with digest and size put right wherever the manifest named the old one."""
     old, new = digest_of(parts.layers[name]), digest_of(data)
@@ -222,10 +233,9 @@ def _replace(parts: Parts, name: str, data: bytes) -> None:
     parts.manifest = head + found + sized
 
 
-def _parts(blobs: BlobFolder, scheme: Scheme, config: Mapping[str, Any], dtype: str) -> Parts:
-    tiny = write_tiny(blobs, scheme=scheme, config=config, dtype=dtype)
+def _parts(tiny: Tiny) -> Parts:
     layers = {
-        layer.path or layer.role.value: blobs.read(layer.digest, limit=1 << 26)
+        layer.path or layer.role.value: tiny.blobs.read(layer.digest, limit=1 << 26)
         for layer in tiny.manifest.layers
     }
     return Parts(manifest=tiny.manifest.to_bytes(), layers=layers)

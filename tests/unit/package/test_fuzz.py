@@ -14,6 +14,7 @@ def test_no_forged_package_crashes_the_reader(tmp_path: Path) -> None:
     assert set(codes) - {"accepted"} <= documented_codes()
     # The changes get past the first check, and some leave a good package.
     assert len(codes) > 15 and codes["accepted"] > 0
+    assert codes["plain-not-finite"] > 0, "nor are they all found by the hashes of blocks"
 
 
 def test_an_attempt_is_a_function_of_seed_and_number(tmp_path: Path) -> None:
