@@ -57,7 +57,7 @@ def test_what_was_backed_up_comes_back_by_the_guides_commands(tmp_path: Path) ->
     with running_service(tmp_path, "--no-worker") as running:
         good, _ = publish(running, 0), publish(running, 1)
         yanked = running.permille("releases", "yank", "tiny", "2")
-        assert "0 devices have it" in yanked.stdout
+        assert "devices that have it: 0" in yanked.stdout
         assert "next: permille releases rollback tiny" in yanked.stdout
         back = running.answer("releases", "rollback", "tiny")
         assert (back["version"], back["manifest_digest"], back["aliases"]) == (3, good, ["stable"])
