@@ -108,11 +108,14 @@ def check_writable(db: Database) -> None:
 
 
 def make_engine(url: str) -> Engine:
-    """An engine with our rules for SQLite: WAL, full sync, foreign keys, explicit BEGIN."""
+    """An engine with our rules for SQLite: WAL, full sync, foreign keys, explicit BEGIN. Errors are logged,
+    so they name no values: these may be what devices have reported.
+    """
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
-        return create_engine(parsed, pool_pre_ping=True)
-    engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000})
+        return create_engine(parsed, pool_pre_ping=True, hide_parameters=True)
+    busy = {"timeout": BUSY_TIMEOUT_MS / 1000}
+    engine = create_engine(parsed, connect_args=busy, hide_parameters=True)
     event.listen(engine, "connect", _configure_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine

@@ -12,7 +12,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import text
-from sqlalchemy.exc import IntegrityError, OperationalError, StatementError
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, StatementError
 
 from permille.errors import OperatorError, RetryableError
 from permille.store import access, database
@@ -25,6 +25,12 @@ def test_migrations_make_exactly_the_tables_of_the_model(db: Database) -> None:
     with db.read() as session:
         context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
+
+
+def test_errors_name_no_values_for_the_log(db: Database) -> None:
+    with pytest.raises(DBAPIError, match="nowhere") as caught, db.read() as session:
+        session.execute(text("SELECT :text FROM nowhere"), {"text": "what a device said"})
+    assert "a device" not in str(caught.value)
 
 
 def test_migrate_twice_keeps_the_rows(url: str) -> None:
