@@ -31,8 +31,8 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "requirements"
 EXTRAS: Final = {
     "agent": ("agent",),
-    "api": ("service", "celery", "postgres"),
-    "worker": ("workers", "celery", "postgres"),
+    "api": ("service", "celery", "postgres", "telemetry"),
+    "worker": ("workers", "celery", "postgres", "telemetry"),
 }
 BUILD: Final = "build"
 OVERRIDES: Final = {"agent": ("huggingface-hub ; sys_platform == 'never'",)}

@@ -652,6 +652,12 @@ def mask_a_pruned_weight(forge: Forge) -> None:
     forge.replace("mask", container.data())
 
 
+def rename_a_pattern(forge: Forge) -> None:
+    container = forge.container("dense")
+    rename(f"{GATE}.pattern", f"{GATE}.patterns", container)
+    forge.replace("dense", container.data())
+
+
 TWO, BITS = Sparsity.TWO_OF_FOUR, Sparsity.BITMAP
 SPARSE_CHANGES: list[tuple[str, str, Sparsity, Callable[[Forge], object]]] = [
     ("pattern-range", "no_three_patterns", TWO, partial(dense_number, f"{GATE}.pattern", 3, 216)),
@@ -667,7 +673,7 @@ SPARSE_CHANGES: list[tuple[str, str, Sparsity, Callable[[Forge], object]]] = [
     ("manifest-schema", "an_unknown_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity="4:8")),
     ("manifest-schema", "a_number_for_a_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity=2)),
     ("tensor-names", "a_dense_package", TWO, lambda f: f.manifest["scheme"].update(sparsity=None)),
-    ("tensor-names", "another_pattern", TWO, lambda f: f.rewrite("dense", "x", "U8", np.zeros(1, np.uint8))),
+    ("tensor-names", "no_pattern_of_this_name", TWO, rename_a_pattern),
 ]
 for code, name, sparsity, change_sparse in SPARSE_CHANGES:
     register(code, f"{sparsity}_with_{name}", partial(sparse_with, sparsity, change_sparse))

@@ -68,7 +68,7 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
         assert record["accuracy"] == record["correct"].count("1") / len(record["correct"])
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["key"] for line in lines if line["kind"] == "bad-row"] == [
-        "sst2: train.tsv:49: expected a sentence and a label, got 1 cells"
+        "sst2: train.tsv:49: expected 2 cells, got 1"
     ]
     # A method without training is the same before and after; trained ones have a curve.
     assert [record["curve"] is None for record in records] == [True, True, False, False, False, False]

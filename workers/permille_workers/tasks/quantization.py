@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from permille.corpora.sequences import POOL, Tokenizer
+from permille.corpora.sequences import POOL
 from permille.digests import JSON
-from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.build import code, plain_tensors
@@ -23,9 +22,8 @@ from permille_workers.tasks.calibration import calibrated_layers
 from permille_workers.tasks.layers import blob_of_layer, evidence, publishes, quantization_of
 from permille_workers.tasks.sources import (
     Sampling,
-    Sequences,
-    SourceCorpus,
     SourceModel,
+    evaluation_sequences,
     open_corpus,
     open_model,
     versions,
@@ -190,26 +188,6 @@ def _perplexity(
         "corpus": corpus.provenance,
         "read": sequences.read,
     }
-
-
-def evaluation_sequences(
-    tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
-) -> tuple[Sequences, bool]:
-    """Sequences to measure on, and whether they lie after `wanted.skip`.
-
-    Of a small corpus as much is taken as there is, at last without passing over the used part (and said so).
-    """
-    for skip in dict.fromkeys((wanted.skip, 0)):
-        number = wanted.number
-        while number >= 1:
-            sampling = Sampling(number=number, length=wanted.length, seed=wanted.seed, skip=skip)
-            try:
-                return corpus.sequences(tokenizer, sampling), skip >= wanted.skip
-            except InputError as exc:
-                shortest, number = exc, number // 2
-    raise InputError(
-        f"expected an evaluation corpus of at least {wanted.length} tokens: {shortest}"
-    ) from shortest
 
 
 def _used_tokens(request: QuantizationCreate) -> int:

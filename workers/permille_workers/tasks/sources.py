@@ -178,3 +178,23 @@ def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
         ),
         digest=digest,
     )
+
+
+def evaluation_sequences(
+    tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
+) -> tuple[Sequences, bool]:
+    """Sequences to measure on, and whether they lie after `wanted.skip`.
+
+    Of a small corpus as much is taken as there is, at last without passing over the used part (and said so).
+    """
+    for skip in dict.fromkeys((wanted.skip, 0)):
+        number = wanted.number
+        while number >= 1:
+            sampling = Sampling(number=number, length=wanted.length, seed=wanted.seed, skip=skip)
+            try:
+                return corpus.sequences(tokenizer, sampling), skip >= wanted.skip
+            except InputError as exc:
+                shortest, number = exc, number // 2
+    raise InputError(
+        f"expected an evaluation corpus of at least {wanted.length} tokens: {shortest}"
+    ) from shortest

@@ -32,10 +32,10 @@ from permille.store import artifacts, inputs
 from permille.store.artifacts import Made
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import evidence
-from permille_workers.tasks.quantization import evaluation_sequences
 from permille_workers.tasks.sources import (
     Sampling,
     SourceModel,
+    evaluation_sequences,
     model_facts,
     open_corpus,
     open_model,

@@ -211,8 +211,11 @@ def test_an_engine_that_can_only_infer_is_refused_by_name(begin: Begin, package:
         plan_and_train(begin(PRIVATE, engine=LossesOnly(package)))
 
 
-def test_masked_weights_that_are_all_zero_give_no_rate(begin: Begin, package: Package) -> None:
-    run = replace(begin(PRIVATE), w_base_K=np.zeros(package.k, np.float32))
+def test_masked_weights_that_are_all_zero_give_no_rate(
+    begin: Begin, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin(PRIVATE)
+    monkeypatch.setattr(Package, "values", lambda _: np.zeros(package.k, np.float32))
     with pytest.raises(SearchFailed, match="expected masked weights other than 0"):
         plan_and_train(run)
 
