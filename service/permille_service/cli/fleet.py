@@ -126,7 +126,10 @@ def roll_back(
     chosen = next(older, None)
     if chosen is None:
         below = f"version {to}" if to is not None else f"version below {min(same)} that was not yanked"
-        raise CommandError(f"no {below} of {name!r}: see `permille releases list {name}`", Exit.NOT_FOUND)
+        hint = "" if to is not None else "name one with --to, "
+        raise CommandError(
+            f"no {below} of {name!r}: {hint}see `permille releases list {name}`", Exit.NOT_FOUND
+        )
     body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias}
     made = session.client.post("/v1/releases", body, key=key)
     session.output.show(made)
