@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
 _FIELDS: Final = "%(asctime)s %(levelname)s %(name)s %(message)s %(request_id)s %(job_id)s"
+# No message looks like two lines of the log, or paints a terminal: paths and messages come from anyone.
+_PLAIN: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
+_PLAIN[ord("\n")] = "\n    "
 _QUIET: Final = ("alembic", "opentelemetry")
 
 
@@ -197,6 +200,11 @@ class _TextFormatter(logging.Formatter):
         found = (getattr(record, "job_id", None), getattr(record, "request_id", None))
         record.ids = "".join(f" [{one}]" for one in found if one)
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        """As the base class, without control characters."""
+        record.message = record.message.translate(_PLAIN)
+        return super().formatMessage(record)
 
 
 def _json_formatter() -> logging.Formatter:

@@ -4,6 +4,8 @@ import gzip
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +91,17 @@ def test_streams_end_and_nothing_is_cut_off_when_the_process_stops(tmp_path: Pat
     log = (tmp_path / "up.log").read_text()
     assert "Traceback" not in log
     assert "Cancel" not in log
+
+
+def test_a_message_is_no_second_line_of_the_log() -> None:
+    code = (
+        "import logging; from permille import telemetry; telemetry.configure_logging('text'); "
+        "logging.error('GET /x\\n2026-11-23 root ERROR forged\\r\\x1b[2J')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = done.stderr.splitlines()
+    assert first.endswith("root ERROR GET /x")
+    assert second == "    2026-11-23 root ERROR forged\\x0d\\x1b[2J"
 
 
 def test_a_damaged_traceparent_is_none() -> None:
