@@ -57,7 +57,7 @@ class StoreSettings(BaseSettings):
     work_root: Path
     max_replay_work: int = Field(default=10**13, ge=1)
     memory_bytes: int | None = Field(default=None, ge=1)
-    fisher_split_flops: float = Field(default=2e12, ge=0)
+    fisher_split_flops: float = Field(default=2e13, ge=0)
     log_format: LogFormat = LogFormat.TEXT
     broker_url: SecretStr | None = None
 
