@@ -109,7 +109,8 @@ def test_an_input_that_never_came_is_pruned_first(weight_NK: NDArray[np.float32]
 @pytest.mark.parametrize(
     ("rates", "pattern", "message"),
     [
-        (1.0, None, "at least 0 and below 1, got 1.0 in layer 0"),
+        (1.0, None, "at least 0 and below 1, got 1.0$"),
+        ({0: 0.5, 1: 1.0}, None, "at least 0 and below 1, got 1.0 in layer 1"),
         (-0.1, None, "at least 0 and below 1, got -0.1"),
         (float("nan"), None, "below 1, got nan"),
         (0.0, None, "a rate above 0"),
