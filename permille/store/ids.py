@@ -1,13 +1,14 @@
 """Random names: row ids, and secrets.
 
 A row's id is a prefix that names the table and a ULID (48 bits of milliseconds, 80 random bits, Crockford's
-base 32 in lower case), so that ids sort by the time they were made. Secrets have 128 bits and more; they are
-made here, shown once, and kept as their sha256 only. A fast hash is enough: what is hashed is random, not a
-password.
+base 32 in lower case), so that ids sort by the time they were made, those of one process strictly. Secrets
+have 128 bits and more; they are made here, shown once, and kept as their sha256 only. A fast hash is enough:
+what is hashed is random, not a password.
 """
 
 import hashlib
 import secrets
+import threading
 import time
 from enum import StrEnum
 
@@ -17,6 +18,7 @@ _TOKEN_BYTES = 32
 _CODE_BYTES = 16
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _RANDOM_BITS = 80
+_STEP_BITS = 64
 _ULID_LENGTH = 26
 
 
@@ -39,9 +41,27 @@ class Prefix(StrEnum):
     FEDERATION = "fed"
 
 
+class _Clock:
+    """Numbers that grow also within a millisecond: parts of a job that are made at once keep their order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = 0
+
+    def next(self) -> int:
+        fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+        with self._lock:
+            after = self._last + 1 + secrets.randbits(_STEP_BITS)
+            self._last = max(fresh, after)
+            return self._last
+
+
+_CLOCK = _Clock()
+
+
 def new_id(prefix: Prefix) -> str:
-    """Make a fresh id such as `job_01jd3k...`."""
-    number = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+    """Make a fresh id such as `job_01jd3k...`, above all ids that this process made before."""
+    number = _CLOCK.next()
     digits = [_ALPHABET[number >> shift & 31] for shift in range(5 * (_ULID_LENGTH - 1), -1, -5)]
     return f"{prefix}_{''.join(digits)}"
 

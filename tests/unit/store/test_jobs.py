@@ -7,6 +7,7 @@ from permille.schemas.jobs import JobKind, JobState
 from permille.store import rows
 from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
+from permille.store.ids import Prefix, new_id
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
@@ -41,6 +42,12 @@ def take(db: Database, worker: str = "w") -> Claim:
         claim = claims.claim(session, worker=worker, lease_s=30)
     assert claim is not None
     return claim
+
+
+def test_ids_of_one_process_keep_their_order_within_a_millisecond() -> None:
+    ids = [new_id(Prefix.JOB) for _ in range(2000)]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == len(ids)
 
 
 def test_same_key_and_payload_returns_the_same_job(db: Database, tenant_id: str) -> None:
