@@ -7,6 +7,8 @@ are made from digests alone; nothing here ever joins a name that came from outsi
 
 import hashlib
 import os
+import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,6 +169,29 @@ class BlobFolder:
             os.fsync(file.fileno())
         self._install(path, expected)
         return expected
+
+    def put_unnamed(self, file: BinaryIO) -> str:
+        """Store an open file that has no name; returns its digest.
+
+        On the blobs' own file system the file itself becomes the blob, so that tens of gigabytes are not
+        copied. Elsewhere a copy is stored. The caller writes no more to it.
+        """
+        file.seek(0)
+        temporary = self.incoming() / f"{secrets.token_hex(8)}.tmp"
+        try:
+            os.link(f"/proc/self/fd/{file.fileno()}", temporary, follow_symlinks=True)
+        except OSError:
+            with self.writer() as writer:
+                shutil.copyfileobj(file, writer, CHUNK_BYTES)
+                return writer.commit()
+        try:
+            os.fchmod(file.fileno(), 0o444)
+            os.fsync(file.fileno())
+            digest = digest_of_file(temporary)
+            self._install(temporary, digest)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return digest
 
     def check_writable(self, size_bytes: int) -> None:
         """Write so many bytes and remove them again. Raises OSError as the file system reports it."""

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +34,17 @@ IN_MEMORY_BYTES = 4 << 30
 class Scores(Mapping[str, NDArray[np.float32]]):
     """Scores [N, K] by tensor name, in tensor_id order: views of `flat`."""
 
-    def __init__(self, shapes: Shapes, flat: NDArray[np.float32]) -> None:
+    def __init__(self, shapes: Shapes, flat: NDArray[np.float32], file: BinaryIO | None = None) -> None:
         """
+        Args:
+            file: an open file without a name that `flat` maps, header included: `put_scores` stores it.
+
         Raises:
             InputError: `flat` is not float32 of the size that the shapes add up to.
         """
         self.shapes = tuple(shapes)
         self.flat = flat
+        self.file = file
         size = sum(math.prod(shape) for _, shape in self.shapes)
         if flat.shape != (size,) or flat.dtype != np.float32:
             raise InputError(f"expected {size} float32 scores, got {flat.dtype} {flat.shape}")
@@ -59,19 +64,36 @@ class Scores(Mapping[str, NDArray[np.float32]]):
     def __len__(self) -> int:
         return len(self._views)
 
+    def freeze(self) -> None:
+        """Make all of them read-only."""
+        for array in (self.flat, *self._views.values()):
+            array.flags.writeable = False
+
 
 def zero_scores(shapes: Shapes, *, spill_dir: Path | None = None) -> Scores:
     """Scores of 0: in memory, or in an unnamed mapped file of `spill_dir` if larger than 4 GiB.
 
-    The file has no name: it goes away with the array, also if the process is killed.
+    The file has no name: it goes away with the scores, also if the process is killed. It begins with the
+    header of FORMAT 4.1, so that `put_scores` need not write it again.
     """
     size = sum(math.prod(shape) for _, shape in shapes)
     if spill_dir is None or size * 4 <= IN_MEMORY_BYTES:
         return Scores(shapes, np.zeros(size, np.float32))
     spill_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=spill_dir) as file:
-        file.truncate(size * 4)
-        return Scores(shapes, np.memmap(file, dtype=np.float32, mode="r+", shape=(size,)))
+    file = _unnamed_file(spill_dir)
+    header = _header(shapes)
+    file.write(header)
+    file.truncate(len(header) + size * 4)
+    flat = np.memmap(file, dtype="<f4", mode="r+", offset=len(header), shape=(size,))
+    return Scores(shapes, flat, file)
+
+
+def _unnamed_file(folder: Path) -> BinaryIO:
+    try:
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError:  # a file system that knows no such files
+        return tempfile.TemporaryFile(dir=folder, buffering=0)
+    return os.fdopen(descriptor, "r+b", buffering=0)
 
 
 def save_scores(path: Path, scores: Scores) -> None:
@@ -91,7 +113,10 @@ def save_scores(path: Path, scores: Scores) -> None:
 
 
 def put_scores(blobs: BlobFolder, scores: Scores) -> str:
-    """Store the same bytes as a blob; returns its digest."""
+    """Store the same bytes as a blob; returns its digest. Scores of a mapped file are frozen by it."""
+    if scores.file is not None:
+        scores.freeze()
+        return blobs.put_unnamed(scores.file)
     with blobs.writer() as writer:
         for part in _file_parts(scores):
             writer.write(part)
@@ -198,15 +223,19 @@ def fisher_exponents(scores_K: NDArray[np.float32], power: float = -0.25) -> NDA
 
 
 def _file_parts(scores: Scores) -> Iterator[bytes]:
+    yield _header(scores.shapes)
+    for start in range(0, scores.flat.size, _CHUNK):
+        yield scores.flat[start : start + _CHUNK].astype("<f4", copy=False).tobytes()
+        release(scores.flat)
+
+
+def _header(shapes: Shapes) -> bytes:
     entries: dict[str, JSON] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for name, shape in scores.shapes:
+    for name, shape in shapes:
         end = position + math.prod(shape) * 4
         entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, end]}
         position = end
     header = canonical_json(entries)
     header += b" " * (-len(header) % 8)
-    yield len(header).to_bytes(8, "little") + header
-    for start in range(0, scores.flat.size, _CHUNK):
-        yield scores.flat[start : start + _CHUNK].astype("<f4", copy=False).tobytes()
-        release(scores.flat)
+    return len(header).to_bytes(8, "little") + header

@@ -1,5 +1,6 @@
 """The scores' file, the coverage evidence, and the pictures of it."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -44,6 +45,28 @@ def test_saved_scores_load_bit_for_bit_in_their_order_here_and_elsewhere(tmp_pat
     assert theirs.keys() == scores.keys()
     assert all(np.array_equal(theirs[name], scores[name]) for name in theirs)
     assert put_scores(BlobFolder(tmp_path / "blobs"), scores) == digest_of_file(path)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same file system", "another one"])
+def test_mapped_scores_become_the_same_blob_and_are_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    digest = put_scores(BlobFolder(tmp_path / "memory"), filled())
+    monkeypatch.setattr("permille.sensitivity.scores.IN_MEMORY_BYTES", 0)
+    scores, blobs = zero_scores(SHAPES, spill_dir=tmp_path / "spill"), BlobFolder(tmp_path / "blobs")
+    scores.flat[:] = filled().flat
+    if elsewhere:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EXDEV, "another file system")
+
+        monkeypatch.setattr("os.link", refuse)
+    assert put_scores(blobs, scores) == digest
+    blobs.check(digest)
+    assert not any(path.suffix == ".tmp" for path in tmp_path.rglob("*"))
+    assert load_scores(blobs.path(digest)).flat.tobytes() == filled().flat.tobytes()
+    with pytest.raises(ValueError, match="read-only"):
+        scores["layers.2.a"][0, 0] = 1
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
