@@ -7,11 +7,13 @@ are made from digests alone; nothing here ever joins a name that came from outsi
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +22,16 @@ from permille.errors import PackageError
 from permille.files import fsync_folder
 
 CHUNK_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlob:
+    """A blob as a listing tells it; `written_at_s` is Unix time, and new whenever the blob is put again."""
+
+    digest: str
+    size_bytes: int
+    written_at_s: float
 
 
 class BlobWriter:
@@ -88,10 +100,10 @@ class BlobFolder:
         Raises:
             PackageError: `blob-missing`.
         """
-        try:
-            return self.path(digest).stat().st_size
-        except FileNotFoundError as exc:
-            raise _missing(digest) from exc
+        found = self.entry(digest)
+        if found is None:
+            raise _missing(digest)
+        return found.size_bytes
 
     def open(self, digest: str) -> BinaryIO:
         """The blob's bytes, for reading.
@@ -204,12 +216,35 @@ class BlobFolder:
         """Remove the blob; not being there is fine."""
         self.path(digest).unlink(missing_ok=True)
 
-    def iterate(self) -> Iterator[str]:
-        """Digests of all blobs, sorted."""
+    def entry(self, digest: str) -> StoredBlob | None:
+        """What a listing would tell of this blob; None: it is not here."""
+        try:
+            found = self.path(digest).stat()
+        except FileNotFoundError:
+            return None
+        return StoredBlob(digest=digest, size_bytes=found.st_size, written_at_s=found.st_mtime)
+
+    def entries(self) -> Iterator[StoredBlob]:
+        """List all blobs of this store, sorted by digest; stores below are not part of it."""
         for folder in sorted((self.root / "sha256").glob("[0-9a-f][0-9a-f]")):
             for path in sorted(folder.iterdir()):
-                if is_digest(f"sha256:{path.name}"):
-                    yield f"sha256:{path.name}"
+                digest = f"sha256:{path.name}"
+                if is_digest(digest) and (found := self.entry(digest)) is not None:
+                    yield found
+
+    def below(self, *names: str) -> "BlobFolder":
+        """A store of its own inside this one: what it holds is listed and erased apart."""
+        return BlobFolder(self.root.joinpath(*map(_checked, names)))
+
+    def names(self) -> list[str]:
+        """Names of the stores directly below, sorted."""
+        if not self.root.is_dir():
+            return []
+        return sorted(path.name for path in self.root.iterdir() if path.is_dir())
+
+    def erase(self) -> None:
+        """Remove this store with all that it holds; not being there is fine."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def sweep(self, *, before_s: float) -> int:
         """Remove what killed writers left: temporary files last written before the Unix time `before_s`."""
@@ -234,8 +269,15 @@ class BlobFolder:
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
             fsync_folder(target.parent.parent)
+        os.utime(temporary)  # its age in a listing counts from now, however old the file was
         temporary.replace(target)
         fsync_folder(target.parent)
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"expected a name of letters, digits, _ and -, got {name!r:.100}")
+    return name
 
 
 def _missing(digest: str) -> PackageError:

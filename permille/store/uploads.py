@@ -7,12 +7,10 @@ nobody learns from an upload which bytes the service has. A file without a livin
     coming -> held (attached to its run) -> doomed (forgotten) -> erased (its bytes are gone)
 """
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from enum import StrEnum
-from pathlib import Path
 
 from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.orm import Session
@@ -128,9 +126,9 @@ def doom(session: Session, *, upload_id: str) -> None:
         row.state = UploadState.DOOMED.value
 
 
-def open_folder(blob_root: Path, *, tenant_id: str, upload_id: str) -> BlobFolder:
-    """The blobs of one upload: a folder of its own beside the shared blobs."""
-    return BlobFolder(blob_root / "uploads" / tenant_id / upload_id)
+def open_folder(blobs: BlobFolder, *, tenant_id: str, upload_id: str) -> BlobFolder:
+    """The blobs of one upload: a store of its own beside the shared blobs."""
+    return blobs.below("uploads", tenant_id, upload_id)
 
 
 @contextmanager
@@ -152,10 +150,10 @@ def writer(folder: BlobFolder) -> Iterator[BlobWriter]:
 
 def erase(folder: BlobFolder) -> None:
     """Remove an upload's bytes; not being there is fine. Its row must be doomed first."""
-    shutil.rmtree(folder.root, ignore_errors=True)
+    folder.erase()
 
 
-def sweep(db: Database, blob_root: Path) -> int:
+def sweep(db: Database, blobs: BlobFolder) -> int:
     """Erase what is doomed or never came, and forget rows that count for no quota; return how many."""
     with db.write() as session:
         at = now(session)
@@ -166,7 +164,7 @@ def sweep(db: Database, blob_root: Path) -> int:
         )
         doomed = session.scalars(_some(UploadState.DOOMED)).all()
     for row in doomed:
-        erase(open_folder(blob_root, tenant_id=row.tenant_id, upload_id=row.id))
+        erase(open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id))
     with db.write() as session:
         session.execute(
             update(Upload)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from permille.package.blobs import BlobFolder
 from permille.store.jobs.dispatch import QUEUE, CeleryDispatcher
 from permille_workers.runtime.broker import problem_of
 from permille_workers.runtime.settings import WorkerSettings
@@ -139,7 +140,13 @@ def test_messages_of_jobs_that_wait_do_not_pile_up(site: Site, redis: Redis) -> 
     settings = WorkerSettings.model_validate({**values, "resend_after_s": 1e-6})
     assert site.broker_url is not None
     dispatcher = CeleryDispatcher(site.broker_url)
-    sweeper = Sweeper(db=site.db, settings=settings, shutdown=Shutdown(), dispatcher=dispatcher)
+    sweeper = Sweeper(
+        db=site.db,
+        blobs=BlobFolder(settings.blob_root),
+        settings=settings,
+        shutdown=Shutdown(),
+        dispatcher=dispatcher,
+    )
     lengths = []
     for _ in range(8):
         sweeper.sweep()

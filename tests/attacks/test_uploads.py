@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from permille.package.blobs import BlobFolder
 from permille.schemas.runs import LOG_MEDIA_TYPE
 from permille.store import uploads
 from permille.store.database import Database
@@ -113,11 +114,10 @@ def test_one_log_sent_and_deleted_at_once_is_whole_or_gone(api: Api) -> None:
             done.result()
     assert put(api, run_id, LAYER, token).status_code == 202
     upload_id = _upload_of(api, run_id)
-    root = api.service.settings.blob_root
-    folder = uploads.open_folder(root, tenant_id=api.tenant_id, upload_id=upload_id)
+    folder = uploads.open_folder(api.service.blobs, tenant_id=api.tenant_id, upload_id=upload_id)
     assert folder.read(str(api.get(f"/v1/runs/{run_id}").json()["log"]["log_digest"]), limit=1 << 20) == LAYER
-    uploads.sweep(api.service.database, root)
-    assert [path.name for path in (root / "uploads" / api.tenant_id).iterdir()] == [upload_id]
+    uploads.sweep(api.service.database, api.service.blobs)
+    assert api.service.blobs.below("uploads", api.tenant_id).names() == [upload_id]
 
 
 @pytest.mark.attack(3, "deletes a log that is on its way, and lets the rest of it arrive")
@@ -137,7 +137,7 @@ def test_a_log_that_was_deleted_while_it_came_is_not_kept(tmp_path: Path, swept:
                 assert device.delete(f"/v1/runs/{run_id}/log").status_code == 204
                 if swept:
                     database = Database(f"sqlite:///{running.data_dir}/permille.db")
-                    assert uploads.sweep(database, running.data_dir / "blobs") == 1
+                    assert uploads.sweep(database, BlobFolder(running.data_dir / "blobs")) == 1
                     database.close()
                 opened.sendall(b"rest")
                 assert is_problem(answer_of(opened), 409, "conflict")
@@ -150,18 +150,18 @@ def test_bytes_without_a_living_row_are_swept(tmp_path: Path) -> None:
     clock = Clock()
     with running_api(tmp_path, clock=clock) as api:
         device = api.device()
-        root, quota = api.service.settings.blob_root, api.service.settings.quota
+        blobs, quota = api.service.blobs, api.service.settings.quota
         with api.service.database.write() as session:
             row = uploads.begin(
                 session, tenant_id=api.tenant_id, device_id=device.id, run_id="run", quota=quota
             )
-        folder = uploads.open_folder(root, tenant_id=api.tenant_id, upload_id=row.id)
+        folder = uploads.open_folder(blobs, tenant_id=api.tenant_id, upload_id=row.id)
         with uploads.writer(folder) as writer:
             writer.write(LAYER)
             writer.commit()
-        assert uploads.sweep(api.service.database, root) == 0
+        assert uploads.sweep(api.service.database, blobs) == 0
         clock.forward(3601)
-        assert uploads.sweep(api.service.database, root) == 1
+        assert uploads.sweep(api.service.database, blobs) == 1
         assert not folder.root.exists()
         with pytest.raises(Exception, match="too late"), api.service.database.write() as session:
             uploads.hold(session, tenant_id=api.tenant_id, upload_id=row.id, size_bytes=1)

@@ -45,8 +45,8 @@ def check_state(home_folder: Path, digest: str) -> None:
     home = open_home(home_folder)
     installed = installed_release(home)
     blobs = BlobFolder(home.blobs)
-    for blob in blobs.iterate():
-        blobs.check(blob)
+    for blob in blobs.entries():
+        blobs.check(blob.digest)
     if installed is not None:
         assert installed.manifest_digest == digest
         verify_package(blobs, digest)

@@ -19,7 +19,7 @@ from permille.store import artifacts, inputs
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Job
-from permille_workers.runtime.work_folders import shared_root
+from permille_workers.runtime.work_folders import shared_store
 from tests.integration.job_site import Site, job_site, redis_server, wait_until
 from tests.packages import sentences
 from tests.unit.store.postgres import postgres_server
@@ -84,7 +84,7 @@ def test_three_workers_make_what_one_process_makes_though_one_is_killed_in_a_sha
     assert stored is not None
     assert stored.digest == put_scores(blobs, fisher_scores(load_model(folder), tokens_NT))
 
-    wait_until(lambda: not list(shared_root(blobs.root).iterdir()), site.explain)
+    wait_until(lambda: not shared_store(blobs).names(), site.explain)
     for worker in workers.values():
         worker.terminate()
         assert worker.wait(60) == 0

@@ -88,7 +88,7 @@ def pull(
             manifest,
             release.manifest_digest,
             _free_bytes(home),
-            present=set(blobs.iterate()),
+            present={blob.digest for blob in blobs.entries()},
             program=programs_run_here(),
         )
         _download(home, api, blobs, plan, release.manifest_digest, progress)
@@ -128,10 +128,10 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
     except (PackageError, OSError):
         return 0
     freed = 0
-    for digest in list(blobs.iterate()):
-        if digest not in needed:
-            freed += blobs.size(digest)
-            blobs.delete(digest)
+    for blob in list(blobs.entries()):
+        if blob.digest not in needed:
+            freed += blob.size_bytes
+            blobs.delete(blob.digest)
     blobs.sweep(before_s=now_s - STALE_S)
     _sweep_temporary(home, before_s=now_s - STALE_S)
     return freed + _clear_partial(home)

@@ -128,7 +128,7 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
             ProblemType.UNSUPPORTED_MEDIA_TYPE, f"expected {' or '.join(_FORMS)}, got {media_type[:60]!r}"
         )
     upload_id = await run_in_threadpool(_begin, service, device, run_id)
-    folder = uploads.open_folder(service.settings.blob_root, tenant_id=device.tenant_id, upload_id=upload_id)
+    folder = uploads.open_folder(service.blobs, tenant_id=device.tenant_id, upload_id=upload_id)
     size_bytes = 0
     try:
         with uploads.writer(folder) as writer:
@@ -247,6 +247,4 @@ def _give_up(service: Service, folder: BlobFolder, upload_id: str, size_bytes: i
 
 def _erase(service: Service, tenant_id: str, upload_id: str | None) -> None:
     if upload_id is not None:
-        uploads.erase(
-            uploads.open_folder(service.settings.blob_root, tenant_id=tenant_id, upload_id=upload_id)
-        )
+        uploads.erase(uploads.open_folder(service.blobs, tenant_id=tenant_id, upload_id=upload_id))

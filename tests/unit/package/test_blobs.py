@@ -14,6 +14,7 @@ from permille.errors import PackageError
 from permille.package.blobs import BlobFolder, BlobWriter
 
 HELLO = "sha256:" + hashlib.sha256(b"hello").hexdigest()
+OTHER = "sha256:" + hashlib.sha256(b"other").hexdigest()
 
 
 @pytest.fixture
@@ -29,11 +30,28 @@ def test_a_blob_lies_where_format_says_and_cannot_be_written(blobs: BlobFolder, 
     assert blobs.put_bytes(b"hello") == HELLO
     path = blobs.root / "sha256" / HELLO[7:9] / HELLO[7:]
     assert path.read_bytes() == b"hello" and path.stat().st_mode & 0o777 == 0o444
-    assert (blobs.has(HELLO), blobs.size(HELLO), list(blobs.iterate())) == (True, 5, [HELLO])
+    (entry,) = blobs.entries()
+    assert blobs.entry(HELLO) == entry and blobs.entry(OTHER) is None
+    assert (blobs.has(HELLO), blobs.size(HELLO), entry.digest, entry.size_bytes) == (True, 5, HELLO, 5)
+    os.utime(path, (1e9, 1e9))
     assert everything(blobs) == [path]
     (tmp_path / "file").write_bytes(b"hello")
     assert blobs.put_bytes(b"hello") == blobs.put_file(tmp_path / "file", expected=HELLO) == HELLO
     assert everything(blobs) == [path]
+    assert entry.written_at_s > 1e9 < next(blobs.entries()).written_at_s, "a blob put again is young again"
+
+
+def test_a_store_below_is_listed_and_erased_apart(blobs: BlobFolder) -> None:
+    below = blobs.below("uploads", "upl_1")
+    below.put_bytes(b"hello")
+    assert list(blobs.entries()) == [] and [blob.digest for blob in below.entries()] == [HELLO]
+    assert (blobs.below("uploads").names(), blobs.below("none").names()) == (["upl_1"], [])
+    below.erase()
+    below.erase()
+    assert blobs.below("uploads").names() == []
+    for name in ("", "..", "a/b", "a.b"):
+        with pytest.raises(ValueError, match="expected a name"):
+            blobs.below(name)
 
 
 def test_a_writer_hashes_what_it_is_given_in_pieces(blobs: BlobFolder) -> None:
@@ -83,7 +101,7 @@ with BlobFolder(Path(sys.argv[1])).writer() as writer:
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    assert list(blobs.iterate()) == []
+    assert list(blobs.entries()) == []
     (left,) = everything(blobs)
     assert blobs.sweep(before_s=left.stat().st_mtime - 1) == 0
     assert blobs.sweep(before_s=left.stat().st_mtime + 1) == 1

@@ -39,7 +39,7 @@ def test_everything_comes_back_bit_for_bit(
 ) -> None:
     tiny = write_tiny(blobs, scheme=scheme, dtype=dtype, config=config)
     package = Package.open(blobs, tiny.digest)
-    assert package.size_bytes == sum(blobs.size(digest) for digest in blobs.iterate())
+    assert package.size_bytes == sum(blob.size_bytes for blob in blobs.entries())
     scoped = [name for name, _ in scoped_tensors(config)]
     flat = []
     for name in scoped:
@@ -163,7 +163,7 @@ def test_writers_refuse_what_a_reader_would(blobs: BlobFolder) -> None:
             write()
     with pytest.raises(PackageError, match="config-key"):
         layers.write_file(blobs, "tokenizer_config.json", b'{"auto_map": {}}')
-    assert list(blobs.iterate()) == []
+    assert list(blobs.entries()) == []
 
 
 def test_a_manifest_is_not_written_for_a_package_that_would_not_open(blobs: BlobFolder) -> None:
@@ -264,7 +264,7 @@ def test_exponents_whose_bytes_changed_after_opening_are_not_used(blobs: BlobFol
 def test_wrong_exponents_are_not_written(blobs: BlobFolder, exponents: Any) -> None:
     with pytest.raises(InputError):
         layers.write_exponents(blobs, exponents, COUNTS)
-    assert list(blobs.iterate()) == []
+    assert list(blobs.entries()) == []
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,12 @@ def test_everything_is_fetched_smallest_first(tiny: Tiny) -> None:
 
 def test_after_another_mask_only_mask_and_values_are_fetched(tiny: Tiny, tmp_path: Path) -> None:
     other = write_tiny(BlobFolder(tmp_path), mask_seed=1)
-    plan = check_plan(other.manifest.to_bytes(), other.digest, 1 << 40, present=set(tiny.blobs.iterate()))
+    plan = check_plan(
+        other.manifest.to_bytes(),
+        other.digest,
+        1 << 40,
+        present={blob.digest for blob in tiny.blobs.entries()},
+    )
     assert {layer.role for layer in plan.layers} == {Role.MASK, Role.VALUES}
     assert plan.download_bytes < plan.package_bytes / 5
 
@@ -40,7 +45,9 @@ def test_a_disk_that_is_one_byte_too_small_is_refused(tiny: Tiny) -> None:
 
 
 def test_nothing_to_fetch_needs_no_disk(tiny: Tiny) -> None:
-    plan = check_plan(tiny.manifest.to_bytes(), tiny.digest, 0, present=set(tiny.blobs.iterate()))
+    plan = check_plan(
+        tiny.manifest.to_bytes(), tiny.digest, 0, present={blob.digest for blob in tiny.blobs.entries()}
+    )
     assert (plan.layers, plan.download_bytes) == ((), 0)
 
 

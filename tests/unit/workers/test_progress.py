@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
+from permille.package.blobs import BlobFolder
 from permille.store import access, rows
 from permille.store.database import Database
 from permille.store.errors import StaleClaimError
@@ -23,7 +24,7 @@ from permille_workers.runtime.child import record_failure
 from permille_workers.runtime.context import JobCancelledError, Progress
 from permille_workers.runtime.handover import decode_handover, encode_handover
 from permille_workers.runtime.settings import WorkerSettings
-from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_root
+from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
 
 
 @pytest.fixture
@@ -145,18 +146,19 @@ def test_folders_go_with_their_jobs_but_parts_of_a_failed_one_stay_a_day(
 ) -> None:
     with locked_work_folder(tmp_path / "work", claim.job_id) as folder:
         (folder / "sums").write_text("x")
-    parts = shared_root(tmp_path / "blobs") / claim.job_id
-    parts.mkdir(parents=True)
+    blobs = BlobFolder(tmp_path / "blobs")
+    parts = shared_store(blobs).below(claim.job_id)
+    made = parts.put_bytes(b"sums")
     (tmp_path / "work" / "jobs" / "job_unknown").mkdir()
-    assert remove_ended(db, tmp_path / "work", tmp_path / "blobs") == ["job_unknown"]
+    assert remove_ended(db, tmp_path / "work", blobs) == ["job_unknown"]
     assert (folder / "sums").exists()
     with db.write() as session:
         if failed:
             claims.fail(session, claim, error={"type": "T", "message": "m"}, retryable=False)
         else:
             claims.complete(session, claim, result_id="mask_1")
-    assert claim.job_id in remove_ended(db, tmp_path / "work", tmp_path / "blobs")
-    assert (folder.exists(), parts.exists()) == (False, failed)
+    assert claim.job_id in remove_ended(db, tmp_path / "work", blobs)
+    assert (folder.exists(), parts.has(made)) == (False, failed)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 from permille.engines.executorch.exporting import Weights
 from permille.engines.executorch.program import ProgramShape
-from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.reader import Package, verify_package
@@ -39,7 +38,7 @@ from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, poo
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
 from permille_workers.runtime.context import JobCancelledError, Split, TaskContext
-from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_root
+from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
 from permille_workers.tasks import TASKS
 from tests.packages import program_bytes
 from tests.unit.package.tiny import pruned
@@ -138,14 +137,14 @@ def test_a_mask_that_is_split_is_the_one_that_is_not(make_bench: BenchMaker, ben
     ]
     for part in reversed(shards):
         split.run_next(part.id)
-    shared = shared_root(split.settings.blob_root) / job.id
-    BlobFolder(shared).delete(str(split.read(shards[1]).result_id))
+    shared = shared_store(split.blobs).below(job.id)
+    shared.delete(str(split.read(shards[1]).result_id))
     split.run_queued()
     found = artifact_of(split, succeeded(split.read(job)))
     assert found.digest == whole.digest
     assert found.provenance == whole.provenance
-    assert remove_ended(split.db, split.settings.work_root, split.settings.blob_root)
-    assert not shared.exists()
+    assert remove_ended(split.db, split.settings.work_root, split.blobs)
+    assert not shared.root.exists()
 
 
 def test_perplexity_of_a_model_too_large_for_the_memory_is_the_same(bench: Bench) -> None:
@@ -555,8 +554,7 @@ def queued_replay(
         upload_id = uploads.begin(
             session, tenant_id=bench.tenant_id, device_id=device.id, run_id=RUN_ID, quota=QUOTA
         ).id
-        root = bench.settings.blob_root
-        folder = uploads.open_folder(root, tenant_id=bench.tenant_id, upload_id=upload_id)
+        folder = uploads.open_folder(bench.blobs, tenant_id=bench.tenant_id, upload_id=upload_id)
         digest = folder.put_bytes(data)
         _, job = runs.attach_log(
             session,

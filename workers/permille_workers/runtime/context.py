@@ -13,7 +13,7 @@ from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.parents import Part
 from permille_workers.runtime.settings import WorkerSettings
-from permille_workers.runtime.work_folders import shared_root
+from permille_workers.runtime.work_folders import shared_store
 
 Clock = Callable[[], float]
 REPORT_EVERY_S = 1.0
@@ -96,7 +96,7 @@ class TaskContext:
 
     def shared(self, job_id: str) -> BlobFolder:
         """Blobs that a split job and its parts hand to each other; they are removed once it has ended."""
-        return BlobFolder(shared_root(self.settings.blob_root) / job_id)
+        return shared_store(self.blobs).below(job_id)
 
 
 Task = Callable[[TaskContext], Publish | Split]

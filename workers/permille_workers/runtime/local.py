@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
 
+from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille_workers.runtime.settings import WorkerSettings
@@ -28,7 +29,8 @@ class LocalWorker:
 
     def run(self) -> None:
         """Work until the shutdown is asked for and the running jobs have ended or were given back."""
-        sweeper = Sweeper(db=self.db, settings=self.settings, shutdown=self.shutdown)
+        blobs = BlobFolder(self.settings.blob_root)
+        sweeper = Sweeper(db=self.db, blobs=blobs, settings=self.settings, shutdown=self.shutdown)
         threads = [threading.Thread(target=sweeper.run, name="sweeper")]
         threads += [
             threading.Thread(target=self._serve, name=f"slot-{index}")

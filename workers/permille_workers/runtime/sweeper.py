@@ -28,6 +28,7 @@ class Sweeper:
     """Sweeps until the shutdown. `dispatcher` is None where workers look into the database themselves."""
 
     db: Database
+    blobs: BlobFolder
     settings: WorkerSettings
     shutdown: Shutdown
     dispatcher: CeleryDispatcher | None = None
@@ -50,9 +51,9 @@ class Sweeper:
         self._resend()
         with self.db.write() as session:
             devices.purge_expired(session)
-        remove_ended(self.db, self.settings.work_root, self.settings.blob_root)
-        uploads.sweep(self.db, self.settings.blob_root)
-        BlobFolder(self.settings.blob_root).sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
+        remove_ended(self.db, self.settings.work_root, self.blobs)
+        uploads.sweep(self.db, self.blobs)
+        self.blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
     def _resend(self) -> None:
         if self.dispatcher is None or self.dispatcher.waiting() >= _ENOUGH_MESSAGES:

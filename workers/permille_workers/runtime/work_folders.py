@@ -1,5 +1,5 @@
-"""Folders by job id: scratch below the work root, kept between attempts; and below the blob root what a split
-job and its parts share. Both are removed once the job has ended."""
+"""What belongs to a job by its id: scratch below the work root, kept between attempts; and in a store below
+the blobs what a split job and its parts share. Both are removed once the job has ended."""
 
 import fcntl
 import os
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.jobs import queue
 
@@ -28,26 +29,30 @@ def locked_work_folder(work_root: Path, job_id: str) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def shared_root(blob_root: Path) -> Path:
-    """Has the shared folders; every worker reaches it, on whichever machine."""
-    return blob_root / "parts"
+def shared_store(blobs: BlobFolder) -> BlobFolder:
+    """Has a store below it for each split job; every worker reaches it, on whichever machine."""
+    return blobs.below("parts")
 
 
-def remove_ended(db: Database, work_root: Path, blob_root: Path) -> list[str]:
-    """Remove the folders of jobs that are unknown or have ended; return their ids.
+def remove_ended(db: Database, work_root: Path, blobs: BlobFolder) -> list[str]:
+    """Remove what jobs have left that are unknown or have ended; return their ids.
 
     What parts have made stays for a day where the job failed: a retry does not do it again.
     """
-    kept = {_jobs_root(work_root): timedelta(0), shared_root(blob_root): _KEPT_FOR}
-    removed = []
-    for root, kept_for in kept.items():
-        found = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-        with db.read() as session:
-            ended = [job for job in found if not queue.may_go_on(session, job_id=job, kept_for=kept_for)]
-        for job_id in ended:
-            shutil.rmtree(root / job_id, ignore_errors=True)
-        removed += ended
-    return removed
+    scratch, shared = _jobs_root(work_root), shared_store(blobs)
+    found = sorted(path.name for path in scratch.iterdir()) if scratch.is_dir() else []
+    ended = _ended(db, found, timedelta(0))
+    for job_id in ended:
+        shutil.rmtree(scratch / job_id, ignore_errors=True)
+    parted = _ended(db, shared.names(), _KEPT_FOR)
+    for job_id in parted:
+        shared.below(job_id).erase()
+    return ended + parted
+
+
+def _ended(db: Database, job_ids: list[str], kept_for: timedelta) -> list[str]:
+    with db.read() as session:
+        return [job for job in job_ids if not queue.may_go_on(session, job_id=job, kept_for=kept_for)]
 
 
 def _jobs_root(work_root: Path) -> Path:

@@ -40,7 +40,7 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
     if log_digest is None or upload_id is None:
         raise InputError(f"expected a log of run {request.run_id}, got one that was deleted")
     context.progress(0.0, "reading the log")
-    folder = uploads.open_folder(context.settings.blob_root, tenant_id=row.tenant_id, upload_id=upload_id)
+    folder = uploads.open_folder(context.blobs, tenant_id=row.tenant_id, upload_id=upload_id)
     verdict = verdict_of_replay(context, row, _stored_log(folder, log_digest))
 
     def publish(session: Session) -> str:
