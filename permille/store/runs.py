@@ -37,7 +37,8 @@ def report(
         if run.device_id != device_id or run.metrics != metrics:
             raise ConflictError(f"run {run_id!r} was reported before with other content")
         return run, False
-    device = session.get(Device, device_id, with_for_update=True)  # two of its reports come in turn
+    in_turn = {"key_share": True}  # two of its reports; what names the device does not wait
+    device = session.get(Device, device_id, with_for_update=in_turn)
     run = Run(
         tenant_id=tenant_id,
         run_id=run_id,
@@ -155,7 +156,7 @@ def finish_log(
     session: Session, *, tenant_id: str, run_id: str, log_digest: str, verdict: LogVerdict
 ) -> None:
     """Store what the replay found; nothing when the log was deleted or replaced meanwhile."""
-    run = session.get(Run, (tenant_id, run_id), with_for_update=True)
+    run = session.get(Run, (tenant_id, run_id), with_for_update={"key_share": True})
     if run is None or run.log_digest != log_digest:
         return
     run.log_state, run.log_reason = verdict.state.value, verdict.reason
@@ -201,7 +202,7 @@ def _lock(session: Session, run: Run) -> Run:
 
     Raises NotFoundError when it was deleted meanwhile.
     """
-    session.refresh(run, with_for_update=True)
+    session.refresh(run, with_for_update={"key_share": True})
     if run.deleted_at is not None:
         raise NotFoundError(f"no run {run.run_id!r}")
     return run

@@ -93,7 +93,7 @@ def hold(session: Session, *, tenant_id: str, upload_id: str, size_bytes: int) -
     Raises:
         ConflictError: they came too late, or the run's log was deleted meanwhile: they are given up.
     """
-    row = session.get(Upload, upload_id, with_for_update=True)
+    row = session.get(Upload, upload_id, with_for_update={"key_share": True})
     if row is None or row.tenant_id != tenant_id or row.state != UploadState.COMING:
         raise _too_late()
     row.state, row.size_bytes = UploadState.HELD.value, size_bytes
@@ -101,7 +101,7 @@ def hold(session: Session, *, tenant_id: str, upload_id: str, size_bytes: int) -
 
 def give_up(session: Session, *, upload_id: str, size_bytes: int) -> bool:
     """Note that an upload will not be held; return whether the caller must erase its bytes."""
-    row = session.get(Upload, upload_id, with_for_update=True)
+    row = session.get(Upload, upload_id, with_for_update={"key_share": True})
     if row is None or row.state == UploadState.HELD:
         return False
     if row.state == UploadState.COMING:
@@ -121,7 +121,7 @@ def refuse_coming(session: Session, *, tenant_id: str, run_id: str) -> None:
 
 def doom(session: Session, *, upload_id: str) -> None:
     """Note that a run lets its upload go: its bytes go after the commit, by the caller or a sweep."""
-    row = session.get(Upload, upload_id, with_for_update=True)
+    row = session.get(Upload, upload_id, with_for_update={"key_share": True})
     if row is not None and row.state == UploadState.HELD:
         row.state = UploadState.DOOMED.value
 
@@ -201,7 +201,7 @@ def _outstanding(session: Session, device_id: str, at: datetime) -> int:
 
 def _lock_device(session: Session, device_id: str) -> None:
     """Let two requests of one device count one after the other (PostgreSQL)."""
-    session.scalar(select(Device.id).where(Device.id == device_id).with_for_update())
+    session.scalar(select(Device.id).where(Device.id == device_id).with_for_update(key_share=True))
 
 
 def _used_up(allowed: str, at: datetime, oldest: datetime) -> QuotaError:

@@ -32,7 +32,7 @@ def join(session: Session, *, federation: Federation, device_id: str) -> None:
     """Make a device a member. Idempotent. Raises ConflictError where the federation takes nobody."""
     if federation.state not in _JOINABLE:
         raise ConflictError(f"expected a federation that runs, got one that is {federation.state}")
-    row = session.get(FederationMember, (federation.id, device_id), with_for_update=True)
+    row = session.get(FederationMember, (federation.id, device_id), with_for_update={"key_share": True})
     if row is None:
         row = FederationMember(
             federation_id=federation.id,
@@ -53,7 +53,9 @@ def leave(session: Session, *, device_id: str, federation_id: str | None = None)
     )
     if federation_id is not None:
         query = query.where(FederationMember.federation_id == federation_id)
-    for row in session.scalars(query.order_by(FederationMember.federation_id).with_for_update()):
+    for row in session.scalars(
+        query.order_by(FederationMember.federation_id).with_for_update(key_share=True)
+    ):
         row.left_at = now(session)
         session.flush()
         withdraw(session, federation_id=row.federation_id, device_id=device_id)
@@ -80,7 +82,7 @@ def check(session: Session, federation_id: str, device_id: str, *, lock: bool = 
         )
     )
     if lock:
-        query = query.with_for_update(of=FederationMember)
+        query = query.with_for_update(key_share=True, of=FederationMember)
     if session.scalar(query.execution_options(populate_existing=True)) is None:
         raise NotFoundError(f"no membership of federation {federation_id!r}")
 

@@ -72,7 +72,7 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
             Job.id,
         )
         .limit(1)
-        .with_for_update(skip_locked=True, of=Job)
+        .with_for_update(skip_locked=True, key_share=True, of=Job)
     )
     if job_id is not None:
         query = query.where(Job.id == job_id)
@@ -264,7 +264,7 @@ def take_undispatched(session: Session, *, resend_after_s: float, limit: int = 1
         )
         .order_by(Job.available_at, Job.id)
         .limit(limit)
-        .with_for_update(skip_locked=True)
+        .with_for_update(skip_locked=True, key_share=True)
     )
     jobs = session.scalars(query).all()
     for job in jobs:
@@ -273,8 +273,10 @@ def take_undispatched(session: Session, *, resend_after_s: float, limit: int = 1
 
 
 def mark_undispatched(session: Session, job_ids: Sequence[str]) -> None:
-    """Take back what `take_undispatched` noted: the broker did not take these."""
-    session.execute(update(Job).where(Job.id.in_(job_ids)).values(dispatched_at=None))
+    """Take back what `take_undispatched` noted: the broker did not take these. One that is locked is being
+    claimed or stopped."""
+    free = select(Job.id).where(Job.id.in_(job_ids)).with_for_update(skip_locked=True, key_share=True)
+    session.execute(update(Job).where(Job.id.in_(free)).values(dispatched_at=None))
 
 
 def backoff_s(attempt: int) -> float:

@@ -1,6 +1,6 @@
 """Job rows from the inside: lock, insert, change state, tell. Only this folder uses it.
 
-A parent is always locked before its child, so that two transactions never wait for each other (PostgreSQL).
+The order of locks is that of `permille.store.database`.
 """
 
 import hashlib
@@ -85,8 +85,8 @@ def lock(session: Session, job_id: str) -> Job | None:
 
 def lock_one(session: Session, job_id: str) -> Job | None:
     """Read one row for change, as it is now."""
-    query = select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
-    return session.scalar(query)
+    query = select(Job).where(Job.id == job_id).with_for_update(key_share=True)
+    return session.scalar(query.execution_options(populate_existing=True))
 
 
 def children(session: Session, job_id: str) -> Sequence[Job]:
@@ -129,10 +129,13 @@ def leave(job: Job) -> None:
 
 
 def _note_turn(session: Session, job: Job, at: datetime) -> None:
-    """Note that a tenant, and a device, was served: `claims.claim` lets the others go first."""
-    session.execute(update(Tenant).where(Tenant.id == job.tenant_id).values(served_at=at))
-    if job.device_id is not None:
-        session.execute(update(Device).where(Device.id == job.device_id).values(served_at=at))
+    """Note that a tenant, and a device, was served: `claims.claim` lets the others go first.
+
+    A row that another transaction holds stays as it is: this is a hint, for which no job waits.
+    """
+    for table, row_id in ((Tenant, job.tenant_id), (Device, job.device_id)):
+        free = select(table.id).where(table.id == row_id).with_for_update(skip_locked=True, key_share=True)
+        session.execute(update(table).where(table.id == free.scalar_subquery()).values(served_at=at))
 
 
 def tell(session: Session, job: Job, kind: EventKind, data: Mapping[str, object]) -> None:

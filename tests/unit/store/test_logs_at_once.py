@@ -97,17 +97,24 @@ def at_once(
 ) -> tuple[First, Second]:
     """Begin `second` when `first` is done and not yet committed; what both answer."""
 
-    def begin_second() -> Second:
-        with db.write() as session:
-            return second(session)
-
     with ThreadPoolExecutor(max_workers=1) as pool:
         with db.write() as session:
             answer = first(session)
             session.flush()
-            other = pool.submit(begin_second)
-            _wait_until_it_waits(db, other)
+            other = begun(db, pool, second)
         return answer, other.result(_WAIT_S)
+
+
+def begun(db: Database, pool: ThreadPoolExecutor, work: Callable[[Session], Second]) -> Future[Second]:
+    """Begin a transaction, and let it run until it waits for another one, or has ended."""
+
+    def run() -> Second:
+        with db.write() as session:
+            return work(session)
+
+    other = pool.submit(run)
+    _wait_until_it_waits(db, other)
+    return other
 
 
 def _wait_until_it_waits(db: Database, other: Future[Second]) -> None:
