@@ -10,6 +10,7 @@ import pytest
 
 from permille.store import access
 from permille.store.database import Database
+from permille_service.cli.exits import Exit
 from tests.artifacts import add_package
 from tests.packages import tiny_package
 from tests.running_service import Running, environment, running_service
@@ -68,6 +69,10 @@ def test_what_was_backed_up_comes_back_by_the_guides_commands(tmp_path: Path) ->
         assert "no version below 1" in again.stderr and "--to" in again.stderr, (
             "never back to what was rolled back from"
         )
+        refused = running.permille("releases", "rollback", "tiny", "--to", "2")
+        assert refused.returncode == Exit.REFUSED
+        assert "withdrawn for: withdrawn" in refused.stderr and "--yanked" in refused.stderr
+        assert running.answer("releases", "rollback", "tiny", "--to", "2", "--yanked")["version"] == 6
         listed = running.answer("releases", "list")
         type_in(backup, tmp_path, running.data_dir)
         data_dir = running.data_dir

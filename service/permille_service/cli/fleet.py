@@ -102,6 +102,7 @@ def roll_back(
         int | None, typer.Option(help="Version; else the newest before this package that was not yanked.")
     ] = None,
     alias: Annotated[str, typer.Option(help="The alias to move.")] = "stable",
+    yanked: Annotated[bool, typer.Option("--yanked", help="Also to a version that was yanked.")] = False,
     key: Key = None,
 ) -> None:
     """Publish an older version's package as a new version, and point the alias at it: devices take it as they
@@ -129,6 +130,12 @@ def roll_back(
         hint = "" if to is not None else "name one with --to, "
         raise CommandError(
             f"no {below} of {name!r}: {hint}see `permille releases list {name}`", Exit.NOT_FOUND
+        )
+    if chosen["yanked"] and not yanked:
+        raise CommandError(
+            f"expected a version that was not yanked, got {to}, withdrawn for: {chosen['yanked_reason']}. "
+            "With --yanked devices get its package all the same",
+            Exit.REFUSED,
         )
     body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias}
     made = session.client.post("/v1/releases", body, key=key)
