@@ -178,6 +178,11 @@ class RunFolder:
             known = self.require(name, kind)
         return known
 
+    def delete(self) -> None:
+        """Delete the run: all of it, or the folder's old name at least."""
+        path = self.path.rename(self.path.with_name(f".deleted-{self.name}"))
+        shutil.rmtree(path)
+
     def begun(self, descent: int) -> bool:
         """Whether descent `descent` has begun: it has a log, or moments."""
         return self.journal(descent).exists() or self.moments(descent).exists()
@@ -272,8 +277,8 @@ def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
     runs = list_runs(home)
     deleted = [run for run in runs[: max(0, len(runs) - newest)] if run.name not in keep]
     for run in deleted:
-        run.path.rename(run.path.with_name(f".deleted-{run.name}"))
-    for path in home.runs.glob(".deleted-*"):
+        run.delete()
+    for path in home.runs.glob(".deleted-*"):  # a kill between a name and its files
         shutil.rmtree(path)
     return [run.name for run in deleted]
 

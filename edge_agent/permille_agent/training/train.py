@@ -146,10 +146,17 @@ class _Task:
         if self.context.share_log and start is None:  # what went on from a state is shared as a state
             options = options.shared(self.package.k)
         task = replace(self, options=options)
-        folder = self.home.runs / task._definition(prepared.digest, start).name()
-        if prepared.stages and not folder.exists() and self._active_knows(prepared):
+        folder = RunFolder(self.home.runs / task._definition(prepared.digest, start).name())
+        if folder.path.exists():
+            return task._train(prepared, data_paths, start)
+        if prepared.stages and self._active_knows(prepared):
             return task.refuse(prepared.groups, KNOWN_TEXT)
-        return task._train(prepared, data_paths, start)
+        try:
+            return task._train(prepared, data_paths, start)
+        except InputError:
+            if folder.load("plan", Plan) is None:  # it was refused, it is not to be gone on with
+                folder.delete()
+            raise
 
     def _active_knows(self, prepared: Prepared) -> bool:
         """Say whether the active model has learned from all of the text: then none of it could judge."""

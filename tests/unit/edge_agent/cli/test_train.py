@@ -76,6 +76,17 @@ def test_an_estimator_is_chosen_by_name(
     assert _run(home, "train", text, "--steps", "6", "--estimator", "adam") == 3
 
 
+def test_a_run_that_its_engine_refuses_leaves_nothing_to_go_on_with(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = str(user_text(tmp_path))
+    monkeypatch.undo()  # the factory's own answer
+    assert _run(home, "train", text, "--steps", "6", "--engine", "executorch") == 3
+    assert list(home.runs.iterdir()) == []
+    assert _run(home, "status", "--json") == 0
+    assert _json(capsys)["last_run"] is None
+
+
 def test_queries_rows_and_dtype_reach_the_run(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
