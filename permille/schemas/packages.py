@@ -1,7 +1,7 @@
 """Packages: what a device downloads; and builds, which make one in a single request."""
 
 from enum import StrEnum
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
@@ -19,6 +19,7 @@ from permille.schemas.quantizations import (
 
 MANIFEST_MEDIA_TYPE: Final = "application/vnd.permille.manifest+json"
 _EXPONENTS: Final = "add powers of two from the scores of a fisher mask"
+_EITHER: Final = "expected a mask or an adapter, got both or none"
 
 
 class AdapterName(StrEnum):
@@ -61,7 +62,7 @@ def _either(mask: str, kind: str) -> ConfigDict:
 
 def _check_trainable(mask: object, adapter: object, fisher_exponents: bool) -> None:
     if (mask is None) == (adapter is None):
-        raise ValueError("expected a mask or an adapter, got both or none")
+        raise ValueError(_EITHER)
     if adapter is not None and fisher_exponents:
         raise ValueError("expected no exponents beside an adapter: they scale masked weights")
 
@@ -166,6 +167,14 @@ class BuildCreate(Closed):
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
     fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_either(cls, data: Any) -> Any:
+        """Before the parts are looked at: what a mask lacks says nothing to who wants an adapter."""
+        if isinstance(data, dict) and data.get("adapter") is not None and isinstance(data.get("mask"), dict):
+            raise ValueError(f"{_EITHER}: {', '.join(data['mask'])} do not go with an adapter")
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -134,11 +134,12 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
     federation = select(Federation.name).where(
         Federation.tenant_id == tenant_id, Federation.package_digest == row.digest
     )
+    named_by = session.scalar(federation.limit(1)) if kind is JobKind.PACKAGE else None
     users = (
         row.made_model_id,
-        made_of_it and key_of(made_of_it),
+        made_of_it and f"{made_of_it.kind} {key_of(made_of_it)}",
         published and f"release {published[0]} version {published[1]}",
-        session.scalar(federation.limit(1)) if kind is JobKind.PACKAGE else None,
+        named_by and f"federation {named_by}",
         inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key),
     )
     user = next((user for user in users if user), None)

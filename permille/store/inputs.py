@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.inputs import FileCorpus, FolderModel, HubModel, SparsifiedModel, StreamedCorpus
-from permille.schemas.jobs import ENDED
+from permille.schemas.jobs import ENDED, JobKind
 from permille.schemas.kinds import WORK
 from permille.store import access, rows
 from permille.store.database import now
@@ -176,11 +176,14 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
         ConflictError: something was made of it, or a job that has not ended names it.
     """
     row: Model | Corpus = rows.get(session, table, tenant_id=tenant_id, row_id=row_id)
-    used_by = session.scalar(
-        select(ArtifactSource.artifact_id).where(ArtifactSource.source_id == row_id).limit(1)
+    made = select(Artifact.kind, Artifact.id, Artifact.digest).join(
+        ArtifactSource, ArtifactSource.artifact_id == Artifact.id
     )
-    if used_by is not None:
-        raise ConflictError(f"expected a {table.noun} without results, got {row_id}: {used_by} is made of it")
+    used_by = session.execute(made.where(ArtifactSource.source_id == row_id).order_by(Artifact.id.desc()))
+    if (first := used_by.first()) is not None:
+        kind, artifact_id, digest = first
+        name = f"{kind} {digest if kind == JobKind.PACKAGE else artifact_id}"
+        raise ConflictError(f"expected a {table.noun} without results, got {row_id}: {name} is made of it")
     unfinished = unfinished_job_with(session, tenant_id=tenant_id, key=row_id)
     if unfinished is not None:
         raise ConflictError(f"expected a {table.noun} that no job needs, got {row_id}: {unfinished} does")

@@ -72,7 +72,13 @@ def test_a_build_goes_with_its_parts_once_their_results_are_gone(api: Api) -> No
     path = f"/v1/builds/{build.id}"
     assert api.delete(path).status_code == 409, "it has not ended"
     with api.service.database.write() as session:
+        mask = artifacts.add(
+            session, job=claim, made=Made(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
+        )
         claims.fail(session, claim, error={"type": "InputError", "message": "no"}, retryable=False)
+    assert f"remove mask {mask.id}" in api.delete(path).json()["detail"]
+    assert f"mask {mask.id} is made of it" in api.delete(f"/v1/models/{model_id}").json()["detail"]
+    assert api.delete(f"/v1/masks/{mask.id}").status_code == 204
     assert api.delete(path).status_code == 204
     assert api.get(f"/v1/jobs/{part.id}").status_code == 404
 

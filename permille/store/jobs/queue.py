@@ -13,13 +13,13 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import EventKind, JobKind, JobState
-from permille.store import rows
+from permille.store import artifacts, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import parents, transitions
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
-from permille.store.tables import Artifact, Job, JobEvent, Round, Run
+from permille.store.tables import Artifact, Job, JobEvent
 
 MAX_EVENTS = 1000
 _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # the kinds that may have parts: others are not looked up
@@ -161,15 +161,14 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     if job.kind != kind:
         raise NotFoundError(f"no {kind} {job_id!r}")
     if not transitions.has_ended(job) or job.parent_id is not None:
-        raise ConflictError(f"expected a job of its own that has ended, got {job_id}, which is {job.state}")
+        found = f"a part of {job.parent_id}" if job.parent_id is not None else str(job.state)
+        raise ConflictError(f"expected a job of its own that has ended, got {job_id}, which is {found}")
     family = [job_id]
     for one in family:  # grows as it goes
         family += session.scalars(select(Job.id).where(Job.parent_id == one))
-    for column in (Artifact.job_id, Run.log_job_id, Round.job_id):
-        if session.scalar(select(column).where(column.in_(family)).limit(1)) is not None:
-            raise ConflictError(
-                f"expected a job whose results were removed, got {job_id}: remove these first"
-            )
+    made = session.scalars(select(Artifact).where(Artifact.job_id.in_(family)).order_by(Artifact.id.desc()))
+    if left := ", then ".join(f"{one.kind} {artifacts.key_of(one)}" for one in made):
+        raise ConflictError(f"expected a job whose results were removed, got {job_id}: remove {left}")
     session.execute(delete(JobEvent).where(JobEvent.job_id.in_(family)))
     session.expunge(job)
     for one in reversed(family):

@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 
 from permille.schemas.fields import NAME_PATTERN, PATH_PATTERN
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
+from permille.schemas.packages import BuildCreate
 from permille_service.cli import client as client_module
 from permille_service.cli import commands, main
 from permille_service.cli.client import Client, in_words
@@ -143,6 +145,9 @@ def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own(
         "adapter": {"kind": "lora-fa", "rank": 16},
         "quantization": {"scheme": "nf4"},
     }
+    both = body(JobKind.BUILD, model_id="b", adapter_kind="lora", mask_density=0.01)
+    with pytest.raises(ValidationError, match=r"got both or none: density, .* do not go with an adapter"):
+        BuildCreate.model_validate(both)
     calibrated = body(
         JobKind.QUANTIZATION,
         model_id="a",
