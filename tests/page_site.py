@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ class Stocked:
 
     database: Database
     held: Claim
+    sparsification_id: str
     mask_id: str
     package_digest: str
 
@@ -71,7 +72,7 @@ def stock(data_dir: Path, *, devices: int, runs: int, words: str) -> Stocked:
             tenant_id=tenant.id,
             kind=JobKind.SPARSIFICATION,
             request={"model_id": model_id, "corpus_id": corpus.id, "name": "tiny-half"},
-            made=Made(model_id=model_id, digest=blobs.put_bytes(b"half"), k=None, provenance={}, blobs=()),
+            made=_half(blobs, model_id),
         )
         half = SparsifiedModel(kind="sparsified", sparsification_id=sparse.id)
         sparse.made_model_id = inputs.add_model(
@@ -106,9 +107,38 @@ def stock(data_dir: Path, *, devices: int, runs: int, words: str) -> Stocked:
         part = queue.parts_of(session, row)[0]
         held = claims.claim(session, worker="worker-1:4711", lease_s=LEASE_S, job_id=part.id)
         assert held is not None
-    stocked = Stocked(database=database, held=held, mask_id=mask.id, package_digest=package.digest)
+    stocked = Stocked(
+        database=database,
+        held=held,
+        sparsification_id=sparse.id,
+        mask_id=mask.id,
+        package_digest=package.digest,
+    )
     stocked.progress(0.42, "scoring sequence 42 of 100")
     return stocked
+
+
+def _half(blobs: BlobFolder, model_id: str) -> Made:
+    """Half of a model's weights, in two rounds; the report's names are what a worker says."""
+    rows = [{"name": f"{HOSTILE} {i}", "zeros": 0.5, "relative_error": 0.1 * i} for i in range(3)]
+    perplexity = {"before": 14.2, "pruned": 31.9, "after": 17.1}
+    report = {
+        "zeros": 0.5,
+        "perplexity": perplexity,
+        "rounds": [{"rate": rate, "perplexity": perplexity} for rate in (0.3, 0.5)],
+        "layers": rows,
+        "tensors": rows,
+    }
+    return Made(
+        model_id=model_id, digest=blobs.put_bytes(b"half"), provenance={}, blobs=(_evidence(blobs, report),)
+    )
+
+
+def _evidence(blobs: BlobFolder, report: Mapping[str, object]) -> Blob:
+    content = json.dumps(report).encode()
+    return Blob(
+        role=REPORT, media_type="application/json", digest=blobs.put_bytes(content), size_bytes=len(content)
+    )
 
 
 def _mask(blobs: BlobFolder, model_id: str) -> Made:
@@ -120,10 +150,7 @@ def _mask(blobs: BlobFolder, model_id: str) -> Made:
         for i, name in enumerate(names)
     }
     best = {name: np.argsort(values.ravel())[-66:].astype(np.uint32) for name, values in scores.items()}
-    content = json.dumps(mask_report(scores, best)).encode()
-    report = Blob(
-        role=REPORT, media_type="application/json", digest=blobs.put_bytes(content), size_bytes=len(content)
-    )
+    report = _evidence(blobs, mask_report(scores, best))
     layer = Blob(role="mask", media_type="x", digest=blobs.put_bytes(b"mask"), size_bytes=4)
     return Made(model_id=model_id, digest=layer.digest, k=396, provenance={}, blobs=(layer, report))
 
@@ -145,6 +172,7 @@ def views(stocked: Stocked) -> dict[str, str]:
         "jobs": "/ui/jobs",
         "job": f"/ui/jobs/{stocked.held.job_id}",
         "models": "/ui/models",
+        "sparsification": f"/ui/sparsifications/{stocked.sparsification_id}",
         "masks": "/ui/masks",
         "mask": f"/ui/masks/{stocked.mask_id}",
         "packages": "/ui/packages",

@@ -162,7 +162,7 @@ def _job(page: Page, job_id: str) -> Response:
 def _page_of_result(result: str | None) -> str | None:
     """Where the page shows what a job made; None where it does not."""
     collection = (result or "").split("/")[2:3]
-    shown = {"masks", "packages", "federations"}
+    shown = {"sparsifications", "masks", "packages", "federations"}
     return None if result is None or not shown & set(collection) else result.replace("/v1", sign_in.PATH, 1)
 
 

@@ -1,8 +1,9 @@
-"""Pages of what work starts from and makes: models and corpora, masks with their coverage, packages."""
+"""Pages of what work starts from and makes: models and corpora, what sparse ones cost, masks with their
+coverage, packages."""
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
@@ -22,9 +23,11 @@ from permille_service.work.routes import present_artifact
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 MaskId = Annotated[str, key_of("mask")]
+SparsificationId = Annotated[str, key_of("sparse")]
 WIDTH, HEIGHT = 640, 260
 LEFT, TOP, RIGHT, BOTTOM = 44, 10, 26, 30
 _LARGEST_REPORT: Final = 32 << 20
+AnyReport = TypeVar("AnyReport", bound=BaseModel)
 
 
 class CurvePoint(BaseModel):
@@ -51,6 +54,39 @@ class Report(BaseModel):
     coverage: float
     curve: list[CurvePoint]
     tensors: list[TensorRow]
+
+
+class ZerosRow(BaseModel):
+    """The share of zeros of a decoder layer or a linear, and the error of its outputs by them."""
+
+    name: str
+    zeros: float
+    relative_error: float
+
+
+class Perplexity(BaseModel):
+    """Of the evaluation text; `pruned`: of a round before its steps."""
+
+    before: float | None
+    pruned: float | None = None
+    after: float | None
+
+
+class RoundRow(BaseModel):
+    """One round of a recovery."""
+
+    rate: float
+    perplexity: Perplexity
+
+
+class SparseReport(BaseModel):
+    """What a sparsification costs, as its job has written it."""
+
+    zeros: float
+    perplexity: Perplexity | None
+    rounds: list[RoundRow]
+    layers: list[ZerosRow]
+    tensors: list[ZerosRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +118,22 @@ def show_models(page: ViewerPage, window: Paging) -> Response:
     )
 
 
+@router.get("/sparsifications/{sparsification_id}")
+def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -> Response:
+    """One sparse model: its zeros and what they cost, in all, by decoder layer and by linear."""
+    with page.service.database.read() as session:
+        row = artifacts.get(
+            session, tenant_id=page.tenant_id, kind=JobKind.SPARSIFICATION, key=sparsification_id
+        )
+        names = _model_names(session, page.tenant_id)
+    return page.render(
+        "sparsification",
+        made=present_artifact(WORK[JobKind.SPARSIFICATION], row),
+        names=names,
+        report=_report(page.service.blobs, row, SparseReport),
+    )
+
+
 @router.get("/masks")
 def show_masks(page: ViewerPage, window: Paging) -> Response:
     """Masks, newest first."""
@@ -98,8 +150,7 @@ def show_mask(mask_id: MaskId, page: ViewerPage) -> Response:
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
         names = _model_names(session, page.tenant_id)
-    blob = artifacts.blob_of(row, REPORT)
-    report = None if blob is None else _report(page.service.blobs, blob.digest)
+    report = _report(page.service.blobs, row, Report)
     return page.render(
         "mask",
         mask=present_artifact(WORK[JobKind.MASK], row),
@@ -160,10 +211,13 @@ def _fraction(power: int) -> str:
     return f"{100 * 10.0**power:g} %"
 
 
-def _report(blobs: BlobFolder, digest: str) -> Report | None:
-    """A mask's report; None where its blob is gone."""
+def _report(blobs: BlobFolder, made: tables.Artifact, kind: type[AnyReport]) -> AnyReport | None:
+    """The report of what a job has made; None where it has none, or its blob is gone."""
+    blob = artifacts.blob_of(made, REPORT)
+    if blob is None:
+        return None
     try:
-        return Report.model_validate_json(blobs.read(digest, limit=_LARGEST_REPORT))
+        return kind.model_validate_json(blobs.read(blob.digest, limit=_LARGEST_REPORT))
     except PackageError:
         return None
 
@@ -173,11 +227,11 @@ def _model_names(session: Session, tenant_id: str) -> dict[str, str]:
     return {row.id: row.name for row in found}
 
 
-def _origins(session: Session, tenant_id: str, model_ids: list[str]) -> dict[str, dict[str, str]]:
-    """By id the sparsifications that made these models: the job, and the name of the model before."""
+def _origins(session: Session, tenant_id: str, model_ids: list[str]) -> dict[str, str]:
+    """By id the sparsifications that made these models, and the name of the model before."""
     names, made = _model_names(session, tenant_id), tables.Artifact
     found = session.scalars(select(made).where(made.made_model_id.in_(model_ids)))
-    return {row.id: {"job_id": row.job_id, "model": names.get(row.model_id, row.model_id)} for row in found}
+    return {row.id: names.get(row.model_id, row.model_id) for row in found}
 
 
 def _releases_of(session: Session, package: tables.Artifact) -> list[tables.Release]:
