@@ -1,4 +1,4 @@
-"""Operators: tenants, roles, tokens, and the log of what operators changed."""
+"""Operators: tenants, roles, tokens, the log of what operators changed, and what they have kept."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Digest, Id, Name, Positive, Timestamp, WholeNumber
+from permille.schemas.fields import Closed, Count, Digest, Id, Name, Positive, Timestamp, WholeNumber
 
 FIRST_DIGEST = "sha256:" + "0" * 64
 """What the first entry of a tenant is chained to."""
@@ -83,3 +83,17 @@ class AuditEntry(Closed):
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         chained = hashlib.sha256(f"permille-audit-1\0{previous}\0{text}".encode())
         return f"sha256:{chained.hexdigest()}"
+
+
+class BlobCollection(Closed):
+    """What a collection found in the blob store, and what it deleted or, tried only, would delete."""
+
+    dry_run: bool
+    stored_bytes: Count = Field(description="of all blobs, before it")
+    unreferenced_bytes: Count = Field(description="of those that no row names, too young ones included")
+    removed_bytes: Count = Field(description="of those that are old, and of files of sparse models")
+    removed_count: Count
+    removed: list[str] = Field(
+        description="the largest, at most 1,000: digests of blobs, folders of sparse models",
+        examples=[["sha256:" + "0123456789abcdef" * 4]],
+    )

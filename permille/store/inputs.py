@@ -7,6 +7,7 @@ field of its request named it.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Final
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -20,6 +21,9 @@ from permille.store.errors import ConflictError
 from permille.store.ids import Prefix, new_id
 from permille.store.settings import StoreSettings
 from permille.store.tables import Artifact, ArtifactSource, Corpus, Job, Model
+
+SPARSIFIED: Final = "sparsified"
+"""Has the files of sparse models, below a tenant's model root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,11 @@ def roots_of(session: Session, settings: StoreSettings, *, tenant_id: str) -> Ro
         return Roots(models=settings.model_root, corpora=settings.corpus_root)
     folder = settings.tenant_root / tenant_id
     return Roots(models=folder / "models", corpora=folder / "corpora")
+
+
+def sparsified_path(digest: str) -> str:
+    """Where below the model root the files of a sparsification lie."""
+    return f"{SPARSIFIED}/{digest.removeprefix('sha256:')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

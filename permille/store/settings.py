@@ -40,6 +40,8 @@ class StoreSettings(BaseSettings):
         max_replay_work: the largest log that is replayed, in `permille.zo.replay.work_of`: some minutes.
         memory_bytes: memory that a job may use; None: what is free when it begins. A model that does not fit
             is read layer by layer.
+        collection_grace_s: a blob, or a sparse model's folder, that no row names is deleted once it was
+            stored so long ago.
         fisher_split_flops: a mask whose scoring takes more work is split into jobs of 16 sequences or more,
             which other workers take too; the mask is the same.
         log_format: text for people, json for what collects logs.
@@ -57,6 +59,7 @@ class StoreSettings(BaseSettings):
     work_root: Path
     max_replay_work: int = Field(default=10**13, ge=1)
     memory_bytes: int | None = Field(default=None, ge=1)
+    collection_grace_s: float = Field(default=86_400.0, ge=0)
     fisher_split_flops: float = Field(default=2e13, ge=0)
     log_format: LogFormat = LogFormat.TEXT
     broker_url: SecretStr | None = None

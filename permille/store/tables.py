@@ -261,6 +261,27 @@ class ArtifactSource(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
 
 
+class BlobCollection(Base):
+    """One row: when blobs that no row names were last looked for, and what was found."""
+
+    __tablename__ = "blob_collections"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    began_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+    stored_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    unreferenced_bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # what was too young stays
+
+
+class RetentionRule(Base):
+    """A tenant's rule for what goes by itself; a limit that is None lets nothing go."""
+
+    __tablename__ = "retention_rules"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    token_id: Mapped[str]  # of the operator who set it: what it does is done in that name
+    rule: Mapped[dict[str, object]]
+    updated_at: Mapped[datetime]
+
+
 class Release(Named):
     """A named version of a package. Versions of a name only grow."""
 

@@ -22,6 +22,7 @@ from permille_service.preflights import routes as preflight_routes
 from permille_service.releases import routes as release_routes
 from permille_service.runs import routes as run_routes
 from permille_service.settings import Settings
+from permille_service.storage import routes as storage_routes
 from permille_service.trust import routes as trust_routes
 from permille_service.work import packages
 from permille_service.work.routes import router_of
@@ -44,6 +45,7 @@ ROUTERS = (
     federation_routes.router,
     member_routes.router,
     access_routes.router,
+    storage_routes.router,
 )
 
 

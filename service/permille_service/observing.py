@@ -93,6 +93,17 @@ def _families(found: Figures) -> Iterator[Metric]:
     yield from (jobs, waiting, devices)
     yield GaugeMetricFamily("permille_queue_age_longest_seconds", "Of all kinds; 0: none waits.", longest)
     yield GaugeMetricFamily("permille_blob_bytes", "Bytes of all blobs of artifacts.", found.blob_bytes)
+    if found.unreferenced_bytes is not None and found.collected_at is not None:
+        yield GaugeMetricFamily(
+            "permille_blob_unreferenced_bytes",
+            "Bytes of blobs that no row names and the last collection found too young.",
+            found.unreferenced_bytes,
+        )
+        yield GaugeMetricFamily(
+            "permille_blob_collection_timestamp_seconds",
+            "When the last collection ended.",
+            found.collected_at.timestamp(),
+        )
 
 
 @router.get("/metrics")

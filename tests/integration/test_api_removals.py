@@ -1,6 +1,7 @@
 """What jobs made can be removed while nothing names it; yanking says who has the version."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from permille.store.artifacts import Blob, Made
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Artifact, Job
-from tests.api_service import Api
+from tests.api_service import Api, running_api
 from tests.artifacts import add_artifact, some_model
 
 DIGESTS = {kind: f"sha256:{number:064d}" for number, kind in enumerate(JobKind)}
@@ -142,3 +143,28 @@ def test_an_equal_request_gets_what_was_made_until_it_is_removed_or_its_corpus_c
     assert ask()[0] == 202, "its result was removed"
     for path_of in (f"/v1/corpora/{corpus}", f"/v1/models/{model_id}"):
         assert "job_" in api.delete(path_of).json()["detail"], "a job that waits names it"
+
+
+def test_what_was_removed_is_collected_by_who_runs_the_machine(tmp_path: Path) -> None:
+    with running_api(tmp_path, collection_grace_s=60.0, metrics_token="m" * 8) as api:
+        blobs = api.service.blobs
+        old, young = blobs.put_bytes(b"old"), blobs.put_bytes(b"young")
+        os.utime(blobs.path(old), (1e9, 1e9))
+        for token in (api.operator(Role.OPERATOR), api.operator(Role.ADMIN, tenant="acme")):
+            assert api.post("/v1/blobs/collect", {}, token).status_code == 403
+        told = api.post("/v1/blobs/collect?dry_run=true").json()
+        assert told == {
+            "dry_run": True,
+            "stored_bytes": 8,
+            "unreferenced_bytes": 8,
+            "removed_bytes": 3,
+            "removed_count": 1,
+            "removed": [old],
+        }
+        assert blobs.has(old)
+        assert api.post("/v1/blobs/collect").json() == {**told, "dry_run": False}
+        assert [blob.digest for blob in blobs.entries()] == [young]
+        assert [one["action"] for one in api.get("/v1/audit?limit=200").json()][-1:] == ["collect_blobs"]
+        seen = api.client.get("/metrics", headers={"Authorization": f"Bearer {'m' * 8}"}).text
+        assert "permille_blob_unreferenced_bytes 5.0" in seen
+        assert "permille_blob_collection_timestamp_seconds" in seen

@@ -117,6 +117,13 @@ def changing(service: Service, operator: Operator, body: BaseModel | None = None
         audit.append(session, tenant_id=operator.tenant_id, change=operator.change(body=body))
 
 
+def require_first_tenant(session: Session, operator: Operator) -> None:
+    """Refuse operators of other tenants. Raises ApiError (`forbidden`)."""
+    first = access.first_tenant(session)
+    if first is None or first.id != operator.tenant_id:
+        raise ApiError(ProblemType.FORBIDDEN, "expected an administrator of the first tenant, got another's")
+
+
 def operator_with(role: Role) -> Callable[[Principal], Operator]:
     """A dependency: an operator of at least this role."""
 

@@ -11,7 +11,7 @@ from permille.schemas.access import AuditEntry, Role, Tenant, TenantCreate, Toke
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
 from permille.store import access, audit, database, inputs, tables
-from permille_service.access.principals import Admin, Operator, changing
+from permille_service.access.principals import Admin, changing, require_first_tenant
 from permille_service.context import Served, Service
 from permille_service.creation import AdminCreating
 from permille_service.parameters import DEFAULT_LIMIT, After, Limit, Paging, TokenId, page_of
@@ -32,7 +32,7 @@ def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
     """Add a tenant, with folders for its models and corpora. For an administrator of the first tenant."""
 
     def make(session: Session) -> Tenant:
-        _require_first_tenant(session, creating.operator)
+        require_first_tenant(session, creating.operator)
         return present_tenant(access.create_tenant(session, name=body.name))
 
     tenant = creating.once(Tenant, body, make)
@@ -48,7 +48,7 @@ def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
 def list_tenants(service: Served, operator: Admin, window: Paging) -> Page[Tenant]:
     """List tenants. For an administrator of the first tenant."""
     with service.database.read() as session:
-        _require_first_tenant(session, operator)
+        require_first_tenant(session, operator)
         page = access.list_tenants(session, window=window)
     return page_of(page, present_tenant)
 
@@ -65,7 +65,7 @@ def create_token(body: TokenCreate, creating: AdminCreating) -> TokenSecret:
     def make(session: Session) -> TokenSecret:
         tenant_id = body.tenant_id or operator.tenant_id
         if tenant_id != operator.tenant_id:
-            _require_first_tenant(session, operator)
+            require_first_tenant(session, operator)
         days = body.expires_in_days
         row, secret = access.create_token(
             session,
@@ -128,12 +128,6 @@ def present_token(row: tables.OperatorToken) -> Token:
         last_used_at=row.last_used_at,
         expires_at=row.expires_at,
     )
-
-
-def _require_first_tenant(session: Session, operator: Operator) -> None:
-    first = access.first_tenant(session)
-    if first is None or first.id != operator.tenant_id:
-        raise ApiError(ProblemType.FORBIDDEN, "expected an administrator of the first tenant, got another's")
 
 
 def ensure_token(service: Service) -> Path:

@@ -1,4 +1,5 @@
-"""Commands of what goes out and comes back: releases, invitations, devices, runs; and of who may do what."""
+"""Commands of what goes out and comes back: releases, invitations, devices, runs; of who may do what; and of
+what is kept."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -28,6 +29,9 @@ runs = typer.Typer(no_args_is_help=True, help="What devices report.")
 tokens = typer.Typer(no_args_is_help=True, help="Operator tokens.")
 tenants = typer.Typer(no_args_is_help=True, help="Tenants.")
 audit = typer.Typer(no_args_is_help=True, help="What operators changed.")
+blobs = typer.Typer(no_args_is_help=True, help="What the blob store holds.")
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and let nothing go.")]
 
 _RELEASES = ("name", "version", "aliases", "manifest_digest", "size_bytes", "yanked", "published_at")
 _VERSIONS = (
@@ -247,6 +251,27 @@ def _entries(session: Session) -> Iterator[AuditEntry]:
     while page := session.client.get("/v1/audit", after=seq, limit=200):
         yield from (AuditEntry.model_validate(one) for one in page)
         seq = page[-1]["seq"]
+
+
+@command(blobs, "collect")
+def collect_blobs(session: Session, dry_run: DryRun = False) -> None:
+    """Delete what no row names and was stored before the grace. Workers do so by themselves, too.
+
+    Example:
+
+      permille blobs collect --dry-run
+    """
+    found = session.client.post(f"/v1/blobs/collect?dry_run={str(dry_run).lower()}", {})
+    if session.output.as_json:
+        session.output.show(found)
+        return
+    for name in found["removed"]:
+        session.output.say(name)
+    done = "would free" if dry_run else "freed"
+    session.output.say(
+        f"{done} {found['removed_bytes']} bytes of {found['removed_count']} blobs and models; of "
+        f"{found['stored_bytes']} bytes no row names {found['unreferenced_bytes']}"
+    )
 
 
 def add_fleet(app: typer.Typer) -> None:

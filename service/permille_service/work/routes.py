@@ -92,7 +92,7 @@ def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
             artifacts.remove(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
 
     _add_reads(router, work, list_rows, read_row)
-    _add_removal(router, work, remove, "Forget it, where nothing names it. Its files stay on the disk.")
+    _add_removal(router, work, remove, "Forget it, where nothing names it. Its bytes go with a collection.")
 
 
 def _add_jobs(router: APIRouter, work: WorkKind) -> None:

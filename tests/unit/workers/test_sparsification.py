@@ -12,6 +12,7 @@ from permille.package.reader import Package, verify_package
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, inputs, rows
 from permille.store.errors import ConflictError
+from permille.store.retention.collection import collect
 from permille.store.tables import Artifact, Job, Model
 from tests.unit.workers.conftest import Bench
 
@@ -153,3 +154,7 @@ def test_a_sparse_model_can_be_removed_and_its_source_cannot(bench: Bench) -> No
         assert artifacts.get(session, **made).made_model_id is None
         artifacts.remove(session, **made)
         inputs.remove(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
+    old = bench.settings.model_copy(update={"collection_grace_s": -60.0})  # also what is from just now
+    removed = collect(bench.db, bench.blobs, old).removed
+    assert removed.keys() == {inputs.sparsified_path(row.digest), *(blob.digest for blob in row.blobs)}
+    assert not folder_of(bench, row).exists()

@@ -27,6 +27,7 @@ from permille.sensitivity.masks import count
 from permille.sensitivity.scores import load_scores
 from permille.store import artifacts, devices, rows, runs, uploads
 from permille.store.jobs import claims, queue
+from permille.store.retention.references import references
 from permille.store.settings import Quota
 from permille.store.tables import Artifact, Job, Model, Run
 from permille.training.pooling import Pooled
@@ -117,6 +118,8 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
     blobs = {blob.digest for blob in row.blobs}
     assert blobs == {row.digest, *(layer.digest for layer in package.manifest.layers)}
     assert row.size_bytes == sum(bench.blobs.size(digest) for digest in blobs) == package.size_bytes
+    with bench.db.read() as session:
+        assert {blob.digest for blob in bench.blobs.entries()} == references(session)
 
 
 def test_a_mask_that_is_split_is_the_one_that_is_not(make_bench: BenchMaker, bench: Bench) -> None:

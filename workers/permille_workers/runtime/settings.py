@@ -13,6 +13,8 @@ class WorkerSettings(StoreSettings):
         lease_s: a job whose worker is silent for so long is given to another.
         poll_s: how often a local worker looks for queued jobs, and any worker for a cancel.
         sweep_s: how often to look for expired leases, builds to move on and messages to send again.
+        collect_every_s: how often one of the workers applies retention rules and deletes what no row names;
+            0: only who asks for it does.
         resend_after_s: a queued job is sent to the broker again after this time.
         cancel_grace_s: a job that was asked to stop is killed after this time.
         drain_s: after SIGTERM, running jobs may take so long; then they are given back to the queue.
@@ -29,6 +31,7 @@ class WorkerSettings(StoreSettings):
     lease_s: float = Field(default=30.0, gt=0)
     poll_s: float = Field(default=0.5, gt=0)
     sweep_s: float = Field(default=2.0, gt=0)
+    collect_every_s: float = Field(default=3600.0, ge=0)
     resend_after_s: float = Field(default=60.0, gt=0)
     cancel_grace_s: float = Field(default=10.0, ge=0)
     drain_s: float = Field(default=20.0, ge=0)

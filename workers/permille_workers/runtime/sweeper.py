@@ -1,6 +1,8 @@
-"""What every worker does now and then: leases, builds and rounds, lost messages, old uploads and folders."""
+"""What every worker does now and then: leases, builds and rounds, lost messages, old uploads and folders; and
+seldom, one of them: what rules let go, what no row names."""
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 
@@ -12,13 +14,14 @@ from permille.store.database import Database
 from permille.store.federations import rounds
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher
+from permille.store.retention.collection import collect, take_turn
 from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
 _ENOUGH_MESSAGES = 100  # each wakes a worker, whichever job it names: more would only fill the broker
-_UNFINISHED_BLOB_S = 86_400.0  # what a killed writer left; a living one has written within a day
+_LOOK_S = 60.0  # how often to look whether it is time to collect
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class Sweeper:
 
     def run(self) -> None:
         """Sweep every `sweep_s` seconds; a database that is away is waited for."""
+        threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             try:
                 self.sweep()
@@ -53,7 +57,32 @@ class Sweeper:
             devices.purge_expired(session)
         remove_ended(self.db, self.settings.work_root, self.blobs)
         uploads.sweep(self.db, self.blobs)
-        self.blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
+
+    def run_collections(self) -> None:
+        """Collect every `collect_every_s` seconds, one worker for all.
+
+        In a thread of its own, since it takes time; to be killed in the middle harms nothing.
+        """
+        every_s = self.settings.collect_every_s
+        own = time.monotonic()
+        while every_s and not self.shutdown.asked.wait(min(every_s, _LOOK_S)):
+            try:
+                turn = take_turn(self.db, every_s)
+            except DBAPIError as exc:  # a full disk, perhaps: then it is most needed
+                _log.warning("cannot note whose turn it is to collect: %s", exc)
+                turn = time.monotonic() - own >= every_s
+            if turn:
+                own = time.monotonic()
+                self._collect()
+
+    def _collect(self) -> None:
+        try:
+            found = collect(self.db, self.blobs, self.settings)
+        except (DBAPIError, OSError) as exc:
+            _log.warning("cannot collect, database or blob store is out of reach: %s", exc)
+            return
+        if found.removed:
+            _log.info("collected %d bytes that no row names", sum(found.removed.values()))
 
     def _resend(self) -> None:
         if self.dispatcher is None or self.dispatcher.waiting() >= _ENOUGH_MESSAGES:

@@ -16,6 +16,7 @@ from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.quantizations import AnyOptions, AutoRound
 from permille.store import artifacts
 from permille.store.artifacts import MANIFEST, PICTURE, REPORT, Blob, Made
+from permille.store.retention.collection import hold
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
 
@@ -24,6 +25,7 @@ def publishes(context: TaskContext, made: Made) -> Publish:
     """Add what was made, in the transaction that ends the job."""
 
     def publish(session: Session) -> str:
+        hold(session, context.blobs, [blob.digest for blob in made.blobs])
         return artifacts.key_of(artifacts.add(session, job=context.claim, made=made))
 
     return publish

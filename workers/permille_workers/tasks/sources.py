@@ -144,11 +144,6 @@ def versions(*libraries: str) -> dict[str, JSON]:
     return {**found, "permille": permille.__version__, "numpy": np.__version__}
 
 
-def sparsified_path(digest: str) -> str:
-    """Where below the model root the files of a sparsification lie."""
-    return f"sparsified/{digest.removeprefix('sha256:')}"
-
-
 def _model_ref(session: Session, tenant_id: str, source: AnyModel) -> tuple[ModelRef, dict[str, JSON]]:
     """Where the library finds the model, and what provenance says of that."""
     if isinstance(source, SparsifiedModel):
@@ -156,7 +151,7 @@ def _model_ref(session: Session, tenant_id: str, source: AnyModel) -> tuple[Mode
             session, tenant_id=tenant_id, kind=JobKind.SPARSIFICATION, key=source.sparsification_id
         )
         made_of = cast("dict[str, JSON]", made.provenance)
-        return FolderRef(path=sparsified_path(made.digest)), {"kind": "sparsified", "made_of": made_of}
+        return FolderRef(path=inputs.sparsified_path(made.digest)), {"kind": "sparsified", "made_of": made_of}
     if isinstance(source, FolderModel):
         return FolderRef(path=source.path), {"kind": "folder", "location": source.path}
     return HubRef(repository=source.repository, commit=source.commit), {

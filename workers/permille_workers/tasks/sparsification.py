@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +31,7 @@ from permille.sensitivity.plots import error_picture
 from permille.sparse_tuning.iterative import IterativeText, RoundReport, iterate
 from permille.store import artifacts, inputs
 from permille.store.artifacts import Made
+from permille.store.retention.collection import hold
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import evidence
 from permille_workers.tasks.sources import (
@@ -39,7 +41,6 @@ from permille_workers.tasks.sources import (
     model_facts,
     open_corpus,
     open_model,
-    sparsified_path,
     versions,
 )
 
@@ -62,10 +63,12 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
     digest = made.digest()
     with context.db.read() as session:
         root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).models
-    _install(made.folder, root / sparsified_path(digest), mark=context.claim.job_id)
+    final = root / inputs.sparsified_path(digest)
+    _install(made.folder, final, mark=context.claim.job_id)
     blobs = evidence(context.blobs, found.content, error_picture(found.errors))
 
     def publish(session: Session) -> str:
+        hold(session, context.blobs, [blob.digest for blob in blobs], final)
         result = Made(model_id=model.id, digest=digest, provenance=provenance, blobs=blobs)
         row = artifacts.add(session, job=context.claim, made=result)
         added = inputs.add_model(
@@ -251,7 +254,8 @@ def _install(made: Path, final: Path, *, mark: str) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     incoming = final.parent / f".{mark}"
     shutil.rmtree(incoming, ignore_errors=True)
-    if final.exists():
+    with suppress(FileNotFoundError):
+        os.utime(final)  # young again: no collection takes it before it is named
         return
     shutil.copytree(made, incoming, copy_function=_link)
     fsync_folder(incoming)

@@ -41,6 +41,21 @@ def upgrade() -> None:
         _column("written_at", BIG),
     )
     op.create_table(
+        "blob_collections",
+        _column("id", sa.Integer(), primary_key=True),
+        _column("began_at", BIG),
+        sa.Column("ended_at", BIG),
+        _column("stored_bytes", BIG),
+        _column("unreferenced_bytes", BIG),
+    )
+    op.create_table(
+        "retention_rules",
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), primary_key=True),
+        _column("token_id", TEXT),
+        _column("rule", sa.JSON()),
+        _column("updated_at", BIG),
+    )
+    op.create_table(
         "corpora",
         _column("name", TEXT),
         _column("source", sa.JSON()),
