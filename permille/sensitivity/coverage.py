@@ -10,7 +10,7 @@ Sums are float64, in the order of the tensors.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypedDict
 
 import numpy as np
@@ -60,46 +60,14 @@ def mask_report(scores: Tensors, mask: Indices) -> Report:
     Raises:
         InputError: other tensors in the mask than in the scores, or an index outside its tensor.
     """
-    rows = coverage_by_tensor(scores, mask)
+    rows, held = [], 0.0
+    for row, on_mask in _rows(scores, mask):
+        rows.append(row)
+        held += on_mask
     numel = sum(math.prod(row["shape"]) for row in rows)
     k = sum(row["count"] for row in rows)
-    return Report(k=k, numel=numel, coverage=coverage(scores, mask), curve=curve(scores), tensors=rows)
-
-
-def coverage(scores: Tensors, mask: Indices) -> float:
-    """Share of the sum of all scores that lies on the mask.
-
-    Raises:
-        InputError: as `mask_report`.
-    """
-    _check(scores, mask)
-    numel = sum(scores[name].size for name in scores)
-    on_mask = sum(_sum(scores[name].reshape(-1)[mask[name]]) for name in scores)
-    k = sum(mask[name].size for name in scores)
-    return _share(on_mask, sum(_sum(scores[name].reshape(-1)) for name in scores), k, numel)
-
-
-def coverage_by_tensor(scores: Tensors, mask: Indices) -> list[TensorRow]:
-    """The table, in tensor_id order.
-
-    Raises:
-        InputError: as `mask_report`.
-    """
-    _check(scores, mask)
-    rows = []
-    for name in scores:
-        flat = scores[name].reshape(-1)
-        total, count = _sum(flat), int(mask[name].size)
-        row = TensorRow(
-            name=name,
-            shape=list(scores[name].shape),
-            count=count,
-            density=count / flat.size,
-            score=total,
-            coverage=_share(_sum(flat[mask[name]]), total, count, flat.size),
-        )
-        rows.append(row)
-    return rows
+    share = _share(held, sum(row["score"] for row in rows), k, numel)
+    return Report(k=k, numel=numel, coverage=share, curve=curve(scores), tensors=rows)
 
 
 def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:
@@ -147,18 +115,31 @@ def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]
     return numbers, sums
 
 
+def _rows(scores: Tensors, mask: Indices) -> Iterator[tuple[TensorRow, float]]:
+    """The table, each line with the part of its score on the mask; a tensor is read once."""
+    if set(scores) != set(mask):
+        other = sorted(set(scores) ^ set(mask))[:3]
+        raise InputError(f"expected a mask of the scored tensors, got a difference in {', '.join(other)}")
+    for name in scores:
+        tensor, chosen = scores[name], mask[name]
+        flat, count = tensor.reshape(-1), int(chosen.size)
+        if count and int(chosen.max()) >= flat.size:
+            raise InputError(f"{name}: expected indices below {flat.size}, got {chosen.max()}")
+        held, total = _sum(flat[chosen]), _sum(flat)
+        row = TensorRow(
+            name=name,
+            shape=list(tensor.shape),
+            count=count,
+            density=count / flat.size,
+            score=total,
+            coverage=_share(held, total, count, flat.size),
+        )
+        yield row, held
+
+
 def _sum(flat: NDArray[np.float32]) -> float:
     return float(flat.sum(dtype=np.float64))
 
 
 def _share(part: float, whole: float, count: int, numel: int) -> float:
     return min(1.0, part / whole) if whole > 0 else count / numel
-
-
-def _check(scores: Tensors, mask: Indices) -> None:
-    if set(scores) != set(mask):
-        other = sorted(set(scores) ^ set(mask))[:3]
-        raise InputError(f"expected a mask of the scored tensors, got a difference in {', '.join(other)}")
-    for name in scores:
-        if mask[name].size and int(mask[name].max()) >= scores[name].size:
-            raise InputError(f"{name}: expected indices below {scores[name].size}, got {mask[name].max()}")

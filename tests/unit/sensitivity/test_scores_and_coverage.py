@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from permille.digests import digest_of_file
 from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
-from permille.sensitivity.coverage import coverage, coverage_by_tensor, curve, mask_report
+from permille.sensitivity.coverage import curve, mask_report
 from permille.sensitivity.masks import MaskMethod, select_mask
 from permille.sensitivity.plots import curve_picture, error_picture
 from permille.sensitivity.scores import (
@@ -127,16 +127,16 @@ def test_curve_counts_zeros_and_the_extremes_of_float32() -> None:
 def test_a_score_of_zero_everywhere_claims_nothing() -> None:
     scores = {"a": np.zeros((10, 10), np.float32)}
     mask = {"a": np.arange(20, dtype=np.uint32)}
-    assert coverage(scores, mask) == 0.2
+    assert mask_report(scores, mask)["coverage"] == 0.2
     assert all(point["coverage"] == point["fraction"] for point in curve(scores))
 
 
 def test_table_and_whole_are_shares_of_the_score() -> None:
     scores = {"a": np.array([[1, 2, 3, 4]], np.float32), "b": np.array([[0, 30]], np.float32)}
     mask = {"a": np.array([2, 3], np.uint32), "b": np.array([0], np.uint32)}
-    assert coverage(scores, mask) == pytest.approx(7 / 40)
-    rows = coverage_by_tensor(scores, mask)
-    assert [(row["name"], row["count"], row["coverage"], row["score"]) for row in rows] == [
+    report = mask_report(scores, mask)
+    assert report["coverage"] == pytest.approx(7 / 40)
+    assert [(row["name"], row["count"], row["coverage"], row["score"]) for row in report["tensors"]] == [
         ("a", 2, pytest.approx(0.7), 10.0),
         ("b", 1, 0.0, 30.0),
     ]
@@ -154,9 +154,9 @@ def test_report_is_json_without_nan() -> None:
 def test_mask_of_other_tensors_or_indices_is_refused() -> None:
     scores = {"a": np.ones((2, 2), np.float32)}
     with pytest.raises(InputError, match="difference in a, b"):
-        coverage(scores, {"b": np.zeros(1, np.uint32)})
+        mask_report(scores, {"b": np.zeros(1, np.uint32)})
     with pytest.raises(InputError, match="a: expected indices below 4, got 4"):
-        coverage(scores, {"a": np.array([4], np.uint32)})
+        mask_report(scores, {"a": np.array([4], np.uint32)})
     with pytest.raises(InputError, match="a: expected finite scores"):
         curve({"a": np.array([[np.nan]], np.float32)})
 

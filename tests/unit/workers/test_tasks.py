@@ -198,6 +198,10 @@ def test_a_sparse_model_becomes_a_sparse_package(bench: Bench, method: str) -> N
     sizes = [artifacts.blob_of(one, "dense") for one in (dense, quantization_of(bench, scheme="nf4"))]
     assert sizes[0] is not None and sizes[1] is not None
     assert sizes[1].size_bytes < 0.75 * sizes[0].size_bytes
+    if method == "fisher":
+        report = bench.report(digest_of_role(mask_of(bench), "report"))
+        full = next(point["fraction"] for point in report["curve"] if point["coverage"] == 1)
+        assert full < 0.6, "half of the weights, which no mask can have, hold nothing"
 
 
 def test_a_build_with_an_adapter_asks_for_no_mask(bench: Bench) -> None:

@@ -50,11 +50,9 @@ def run(context: TaskContext, request: Request) -> Publish | Split:
         fisher = _fisher(context, model, request)
         if isinstance(fisher, Split):
             return fisher
-        scored = fisher
-        shown, score = scored.tensors, "fisher"
+        scored, score = fisher, "fisher"
     else:
-        scored = _Scored(tensors=model.checkpoint.weights(request.scope), provenance={})
-        shown, score = _Magnitudes(scored.tensors), "magnitude"
+        scored, score = _Scored(tensors=model.checkpoint.weights(request.scope), provenance={}), "magnitude"
     context.progress(_SCORED, "selecting")
     method, allocation = MaskMethod(request.method), Allocation(request.allocation)
     weights = model.checkpoint.weights(request.scope)
@@ -62,7 +60,7 @@ def run(context: TaskContext, request: Request) -> Publish | Split:
     order = [name for name, _ in scoped_tensors(model.checkpoint.config)]
     layer = write_mask(context.blobs, mask, order)
     context.progress(0.95, "reporting")
-    report = mask_report(shown, mask)
+    report = mask_report(_Shown(weights, scored.tensors if score == "fisher" else None), mask)
     provenance: dict[str, JSON] = {
         "model": model.provenance,
         "method": method.value,
@@ -157,14 +155,17 @@ def _put(context: TaskContext, scores: Scores) -> Blob:
     )
 
 
-class _Magnitudes(Mapping[str, NDArray[np.float32]]):
-    """Absolute weights as scores, read tensor by tensor."""
+class _Shown(Mapping[str, NDArray[np.float32]]):
+    """What the report is of, read tensor by tensor: scores, 0 where a weight is zero, as no mask can have it;
+    without scores the weights' size."""
 
-    def __init__(self, weights: Tensors) -> None:
+    def __init__(self, weights: Tensors, scores: Tensors | None) -> None:
         self._weights = weights
+        self._scores = scores
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
-        return np.abs(self._weights[name])
+        weights = self._weights[name]
+        return np.abs(weights) if self._scores is None else self._scores[name] * (weights != 0)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
