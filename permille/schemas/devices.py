@@ -188,7 +188,8 @@ class RunsOfDay(Closed):
 class Fleet(Closed):
     """All active devices of a tenant, counted.
 
-    Who may see each device sees all counts; who may not sees none of fewer than ten devices.
+    Who may see each device sees all counts; who may not sees none of fewer than ten devices, and others in
+    tens; what fewer have in common is not named.
     """
 
     devices: Count | None

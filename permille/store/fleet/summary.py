@@ -9,23 +9,24 @@ from sqlalchemy.orm import Session
 from permille.schemas.devices import Fleet, Group, RunsOfDay
 from permille.schemas.runs import Outcome
 from permille.store.database import now
-from permille.store.fleet.few import hide
+from permille.store.fleet.few import hide, rounded
 from permille.store.fleet.versions import active, results
 from permille.store.tables import Device, Release, Run
 
 DAYS: Final = 30
 MOST_VERSIONS: Final = 50
 _SEEN: Final = (("within a day", 1), ("within a week", 7), ("within 30 days", 30))
+_OTHERS: Final = "others"
 _DAY_US: Final = 86_400_000_000
 
 
 def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
-    """Count a tenant's active devices. `least`: counts of fewer devices are not told."""
+    """Count a tenant's active devices. `least`: counts of fewer devices are not told, others by it."""
     at = now(session)
     devices = session.scalar(select(func.count()).where(*active(tenant_id))) or 0
     versions = results(session, _newest_releases(session, tenant_id), least=least)
     return Fleet(
-        devices=devices if devices >= least or devices == 0 else None,
+        devices=rounded(devices, least),
         seen=_groups(session, tenant_id, _seen(at), least),
         agents=_groups(session, tenant_id, func.coalesce(Device.agent_version, "unknown"), least),
         engines=_groups(session, tenant_id, func.coalesce(Device.engine, "no run yet"), least),
@@ -40,13 +41,13 @@ def _newest_releases(session: Session, tenant_id: str) -> list[Release]:
 
 
 def _groups(session: Session, tenant_id: str, name: ColumnElement[str], least: int) -> list[Group]:
-    """Devices by what they have in common, the largest group first."""
+    """Devices by what they have in common, the largest group first; what a few have is not named."""
     query = select(name, func.count()).where(*active(tenant_id)).group_by(name)
     counts = {str(key): int(count) for key, count in session.execute(query)}
     shown = hide(counts, least)
-    return [
-        Group(name=key, devices=shown[key]) for key in sorted(counts, key=lambda key: (-counts[key], key))
-    ]
+    told = [key for key in sorted(counts, key=lambda key: (-counts[key], key)) if shown[key] is not None]
+    groups = [Group(name=key, devices=shown[key]) for key in told]
+    return groups if len(told) == len(counts) else [*groups, Group(name=_OTHERS, devices=None)]
 
 
 def _seen(at: datetime) -> ColumnElement[str]:

@@ -12,7 +12,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.schemas.releases import Band, Outcomes, VersionResults
 from permille.schemas.runs import Outcome
-from permille.store.fleet.few import hide
+from permille.store.fleet.few import coarse, hide, rounded
 from permille.store.fleet.statistics import Interval, median_ranks
 from permille.store.tables import Alias, Device, Release, Run
 
@@ -23,7 +23,7 @@ def results(session: Session, releases: Sequence[Release], *, least: int = 0) ->
     """What devices made of these releases of one tenant.
 
     Args:
-        least: counts of fewer devices are not told; 0 to who may see each device.
+        least: counts of fewer devices are not told, others are multiples of it; 0 to who may see each device.
     """
     if not releases:
         return []
@@ -47,7 +47,7 @@ def _results(
     reported = found.total()
     visible = reported >= max(least, 1)
     shown = hide({outcome.value: found[outcome.value] for outcome in Outcome}, least)
-    adopted = shown[Outcome.ADOPTED]
+    adopted, told_reported = shown[Outcome.ADOPTED], rounded(reported, least)
     improvement = median(session, row, Run.gain, least=least) if visible else None
     memory = _median_memory(session, row, reported) if visible else None
     return VersionResults(
@@ -57,14 +57,19 @@ def _results(
         yanked=row.yanked_at is not None,
         published_at=row.created_at,
         devices=told.get(key, 0),
-        reported=reported if visible or not least else None,
+        reported=told_reported,
         outcomes=Outcomes(**shown),
-        adopted_fraction=adopted / reported if visible and adopted is not None else None,
-        improvement=None
-        if improvement is None
-        else Band(median=improvement.value, low=improvement.low, high=improvement.high),
-        peak_rss_bytes=memory,
+        adopted_fraction=None if adopted is None or not told_reported else adopted / told_reported,
+        improvement=None if improvement is None else _band(improvement, least),
+        peak_rss_bytes=None if memory is None else int(coarse(memory, least)),
     )
+
+
+def _band(found: Interval, least: int) -> Band:
+    median, low, high = (
+        one if one is None else coarse(one, least) for one in (found.value, found.low, found.high)
+    )
+    return Band(median=median or 0.0, low=low, high=high)
 
 
 def of_version(row: Release) -> tuple[ColumnElement[bool] | InstrumentedAttribute[bool], ...]:

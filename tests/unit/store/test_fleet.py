@@ -2,16 +2,20 @@
 
 import math
 import random
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 
+from permille.schemas.devices import Fleet
 from permille.schemas.releases import Comparison, Verdict
 from permille.store.database import Database
 from permille.store.fleet.comparison import compare
 from permille.store.fleet.few import LEAST, hide
 from permille.store.fleet.statistics import median_of, share, share_difference
 from permille.store.fleet.summary import summary
+from permille.store.tables import Device
 from tests.artifacts import add_package
 from tests.fleet_site import RELEASE, VERSIONS, add_fleet, publish_versions
 from tests.packages import tiny_package
@@ -63,11 +67,30 @@ def test_who_may_not_see_each_device_learns_nothing_of_fewer_than_ten(db: Databa
         empty = summary(session, tenant_id="tenant_of_nobody", least=LEAST)
     assert told.devices is None
     assert not told.days
-    assert {group.devices for group in (*told.seen, *told.agents, *told.engines)} == {None}
+    groups = (*told.seen, *told.agents, *told.engines)
+    assert {(group.name, group.devices) for group in groups} == {("others", None)}, "names tell, too"
     for one in told.versions:
         assert (one.improvement, one.peak_rss_bytes, one.adopted_fraction, one.reported) == (None,) * 4
         assert set(one.outcomes.model_dump().values()) <= {None, 0}
     assert empty.devices == 0
+
+
+def test_two_looks_of_a_watcher_do_not_tell_what_one_device_did(db: Database, stocked: str) -> None:
+    def look() -> Fleet:
+        with db.read() as session:
+            return summary(session, tenant_id=stocked, least=LEAST)
+
+    before = look()
+    with db.write() as session:
+        device = session.scalars(select(Device).where(Device.tenant_id == stocked)).first()
+        assert device is not None
+        device.revoked_at = datetime(2026, 5, 4, tzinfo=UTC)
+    assert (before.devices, look().devices) == (300, 300)
+    for one in before.versions:
+        counts = (one.devices, one.reported, *one.outcomes.model_dump().values())
+        assert all(count is None or count % LEAST == 0 for count in counts)
+        assert one.improvement is not None
+        assert one.improvement.median == float(f"{one.improvement.median:.2g}")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -76,7 +99,8 @@ def test_hidden_groups_cannot_be_had_by_a_difference(seed: int) -> None:
     counts = {i: rng.choice((0, 1, 3, 9, 10, 50, 400)) for i in range(rng.randint(1, 6))}
     shown = hide(counts, LEAST)
     hidden = [counts[key] for key, count in shown.items() if count is None]
-    assert all(count is None or count == counts[key] for key, count in shown.items())
+    assert all(count is None or abs(count - counts[key]) <= LEAST // 2 for key, count in shown.items())
+    assert all(count % LEAST == 0 for count in shown.values() if count)
     assert all(count == 0 or count >= LEAST for count in shown.values() if count is not None)
     assert sum(hidden) == 0 or sum(hidden) >= LEAST or not any(shown.values())
 
