@@ -22,7 +22,7 @@ from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTe
 from permille.tensors import FLOATS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
-SCALES, PATTERN = ".scales", ".pattern"
+SCALES, PATTERN, CODE_BOOKS = ".scales", ".pattern", ".code_books"
 
 
 def write_dense(blobs: BlobFolder, tensors: Iterable[tuple[str, Coded]], how: Quantization) -> Layer:
@@ -187,6 +187,12 @@ def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTen
         case Scheme.INT4:
             writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
             writer.add(name + SCALES, "F32", scales.shape, scales)
+        case Scheme.INT8:
+            writer.add(name, "I8", quantized.shape, quantized.packed)
+            writer.add(name + SCALES, "F32", scales.shape, scales)
+        case Scheme.SQUEEZELLM:
+            writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
+            writer.add(name + CODE_BOOKS, "F16", scales.shape, scales.astype("<f2"))
         case Scheme.NF4:
             state = np.frombuffer(quant_state(quantized.shape, quantized.group_size), np.uint8)
             writer.add(name, "U8", (quantized.packed.size, 1), quantized.packed)

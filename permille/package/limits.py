@@ -2,6 +2,7 @@
 
 from enum import StrEnum
 
+from permille.quantization import integers, nf4, squeezellm
 from permille.quantization.types import Scheme
 
 FORMAT = "permille-package"
@@ -21,7 +22,11 @@ BLOCK_BYTES = 1 << 20  # FORMAT 4.7
 BLOCK_HASH_BYTES = 32
 PROGRAM_HEADER_BYTES = 40  # FORMAT 4.11
 STATE_BLOCK_WEIGHTS = 4096  # FORMAT 11.2
-GROUP_SIZES = {Scheme.NF4: (64,), Scheme.INT4: (32, 128)}
+GROUP_SIZES = {
+    Scheme.NF4: (nf4.BLOCK_SIZE,),
+    Scheme.SQUEEZELLM: (squeezellm.GROUP_SIZE,),
+    **integers.GROUP_SIZES,
+}
 
 # FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.
 FILE_NAMES = frozenset(

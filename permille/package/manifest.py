@@ -42,6 +42,7 @@ from permille.package.limits import (
     Role,
 )
 from permille.quantization.types import (
+    SPARSE_SCHEMES,
     Scheme,
     Sparsity,
     kept_bounds,
@@ -80,6 +81,8 @@ class Quantization:
             raise PackageError(
                 "manifest-schema", f"expected a group size of {allowed}, got {self.group_size}"
             )
+        if self.sparsity is not None and self.name not in SPARSE_SCHEMES:
+            raise PackageError("manifest-schema", f"expected no sparsity of {self.name}, got {self.sparsity}")
 
     def dense_bounds(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The fewest and the most bytes of one weight in the dense layer, without the layer's header."""
@@ -91,7 +94,9 @@ class Quantization:
         return (pattern + self._coded_bytes((1, fewest)), pattern + self._coded_bytes((1, most)))
 
     def _coded_bytes(self, shape: tuple[int, int]) -> int:
-        return packed_size(shape) + 4 * math.prod(scales_shape(self.name, shape, self.group_size))
+        item = 2 if self.name is Scheme.SQUEEZELLM else 4  # code books are float16
+        scales = math.prod(scales_shape(self.name, shape, self.group_size))
+        return packed_size(self.name, shape) + item * scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
-from permille.package.layers import ABSMAX, PATTERN, SCALES, are_exponents
+from permille.package.layers import ABSMAX, CODE_BOOKS, PATTERN, SCALES, are_exponents
 from permille.package.limits import (
     BLOCKED_ROLES,
     MAX_EXPONENT,
@@ -34,6 +34,7 @@ from permille.package.manifest import AdapterInfo, Layer, Manifest
 from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import (
     check_code_book,
+    check_codes,
     check_indices,
     check_pattern,
     check_program,
@@ -53,8 +54,9 @@ from permille.quantization.types import (
 from permille.tensors import FLOATS, RawTensor
 
 _NONE = np.empty(0, np.uint32)
+_SCALES = {Scheme.NF4: ABSMAX, Scheme.SQUEEZELLM: CODE_BOOKS}
 _DTYPES = {
-    Role.DENSE: frozenset({"U8", "F32"}),
+    Role.DENSE: frozenset({"U8", "I8", "F16", "F32"}),
     Role.PLAIN: FLOATS,
     Role.MASK: frozenset({"U32"}),
     Role.ADAPTER: FLOATS,
@@ -155,8 +157,8 @@ class Package:
 
         Raises:
             KeyError: no such tensor.
-            PackageError: `block-digest`, `dense-scales`, `dense-padding`, `dense-code-book`, or of a pattern
-                `pattern-range`, `pattern-padding`, `pattern-count` or `mask-pruned`.
+            PackageError: `block-digest`, `dense-scales`, `dense-codes`, `dense-padding`, `dense-code-book`,
+                of a pattern `pattern-range`, `pattern-padding`, `pattern-count` or `mask-pruned`.
         """
         shape, scheme = self._shapes[name], self.manifest.scheme
         dense = self._checked(Role.DENSE)
@@ -164,7 +166,7 @@ class Package:
             return self._sparse(name, scheme.sparsity)
         if scheme.name is Scheme.NF4:
             check_code_book(dense, name, shape, scheme.group_size)
-        return self._codes(name, shape, name + (ABSMAX if scheme.name is Scheme.NF4 else SCALES))
+        return self._codes(name, shape, name + _SCALES.get(scheme.name, SCALES))
 
     def _sparse(self, name: str, sparsity: Sparsity) -> SparseTensor:
         layer = self._layers[Role.DENSE]
@@ -177,20 +179,20 @@ class Package:
         scheme, dense = self.manifest.scheme, self._layers[Role.DENSE]
         packed, scales = dense.tensor(name).data, dense.tensor(scales_name).float32()
         wanted = scales_shape(scheme.name, shape, scheme.group_size)
-        if (packed.size, scales.size) != (packed_size(shape), math.prod(wanted)):
+        if (packed.size, scales.size) != (packed_size(scheme.name, shape), math.prod(wanted)):
             raise PackageError(
                 "pattern-count", f"expected codes and scales of {shape[1]} kept weights in {name}, got others"
             )
-        check_scales(name, scales)
-        if shape[0] * shape[1] % 2 and packed[-1] & 0x0F:
-            raise PackageError("dense-padding", f"expected a last low nibble of 0 in {name}, got another")
-        return QuantizedTensor(
+        check_scales(name, scheme.name, scales)
+        found = QuantizedTensor(
             scheme=scheme.name,
             shape=shape,
             group_size=scheme.group_size,
             packed=packed,
             scales=scales.reshape(wanted),
         )
+        check_codes(name, found)
+        return found
 
     def plain(self, name: str) -> RawTensor:
         """A tensor that is not quantized, bit for bit as in the source model, mapped.

@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.models.families import expected_tensors, scoped_tensors
-from permille.package.layers import ABSMAX, PATTERN, QUANT_MAP, QUANT_STATE, SCALES, quant_state
+from permille.package.layers import (
+    ABSMAX,
+    CODE_BOOKS,
+    PATTERN,
+    QUANT_MAP,
+    QUANT_STATE,
+    SCALES,
+    quant_state,
+)
 from permille.package.limits import PROGRAM_HEADER_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.safetensors_io import SafetensorsFile
@@ -19,6 +27,7 @@ from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.sparse import has_other_numbers, has_padding, ranks, row_starts
 from permille.quantization.types import (
     Pattern,
+    QuantizedTensor,
     Scheme,
     Sparsity,
     kept_bounds,
@@ -27,6 +36,8 @@ from permille.quantization.types import (
     scales_shape,
 )
 
+_BESIDE_CODES = {ABSMAX: "F32", QUANT_MAP: "F32", QUANT_STATE: "U8", SCALES: "F32", PATTERN: "U8"}
+_BESIDE_CODES |= {CODE_BOOKS: "F16"}
 _PROGRAM_HEADER = struct.Struct("<4x8sIQQQ")
 
 
@@ -60,6 +71,7 @@ def check_shapes(
             expected[role] = counts
     for role, shapes in expected.items():
         _check_layer_shapes(role, layers[role], shapes)
+    _check_dense_dtypes(manifest.scheme.name, layers[Role.DENSE])
 
 
 def _dense_shapes(manifest: Manifest, dense: SafetensorsFile) -> dict[str, tuple[int, ...]]:
@@ -68,10 +80,14 @@ def _dense_shapes(manifest: Manifest, dense: SafetensorsFile) -> dict[str, tuple
     scheme, group_size = manifest.scheme.name, manifest.scheme.group_size
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in manifest.tensors:
-        packed, scales = packed_size(tensor.shape), scales_shape(scheme, tensor.shape, group_size)
+        packed, scales = packed_size(scheme, tensor.shape), scales_shape(scheme, tensor.shape, group_size)
         match scheme:
             case Scheme.INT4:
                 shapes |= {tensor.name: (packed,), tensor.name + SCALES: scales}
+            case Scheme.INT8:
+                shapes |= {tensor.name: tensor.shape, tensor.name + SCALES: scales}
+            case Scheme.SQUEEZELLM:
+                shapes |= {tensor.name: (packed,), tensor.name + CODE_BOOKS: scales}
             case Scheme.NF4:
                 state = (len(quant_state(tensor.shape, group_size)),)
                 shapes |= {tensor.name: (packed, 1), tensor.name + ABSMAX: scales}
@@ -111,9 +127,14 @@ def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str,
         if layer.specs[name].shape != shape:
             got = layer.specs[name].shape
             raise PackageError("tensor-shape", f"expected {shape} of {name} in {role}, got {got}")
-        wanted = "F32" if name.endswith((ABSMAX, QUANT_MAP, SCALES)) else "U8"
-        if role is Role.DENSE and layer.specs[name].dtype != wanted:
-            raise PackageError("header-dtype", f"expected {wanted} of {name}, got {layer.specs[name].dtype}")
+
+
+def _check_dense_dtypes(scheme: Scheme, dense: SafetensorsFile) -> None:
+    codes = "I8" if scheme is Scheme.INT8 else "U8"
+    for name, spec in dense.specs.items():
+        wanted = next((dtype for suffix, dtype in _BESIDE_CODES.items() if name.endswith(suffix)), codes)
+        if spec.dtype != wanted:
+            raise PackageError("header-dtype", f"expected {wanted} of {name}, got {spec.dtype}")
 
 
 def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
@@ -130,15 +151,32 @@ def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
         )
 
 
-def check_scales(name: str, scales: NDArray[np.float32]) -> None:
-    """Scales are finite and not negative (FORMAT 4.2).
+def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None:
+    """Scales are finite and not negative, numbers of code books finite (FORMAT 4.2).
 
     Raises:
-        PackageError: `dense-scales`.
+        PackageError: `dense-scales` or `dense-code-book`.
     """
+    if scheme is Scheme.SQUEEZELLM:
+        if not np.isfinite(scales).all():
+            raise PackageError("dense-code-book", f"expected finite code books of {name}, got others")
+        return
     # NaN fails the comparison too.
     if not np.all((scales >= 0) & (scales < np.inf)):
         raise PackageError("dense-scales", f"expected finite scales of {name} from 0, got others")
+
+
+def check_codes(name: str, tensor: QuantizedTensor) -> None:
+    """Codes are those that the scheme has, and behind an odd number of them stands 0 (FORMAT 4.2).
+
+    Raises:
+        PackageError: `dense-codes` or `dense-padding`.
+    """
+    if tensor.scheme is Scheme.INT8:
+        if int(tensor.packed.view(np.int8).min()) == -128:
+            raise PackageError("dense-codes", f"expected codes of {name} from -127, got -128")
+    elif math.prod(tensor.shape) % 2 and tensor.packed[-1] & 0x0F:
+        raise PackageError("dense-padding", f"expected a last low nibble of 0 in {name}, got another")
 
 
 def check_program(path: Path) -> None:

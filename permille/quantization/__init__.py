@@ -1,10 +1,10 @@
-"""4-bit schemes: quantize beside dequantize, one module a scheme. numpy only.
+"""Schemes of 4 and 8 bits: quantize beside dequantize. numpy only.
 
 A dense layer knows no mask: at a masked position a layer computes with the sparse value, whatever the codes
 decode to there. What all schemes promise: the same codes on every machine, bounded memory beside input and
 output, and
 
-- a group without any weight other than zero has scale 0 and decodes to zeros;
+- a group without any weight other than zero decodes to zeros, and has scale 0 where it has one;
 - of a sparse weight, which keeps codes of some weights alone, zeros decode to zeros (`sparse`);
 - NaN and infinity are refused with the tensor's name.
 """
@@ -14,10 +14,17 @@ from numpy.typing import NDArray
 
 from permille.choices import choice_of
 from permille.errors import InputError
-from permille.quantization import int4, nf4
-from permille.quantization.source import pack
+from permille.quantization import integers, nf4, squeezellm
+from permille.quantization.source import pack, unpack
 from permille.quantization.sparse import check_pattern, kept_places, pack_places, places
-from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor, Sparsity
+from permille.quantization.types import (
+    SPARSE_SCHEMES,
+    Coded,
+    QuantizedTensor,
+    Scheme,
+    SparseTensor,
+    Sparsity,
+)
 
 _ROWS = 256
 
@@ -27,9 +34,13 @@ def quantize(
     scheme: Scheme | str,
     group_size: int,
     *,
+    scores_NK: NDArray[np.float32] | None = None,
     name: str = "weight",
 ) -> QuantizedTensor:
     """Quantize one weight [N, K].
+
+    Args:
+        scores_NK: Fisher scores, which code books are made for; integers and NF4 know none.
 
     Raises:
         InputError: NaN or infinity, shapes that disagree, a scheme that does not exist, or a group size that
@@ -40,8 +51,12 @@ def quantize(
             if group_size != nf4.BLOCK_SIZE:
                 raise InputError(f"expected group size {nf4.BLOCK_SIZE} for nf4, got {group_size}")
             return nf4.quantize(w_NK, name=name)
-        case Scheme.INT4:
-            return int4.quantize(w_NK, group_size, name=name)
+        case Scheme.INT4 | Scheme.INT8:
+            return integers.quantize(w_NK, Scheme(scheme), group_size, name=name)
+        case Scheme.SQUEEZELLM:
+            if group_size != squeezellm.GROUP_SIZE:
+                raise InputError(f"expected no group size for squeezellm (0), got {group_size}")
+            return squeezellm.quantize(w_NK, scores_NK, name=name)
 
 
 def quantize_sparse(
@@ -55,8 +70,11 @@ def quantize_sparse(
     """Quantize the weights [N, K] that are not zero; scales are of these alone.
 
     Raises:
-        InputError: as `quantize`, or a weight that has more than two of four for 2:4.
+        InputError: as `quantize`, a scheme without patterns, or a weight that has more than two of four for
+            2:4.
     """
+    if choice_of(Scheme, scheme, "a scheme") not in SPARSE_SCHEMES:
+        raise InputError(f"expected nf4 or int4 for a pattern of kept weights, got {scheme}")
     kept_NK = kept_places(w_NK, sparsity, name=name)
     return SparseTensor(
         pattern=pack_places(kept_NK, sparsity),
@@ -75,8 +93,10 @@ def dequantize(quantized: Coded) -> NDArray[np.float32]:
     match quantized.scheme:
         case Scheme.NF4:
             return nf4.dequantize(quantized)
-        case Scheme.INT4:
-            return int4.dequantize(quantized)
+        case Scheme.INT4 | Scheme.INT8:
+            return integers.dequantize(quantized)
+        case Scheme.SQUEEZELLM:
+            return squeezellm.dequantize(quantized)
 
 
 def whole_int4(tensor: SparseTensor) -> QuantizedTensor | None:
@@ -92,8 +112,7 @@ def whole_int4(tensor: SparseTensor) -> QuantizedTensor | None:
     if tensor.pattern.sparsity is Sparsity.BITMAP or columns // 2 % kept.group_size:
         return None
     code_NK = np.full(tensor.shape, 8, np.uint8)
-    codes = np.stack([kept.packed >> 4, kept.packed & 15], axis=1).reshape(-1)[: kept.shape[1]]
-    code_NK[places(tensor.pattern, 0, rows)] = codes
+    code_NK[places(tensor.pattern, 0, rows)] = unpack(kept.packed, kept.shape[1])
     return QuantizedTensor(
         scheme=Scheme.INT4,
         shape=tensor.shape,
@@ -115,9 +134,13 @@ def _scattered(tensor: SparseTensor) -> NDArray[np.float32]:
 
 
 def default_group_size(scheme: Scheme | str) -> int:
-    """64 for NF4, 32 for INT4 (ADR 12)."""
+    """64 for NF4, 32 for INT4, 128 for INT8 (ADR 13); 0 for SQUEEZELLM, which has none."""
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
             return nf4.BLOCK_SIZE
         case Scheme.INT4:
             return 32
+        case Scheme.INT8:
+            return 128
+        case Scheme.SQUEEZELLM:
+            return squeezellm.GROUP_SIZE

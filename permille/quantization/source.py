@@ -41,12 +41,23 @@ def check_quantized(quantized: QuantizedTensor) -> None:
     """
     packed, scales = quantized.packed, quantized.scales
     expected = scales_shape(quantized.scheme, quantized.shape, quantized.group_size)
-    if packed.dtype != np.uint8 or packed.shape != (packed_size(quantized.shape),):
-        raise InputError(
-            f"expected {packed_size(quantized.shape)} packed bytes, got {packed.dtype} {packed.shape}"
-        )
+    size = packed_size(quantized.scheme, quantized.shape)
+    if packed.dtype != np.uint8 or packed.shape != (size,):
+        raise InputError(f"expected {size} packed bytes, got {packed.dtype} {packed.shape}")
     if scales.dtype != np.float32 or scales.shape != expected:
         raise InputError(f"expected float32 scales {expected}, got {scales.dtype} {scales.shape}")
+
+
+def unpack(packed: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
+    """The first `number` codes of bytes that hold two each."""
+    codes: NDArray[np.uint8] = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[:number]
+    return codes
+
+
+def row_chunks(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Ranges of an even number of rows, so that no byte is shared by two chunks."""
+    step = max(2, CHUNK_WEIGHTS // columns // 2 * 2)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

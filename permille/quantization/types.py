@@ -14,10 +14,19 @@ from permille.choices import choice_of
 
 
 class Scheme(StrEnum):
-    """How four bits stand for a weight (FORMAT 4.2)."""
+    """How codes stand for weights (FORMAT 4.2): four bits each, of INT8 eight."""
 
     NF4 = "nf4"
     INT4 = "int4"
+    INT8 = "int8"
+    SQUEEZELLM = "squeezellm"
+
+
+SPARSE_SCHEMES = frozenset({Scheme.NF4, Scheme.INT4})
+"""Schemes whose codes may be of some weights alone, with a pattern that says which."""
+
+CODE_BOOK_SIZE = 16
+"""Numbers of a code book of SQUEEZELLM: what four bits can say."""
 
 
 class Sparsity(StrEnum):
@@ -29,15 +38,17 @@ class Sparsity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedTensor:
-    """One weight matrix in four bits a weight.
+    """One weight matrix in codes.
 
     Attributes:
-        scheme: which code book.
+        scheme: what codes stand for.
         shape: (N, K) of the weight that was quantized.
-        group_size: weights that share a scale: NF4 counts along the flat row-major matrix, INT4 along a row.
-        packed: [ceil(N*K / 2)] uint8, two codes a byte in flat row-major order, the first in the high nibble;
-            of an odd number of codes the last low nibble is 0.
-        scales: float32, finite and not negative: NF4 absmax [B], INT4 scale [N, G].
+        group_size: weights that share a scale: NF4 counts along the flat row-major matrix, integers along a
+            row; 0 of SQUEEZELLM, where a row shares a code book.
+        packed: uint8 in flat row-major order. [ceil(N*K / 2)], two codes a byte, the first in the high
+            nibble; of an odd number of codes the last low nibble is 0. INT8: [N*K], the bytes of int8 codes.
+        scales: float32, finite and not negative: NF4 absmax [B], INT4 and INT8 scale [N, G]. SQUEEZELLM: the
+            code books [N, 16] themselves, of either sign, each number exact in float16.
     """
 
     scheme: Scheme
@@ -101,17 +112,19 @@ def kept_bounds(sparsity: Sparsity, shape: tuple[int, int]) -> tuple[int, int]:
             return (1, weights)
 
 
-def packed_size(shape: tuple[int, int]) -> int:
+def packed_size(scheme: Scheme, shape: tuple[int, int]) -> int:
     """Bytes that hold the codes of a weight of this shape."""
     rows, columns = shape
-    return (rows * columns + 1) // 2
+    return rows * columns if scheme is Scheme.INT8 else (rows * columns + 1) // 2
 
 
 def scales_shape(scheme: Scheme, shape: tuple[int, int], group_size: int) -> tuple[int, ...]:
-    """Shape of the scales: NF4 [B] flat blocks, INT4 [N, G] groups of a row."""
+    """Shape of the scales: NF4 [B] flat blocks, integers [N, G] groups of a row, SQUEEZELLM [N, 16]."""
     rows, columns = shape
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
             return (-(-rows * columns // group_size),)
-        case Scheme.INT4:
+        case Scheme.INT4 | Scheme.INT8:
             return (rows, -(-columns // group_size))
+        case Scheme.SQUEEZELLM:
+            return (rows, CODE_BOOK_SIZE)

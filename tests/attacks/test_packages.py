@@ -19,7 +19,7 @@ from permille.package.build import ChosenAdapter
 from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, AdapterKind
 from permille.package.plan import check_plan
 from permille.package.reader import verify_package
-from permille.quantization.types import Sparsity
+from permille.quantization.types import Scheme, Sparsity
 from tests.attacks.forge import Container, Forge, container_bytes
 from tests.unit.package.tiny import LLAMA, Tiny, write_tiny
 
@@ -622,15 +622,21 @@ SPARSE = LLAMA | {
 GATE = "model.layers.0.mlp.gate_proj.weight"
 
 
+def scheme_with(scheme: Scheme, change: Callable[[Forge], object], forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, config=ODD, scheme=scheme), forge.target)
+    change(other)
+    return other.seal()
+
+
 def sparse_with(sparsity: Sparsity, change: Callable[[Forge], object], forge: Forge) -> str:
     other = Forge(write_tiny(forge.tiny.blobs, config=SPARSE, sparsity=sparsity), forge.target)
     change(other)
     return other.seal()
 
 
-def dense_number(name: str, at: int, value: int, forge: Forge) -> None:
+def dense_number(name: str, at: int, value: float, forge: Forge, dtype: str = "u1") -> None:
     container = forge.container("dense")
-    container.view(name, "u1")[at] = value
+    container.view(name, dtype)[at] = value
     forge.replace("dense", container.data())
 
 
@@ -677,6 +683,66 @@ SPARSE_CHANGES: list[tuple[str, str, Sparsity, Callable[[Forge], object]]] = [
 ]
 for code, name, sparsity, change_sparse in SPARSE_CHANGES:
     register(code, f"{sparsity}_with_{name}", partial(sparse_with, sparsity, change_sparse))
+
+
+BOOKS = f"{Q0}.code_books"
+SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
+    ("dense-codes", "a_code_of_minus_128", Scheme.INT8, partial(dense_number, Q0, 7, -128, dtype="i1")),
+    (
+        "dense-scales",
+        "a_scale_below_0",
+        Scheme.INT8,
+        partial(dense_number, f"{Q0}.scales", 3, -1, dtype="<f4"),
+    ),
+    (
+        "header-dtype",
+        "codes_without_sign",
+        Scheme.INT8,
+        lambda f: f.rewrite("dense", Q0, "U8", np.ones((9, 9), "u1")),
+    ),
+    (
+        "tensor-shape",
+        "one_row_of_codes",
+        Scheme.INT8,
+        lambda f: f.rewrite("dense", Q0, "I8", np.ones((1, 81), "i1")),
+    ),
+    ("manifest-schema", "a_pattern", Scheme.INT8, lambda f: f.manifest["scheme"].update(sparsity="bitmap")),
+    ("manifest-schema", "groups_of_32", Scheme.INT8, lambda f: f.manifest["scheme"].update(group_size=32)),
+    (
+        "dense-code-book",
+        "not_a_number",
+        Scheme.SQUEEZELLM,
+        partial(dense_number, BOOKS, 17, np.nan, dtype="<f2"),
+    ),
+    (
+        "dense-code-book",
+        "infinity",
+        Scheme.SQUEEZELLM,
+        partial(dense_number, BOOKS, -1, -np.inf, dtype="<f2"),
+    ),
+    ("dense-padding", "a_last_nibble", Scheme.SQUEEZELLM, partial(dense_number, Q0, -1, 1)),
+    (
+        "header-dtype",
+        "float32",
+        Scheme.SQUEEZELLM,
+        lambda f: f.rewrite("dense", BOOKS, "F32", np.ones((9, 16), "<f4")),
+    ),
+    (
+        "tensor-shape",
+        "a_book_of_15",
+        Scheme.SQUEEZELLM,
+        lambda f: f.rewrite("dense", BOOKS, "F16", np.ones((9, 15), "<f2")),
+    ),
+    (
+        "tensor-names",
+        "no_books",
+        Scheme.SQUEEZELLM,
+        lambda f: f.manifest["scheme"].update(name="int4", group_size=32),
+    ),
+    ("manifest-schema", "a_group", Scheme.SQUEEZELLM, lambda f: f.manifest["scheme"].update(group_size=9)),
+]
+for code, name, scheme, change_scheme in SCHEME_CHANGES:
+    register(code, f"{scheme}_with_{name}", partial(scheme_with, scheme, change_scheme))
 
 
 @attack("manifest-tensors")

@@ -48,7 +48,7 @@ from permille.quantization.types import (
 from permille.tensors import RawTensor
 
 # Root mean square of a code that is drawn evenly, in units of its scale.
-_CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3}
+_CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3, Scheme.INT8: 73.6, Scheme.SQUEEZELLM: 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,16 +241,22 @@ def _codes(
 def _random_codes(
     rng: np.random.Generator, shape: tuple[int, int], how: Quantization, spread: float
 ) -> QuantizedTensor:
-    packed = rng.integers(0, 256, packed_size(shape), np.uint8)
-    if shape[0] * shape[1] % 2:
+    packed = rng.integers(0, 256, packed_size(how.name, shape), np.uint8)
+    size = scales_shape(how.name, shape, how.group_size)
+    if how.name is Scheme.INT8:
+        packed[packed == 128] = 0  # -128 is no code
+    elif shape[0] * shape[1] % 2:
         packed[-1] &= 0xF0
-    scales = rng.uniform(0.8 * spread, 1.2 * spread, scales_shape(how.name, shape, how.group_size))
+    if how.name is Scheme.SQUEEZELLM:
+        scales = rng.normal(0, spread, size).astype(np.float16).astype(np.float32)
+    else:
+        scales = rng.uniform(0.8 * spread, 1.2 * spread, size).astype(np.float32)
     return QuantizedTensor(
         scheme=how.name,
         shape=shape,
         group_size=how.group_size,
         packed=packed,
-        scales=scales.astype(np.float32),
+        scales=scales,
     )
 
 

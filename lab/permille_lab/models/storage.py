@@ -129,7 +129,9 @@ def stored_bytes(base: Base, shapes: Iterable[tuple[int, int]]) -> StoredBytes:
     codes = tables = weights = 0
     for shape in shapes:
         weights += prod(shape)
-        codes += _UNQUANTIZED[base] * prod(shape) if base in _UNQUANTIZED else packed_size(shape)
+        codes += (
+            _UNQUANTIZED[base] * prod(shape) if base in _UNQUANTIZED else packed_size(_GROUPS[base][0], shape)
+        )
         if base not in _UNQUANTIZED:
             tables += 4 * prod(scales_shape(_GROUPS[base][0], shape, _GROUPS[base][1]))
     return StoredBytes(codes=codes, tables=tables, weights=weights)
