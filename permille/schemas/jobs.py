@@ -114,6 +114,11 @@ class Preflight(Closed):
 
     accepted: bool
     figures: list[Figure]
+    unknown: str | None = Field(
+        default=None,
+        description="why there are no figures, so that nothing is refused",
+        examples=["the files of this hub model have not been read yet: its first job does"],
+    )
 
 
 class Made(Closed):

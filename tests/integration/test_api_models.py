@@ -97,6 +97,10 @@ def test_hub_model_needs_a_full_commit_and_no_url(api: Api) -> None:
     assert hub("owner/name", "0" * 39) == 422
     assert hub("https://evil.example/x", "0" * 40) == 422
     assert hub("../x", "0" * 40) == 422
+    request = {"model_id": api.get("/v1/models").json()["items"][0]["id"], "method": "random"}
+    needs = api.post("/v1/preflights", {"kind": "mask", "request": request}).json()
+    assert (needs["accepted"], needs["figures"]) == (True, [])
+    assert "not been read yet" in needs["unknown"]
 
 
 def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What a request will need, from the rows that it names, and whether the machine has it.
 
-A hub model that no worker has read yet has no figures.
+A hub model that no worker has read yet has no figures: the answer says so, and refuses nothing.
 """
 
 from sqlalchemy.orm import Session
@@ -41,6 +41,7 @@ from permille_service.problems import ApiError
 
 ADAPTER = "adapter"  # the package's own word for the layer
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
+_UNREAD = "the files of this hub model have not been read yet: its first job downloads them"
 _EXPLANATIONS = {
     "memory": "weights, scores, gradients and activations",
     "disk": "layers, scores and reports in the blob folder",
@@ -70,7 +71,10 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     """What a request needs and whether the machine has it. Raises as `check`, but for the refusal."""
     machine = look(service.settings)
     with service.database.read() as session:
-        return compare(_Planner(session, tenant_id, machine).needs_of(request), machine)
+        needs = _Planner(session, tenant_id, machine).needs_of(request)
+    if needs is NOTHING:
+        return Preflight(accepted=True, figures=[], unknown=_UNREAD)
+    return compare(needs, machine)
 
 
 def compare(needs: Needs, machine: Machine) -> Preflight:
