@@ -19,13 +19,12 @@ from permille.schemas.access import Role
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
-from permille.store import artifacts, audit, inputs
+from permille.store import artifacts, audit, inputs, tables
 from permille.store.database import now
 from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.jobs.dispatch import dispatch
-from permille.store.jobs.transitions import NewJob
-from permille.store.tables import IdempotentAnswer
+from permille.store.jobs.transitions import NewJob, request_digest
 from permille_service.access.principals import Operator, operator_with
 from permille_service.context import Served, Service
 from permille_service.jobs.records import present
@@ -113,7 +112,8 @@ class Creation:
     def start(self, kind: JobKind, request: Closed, *, again: bool) -> Job:
         """Store a job and tell workers; the same key and request give the same job.
 
-        A job that has succeeded with an equal request is the answer, unless it shall run `again`.
+        A job that has succeeded with an equal request is the answer, unless it shall run `again`; so are
+        those that have made parts of a build.
 
         Raises:
             ApiError: `idempotency-conflict`, or why the request cannot be.
@@ -127,7 +127,9 @@ class Creation:
         )
         with self.service.database.read() as session:
             repeated = self._is_repeated(session)
-            earlier = None if repeated or again else self._find_equal(session, new)
+            digest = request_digest(new.kind, new.payload)
+            found = None if repeated or again else self._find_equal(session, digest)
+            earlier = None if found is None else present(session, found)
         if earlier is not None:
             self.response.status_code = 200
             self.response.headers["Location"] = f"/v1/jobs/{earlier.id}"
@@ -137,7 +139,7 @@ class Creation:
         with self.service.database.write() as session:
             repeated = self._is_repeated(session)  # the same request may have been faster
             try:
-                row = queue.submit(session, new)
+                row = queue.submit(session, new, None if again else self._find_part)
             except ConflictError as exc:
                 raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
             record = present(session, row)
@@ -147,14 +149,15 @@ class Creation:
         self.response.headers["Location"] = f"/v1/jobs/{record.id}"
         return record
 
-    def _find_equal(self, session: Session, new: NewJob) -> Job | None:
+    def _find_equal(self, session: Session, digest: str) -> tables.Job | None:
         """The job that has made the same of the same before, where what it made is still here."""
-        row = queue.find_equal(session, new)
+        row = queue.find_equal(session, tenant_id=self.operator.tenant_id, request_digest=digest)
         if row is None or not artifacts.has_result(session, row):
             return None
-        if not inputs.corpora_are_older(session, self.service.settings, row):
-            return None
-        return present(session, row)
+        return row if inputs.corpora_are_older(session, self.service.settings, row) else None
+
+    def _find_part(self, session: Session, part: tables.Job) -> tables.Job | None:
+        return self._find_equal(session, part.request_digest)
 
     def _is_repeated(self, session: Session) -> bool:
         if self.key is None:
@@ -190,17 +193,17 @@ AdminCreating = Annotated[Creation, Depends(_creation_by(Role.ADMIN))]
 
 def _find_answer(
     session: Session, *, tenant_id: str, key: str, request_digest: str
-) -> IdempotentAnswer | None:
+) -> tables.IdempotentAnswer | None:
     """The answer kept under this key, if it is still kept.
 
     Raises:
         ConflictError: the key was used for another request.
     """
     answer = session.scalar(
-        select(IdempotentAnswer).where(
-            IdempotentAnswer.tenant_id == tenant_id,
-            IdempotentAnswer.key == key,
-            IdempotentAnswer.created_at > now(session) - _KEPT_FOR,
+        select(tables.IdempotentAnswer).where(
+            tables.IdempotentAnswer.tenant_id == tenant_id,
+            tables.IdempotentAnswer.key == key,
+            tables.IdempotentAnswer.created_at > now(session) - _KEPT_FOR,
         )
     )
     if answer is not None and answer.request_digest != request_digest:
@@ -211,9 +214,11 @@ def _find_answer(
 def _keep_answer(session: Session, *, tenant_id: str, key: str, request_digest: str, sealed: bytes) -> None:
     """Keep an answer for a day; answers older than that are dropped on the way."""
     at = now(session)
-    session.execute(delete(IdempotentAnswer).where(IdempotentAnswer.created_at <= at - _KEPT_FOR))
+    session.execute(
+        delete(tables.IdempotentAnswer).where(tables.IdempotentAnswer.created_at <= at - _KEPT_FOR)
+    )
     session.add(
-        IdempotentAnswer(
+        tables.IdempotentAnswer(
             tenant_id=tenant_id,
             key=key,
             request_digest=request_digest,

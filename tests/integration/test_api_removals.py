@@ -129,6 +129,11 @@ def test_an_equal_request_gets_what_was_made_until_it_is_removed_or_its_corpus_c
         )
         claims.complete(session, claim, result_id=mask.id)
     assert ask() == (200, first)
+    parts = {"mask": {name: body[name] for name in body if name != "model_id"}}
+    build = api.post("/v1/builds", {"model_id": model_id, **parts}).json()
+    assert api.get(f"/v1/builds/{build['id']}").json()["mask_id"] == mask.id, "made before"
+    anew = api.post("/v1/builds?again=true", {"model_id": model_id, **parts}).json()
+    assert api.get(f"/v1/builds/{anew['id']}").json()["mask_id"] is None
     assert ask({"seed": 1})[0] == 202
     assert ask(query="?again=true")[0] == 202
     assert api.delete(f"/v1/corpora/{corpus}").status_code == 409

@@ -2,12 +2,12 @@
 
 No worker runs a waiting job and none is held by one: it is `running` without a worker, is moved on in the
 transaction that ends one of its parts, and is looked at again by every sweep. A build waits from the start:
-mask (none for an adapter) and quantization run side by side, the package after both. Any other job that
-waits was split by its worker (`claims.split`); once all parts have succeeded it is queued again, and its next
-attempt joins them.
+mask (none for an adapter) and quantization run side by side, or are there from earlier, the package after
+both. Any other job that waits was split by its worker (`claims.split`); once all parts have succeeded it is
+queued again, and its next attempt joins them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sqlalchemy.orm import Session
 
@@ -22,6 +22,8 @@ from permille.store.tables import Job
 
 Part = tuple[JobKind, Closed]
 """A job to add below another one: its kind and its request."""
+Find = Callable[[Session, Job], Job | None]
+"""Finds, for a job that was just added, one that has made the same of the same before."""
 # What share of a build's time each part takes, roughly; and of a split job's time, where its parts begin and
 # how much they take.
 _WEIGHTS = {JobKind.MASK: 0.6, JobKind.QUANTIZATION: 0.3, JobKind.PACKAGE: 0.1}
@@ -60,6 +62,20 @@ def add(session: Session, parent: Job, due: Sequence[Part]) -> None:
             ),
         )
         transitions.tell(session, parent, EventKind.MESSAGE, {"message": f"added {kind}", "job_id": part.id})
+
+
+def take_earlier(session: Session, build: Job, find: Find) -> None:
+    """End the parts of a build that was just added whose result is there already, with that result.
+
+    They are looked for once they are rows: what changes after that is newer than they are.
+    """
+    for part in transitions.children(session, build.id):
+        earlier = find(session, part)
+        if earlier is not None:
+            part.started_at, part.result_id = now(session), earlier.result_id
+            told = {"result_id": part.result_id, "message": f"{earlier.id} has made the same before"}
+            transitions.transition(session, part, JobState.SUCCEEDED, **told)
+    advance(session, build)
 
 
 def advance(session: Session, job: Job) -> None:

@@ -25,10 +25,11 @@ MAX_EVENTS = 1000
 _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # the kinds that may have parts: others are not looked up
 
 
-def submit(session: Session, new: NewJob) -> Job:
+def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> Job:
     """Store a queued job; with a key that was used before for the same kind and payload, return that job.
 
-    A build's first child jobs are stored with it.
+    A build's first child jobs are stored with it; where `find` knows a job that has made the same before,
+    the child has its result.
 
     Raises:
         ConflictError: the key was used for another kind or payload.
@@ -46,6 +47,8 @@ def submit(session: Session, new: NewJob) -> Job:
         return earlier
     if new.kind == JobKind.BUILD:
         parents.advance(session, job)
+        if find is not None:
+            parents.take_earlier(session, job, find)
     return job
 
 
@@ -66,12 +69,11 @@ def find_by_key(session: Session, *, tenant_id: str, idempotency_key: str) -> Jo
     return session.scalar(query)
 
 
-def find_equal(session: Session, new: NewJob) -> Job | None:
+def find_equal(session: Session, *, tenant_id: str, request_digest: str) -> Job | None:
     """The newest job that has succeeded with the same request, if any."""
-    digest = transitions.request_digest(new.kind, new.payload)
     query = select(Job).where(
-        Job.tenant_id == new.tenant_id,
-        Job.request_digest == digest,
+        Job.tenant_id == tenant_id,
+        Job.request_digest == request_digest,
         Job.state == JobState.SUCCEEDED.value,
     )
     return session.scalar(query.order_by(Job.id.desc()).limit(1))

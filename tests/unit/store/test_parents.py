@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.schemas.fields import EXAMPLE_ULID
@@ -107,6 +108,28 @@ def test_builds_run_mask_and_quantization_side_by_side(db: Database, tenant_id: 
     assert take(db) is None
     after = read(db, build)
     assert (after.state, after.result_id, after.progress) == ("succeeded", IDS["package"], 1.0)
+
+
+def test_parts_that_were_made_before_are_not_made_again(db: Database, tenant_id: str) -> None:
+    earlier = submit_build(db, tenant_id)
+    for kind in ("mask", "quantization"):
+        run(db, earlier, kind)
+
+    def find(session: Session, part: Job) -> Job | None:
+        return queue.find_equal(session, tenant_id=tenant_id, request_digest=part.request_digest)
+
+    new = NewJob(tenant_id=tenant_id, kind="build", payload={**PAYLOAD, "fisher_exponents": False})
+    with db.write() as session:
+        build = queue.submit(session, new, find)
+    made = parts(db, build)
+    assert {kind: job.state for kind, job in made.items()} == {
+        "mask": "succeeded",
+        "quantization": "succeeded",
+        "package": "queued",
+    }
+    assert made["package"].payload["mask_id"] == IDS["mask"]
+    run(db, build, "package")
+    assert read(db, build).state == "succeeded"
 
 
 def test_a_build_of_an_adapter_has_no_mask(db: Database, tenant_id: str) -> None:
