@@ -97,3 +97,36 @@ class BlobCollection(Closed):
         description="the largest, at most 1,000: digests of blobs, folders of sparse models",
         examples=[["sha256:" + "0123456789abcdef" * 4]],
     )
+
+
+_Days = Annotated[int, Field(strict=True, ge=1, le=36_500), WholeNumber]
+
+
+class RetentionRule(Closed):
+    """What goes by itself, each after so many days; null: none of it ever goes."""
+
+    result_days: _Days | None = Field(
+        default=None, description="packages, quantizations and masks that nothing names, no release either"
+    )
+    keep_newest: Annotated[
+        int,
+        Field(strict=True, ge=0, le=1_000_000, description="of each of these, the newest of a model stay"),
+        WholeNumber,
+    ] = 3
+    log_days: _Days | None = Field(default=None, description="shared logs and states of runs")
+    report_days: _Days | None = Field(default=None, description="reports of runs, with their logs")
+    job_days: _Days | None = Field(
+        default=None, description="records of jobs that have ended, once what they made is gone"
+    )
+
+
+class Retired(Closed):
+    """What went by the rule or, tried only, would go: at most 500 of each at a time."""
+
+    dry_run: bool
+    packages: list[Digest]
+    quantizations: list[Id]
+    masks: list[Id]
+    logs: Count
+    reports: Count
+    jobs: Count

@@ -11,7 +11,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from permille.digests import JSON
-from permille.schemas.jobs import JobKind
+from permille.schemas.jobs import ENDED, JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
 from permille.store import inputs
 from permille.store.database import now
@@ -124,9 +124,14 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
     Raises:
         NotFoundError: there is none.
         ConflictError: the model that it made is registered, an artifact was made of it, a release or a
-            federation names it, or a job that has not ended.
+            federation names it, or a job or build that has not ended.
     """
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
+    # Nobody publishes it meanwhile; and a job that ends meanwhile is seen, or what it has made.
+    session.execute(select(Artifact.id).where(Artifact.id == row.id).with_for_update())
+    unfinished = inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key)
+    parent = select(Job.parent_id).where(Job.id == row.job_id).scalar_subquery()
+    build = session.scalar(select(Job.id).where(Job.id == parent, Job.state.not_in(ENDED)))
     release = select(Release.name, Release.version).where(Release.package_id == row.id).limit(1)
     published = session.execute(release).first()
     made = select(Artifact).join(ArtifactSource, ArtifactSource.artifact_id == Artifact.id)
@@ -140,7 +145,8 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
         made_of_it and f"{made_of_it.kind} {key_of(made_of_it)}",
         published and f"release {published[0]} version {published[1]}",
         named_by and f"federation {named_by}",
-        inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key),
+        unfinished,
+        build,
     )
     user = next((user for user in users if user), None)
     if user is not None:

@@ -177,7 +177,7 @@ def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str 
         return None
     uploads.doom(session, upload_id=upload_id)
     run.log_state = run.log_form = run.log_digest = run.log_upload_id = run.log_size_bytes = None
-    run.log_reason = run.state_digest = None
+    run.log_reason = run.state_digest = run.log_job_id = None
     run.log_deleted_at = now(session)
     session.flush()
     return upload_id

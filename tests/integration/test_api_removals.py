@@ -1,6 +1,7 @@
 """What jobs made can be removed while nothing names it; yanking says who has the version."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,25 @@ def test_what_was_removed_is_collected_by_who_runs_the_machine(tmp_path: Path) -
         seen = api.client.get("/metrics", headers={"Authorization": f"Bearer {'m' * 8}"}).text
         assert "permille_blob_unreferenced_bytes 5.0" in seen
         assert "permille_blob_collection_timestamp_seconds" in seen
+
+
+def test_an_administrator_sets_what_goes_by_itself(api: Api) -> None:
+    nothing = {"result_days": None, "keep_newest": 3, "log_days": None, "report_days": None, "job_days": None}
+    assert api.get("/v1/retention").json() == nothing
+    assert api.put("/v1/retention", {"job_days": 1}, api.operator(Role.OPERATOR)).status_code == 403
+    assert api.put("/v1/retention", {"job_days": 0}).status_code == 422
+    rule = {**nothing, "result_days": 1, "keep_newest": 0}
+    assert api.put("/v1/retention", {"result_days": 1, "keep_newest": 0}).json() == rule
+    assert api.get("/v1/retention", api.operator(Role.VIEWER)).json() == rule
+    assert api.get("/v1/retention", api.operator(Role.ADMIN, tenant="acme")).json() == nothing
+    mask = make(api, JobKind.MASK)
+    with api.service.database.write() as session:
+        row = session.get_one(Artifact, mask.id)
+        row.created_at -= timedelta(days=2)
+    gone = {"packages": [], "quantizations": [], "masks": [mask.id], "logs": 0, "reports": 0, "jobs": 0}
+    for dry_run in (True, True, False):
+        asked = f"/v1/retention/apply?dry_run={str(dry_run).lower()}"
+        assert api.post(asked).json() == {"dry_run": dry_run, **gone}
+    assert api.delete(f"/v1/masks/{mask.id}").status_code == 404
+    noted = [(one["action"], one["request"]) for one in api.get("/v1/audit?limit=200").json()]
+    assert noted[-2:] == [("put_retention", rule), ("apply_retention", gone)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from permille.schemas.access import FIRST_DIGEST, AuditEntry, TenantCreate, TokenCreate
+from permille.schemas.access import FIRST_DIGEST, AuditEntry, RetentionRule, TenantCreate, TokenCreate
 from permille.schemas.releases import ReleaseCreate
 from permille_service.cli.commands import (
     Key,
@@ -29,6 +29,7 @@ runs = typer.Typer(no_args_is_help=True, help="What devices report.")
 tokens = typer.Typer(no_args_is_help=True, help="Operator tokens.")
 tenants = typer.Typer(no_args_is_help=True, help="Tenants.")
 audit = typer.Typer(no_args_is_help=True, help="What operators changed.")
+retention = typer.Typer(no_args_is_help=True, help="What goes by itself, and after how many days.")
 blobs = typer.Typer(no_args_is_help=True, help="What the blob store holds.")
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and let nothing go.")]
@@ -251,6 +252,34 @@ def _entries(session: Session) -> Iterator[AuditEntry]:
     while page := session.client.get("/v1/audit", after=seq, limit=200):
         yield from (AuditEntry.model_validate(one) for one in page)
         seq = page[-1]["seq"]
+
+
+@command(retention, "show")
+def show_rule(session: Session) -> Any:
+    """Show the rule."""
+    return session.client.get("/v1/retention")
+
+
+@command(retention, "set", form=form_of(RetentionRule))
+def set_rule(session: Session, body: dict[str, Any]) -> Any:
+    """Set the rule: what is not named here never goes. Workers apply it every hour.
+
+    Example:
+
+      permille retention set --result-days 90 --keep-newest 5 --log-days 30 --job-days 90
+    """
+    return session.client.put("/v1/retention", body)
+
+
+@command(retention, "apply")
+def apply_rule(session: Session, dry_run: DryRun = False) -> Any:
+    """Apply the rule now, to at most 500 of each; `permille blobs collect` then frees the bytes.
+
+    Example:
+
+      permille retention apply --dry-run
+    """
+    return session.client.post(f"/v1/retention/apply?dry_run={str(dry_run).lower()}", {})
 
 
 @command(blobs, "collect")

@@ -172,6 +172,7 @@ app.add_typer(federations, name="federations")
 app.add_typer(fleet.tokens, name="tokens")
 app.add_typer(fleet.tenants, name="tenants")
 app.add_typer(fleet.audit, name="audit")
+app.add_typer(fleet.retention, name="retention")
 app.add_typer(fleet.blobs, name="blobs")
 for _entry in entry_points(group="permille.commands"):
     app.command(_entry.name)(plugin(_entry))

@@ -1,12 +1,14 @@
-"""Routes of storage: collect what no row names."""
+"""Routes of storage: the rule for what goes by itself; collecting what no row names."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from permille.schemas.access import BlobCollection
+from permille.schemas.access import BlobCollection, RetentionRule, Retired
+from permille.store.retention import rules
 from permille.store.retention.collection import Found, collect
-from permille_service.access.principals import Admin, changing, require_first_tenant
+from permille_service.access.principals import Admin, Viewer, changing, require_first_tenant
 from permille_service.context import Served
 from permille_service.problems import PRIVATE, documented
 
@@ -27,6 +29,30 @@ def collect_blobs(service: Served, operator: Admin, dry_run: DryRun = False) -> 
         with changing(service, operator):
             pass  # the note comes after: a disk that was full may hold it by now
     return present(found, dry_run=dry_run)
+
+
+@router.get("/retention")
+def get_retention(service: Served, operator: Viewer) -> RetentionRule:
+    """Read the rule for what goes by itself."""
+    with service.database.read() as session:
+        return rules.read_rule(session, tenant_id=operator.tenant_id)
+
+
+@router.put("/retention")
+def put_retention(body: RetentionRule, service: Served, operator: Admin) -> RetentionRule:
+    """Set the rule. Workers apply it every hour, in the name of this token."""
+    with changing(service, operator, body) as session:
+        rules.set_rule(session, tenant_id=operator.tenant_id, token_id=operator.token_id, rule=body)
+    return body
+
+
+@router.post("/retention/apply")
+def apply_retention(service: Served, operator: Admin, dry_run: DryRun = False) -> Retired:
+    """Let go what the rule says, now. What anything names stays; the audit log says what went."""
+    gone = rules.apply(
+        service.database, tenant_id=operator.tenant_id, token_id=operator.token_id, dry_run=dry_run
+    )
+    return Retired(dry_run=dry_run, **asdict(gone))
 
 
 def present(found: Found, *, dry_run: bool) -> BlobCollection:

@@ -14,6 +14,7 @@ from permille.store.database import Database
 from permille.store.federations import rounds
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher
+from permille.store.retention import rules
 from permille.store.retention.collection import collect, take_turn
 from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import WorkerSettings
@@ -76,6 +77,10 @@ class Sweeper:
                 self._collect()
 
     def _collect(self) -> None:
+        try:
+            rules.apply_all(self.db)
+        except DBAPIError as exc:  # a full disk, perhaps: the collection makes room
+            _log.warning("cannot apply retention rules: %s", exc)
         try:
             found = collect(self.db, self.blobs, self.settings)
         except (DBAPIError, OSError) as exc:

@@ -1,0 +1,176 @@
+"""What a rule lets go, and what it never does."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from permille.schemas.access import RetentionRule
+from permille.schemas.jobs import JobKind
+from permille.schemas.runs import LogForm, LogState
+from permille.store import artifacts, audit, devices, releases, runs, uploads
+from permille.store.artifacts import Blob, Made
+from permille.store.database import Database
+from permille.store.jobs import claims, queue
+from permille.store.jobs.transitions import NewJob
+from permille.store.retention import rules
+from permille.store.settings import Quota
+from permille.store.tables import Artifact, Job, Run, Upload
+from tests.artifacts import add_artifact, some_model
+from tests.unit.store.conftest import Clock
+
+DAY_S = 86_400.0
+TOKEN = "operator_01jd3kq8z7m4n5p6r7s8t9v0wx"
+QUOTA = Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
+
+
+class Keeping:
+    """A tenant with a rule, and what it has."""
+
+    def __init__(self, db: Database, tenant_id: str, clock: Clock) -> None:
+        self.db, self.tenant_id, self._clock, self._made = db, tenant_id, clock, 0
+
+    def make(self, kind: JobKind, **request: Any) -> Artifact:
+        """An artifact, a day after the one before."""
+        self._made += 1
+        self._clock.forward(DAY_S)
+        digest = f"sha256:{self._made:064d}"
+        with self.db.write() as session:
+            made = Made(
+                model_id=some_model(session, self.tenant_id),
+                digest=digest,
+                provenance={},
+                blobs=(Blob(role="mask", media_type="x", digest=digest, size_bytes=1),),
+                k=1,
+            )
+            return add_artifact(session, tenant_id=self.tenant_id, kind=kind, request=request, made=made)
+
+    def rule(self, **fields: int) -> None:
+        """Set the rule."""
+        with self.db.write() as session:
+            rules.set_rule(
+                session, tenant_id=self.tenant_id, token_id=TOKEN, rule=RetentionRule.model_validate(fields)
+            )
+
+    def apply(self, *, dry_run: bool = False) -> rules.Gone:
+        """Apply it."""
+        return rules.apply(self.db, tenant_id=self.tenant_id, token_id=TOKEN, dry_run=dry_run)
+
+    def left(self, kind: JobKind) -> list[str]:
+        """Ids of what is left of a kind, oldest first."""
+        with self.db.read() as session:
+            query = select(Artifact.id).where(Artifact.kind == kind.value).order_by(Artifact.created_at)
+            return list(session.scalars(query))
+
+
+@pytest.fixture
+def keeping(db: Database, tenant_id: str, clock: Clock) -> Keeping:
+    return Keeping(db, tenant_id, clock)
+
+
+def test_old_results_go_but_for_the_newest_and_what_they_are_made_of(keeping: Keeping, clock: Clock) -> None:
+    masks = [keeping.make(JobKind.MASK) for _ in range(3)]
+    packages = [keeping.make(JobKind.PACKAGE, mask_id=mask.id) for mask in masks]
+    keeping.rule(result_days=10, keep_newest=1)
+    assert not keeping.apply(), "they are young"
+    clock.forward(30 * DAY_S)
+    wanted: dict[str, Any] = {
+        "packages": [row.digest for row in packages[:2]],
+        "masks": [row.id for row in masks[:2]],
+    }
+    assert keeping.apply(dry_run=True) == rules.Gone(**wanted)
+    assert len(keeping.left(JobKind.PACKAGE)) == 3
+    assert keeping.apply() == rules.Gone(**wanted)
+    assert (keeping.left(JobKind.PACKAGE), keeping.left(JobKind.MASK)) == ([packages[2].id], [masks[2].id])
+    assert not keeping.apply()
+    with keeping.db.read() as session:
+        entries = audit.entries_after(session, tenant_id=keeping.tenant_id, seq=0, limit=9)
+    noted = [(one.token_id, one.action, one.request) for one in entries]
+    empty = {"quantizations": [], "logs": 0, "reports": 0, "jobs": 0}
+    assert noted == [(TOKEN, "apply_retention", {**empty, **wanted})]
+
+
+def test_what_is_published_yanked_or_needed_by_unfinished_work_stays(keeping: Keeping, clock: Clock) -> None:
+    published, yanked, pooled, loose = (keeping.make(JobKind.PACKAGE) for _ in range(4))
+    payload: dict[str, object] = {"package_digest": pooled.digest, "corpus_id": "corpus_x"}
+    with keeping.db.write() as session:
+        for package in (published, yanked):
+            releases.publish(session, name="tiny", package=package)
+        releases.yank(session, tenant_id=keeping.tenant_id, name="tiny", version=2, reason="bad")
+        job = queue.submit(
+            session, NewJob(tenant_id=keeping.tenant_id, kind=JobKind.POOLING, payload=payload)
+        )
+    keeping.rule(result_days=1, keep_newest=0)
+    clock.forward(400 * DAY_S)
+    assert keeping.apply().packages == [loose.digest]
+    with keeping.db.write() as session:
+        queue.request_cancel(session, tenant_id=keeping.tenant_id, job_id=job.id)
+    assert keeping.apply().packages == [pooled.digest]
+    assert keeping.left(JobKind.PACKAGE) == [published.id, yanked.id]
+
+
+def test_a_part_of_a_build_that_goes_on_stays(keeping: Keeping, clock: Clock) -> None:
+    keeping.rule(result_days=1, keep_newest=0)
+    with keeping.db.write() as session:
+        model_id = some_model(session, keeping.tenant_id)
+        asked = {"model_id": model_id, "mask": {"method": "random"}, "quantization": {"scheme": "nf4"}}
+        build = queue.submit(session, NewJob(tenant_id=keeping.tenant_id, kind=JobKind.BUILD, payload=asked))
+    with keeping.db.write() as session:
+        mask = next(one for one in queue.parts_of(session, build) if one.kind == JobKind.MASK)
+        claim = claims.claim(session, worker="w", lease_s=60, job_id=mask.id)
+        assert claim is not None
+        made = artifacts.add(
+            session, job=claim, made=Made(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
+        )
+        claims.complete(session, claim, result_id=made.id)
+    clock.forward(9 * DAY_S)
+    assert not keeping.apply(), "its quantization is still to be made, then the package of both"
+    with keeping.db.write() as session:
+        queue.request_cancel(session, tenant_id=keeping.tenant_id, job_id=build.id)
+    assert keeping.apply().masks == [made.id]
+
+
+def test_logs_then_reports_then_jobs_go(keeping: Keeping, clock: Clock) -> None:
+    tenant_id = keeping.tenant_id
+    with keeping.db.write() as session:
+        _, code = devices.invite(session, tenant_id=tenant_id, release="tiny", alias="stable")
+        device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device
+        of_device: dict[str, Any] = {"tenant_id": tenant_id, "device_id": device.id}
+        for run_id in ("first", "second"):
+            runs.report(session, **of_device, run_id=run_id, metrics={"release": "tiny", "version": 1})
+        upload = uploads.begin(session, **of_device, run_id="first", quota=QUOTA)
+        log = runs.SentLog(form=LogForm.LOG, digest="sha256:x", size_bytes=3, upload_id=upload.id)
+        runs.attach_log(session, **of_device, run_id="first", log=log)
+        claim = claims.claim(session, worker="w", lease_s=60)
+        assert claim is not None
+        verdict = runs.LogVerdict(state=LogState.VERIFIED)
+        runs.finish_log(session, tenant_id=tenant_id, run_id="first", log_digest="sha256:x", verdict=verdict)
+        claims.complete(session, claim, result_id="first")
+    keeping.rule(log_days=10, report_days=20, job_days=5)
+    clock.forward(6 * DAY_S)
+    assert not keeping.apply(), "the log's check is named by its run"
+    clock.forward(6 * DAY_S)
+    assert keeping.apply() == rules.Gone(logs=1, jobs=1)
+    with keeping.db.read() as session:
+        assert session.get_one(Upload, upload.id).state == "doomed"
+        assert session.scalars(select(Job)).all() == []
+        assert session.get_one(Run, (tenant_id, "second")).newest
+    clock.forward(9 * DAY_S)
+    assert keeping.apply() == rules.Gone(reports=2)
+    with keeping.db.read() as session:
+        assert session.scalars(select(Run)).all() == []
+
+
+def test_workers_apply_the_rules_of_all_tenants_in_turns_of_a_few(
+    keeping: Keeping, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "MOST", 2)
+    kept = [keeping.make(JobKind.QUANTIZATION) for _ in range(5)]
+    rules.apply_all(keeping.db)
+    keeping.rule(result_days=1, keep_newest=0, job_days=1)
+    clock.forward(9 * DAY_S)
+    rules.apply_all(keeping.db)
+    assert keeping.left(JobKind.QUANTIZATION) == [] != kept
+    with keeping.db.read() as session:
+        assert session.scalars(select(Job)).all() == []
+        assert len(audit.entries_after(session, tenant_id=keeping.tenant_id, seq=0, limit=9)) == 3
