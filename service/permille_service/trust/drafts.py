@@ -1,0 +1,140 @@
+"""Drafts of metadata as files, and the keys that sign them: on operators' own machines, without a service."""
+
+import base64
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from securesystemslib.signer import CryptoSigner
+from tuf.api.metadata import Metadata, Root, Targets
+
+from permille.errors import PackageError
+from permille.federation.definition import Definition
+from permille.files import write_atomic
+from permille.trust.metadata import list_definition, list_version, parse
+from permille.trust.roles import ROOT, TARGETS, parse_file_name, parse_target_path
+from permille_service.cli.exits import CommandError, Exit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a draft of releases shall list, and list no longer, before it is signed.
+
+    Attributes:
+        add: a version, NAME/VERSION, with its package's `manifest` unless it is listed, for `aliases`.
+        federation: file of a federation's definition.
+        remove: a version, or a target path.
+    """
+
+    add: str | None = None
+    manifest: Path | None = None
+    aliases: tuple[str, ...] = ()
+    federation: Path | None = None
+    remove: str | None = None
+
+
+def write_key(file: Path) -> dict[str, Any]:
+    """Make a key in a new file; the record says its public part. Raises CommandError."""
+    if file.exists():
+        raise CommandError(f"expected no file {file}, got one", Exit.REFUSED)
+    key = Ed25519PrivateKey.generate()
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_atomic(file, pem, mode=0o600)
+    public = base64.urlsafe_b64encode(key.public_key().public_bytes_raw()).rstrip(b"=").decode()
+    return {"file": str(file), "public_key": public, "key_id": CryptoSigner(key).public_key.keyid}
+
+
+def read_draft(file: Path) -> tuple[str, bytes]:
+    """The role of a draft, by its file's name, and its bytes. Raises InputError, CommandError."""
+    return parse_file_name(file.name)[0], _read(file)
+
+
+def version_of(data: bytes) -> int:
+    """The version that a draft says it is."""
+    version: int = Metadata.from_bytes(data).signed.version
+    return version
+
+
+def sign_draft(file: Path, key: Path, change: Change) -> dict[str, Any]:
+    """Change a draft and sign it in place; the record says what was signed.
+
+    Raises:
+        InputError: its name or content is no draft's.
+        CommandError: the change or the key does not go with it.
+    """
+    role, data = read_draft(file)
+    metadata: Metadata[Any] = parse(Root, data) if role == ROOT else parse(Targets, data)
+    if change.add or change.remove or change.federation:
+        if not isinstance(metadata.signed, Targets) or role == TARGETS:
+            raise CommandError(f"expected a draft of releases to change, got {file}", Exit.USAGE)
+        metadata.signatures.clear()  # of other bytes
+        _change_list(metadata.signed, change)
+    metadata.sign(_private_key(key), append=True)
+    write_atomic(file, metadata.to_bytes())
+    return _signed(role, metadata)
+
+
+def _change_list(targets: Targets, change: Change) -> None:
+    if change.federation is not None:
+        list_definition(targets, _definition(change.federation))
+    if change.remove is not None and targets.targets.pop(_path(change.remove), None) is None:
+        raise CommandError(f"expected what is listed, got {change.remove}", Exit.REFUSED)
+    if change.add is not None:
+        name, version = parse_target_path(_path(change.add))
+        if change.manifest is None and _path(change.add) not in targets.targets:
+            raise CommandError(f"expected --manifest with the new version {change.add}", Exit.USAGE)
+        manifest = None if change.manifest is None else _read(change.manifest)
+        list_version(targets, (name, version), manifest, list(change.aliases))
+
+
+def _signed(role: str, metadata: Metadata[Any]) -> dict[str, Any]:
+    expires_at: datetime = metadata.signed.expires
+    shown = {
+        "role": role,
+        "version": metadata.signed.version,
+        "expires_at": expires_at.isoformat(),
+        "signatures": list(metadata.signatures),
+    }
+    if isinstance(metadata.signed, Targets):
+        listed = metadata.signed.targets.items()
+        shown["lists"] = [
+            f"{path} {','.join(target.custom['aliases']) if target.custom else ''}".strip()
+            for path, target in listed
+        ]
+    return shown
+
+
+def _definition(file: Path) -> bytes:
+    try:
+        return Definition.from_bytes(_read(file)).to_bytes()
+    except PackageError as exc:
+        raise CommandError(f"expected the definition of a federation in {file}: {exc}", Exit.REFUSED) from exc
+
+
+def _path(version: str) -> str:
+    return version if version.startswith("federations/") else f"releases/{version}.json"
+
+
+def _private_key(file: Path) -> CryptoSigner:
+    try:
+        key = load_pem_private_key(_read(file), password=None)
+    except (ValueError, TypeError) as exc:
+        raise CommandError(f"expected a private key of `permille trust key` in {file}", Exit.REFUSED) from exc
+    if not isinstance(key, Ed25519PrivateKey):
+        raise CommandError(f"expected an Ed25519 key in {file}", Exit.REFUSED)
+    return CryptoSigner(key)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as exc:
+        raise CommandError(f"expected to read {file}: {exc.strerror}", Exit.REFUSED) from exc
