@@ -123,7 +123,7 @@ bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed  ## How fast an
 bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first order and MeZO? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.compare
 
-bench-large: $(VENV)/.native  ## Are mask and package of a 7B model made in 12 GiB? (70 GB of disk; `python -m permille_lab.large --layers 4`: 10)
+bench-large: $(VENV)/.native  ## Are mask and package of a 7B model made in 12 GiB? (44 GB of disk; `python -m permille_lab.large --layers 4`: 7)
 	$(BIN)/python -m permille_lab.large
 
 bench-shards: $(VENV)/.native  ## How much sooner is a mask made by four workers than by one? (minutes)

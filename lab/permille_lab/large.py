@@ -7,7 +7,7 @@ are of few and short sequences; scoring takes as long again for each further pas
 
     python -m permille_lab.large --layers 8        # an eighth of the disk
 
-Disk: 2 bytes a weight of the checkpoint, 8 of the scores, 1 of the package. `--folder` is removed afterwards.
+Disk: 2 bytes a weight of the checkpoint, 4 of the scores, 1 of the package. `--folder` is removed afterwards.
 """
 
 import argparse
