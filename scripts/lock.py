@@ -31,8 +31,8 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "requirements"
 EXTRAS: Final = {
     "agent": ("agent",),
-    "api": ("service", "celery", "postgres", "telemetry"),
-    "worker": ("workers", "celery", "postgres", "telemetry"),
+    "api": ("service", "celery", "postgres", "s3", "telemetry"),
+    "worker": ("workers", "celery", "postgres", "s3", "telemetry"),
 }
 BUILD: Final = "build"
 OVERRIDES: Final = {"agent": ("huggingface-hub ; sys_platform == 'never'",)}

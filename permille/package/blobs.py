@@ -136,11 +136,12 @@ class BlobFolder:
         Raises:
             PackageError: `blob-missing` or `blob-digest`.
         """
-        if not self.has(digest):
-            raise _missing(digest)
-        found = digest_of_file(self.path(digest))
-        if found != digest:
-            raise PackageError("blob-digest", f"expected {digest}, got {found}")
+        found = hashlib.sha256()
+        with self.open(digest) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                found.update(chunk)
+        if f"sha256:{found.hexdigest()}" != digest:
+            raise PackageError("blob-digest", f"expected {digest}, got sha256:{found.hexdigest()}")
 
     @contextmanager
     def writer(self) -> Iterator[BlobWriter]:
@@ -232,8 +233,12 @@ class BlobFolder:
                 if is_digest(digest) and (found := self.entry(digest)) is not None:
                     yield found
 
-    def below(self, *names: str) -> "BlobFolder":
-        """A store of its own inside this one: what it holds is listed and erased apart."""
+    def below(self, *names: str, private: bool = False) -> "BlobFolder":  # noqa: ARG002 - no copies are made
+        """A store of its own inside this one: what it holds is listed and erased apart.
+
+        Args:
+            private: no copy of its blobs may be left anywhere else; they have no path then.
+        """
         return BlobFolder(self.root.joinpath(*map(_checked, names)))
 
     def names(self) -> list[str]:

@@ -33,6 +33,10 @@ class ChangedError(RetryableError):
     """Another transaction changed the same rows first: the same work may succeed on what is there now."""
 
 
+class BlobStoreError(RetryableError):
+    """The bucket did not answer, or not as it should."""
+
+
 class QuotaError(RetryableError):
     """A device asks for more than its share: later, after `retry_after_s` seconds, it may ask again."""
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from permille.store.blobs.bucket import BucketAddress
 from permille.telemetry import LogFormat
 
 PREFIX = "PERMILLE_"
@@ -32,7 +33,9 @@ class StoreSettings(BaseSettings):
     Attributes:
         data_dir: folder of whatever is not named elsewhere; None where all is named.
         database_url: `sqlite:////absolute/path.db` or `postgresql+psycopg://...`.
-        blob_root: folder of the blob store.
+        blob_root: folder of the blobs; with a bucket of copies of them.
+        blob_bucket: `s3://bucket/prefix?endpoint=https://host&region=name`, which has the blobs then.
+        blob_cache_bytes: bytes of a bucket's blobs that are kept in the folder; what is in use may be more.
         model_root: folder below which the first tenant may register models.
         corpus_root: folder below which the first tenant may register corpora.
         tenant_root: has `<tenant id>/models` and `<tenant id>/corpora` of every other tenant.
@@ -53,6 +56,8 @@ class StoreSettings(BaseSettings):
     data_dir: Path | None = None
     database_url: SecretStr
     blob_root: Path
+    blob_bucket: str | None = None
+    blob_cache_bytes: int = Field(default=64 << 30, ge=0)
     model_root: Path
     corpus_root: Path
     tenant_root: Path
@@ -70,6 +75,13 @@ class StoreSettings(BaseSettings):
         if isinstance(values, dict) and values.get("data_dir"):
             return {**layout(Path(values["data_dir"])), **values}
         return values
+
+    @field_validator("blob_bucket")
+    @classmethod
+    def _well_formed(cls, value: str | None) -> str | None:
+        if value is not None:
+            BucketAddress.parse(value)
+        return value
 
     @model_validator(mode="after")
     def _apart(self) -> Self:

@@ -128,7 +128,7 @@ def doom(session: Session, *, upload_id: str) -> None:
 
 def open_folder(blobs: BlobFolder, *, tenant_id: str, upload_id: str) -> BlobFolder:
     """The blobs of one upload: a store of its own beside the shared blobs."""
-    return blobs.below("uploads", tenant_id, upload_id)
+    return blobs.below("uploads", tenant_id, upload_id, private=True)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import DBAPIError
 
 import permille
+from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
 from permille.schemas.fields import Health
 from permille.schemas.problems import ProblemType
@@ -115,6 +116,8 @@ class WriteCheck:
             return words_of_disk(exc)
         except DBAPIError as exc:
             return words_of_database(exc)
+        except PermilleError as exc:  # of the bucket
+            return str(exc)
         return None
 
 

@@ -4,9 +4,7 @@ A principal is found by its bearer token, every time, in the database: a revoked
 request.
 """
 
-import logging
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,12 +14,9 @@ from fastapi import Depends, Request
 from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.jobs.dispatch import CeleryDispatcher
-from permille.store.migrations.schema import migrate
 from permille_service import keys
 from permille_service.limits import RateLimit, Slots
 from permille_service.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +35,6 @@ class Service:
     dispatcher: CeleryDispatcher | None  # None: local workers find a job's row by themselves
     draining: threading.Event = field(default_factory=threading.Event)
     """Set when the process begins to stop."""
-
-    @classmethod
-    def open(cls, settings: Settings) -> "Service":
-        """Make the folders, bring the database up to date, read or make the sealing key."""
-        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (settings.blob_root, settings.model_root, settings.corpus_root):
-            folder.mkdir(parents=True, exist_ok=True)
-        broker = settings.broker_url
-        url = settings.database_url.get_secret_value()
-        migrate(url)
-        return cls(
-            settings=settings,
-            database=Database(url),
-            blobs=BlobFolder(settings.blob_root),
-            seal=keys.Seal(settings.keys_dir),
-            sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
-            streams=Slots(settings.max_streams, of_one=settings.max_streams_per_token),
-            health_threads=CapacityLimiter(2),
-            trust_keys=keys.TrustKeys(settings.keys_dir),
-            round_keys=keys.RoundKeys(settings.keys_dir),
-            dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,
-        )
 
     def close(self) -> None:
         """Release what is held."""

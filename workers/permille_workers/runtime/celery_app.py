@@ -13,7 +13,7 @@ from typing import Any
 from celery import signals
 
 from permille.errors import RetryableError
-from permille.package.blobs import BlobFolder
+from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import QUEUE, TASK_NAME, CeleryDispatcher, celery_app
@@ -74,7 +74,7 @@ def run_celery_worker(
 
     signals.worker_shutting_down.connect(on_shutdown, weak=False)
     dispatcher = CeleryDispatcher(broker_url)
-    blobs = BlobFolder(settings.blob_root)
+    blobs = open_blobs(settings)
     sweeper = Sweeper(db=db, blobs=blobs, settings=settings, shutdown=shutdown, dispatcher=dispatcher)
     thread = threading.Thread(target=sweeper.run, name="sweeper", daemon=True)
     thread.start()

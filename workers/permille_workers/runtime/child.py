@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from permille import telemetry
 from permille.errors import InputError, OperatorError, PackageError, PermilleError
-from permille.package.blobs import BlobFolder
+from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims
@@ -67,7 +67,7 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
             context = TaskContext(
                 claim=claim,
                 db=db,
-                blobs=BlobFolder(settings.blob_root),
+                blobs=open_blobs(settings),
                 settings=settings,
                 work_folder=folder,
                 progress=Progress(db, claim),

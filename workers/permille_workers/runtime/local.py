@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
 
-from permille.package.blobs import BlobFolder
+from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille_workers.runtime.settings import WorkerSettings
@@ -29,7 +29,7 @@ class LocalWorker:
 
     def run(self) -> None:
         """Work until the shutdown is asked for and the running jobs have ended or were given back."""
-        blobs = BlobFolder(self.settings.blob_root)
+        blobs = open_blobs(self.settings)
         sweeper = Sweeper(db=self.db, blobs=blobs, settings=self.settings, shutdown=self.shutdown)
         threads = [threading.Thread(target=sweeper.run, name="sweeper")]
         threads += [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
 
+from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database
@@ -23,6 +24,7 @@ from permille_workers.runtime.work_folders import remove_ended
 
 _ENOUGH_MESSAGES = 100  # each wakes a worker, whichever job it names: more would only fill the broker
 _LOOK_S = 60.0  # how often to look whether it is time to collect
+_BUCKET_EVERY_S = 60.0  # each listing of a bucket is paid for
 
 _log = logging.getLogger(__name__)
 
@@ -38,16 +40,25 @@ class Sweeper:
     dispatcher: CeleryDispatcher | None = None
 
     def run(self) -> None:
-        """Sweep every `sweep_s` seconds; a database that is away is waited for."""
+        """Sweep every `sweep_s` seconds, a bucket once a minute; what is away is waited for."""
+        every_s = 0.0 if self.settings.blob_bucket is None else _BUCKET_EVERY_S
+        blobs_due = time.monotonic()
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             try:
-                self.sweep()
-            except (DBAPIError, OSError) as exc:
-                _log.warning("cannot sweep, database or disk is out of reach: %s", exc)
+                self._sweep_rows()
+                if time.monotonic() >= blobs_due:
+                    self._sweep_blobs()
+                    blobs_due = time.monotonic() + every_s
+            except (DBAPIError, OSError, PermilleError) as exc:
+                _log.warning("cannot sweep, database, disk or bucket is out of reach: %s", exc)
 
     def sweep(self) -> None:
         """Do everything once."""
+        self._sweep_rows()
+        self._sweep_blobs()
+
+    def _sweep_rows(self) -> None:
         report = claims.sweep(self.db)
         count_sweep(report)
         if report.requeued or report.died or report.cancelled:
@@ -56,6 +67,8 @@ class Sweeper:
         self._resend()
         with self.db.write() as session:
             devices.purge_expired(session)
+
+    def _sweep_blobs(self) -> None:
         remove_ended(self.db, self.settings.work_root, self.blobs)
         uploads.sweep(self.db, self.blobs)
 
@@ -83,7 +96,7 @@ class Sweeper:
             _log.warning("cannot apply retention rules: %s", exc)
         try:
             found = collect(self.db, self.blobs, self.settings)
-        except (DBAPIError, OSError) as exc:
+        except (DBAPIError, OSError, PermilleError) as exc:
             _log.warning("cannot collect, database or blob store is out of reach: %s", exc)
             return
         if found.removed:

@@ -1,0 +1,1 @@
+"""Where the cloud's blobs lie: a folder, or a bucket behind one."""

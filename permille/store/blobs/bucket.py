@@ -1,0 +1,347 @@
+"""Objects of an S3 bucket: put, read, list, delete, and addresses that open one of them for a while.
+
+Keys and bytes alone: which blob an object is, and whether it is right, `folder.py` knows. What fails is tried
+again with backoff, and a body that breaks off is continued where it broke. Then it is `BlobStoreError` where
+trying later may help, `OperatorError` where a person must act. Credentials are found as every program of AWS
+finds them (AWS_ACCESS_KEY_ID ..., a profile, the machine's role); no message holds one.
+
+botocore alone, without boto3: its transfers would hash parts, never the whole against the digest.
+"""
+
+import base64
+import hashlib
+import random
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+from permille.errors import OperatorError, PackageError, PermilleError
+from permille.package.blobs import CHUNK_BYTES
+from permille.store.errors import BlobStoreError
+
+PART_BYTES: Final = 64 << 20
+"""A larger file is sent in parts of this size, or of more where there would be too many."""
+_MOST_PARTS: Final = 10_000
+_AT_A_TIME: Final = 4
+_ADDRESS_S: Final = 300
+"""How long an address opens its object: a download must begin, not end, in this time."""
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_PREFIX: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?", re.ASCII)
+_GONE: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
+_PERSON: Final = frozenset(
+    {
+        "401",
+        "403",
+        "AccessDenied",
+        "AllAccessDisabled",
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "NoSuchBucket",
+        "SignatureDoesNotMatch",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketAddress:
+    """Which bucket, what its keys begin with, and where it is: without an endpoint at AWS."""
+
+    bucket: str
+    prefix: str
+    endpoint: str | None
+    region: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> "BucketAddress":
+        """Read `s3://bucket/prefix?endpoint=https://host&region=name`; all but the bucket may be left out.
+
+        Raises:
+            ValueError: it is none, or has a user or password in it.
+        """
+        parts, prefix = urlsplit(text), urlsplit(text).path.strip("/")
+        asked = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        endpoint, region = asked.pop("endpoint", [None])[-1], asked.pop("region", [None])[-1]
+        at = urlsplit(endpoint or "https://aws")
+        well_formed = (
+            parts.scheme == "s3"
+            and _NAME.fullmatch(parts.netloc)
+            and _PREFIX.fullmatch(prefix)
+            and not (asked or parts.fragment)
+            and at.scheme in ("http", "https")
+            and at.hostname
+            and "@" not in at.netloc
+        )
+        if not well_formed:
+            raise ValueError(
+                "expected s3://bucket/prefix?endpoint=https://host&region=name, got another form"
+            )
+        return cls(bucket=parts.netloc, prefix=prefix, endpoint=endpoint, region=region)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """An object as a listing tells it; `written_at_s` is Unix time."""
+
+    key: str
+    size_bytes: int
+    written_at_s: float
+
+
+class Bucket:
+    """The objects of one bucket. Threads may share it.
+
+    Args:
+        attempts: of each request; between them the wait grows to some seconds.
+        sleep: waits before a broken body is continued.
+        reach_s: how long `reach` waits.
+        part_bytes: a larger file is sent in parts of so many bytes.
+    """
+
+    def __init__(
+        self,
+        address: BucketAddress,
+        *,
+        attempts: int,
+        sleep: Callable[[float], None] = time.sleep,
+        reach_s: float = 5.0,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self.address = address
+        self._attempts = attempts
+        self._sleep = sleep
+        self._reach_s = reach_s
+        self._part_bytes = part_bytes
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[int, float], Any] = {}
+
+    def head(self, key: str) -> StoredObject | None:
+        """What the bucket tells of an object; None: there is none."""
+        try:
+            found = self._ask("head_object", Key=key)
+        except PackageError:
+            return None
+        written_at_s = found["LastModified"].timestamp()
+        return StoredObject(key=key, size_bytes=found["ContentLength"], written_at_s=written_at_s)
+
+    def read(self, key: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """The bytes of an object from `begin` to before `end`; a body that breaks off is continued.
+
+        Raises:
+            PackageError: `blob-missing`.
+            BlobStoreError: it broke off again and again.
+        """
+        from botocore.exceptions import HTTPClientError, IncompleteReadError
+
+        at, failed = begin, 0
+        while end is None or at < end:
+            body, size_bytes = self._body(key, at, end)
+            end = at + size_bytes if end is None else end
+            was, broken = at, None
+            with closing(body):
+                try:
+                    for chunk in body.iter_chunks(CHUNK_BYTES):
+                        at += len(chunk)
+                        yield chunk
+                except (HTTPClientError, IncompleteReadError) as exc:
+                    broken = exc
+            if at < end:
+                failed = 1 if at > was else failed + 1
+                if failed >= self._attempts:
+                    raise BlobStoreError(f"expected {end} bytes of {key}, got {at}") from broken
+                self._sleep(random.uniform(0.0, 0.2 * 2.0**failed))  # noqa: S311 - guards nothing
+
+    def put(self, key: str, path: Path, digest: str) -> None:
+        """Store a file, whose digest the bucket or we compare with what was sent, whole or not at all.
+
+        Raises:
+            PackageError: `blob-digest`: the file holds other bytes.
+        """
+        if path.stat().st_size > self._part_bytes:
+            self._put_parts(key, path, digest)
+            return
+        data, sum_ = path.read_bytes(), _base64(bytes.fromhex(digest.removeprefix("sha256:")))
+        self._ask("put_object", Key=key, Body=data, ChecksumSHA256=sum_)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; not being there is fine."""
+        self._ask("delete_object", Key=key)
+
+    def entries(self, prefix: str) -> Iterator[StoredObject]:
+        """List all objects whose keys begin so, sorted by key."""
+        for page in self._pages("list_objects_v2", Prefix=prefix):
+            for found in page.get("Contents", ()):
+                yield StoredObject(
+                    key=found["Key"],
+                    size_bytes=found["Size"],
+                    written_at_s=found["LastModified"].timestamp(),
+                )
+
+    def names(self, prefix: str) -> list[str]:
+        """What follows the prefix up to the next slash, sorted, each once."""
+        pages = self._pages("list_objects_v2", Prefix=prefix, Delimiter="/")
+        found = (entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", ()))
+        return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
+
+    def erase(self, prefix: str) -> None:
+        """Remove all objects whose keys begin so, and what is under way to such keys."""
+        self.abort_uploads(prefix)
+        for found in self.entries(prefix):
+            self.delete(found.key)
+
+    def abort_uploads(self, prefix: str, *, before_s: float | None = None) -> int:
+        """Remove the parts of uploads that were begun before a Unix time and never ended; return how many."""
+        aborted = 0
+        for page in self._pages("list_multipart_uploads", Prefix=prefix):
+            for upload in page.get("Uploads", ()):
+                if before_s is None or upload["Initiated"].timestamp() < before_s:
+                    self._abort(upload["Key"], upload["UploadId"])
+                    aborted += 1
+        return aborted
+
+    def opened_by(self, key: str, media_type: str) -> str:
+        """An address by which whoever has it may read this one object, for some minutes."""
+        asked = {"Bucket": self.address.bucket, "Key": key, "ResponseContentType": media_type}
+        with self._errors(f"an address of {key}"):
+            return str(self._client.generate_presigned_url("get_object", asked, ExpiresIn=_ADDRESS_S))
+
+    def reach(self) -> None:
+        """Ask once whether the bucket is there and lets us in.
+
+        Raises:
+            BlobStoreError: it did not answer.
+            OperatorError: it is not there, or not for us.
+        """
+        client = self._connected(1, timeout_s=self._reach_s)
+        try:
+            with self._errors("an answer"):
+                client.head_bucket(Bucket=self.address.bucket)
+        except PackageError as exc:
+            raise OperatorError(f"expected a bucket {self.address.bucket!r}, got none") from exc
+
+    @property
+    def _client(self) -> Any:
+        return self._connected(self._attempts, timeout_s=30)
+
+    def _connected(self, attempts: int, *, timeout_s: float) -> Any:
+        from botocore.config import Config
+        from botocore.session import get_session
+
+        with self._lock:  # a session is not safe for threads, its clients are
+            if (attempts, timeout_s) not in self._clients:
+                config = Config(
+                    connect_timeout=min(5, timeout_s),
+                    read_timeout=timeout_s,
+                    max_pool_connections=50,
+                    retries={"mode": "standard", "total_max_attempts": attempts},
+                    # Other buckets than Amazon's know only what is asked of them, and seldom names as hosts.
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
+                    s3={"addressing_style": "path" if self.address.endpoint else "auto"},
+                    signature_version="s3v4",
+                )
+                at = {"endpoint_url": self.address.endpoint, "region_name": self.address.region}
+                with self._errors("credentials and a region"):
+                    client = get_session().create_client("s3", config=config, **at)
+                self._clients[attempts, timeout_s] = client
+            return self._clients[attempts, timeout_s]
+
+    def _ask(self, operation: str, **asked: object) -> Any:
+        with self._errors(f"{operation} of {asked.get('Key', asked.get('Prefix'))}"):
+            return getattr(self._client, operation)(Bucket=self.address.bucket, **asked)
+
+    @contextmanager
+    def _errors(self, expected: str) -> Iterator[None]:
+        """Say what failed without the words of the bucket, which may quote what was signed.
+
+        Raises:
+            PackageError: `blob-missing`: there is no such object, or upload.
+            OperatorError: credentials, rights, the bucket's name.
+            BlobStoreError: all else.
+        """
+        from botocore import exceptions
+
+        expected = f"expected {expected} from bucket {self.address.bucket!r}"
+        try:
+            yield
+        except exceptions.ClientError as exc:
+            code = str(exc.response.get("Error", {}).get("Code", "?"))[:60]
+            if code in _GONE:
+                raise PackageError("blob-missing", f"{expected}, got {code}") from exc
+            kind = OperatorError if code in _PERSON else BlobStoreError
+            raise kind(f"{expected}, got {code}") from exc
+        except (exceptions.HTTPClientError, exceptions.ConnectionError) as exc:
+            raise BlobStoreError(f"{expected}, got {type(exc).__name__}") from exc
+        except exceptions.BotoCoreError as exc:  # no credentials, no region
+            raise OperatorError(f"{expected}, got {type(exc).__name__}: {exc}") from exc
+
+    def _body(self, key: str, at: int, end: int | None) -> tuple[Any, int]:
+        """A body from byte `at` on, and its size. Raises BlobStoreError: it begins elsewhere."""
+        if at == 0 and end is None:
+            whole = self._ask("get_object", Key=key)
+            return whole["Body"], whole["ContentLength"]
+        part = self._ask("get_object", Key=key, Range=f"bytes={at}-{'' if end is None else end - 1}")
+        begins = str(part.get("ContentRange", ""))[:80]
+        if not begins.startswith(f"bytes {at}-"):
+            part["Body"].close()
+            raise BlobStoreError(f"expected {key} from byte {at}, got {begins or 'the whole'}")
+        return part["Body"], part["ContentLength"]
+
+    def _put_parts(self, key: str, path: Path, digest: str) -> None:
+        upload_id = self._ask("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256")["UploadId"]
+        try:
+            parts = self._send_parts(key, upload_id, path, digest)
+            self._ask(
+                "complete_multipart_upload", Key=key, UploadId=upload_id, MultipartUpload={"Parts": parts}
+            )
+        except BaseException:
+            with suppress(PermilleError):  # what is left of it shows nowhere, and `abort_uploads` finds it
+                self._abort(key, upload_id)
+            raise
+
+    def _send_parts(self, key: str, upload_id: str, path: Path, digest: str) -> list[dict[str, object]]:
+        """Send some parts at a time; the bucket compares each, and we the whole before it is visible."""
+        part_bytes = max(self._part_bytes, -(-path.stat().st_size // _MOST_PARTS))
+        whole = hashlib.sha256()
+        parts: list[dict[str, object]] = []
+        waiting: deque[Future[dict[str, object]]] = deque()
+        with path.open("rb") as file, ThreadPoolExecutor(_AT_A_TIME) as pool:
+            while data := file.read(part_bytes):
+                whole.update(data)
+                number = len(parts) + len(waiting) + 1
+                waiting.append(pool.submit(self._send_part, key, upload_id, number, data))
+                if len(waiting) >= _AT_A_TIME:
+                    parts.append(waiting.popleft().result())
+            parts += [sent.result() for sent in waiting]
+        if (found := "sha256:" + whole.hexdigest()) != digest:
+            raise PackageError("blob-digest", f"expected {digest} on its way to the bucket, got {found}")
+        return parts
+
+    def _send_part(self, key: str, upload_id: str, number: int, data: bytes) -> dict[str, object]:
+        part = {"PartNumber": number, "ChecksumSHA256": _base64(hashlib.sha256(data).digest())}
+        sent = self._ask("upload_part", Key=key, UploadId=upload_id, Body=data, **part)
+        return {**part, "ETag": sent["ETag"]}
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        with suppress(PackageError):  # it has ended meanwhile
+            self._ask("abort_multipart_upload", Key=key, UploadId=upload_id)
+
+    def _pages(self, operation: str, **asked: str) -> Iterator[Any]:
+        pages = iter(self._client.get_paginator(operation).paginate(Bucket=self.address.bucket, **asked))
+        while True:
+            with self._errors(f"{operation} of {asked['Prefix']}"):
+                page = next(pages, None)
+            if page is None:
+                return
+            yield page
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,182 @@
+"""A bucket for tests: moto's S3 server, and before it a gate that breaks what it is told to."""
+
+import http.client
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from permille.store.blobs.bucket import Bucket, BucketAddress
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "secret-of-tests"}
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests `METHOD /path?query` that match.
+
+    Attributes:
+        status: answer with this and an S3 error.
+        code: of that error.
+        cut_after: send so many bytes of the body and drop the connection.
+        flip_byte: send this byte of the body inverted.
+        stall: hold the request until the gate closes.
+    """
+
+    matches: str
+    times: int = 1
+    status: int = 0
+    code: str = "InternalError"
+    cut_after: int | None = None
+    flip_byte: int | None = None
+    stall: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One that came through the gate."""
+
+    line: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass
+class Gate:
+    """Passes requests on to the bucket's server, but for faults."""
+
+    bucket: str
+    endpoint: str = ""
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    stalled: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def address(self) -> str:
+        """What settings call it."""
+        return f"s3://{self.bucket}/permille?endpoint={self.endpoint}&region=us-east-1"
+
+    def open(self, **options: Any) -> Bucket:
+        """A client that waits little."""
+        options = {"attempts": 2, "sleep": lambda _s: None, "reach_s": 60.0, **options}
+        return Bucket(BucketAddress.parse(self.address), **options)
+
+    def sent(self, pattern: str) -> list[Request]:
+        """Requests whose `METHOD /path?query` match."""
+        return [request for request in self.requests if re.search(pattern, request.line)]
+
+    def fault_of(self, line: str) -> Fault | None:
+        """The fault for this request, if any; its count goes down."""
+        for fault in self.faults:
+            if fault.times > 0 and re.search(fault.matches, line):
+                fault.times -= 1
+                return fault
+        return None
+
+
+@contextmanager
+def bucket_server() -> Iterator[str]:
+    """The host and port of moto's server."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        yield f"{host}:{port}"
+    finally:
+        server.stop()
+
+
+@contextmanager
+def gate(server: str) -> Iterator[Gate]:
+    """A new bucket behind a gate."""
+    found = Gate(bucket=f"blobs-{uuid.uuid4().hex[:12]}")
+
+    class Handler(_Handler):
+        target, state = server, found
+
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.endpoint = f"http://127.0.0.1:{listener.server_port}"
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        connection = http.client.HTTPConnection(server)
+        connection.request("PUT", f"/{found.bucket}")
+        assert connection.getresponse().status == 200
+        connection.close()
+        try:
+            yield found
+        finally:
+            found.closed.set()
+            listener.shutdown()
+            listener.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    target: str
+    state: Gate
+    protocol_version = "HTTP/1.1"
+
+    def _pass(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        line = f"{self.command} {self.path}"
+        self.state.requests.append(Request(line, {k.lower(): v for k, v in self.headers.items()}, body))
+        fault = self.state.fault_of(line)
+        if fault is not None and fault.stall:
+            self.state.stalled.set()
+            self.state.closed.wait(60)
+            self.close_connection = True
+            return
+        if fault is not None and fault.status:
+            text = f"<Error><Code>{fault.code}</Code><Message>no</Message></Error>".encode()
+            self._answer(fault.status, {"content-type": "application/xml"}, text)
+            return
+        connection = http.client.HTTPConnection(self.target, timeout=60)
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
+        connection.request(self.command, self.path, body, headers)
+        answer = connection.getresponse()
+        self._answer(answer.status, dict(answer.getheaders()), answer.read(), fault)
+        connection.close()
+
+    def _answer(
+        self, status: int, headers: Mapping[str, str], body: bytes, fault: Fault | None = None
+    ) -> None:
+        self.send_response_only(status)
+        sized = {name.lower(): value for name, value in headers.items()}
+        sized.pop("connection", None)
+        sized.pop("transfer-encoding", None)
+        if self.command != "HEAD" and status != 204:
+            sized["content-length"] = str(len(body))
+        for name, value in sized.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if fault is not None and fault.flip_byte is not None:
+            at = fault.flip_byte
+            body = body[:at] + bytes([body[at] ^ 255]) + body[at + 1 :]
+        if fault is not None and fault.cut_after is not None:
+            self.wfile.write(body[: fault.cut_after])
+            self.wfile.flush()
+            self.close_connection = True
+            return
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def settle() -> float:
+    """A moment of Unix time that is later than all that was written before, by a bucket's seconds."""
+    return time.time() + 2
