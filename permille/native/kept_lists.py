@@ -17,7 +17,6 @@ from permille.errors import InputError
 from permille.native.arrays import check_array, check_range, check_writable
 from permille.native.library import Library, load
 from permille.native.sparse import CodedRows, SparseRows
-from permille.native.weights import CODES
 from permille.quantization.types import Sparsity
 
 STRIP = 128
@@ -107,7 +106,7 @@ def kept_lists(weight: SparseRows, first: int, last: int, memory: Array) -> Kept
         begin=memory[ends:].view(np.int32),
         shape=(last - first, weight.shape[1]),
     )
-    coded = (kept.packed, kept.scales, CODES[kept.scheme], kept.group_size, kept.line)
+    coded = (kept.packed, kept.scales, kept.codes, kept.group_size, kept.line)
     is_bitmap = int(weight.pattern.sparsity is Sparsity.BITMAP)
     where = (weight.pattern.packed, is_bitmap, weight.shape[1], weight.start_N1, first, last)
     scratch_K = np.empty(weight.shape[1] + 16, np.float32)

@@ -1,4 +1,4 @@
-"""Products that unpack no weight to memory: the sparse part of a layer, few tokens against 4-bit codes.
+"""Products that unpack no weight to memory: the sparse part of a layer, few tokens against codes.
 
 Shapes: M = tokens, N, K = out and in features, C = entries of the sparse matrix, Q = its variants.
 """
@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native.arrays import check_array, check_range, check_writable
 from permille.native.library import Library, load
-from permille.native.weights import CODES, PackedRows, dequantize_rows
-from permille.quantization.types import Scheme
+from permille.native.weights import PackedRows, dequantize_rows
 
 _MAX_TOKENS = 16
 """Above this many tokens, dequantizing a tile and a library's matrix product are faster."""
@@ -123,7 +122,7 @@ def packed_product(
 def is_aligned(weight: PackedRows) -> bool:
     """Rows of whole runs of 32 codes, each under one scale; 128 codes are whole groups or within one."""
     columns, group = weight.shape[1], weight.group_size
-    whole = columns % group == 0 or weight.scheme is Scheme.INT4
+    whole = columns % group == 0 or weight.line == columns
     return whole and columns % _RUN == 0 and (group in (32, 64) or group % WIDE == 0)
 
 
@@ -137,7 +136,7 @@ def _from_codes(
 ) -> None:
     rows, columns = weight.shape
     scratch = np.empty((len(x_MK), -(-columns // WIDE) * WIDE), np.float32)
-    coded = (weight.packed, weight.scales, CODES[weight.scheme], weight.group_size)
+    coded = (weight.packed, weight.scales, weight.codes, weight.form, weight.group_size)
     library.call("packed_product", *coded, columns, first, last, x_MK, len(x_MK), out_MN, rows, scratch)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from permille.native.arrays import check_array, check_range, check_writable
 from permille.native.library import Library, load
 from permille.native.products import packed_product
-from permille.native.weights import CODES, PackedRows, decoded_at, dequantize_rows
+from permille.native.weights import PackedRows, decoded_at, dequantize_rows
 from permille.quantization.sparse import check_pattern, places, ranks, row_starts
 from permille.quantization.types import Coded, Pattern, SparseTensor, Sparsity
 
@@ -145,7 +145,7 @@ def _token_product(
 ) -> None:
     kept, columns = weight.kept, weight.shape[1]
     is_bitmap = weight.pattern.sparsity is Sparsity.BITMAP
-    coded = (kept.packed, kept.scales, CODES[kept.scheme], kept.group_size)
+    coded = (kept.packed, kept.scales, kept.codes, kept.group_size)
     scratch = np.empty(columns + 2 * kept.group_size + 32, np.float32)
     if not is_bitmap and columns // 2 % kept.group_size == 0:
         library.call(
@@ -173,7 +173,7 @@ def dequantize_sparse_rows(weight: SparseRows, first: int, last: int, out: NDArr
         out[kept_RK] = decoded_at(kept, np.arange(weight.start_N1[first], weight.start_N1[last]))
         return
     is_bitmap = int(weight.pattern.sparsity is Sparsity.BITMAP)
-    coded = (kept.packed, kept.scales, CODES[kept.scheme], kept.group_size, kept.line)
+    coded = (kept.packed, kept.scales, kept.codes, kept.group_size, kept.line)
     where = (weight.pattern.packed, is_bitmap, columns, weight.start_N1)
     library.call("sparse_dequantize", *coded, *where, first, last, np.empty(columns + 16, np.float32), out)
 

@@ -14,7 +14,7 @@ from permille.native.arrays import check_array, check_range, check_writable
 from permille.native.library import Argument, Held, load
 from permille.native.products import WIDE, is_aligned, sparse_product
 from permille.native.sparse import CodedRows, product_of_codes
-from permille.native.weights import CODES, PackedRows
+from permille.native.weights import PackedRows
 
 
 class TokenProduct:
@@ -43,7 +43,7 @@ class TokenProduct:
         self._weight, self._entries, self._difference_C, self._bias_N = weight, entries, difference_C, bias_N
         self._arguments: tuple[Argument, ...] | None = None
         if isinstance(weight, PackedRows) and is_aligned(weight):
-            coded = (Held(weight.packed), Held(weight.scales), Held(CODES[weight.scheme]))
+            coded = (Held(weight.packed), Held(weight.scales), Held(weight.codes), int(weight.form))
             bias = Held(np.empty(1, np.float32) if bias_N is None else bias_N)
             sparse = (Held(entries[0]), Held(entries[1]), Held(difference_C), bias, int(bias_N is not None))
             self._arguments = (*coded, weight.group_size, columns, *sparse)

@@ -1,4 +1,4 @@
-"""A four-bit weight as the kernels take it, as floats, with values set into it; halves widened to floats.
+"""A quantized weight as the kernels take it, as floats, with values set into it; halves widened to floats.
 
 All of it is exact, with the library and without (FORMAT 4.2). All functions take C-contiguous arrays, hold no
 lock while they run and use one thread; ranges of rows may be handed to several. bfloat16 is held as uint16,
@@ -8,6 +8,8 @@ Shapes: N, K = out and in features; C = masked weights of the tensor; R = rows o
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +21,16 @@ from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.source import check_quantized
 from permille.quantization.types import QuantizedTensor, Scheme
 
-CODES: dict[Scheme, NDArray[np.float32]] = {
-    Scheme.NF4: NF4_CODES,
-    Scheme.INT4: np.arange(-8, 8, dtype=np.float32),
-}
-"""What the 16 codes of a scheme stand for, before the scale."""
+_INT4_CODES = np.arange(-8, 8, dtype=np.float32)
+_LINE = 128  # groups of a multiple of it are what all kernels take
+
+
+class Form(IntEnum):
+    """What a code stands for before its scale; the numbers are those of `src/weights.inc`."""
+
+    SHARED = 0  # one of 16 numbers, the same for all rows
+    OF_ROW = 1  # one of 16 numbers of its row
+    BYTES = 2  # itself, an integer in a byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,14 +38,19 @@ class PackedRows:
     """A view of one weight [N, K]: sizes, types and contiguity are checked once, when it is made by `of`.
 
     Attributes:
-        packed: uint8 [ceil(N*K / 2)], may be a read-only map of the package's file.
-        scales: float32, nf4 one for each `group_size` flat weights, int4 [N, ceil(K / group_size)].
+        packed: uint8, as in `QuantizedTensor`; may be a read-only map of the package's file.
+        scales: float32, one a group.
+        codes: float32 [16], or [N, 16] where rows have code books; of bytes nothing.
+        line: weights after which groups begin anew: a row, of nf4 the whole matrix.
     """
 
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
+    codes: NDArray[np.float32]
+    form: Form
     scheme: Scheme
     group_size: int
+    line: int
     shape: tuple[int, int]
 
     @classmethod
@@ -49,19 +61,31 @@ class PackedRows:
             InputError: as many codes or scales as the shape does not ask for.
         """
         check_quantized(quantized)
+        scales, group_size = np.ascontiguousarray(quantized.scales), quantized.group_size
+        rows, columns = quantized.shape
+        codes, form, line = np.empty(0, np.float32), Form.BYTES, columns
+        match quantized.scheme:
+            case Scheme.NF4:
+                codes, form, line = NF4_CODES, Form.SHARED, rows * columns
+            case Scheme.INT4:
+                codes, form = _INT4_CODES, Form.SHARED
+            case Scheme.SQUEEZELLM:  # a row is one group, of the scale 1
+                codes, form = scales, Form.OF_ROW
+                scales, group_size = np.ones((rows, 1), np.float32), -(-columns // _LINE) * _LINE
+            case Scheme.INT8:
+                pass
+            case other:
+                assert_never(other)
         return cls(
             packed=np.ascontiguousarray(quantized.packed),
-            scales=np.ascontiguousarray(quantized.scales),
-            scheme=Scheme(quantized.scheme),
-            group_size=quantized.group_size,
+            scales=scales,
+            codes=codes,
+            form=form,
+            scheme=quantized.scheme,
+            group_size=group_size,
+            line=line,
             shape=quantized.shape,
         )
-
-    @property
-    def line(self) -> int:
-        """Weights after which groups begin anew: a row for int4, the whole matrix for nf4."""
-        rows, columns = self.shape
-        return columns if self.scheme is Scheme.INT4 else rows * columns
 
 
 def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.float32]) -> None:
@@ -78,7 +102,7 @@ def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.f
     if library is None:
         out[...] = decode_rows(weight, first, last)
         return
-    coded = (weight.packed, weight.scales, CODES[weight.scheme], weight.group_size, weight.line)
+    coded = (weight.packed, weight.scales, weight.codes, weight.form, weight.group_size, weight.line)
     library.call("dequantize", *coded, first * columns, last * columns, out)
 
 
@@ -163,11 +187,13 @@ def widen_f16(source: NDArray[np.uint16] | NDArray[np.float16], out: NDArray[np.
 
 def _decode(weight: PackedRows, flat: NDArray[np.int64]) -> NDArray[np.float32]:
     """The weights at flat indices, in any shape: one float32 product each."""
-    codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
     line, column = np.divmod(flat, weight.line)
     groups = -(-weight.line // weight.group_size)
     scales = weight.scales.reshape(-1)[line * groups + column // weight.group_size]
-    w: NDArray[np.float32] = CODES[weight.scheme][codes] * scales
+    if weight.form is Form.BYTES:
+        return weight.packed[flat].view(np.int8).astype(np.float32) * scales
+    codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
+    w: NDArray[np.float32] = weight.codes[(line, codes) if weight.form is Form.OF_ROW else codes] * scales
     return w
 
 
@@ -175,11 +201,18 @@ def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32
     """Rows first..last, [R, K]."""
     columns = weight.shape[1]
     start, stop = first * columns, last * columns
-    packed = weight.packed[start // 2 : (stop + 1) // 2]
-    codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[start % 2 :][: stop - start]
-    w_RK: NDArray[np.float32] = CODES[weight.scheme][codes].reshape(last - first, columns)
-    if weight.scheme is Scheme.INT4:
-        w_RK *= np.repeat(weight.scales[first:last], weight.group_size, axis=1)[:, :columns]
+    w_RK: NDArray[np.float32]
+    if weight.form is Form.BYTES:
+        w_RK = weight.packed[start:stop].view(np.int8).reshape(-1, columns).astype(np.float32)
+    else:
+        packed = weight.packed[start // 2 : (stop + 1) // 2]
+        codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[start % 2 :][: stop - start]
+        code_RK = codes.reshape(last - first, columns)
+        own = weight.form is Form.OF_ROW
+        w_RK = weight.codes[(np.arange(first, last)[:, None], code_RK) if own else code_RK]
+    if weight.line == columns:
+        scale_RG = weight.scales.reshape(weight.shape[0], -1)[first:last]
+        w_RK *= np.repeat(scale_RG, weight.group_size, axis=1)[:, :columns]
     else:
         group = weight.group_size
         scales = np.repeat(weight.scales[start // group : -(-stop // group)], group)

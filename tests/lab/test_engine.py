@@ -12,7 +12,7 @@ from permille.errors import InputError
 from permille.models.families import layer_of
 from permille.package.reader import verify_package
 from permille.quantization.types import SPARSE_SCHEMES, Scheme
-from permille_lab.engine import decode, gradients, memory, sparse, steps
+from permille_lab.engine import decode, gradients, memory, packages, steps
 from permille_lab.engine.page import tables
 from permille_lab.engine.replay import measure as measure_replay
 from permille_lab.engine.replay import measure_groups
@@ -100,7 +100,8 @@ def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path, monkeypatch
         ("memory", memory.measure),
         ("first order", memory.measure_first_order),
         ("decode", decode.measure),
-        ("sparse", sparse.measure),
+        ("sparse", packages.measure_sparse),
+        ("schemes", packages.measure_schemes),
         ("gradient", gradients.measure),
     ):
         cells.once(figure, SIZES.settings(), partial(measure, tmp_path, SIZES))

@@ -11,7 +11,7 @@ cells are not measured again: delete their lines to begin anew, on another machi
 import sys
 from functools import partial
 
-from permille_lab.engine import decode, gradients, memory, sparse, steps
+from permille_lab.engine import decode, gradients, memory, packages, steps
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Cells, settings_parser
 
@@ -23,7 +23,8 @@ _FIGURES = {
     "memory": memory.measure,
     "first order": memory.measure_first_order,
     "decode": decode.measure,
-    "sparse": sparse.measure,
+    "sparse": packages.measure_sparse,
+    "schemes": packages.measure_schemes,
 }
 _GRADIENT = "gradient"
 
@@ -47,7 +48,7 @@ def main() -> int:
             rounds=options.rounds,
         )
         for figure in options.figure or _FIGURES:
-            if figure in _FIGURES and (shape == "1.1B" or figure in ("step", "loops", "sparse")):
+            if figure in _FIGURES and (shape == "1.1B" or figure in ("step", "loops", "sparse", "schemes")):
                 cells.once(figure, sizes.settings(), partial(_FIGURES[figure], options.folder, sizes))
     if _GRADIENT in (options.figure or [_GRADIENT]):
         shapes = {"1.1B": options.rounds} | ({"7B": 0} if options.with_7B else {})

@@ -61,18 +61,21 @@ def tables(results: Path) -> dict[str, str]:
         for name, milliseconds in result["token_ms"].items()
         if milliseconds >= 0.05
     ]
-    sparse = [
-        {
-            "shape": _batch(settings),
-            "package": name,
-            "bytes": _ratio(found, dense, "package_bytes"),
-            "dense layer": _ratio(found, dense, "dense_layer_bytes"),
-        }
-        | {what: f"{ratio:.2f}" for what, ratio in found["against_dense"].items()}
-        for settings, result in cells.of("sparse")
-        for dense in (result["contenders"]["dense"],)
-        for name, found in result["contenders"].items()
-    ]
+    packages = {
+        figure: [
+            {
+                "shape": _batch(settings),
+                "package": name,
+                "bytes": _ratio(found, first, "package_bytes"),
+                "dense layer": _ratio(found, first, "dense_layer_bytes"),
+            }
+            | {what: f"{ratio:.2f}" for what, ratio in found["against_first"].items()}
+            for settings, result in cells.of(figure)
+            for first in [next(iter(result["contenders"].values()))]
+            for name, found in result["contenders"].items()
+        ]
+        for figure in ("sparse", "schemes")
+    }
     replay = [
         {
             "kernels": name,
@@ -94,9 +97,8 @@ def tables(results: Path) -> dict[str, str]:
         "memory": memory,
         "decoding": decoding,
         "token": token,
-        "sparse": sparse,
         "replay": replay,
-    }
+    } | packages
     tables = {
         name: str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True))
         for name, rows in named.items()

@@ -63,6 +63,8 @@ def export_program(
     """
     weights = choice_of(Weights, weights, "weights of a program")
     _check_exporter()
+    if weights is Weights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
+        raise InputError(f"expected an int4 package for 4-bit weights, got {package.manifest.scheme.name}")
     module = dual_model(package)
     if weights is Weights.INT4:
         _set_codes(module, package)
@@ -162,8 +164,6 @@ def _digest(package: Package) -> bytearray:
 
 def _set_codes(module: DualModel, package: Package) -> None:
     """Put the package's own codes, 0 at the mask, in place of decoded weights; sparse ones stay floats."""
-    if package.manifest.scheme.name is not Scheme.INT4:
-        raise InputError(f"expected an int4 package for 4-bit weights, got {package.manifest.scheme.name}")
     for info in package.manifest.tensors:
         layer = module.model.get_submodule(info.name.removesuffix("weight") + "linear")
         quantized = package.quantized(info.name)

@@ -5,11 +5,11 @@ A block is 32 weights of a row under one scale, a float16 (`d`):
     Q8_0   w' = d * q          q from -127 to 127
     Q4_0   w' = d * (q - 8)    q from 0 to 15
 
-Our int4 codes, groups of 32 or 128, are Q4_0's codes; the scale alone is rounded. A personal value is another
-matter: it is a float32 in the middle of a block, often several times as large as its neighbours, and rounded
-to the block's own grid most of it is lost. So the scale of such a block is chosen for it: `d = v / n` for
-whole `n` hits the value `v` as exactly as a float16 can, and the neighbours are rounded to the new grid. Of
-all candidates that one is taken with the least
+Our int4 codes, groups of 32 or 128, are Q4_0's codes and our int8 codes Q8_0's; the scale alone is rounded. A
+personal value is another matter: it is a float32 in the middle of a block, often several times as large as
+its neighbours, and rounded to the block's own grid most of it is lost. So the scale of such a block is chosen
+for it: `d = v / n` for whole `n` hits the value `v` as exactly as a float16 can, and the neighbours are
+rounded to the new grid. Of all candidates that one is taken with the least
 
     error = sum of neighbours' squared errors + WEIGHT * sum of masked values' squared errors
 
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.quantization.source import unpack
 from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK = 32
@@ -45,6 +46,10 @@ class BlockType(StrEnum):
     F16 = "f16"
     Q8_0 = "q8_0"
     Q4_0 = "q4_0"
+
+
+OWN_CODES = {BlockType.Q8_0: Scheme.INT8, BlockType.Q4_0: Scheme.INT4}
+"""Whose codes a type has as they are."""
 
 
 def fits(kind: BlockType, columns: int) -> BlockType:
@@ -71,10 +76,12 @@ def encode(
     Args:
         weight_NK: the masked values are set.
         mask_k: flat indices of the masked weights.
-        codes: int4 codes that the other weights were decoded from; only with them is Q4_0 without loss.
+        codes: what the other weights were decoded from, of the scheme in `OWN_CODES`; only with them is Q4_0
+            without loss.
 
     Raises:
-        InputError: a weight beyond the range of float16, which all types but F32 need.
+        InputError: a weight beyond the range of float16, which all types but F32 need, or codes of another
+            scheme.
     """
     rows, columns = weight_NK.shape
     if kind is BlockType.F32:
@@ -84,7 +91,7 @@ def encode(
     if kind is BlockType.F16:
         return np.ascontiguousarray(weight_NK, "<f2").view(np.uint8)
     weight_BS = np.ascontiguousarray(weight_NK).reshape(-1, BLOCK)
-    scale_B, code_BS = _rounded(kind, weight_BS) if codes is None else _as_coded(codes, weight_BS)
+    scale_B, code_BS = _rounded(kind, weight_BS) if codes is None else _as_coded(kind, codes, weight_BS)
     if mask_k is not None and len(mask_k):
         _aim_at_masked(kind, weight_BS, mask_k, scale_B, code_BS)
     half_B2 = scale_B.astype("<f2").reshape(-1, 1).view(np.uint8)
@@ -137,15 +144,18 @@ def _rounded(kind: BlockType, weight_BS: NDArray[np.float32]) -> tuple[NDArray[n
 
 
 def _as_coded(
-    codes: QuantizedTensor, weight_BS: NDArray[np.float32]
+    kind: BlockType, codes: QuantizedTensor, weight_BS: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
-    """int4 as it is: its codes, its scale as a float16."""
-    if codes.scheme is not Scheme.INT4:
-        raise InputError(f"expected int4 codes for q4_0, got {codes.scheme}")
-    rows, columns = codes.shape
-    nibble = np.stack([codes.packed >> 4, codes.packed & 15], axis=1).reshape(-1)[: rows * columns]
+    """Codes as they are, their scale as a float16."""
+    if codes.scheme is not OWN_CODES[kind]:
+        raise InputError(f"expected {OWN_CODES[kind]} codes for {kind}, got {codes.scheme}")
+    columns = codes.shape[1]
+    if codes.scheme is Scheme.INT8:
+        code_BS = codes.packed.view(np.int8).reshape(weight_BS.shape).copy()
+    else:
+        code_BS = unpack(codes.packed, weight_BS.size).astype(np.int8).reshape(weight_BS.shape) - 8
     scale_NB = np.repeat(codes.scales, codes.group_size // BLOCK, axis=1)[:, : columns // BLOCK]
-    return _half(scale_NB.reshape(-1)), nibble.astype(np.int8).reshape(weight_BS.shape) - 8
+    return _half(scale_NB.reshape(-1)), code_BS
 
 
 def _aim_at_masked(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from permille.choices import choice_of
 from permille.engines.export import checked_values, new_folder
-from permille.engines.gguf.blocks import BlockType, decode, encode, fits, row_bytes
+from permille.engines.gguf.blocks import OWN_CODES, BlockType, decode, encode, fits, row_bytes
 from permille.engines.gguf.description import ROPE_FACTORS, Description, describe
 from permille.engines.gguf.tokenizer import vocabulary_of
 from permille.errors import InputError
@@ -175,11 +175,12 @@ class _Weights:
             weight_NK = dequantize(codes)
             weight_NK.reshape(-1)[mask_k] = value_k
             kind, columns = fits(self._kind, info.shape[1]), info.shape[1]
+            own = OWN_CODES.get(kind) is self._package.manifest.scheme.name
             data_NR = encode(
                 kind,
                 weight_NK,
                 mask_k=mask_k,
-                codes=_whole(codes) if kind is BlockType.Q4_0 else None,
+                codes=_whole(codes) if own else None,
                 name=info.name,
             )
             error_k = decode(kind, data_NR, columns).reshape(-1)[mask_k] - value_k

@@ -1,5 +1,6 @@
 """A package as a folder that unmodified transformers loads."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ def tiny(tmp_path: Path) -> Tiny:
     return tiny_package(tmp_path / "blobs", "qwen2", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_transformers_computes_the_same_logits(family: str, tmp_path: Path) -> None:
-    tiny = tiny_package(tmp_path / "blobs", family, Scheme.INT4)
+@pytest.mark.parametrize(("family", "scheme"), zip(CONFIGS, itertools.cycle(Scheme), strict=False))
+def test_transformers_computes_the_same_logits(family: str, scheme: Scheme, tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path / "blobs", family, scheme)
     values_K = variants(tiny.package, 2)[1]
     export_transformers(tiny.package, values_K, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from permille.engines.gguf.blocks import BlockType, decode, encode, fits, row_bytes
 from permille.errors import InputError
+from permille.quantization import default_group_size, quantize
 from permille.quantization import dequantize as decoded
-from permille.quantization import quantize
 from permille.quantization.types import Scheme
 
 TYPES = {BlockType.Q8_0: GGMLQuantizationType.Q8_0, BlockType.Q4_0: GGMLQuantizationType.Q4_0}
@@ -40,11 +40,20 @@ def test_the_gguf_package_reads_what_we_write(kind: BlockType) -> None:
     assert np.abs(read_NK - w_NK).max() < 0.5 * np.abs(w_NK).max()
 
 
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_int4_codes_become_q4_0_with_nothing_lost_but_the_rounding_of_scales(group_size: int) -> None:
-    codes = quantize(weight(), Scheme.INT4, group_size)
+@pytest.mark.parametrize(
+    ("kind", "scheme", "group_size"),
+    [
+        (BlockType.Q4_0, Scheme.INT4, 32),
+        (BlockType.Q4_0, Scheme.INT4, 128),
+        (BlockType.Q8_0, Scheme.INT8, 128),
+    ],
+)
+def test_codes_of_integers_lose_nothing_but_the_rounding_of_scales(
+    kind: BlockType, scheme: Scheme, group_size: int
+) -> None:
+    codes = quantize(weight(columns=288), scheme, group_size)
     w_NK = decoded(codes)
-    found_NK = decode(BlockType.Q4_0, encode(BlockType.Q4_0, w_NK, codes=codes, name="w"), 256)
+    found_NK = decode(kind, encode(kind, w_NK, codes=codes, name="w"), 288)
     np.testing.assert_allclose(found_NK, w_NK, rtol=2.0**-11, atol=0)
 
 
@@ -108,7 +117,11 @@ def test_rows_that_no_block_fills_are_float16_and_what_float16_cannot_hold_is_re
     assert decode(BlockType.F32, encode(BlockType.F32, large_NK, name="w"), 32).max() == np.float32(7e4)
 
 
-def test_q4_0_of_other_codes_than_int4_is_refused() -> None:
-    codes = quantize(weight(), Scheme.NF4, 64)
-    with pytest.raises(InputError, match="int4"):
-        encode(BlockType.Q4_0, decoded(codes), codes=codes, name="w")
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [(BlockType.Q4_0, Scheme.NF4), (BlockType.Q4_0, Scheme.INT8), (BlockType.Q8_0, Scheme.INT4)],
+)
+def test_codes_of_another_scheme_are_refused(kind: BlockType, scheme: Scheme) -> None:
+    codes = quantize(weight(), scheme, default_group_size(scheme))
+    with pytest.raises(InputError, match=f"codes for {kind}, got {scheme}"):
+        encode(kind, decoded(codes), codes=codes, name="w")

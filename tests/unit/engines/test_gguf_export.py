@@ -79,9 +79,18 @@ def test_a_llamas_heads_are_turned_for_llama_cpps_rotation(tmp_path: Path) -> No
     np.testing.assert_array_equal(found["blk.0.attn_k.bias"].reshape(2, 8, 2), bias_HPE.transpose(0, 2, 1))
 
 
-@pytest.mark.parametrize(("kind", "least"), [("f16", 0.999999), ("q8_0", 0.9999), ("q4_0", 0.99)])
-def test_the_personal_change_survives(kind: str, least: float, tmp_path: Path) -> None:
-    package = exported_package(tmp_path / "blobs", "llama", changes={"intermediate_size": 96})
+@pytest.mark.parametrize(
+    ("scheme", "kind", "least"),
+    [
+        (Scheme.INT4, "f16", 0.999999),
+        (Scheme.INT4, "q8_0", 0.9999),
+        (Scheme.INT4, "q4_0", 0.99),
+        (Scheme.INT8, "q8_0", 0.9999),
+        (Scheme.SQUEEZELLM, "q8_0", 0.9999),
+    ],
+)
+def test_the_personal_change_survives(scheme: Scheme, kind: str, least: float, tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", scheme, changes={"intermediate_size": 96})
     values_K = variants(package, 2, scale=0.2)[1]
     exported = export_gguf(package, values_K, tmp_path / "out", kind=kind)
     assert least < exported.kept < 1
@@ -158,10 +167,10 @@ def test_frequencies_are_told(tmp_path: Path) -> None:
 
 
 def test_four_bits_need_int4_and_enough_of_the_change(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="export q8_0"):
-        export_gguf(
-            exported_package(tmp_path / "nf4", "llama", Scheme.NF4), None, tmp_path / "out", kind="q4_0"
-        )
+    for scheme in (Scheme.NF4, Scheme.INT8, Scheme.SQUEEZELLM):
+        other = exported_package(tmp_path / scheme, "llama", scheme)
+        with pytest.raises(InputError, match=f"got {scheme}, .*: export q8_0"):
+            export_gguf(other, None, tmp_path / "out", kind="q4_0")
     package = exported_package(tmp_path / "int4", "llama", changes={"intermediate_size": 96})
     with pytest.raises(InputError, match=r"got [0-9.-]+%: export q8_0"):
         export_gguf(package, variants(package, 2, scale=1e-4)[1], tmp_path / "out", kind="q4_0")

@@ -1,6 +1,7 @@
-"""The light engine in the conformance suite: every family, both schemes."""
+"""The light engine in the conformance suite: every family, all schemes."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,12 @@ from permille.quantization.types import Scheme, Sparsity
 from tests.unit.engines.conformance import RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_batch, tiny_package, variants
 
+# NF4 of every family, and one more scheme
+PACKAGES = [(family, Scheme.NF4) for family in CONFIGS]
+PACKAGES += zip(CONFIGS, cycle([Scheme.INT4, Scheme.INT8, Scheme.SQUEEZELLM]), strict=False)
 
-@pytest.fixture(
-    scope="module",
-    params=[(family, scheme) for family in CONFIGS for scheme in (Scheme.NF4, Scheme.INT4)],
-    ids=str,
-)
+
+@pytest.fixture(scope="module", params=PACKAGES, ids=str)
 def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Conformance:
     family, scheme = request.param
     tiny: Tiny = tiny_package(tmp_path_factory.mktemp("blobs"), family, scheme)
@@ -135,9 +136,10 @@ def test_int8_activations_let_small_perturbations_through(tmp_path: Path) -> Non
     assert abs(rounded - exact) <= 0.2 * abs(exact)
 
 
-def test_int8_activations_are_for_integer_codes(tmp_path: Path) -> None:
-    tiny = tiny_package(tmp_path, "llama", Scheme.NF4)
-    with pytest.raises(InputError, match=r"expected a package of int4 .*, got nf4 in 64"):
+@pytest.mark.parametrize("scheme", [Scheme.NF4, Scheme.INT8, Scheme.SQUEEZELLM])
+def test_int8_activations_are_for_codes_of_four_bits(scheme: Scheme, tmp_path: Path) -> None:
+    tiny = tiny_package(tmp_path, "llama", scheme)
+    with pytest.raises(InputError, match=f"expected a package of int4 .*, got {scheme}"):
         LightEngine(tiny.package, int8=True)
 
 

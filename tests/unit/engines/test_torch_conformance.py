@@ -17,9 +17,7 @@ from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-@pytest.fixture(
-    scope="module", params=zip(CONFIGS, itertools.cycle((Scheme.NF4, Scheme.INT4)), strict=False), ids=str
-)
+@pytest.fixture(scope="module", params=zip(CONFIGS, itertools.cycle(Scheme), strict=False), ids=str)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     family, scheme = request.param
     return tiny_package(tmp_path_factory.mktemp("blobs"), family, scheme)

@@ -5,10 +5,11 @@
 #include <string.h>
 
 typedef int64_t (*Kernel)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                          int64_t, int64_t, int64_t, int64_t, int64_t);
+                          int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 
 #define KERNELS(X)                                                                                             \
     X(dequantize) X(set_values) X(widen_bf16) X(widen_f16) X(sparse_product) X(packed_product) X(token_product) \
+    X(sparse_dequantize) \
     X(direction)    X(add_scaled_int8) X(add_scaled_int32) X(perturbed_int8) X(perturbed_int32) X(perturbed_pairs_int8)        \
     X(perturbed_pairs_int32) X(bit_sums) X(groups) X(group_sums) X(quantize_tokens) X(int8_panels)             \
     X(int8_product)
@@ -28,12 +29,12 @@ static void take(void *target, size_t size, FILE *file) {
 
 int main(int argc, char **argv) {
     char name[32];
-    int64_t count, values[15] = {0}, sizes[15] = {0};
+    int64_t count, values[16] = {0}, sizes[16] = {0};
     FILE *request = argc == 3 ? fopen(argv[1], "rb") : NULL;
     if (!request) return 2;
     take(name, sizeof name, request);
     take(&count, sizeof count, request);
-    if (count > 15) return 2;
+    if (count > 16) return 2;
     for (int64_t i = 0; i < count; i++) {
         int64_t is_array, value;
         take(&is_array, sizeof is_array, request);
@@ -52,7 +53,7 @@ int main(int argc, char **argv) {
     if (!kernel) return 5;
     const int64_t *v = values;
     const int64_t result = kernel(v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11],
-                                  v[12], v[13], v[14]);
+                                  v[12], v[13], v[14], v[15]);
     FILE *answer = fopen(argv[2], "wb");
     if (!answer) return 6;
     fwrite(&result, sizeof result, 1, answer);

@@ -8,20 +8,25 @@ from permille.errors import InputError
 from permille.native.int8 import RUN, int8_product, int8_rows, padded, quantize_tokens, scratch_floats
 from permille.native.library import VARIABLE, Library, load
 from permille.native.weights import PackedRows, decode_rows
-from permille.quantization.types import Scheme
+from permille.quantization.types import QuantizedTensor, Scheme
 
 SHAPES = [(8, 32, 32), (37, 172, 32), (24, 75, 64), (50, 256, 64)]
 
 
 def _weight(rows: int, columns: int, group_size: int, seed: int = 0) -> PackedRows:
     rng = np.random.default_rng(seed)
-    return PackedRows(
-        packed=rng.integers(0, 256, (rows * columns + 1) // 2, dtype=np.uint8),
-        scales=(0.01 * rng.random((rows, -(-columns // group_size)))).astype(np.float32),
-        scheme=Scheme.INT4,
-        group_size=group_size,
-        shape=(rows, columns),
+    packed = rng.integers(0, 256, (rows * columns + 1) // 2, dtype=np.uint8)
+    scales = (0.01 * rng.random((rows, -(-columns // group_size)))).astype(np.float32)
+    return _rows(packed, scales, group_size, (rows, columns))
+
+
+def _rows(
+    packed: NDArray[np.uint8], scales: NDArray[np.float32], group_size: int, shape: tuple[int, int]
+) -> PackedRows:
+    tensor = QuantizedTensor(
+        scheme=Scheme.INT4, shape=shape, group_size=group_size, packed=packed, scales=scales
     )
+    return PackedRows.of(tensor)
 
 
 def _product(
@@ -73,13 +78,7 @@ def test_every_path_has_the_bits_of_numpy(
 def test_the_largest_numbers_do_not_overflow() -> None:
     """All activations 1 or 255 and all codes -8 or 7: the largest sums of 16 bits."""
     for byte, code in ((0x00, -8), (0xFF, 7)):
-        weight = PackedRows(
-            packed=np.full(8 * 64 // 2, byte, np.uint8),
-            scales=np.ones((8, 2), np.float32),
-            scheme=Scheme.INT4,
-            group_size=32,
-            shape=(8, 64),
-        )
+        weight = _rows(np.full(8 * 64 // 2, byte, np.uint8), np.ones((8, 2), np.float32), 32, (8, 64))
         for sign in (1, -1):
             x_MK = np.full((5, 64), sign * 127, np.float32)
             np.testing.assert_array_equal(_product(weight, x_MK)[2], sign * 127.0 * code * 64)

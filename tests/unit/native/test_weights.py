@@ -1,4 +1,4 @@
-"""Four-bit rows, values into tiles, widening: the quantizer's own bits on every path."""
+"""Rows of codes, values into tiles, widening: the quantizer's own bits on every path."""
 
 import dataclasses
 
@@ -23,13 +23,17 @@ CASES = [
     (Scheme.INT4, 32, (37, 191)),
     (Scheme.INT4, 128, (24, 384)),
     (Scheme.INT4, 128, (9, 130)),
+    (Scheme.INT8, 128, (37, 191)),
+    (Scheme.INT8, 128, (24, 384)),
+    (Scheme.SQUEEZELLM, 0, (37, 191)),
+    (Scheme.SQUEEZELLM, 0, (24, 256)),
 ]
 
 
 def quantized(scheme: Scheme, group_size: int, shape: tuple[int, int]) -> QuantizedTensor:
     """A seeded weight with a group of zeros and one of large values."""
     w_NK = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    w_NK[shape[0] // 2] *= 1e30
+    w_NK[shape[0] // 2] *= 1e3 if scheme is Scheme.SQUEEZELLM else 1e30  # code books are float16
     w_NK[-1] = 0
     return quantize(w_NK, scheme, group_size)
 

@@ -1,6 +1,6 @@
-"""Packages of sparse models beside a dense one of the same shape: bytes, steps, gradients, decoding.
+"""Packages of sparse models and of each scheme, beside a dense NF4 one: bytes, passes, gradients, decoding.
 
-All contenders take turns, in seconds of the processor. Patterns are random: which weights are zero matters
+All contenders take turns, in seconds of the processor. Codes and patterns are random: which they are matters
 little to the time.
 """
 
@@ -14,6 +14,7 @@ from permille.engines.factory import LIGHT, open_engine
 from permille.engines.light.engine import LightEngine
 from permille.package.limits import Role
 from permille.package.reader import Package
+from permille.quantization.types import Scheme
 from permille_lab.engine.decode import token_seconds
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Result
@@ -22,10 +23,19 @@ from permille_lab.measuring.machine import machine
 KEPT: dict[str, float | None] = {"dense": None, "2:4": 0.5, "40 % kept": 0.4, "20 % kept": 0.2}
 
 
-def measure(folder: Path, sizes: Sizes) -> Result:
-    """Ratios of every round to the dense package's, of the median."""
-    before = machine()
-    packages = {name: sizes.package(folder, kept=kept) for name, kept in KEPT.items()}
+def measure_sparse(folder: Path, sizes: Sizes) -> Result:
+    """All patterns."""
+    return _measure({name: sizes.package(folder, kept=kept) for name, kept in KEPT.items()}, sizes)
+
+
+def measure_schemes(folder: Path, sizes: Sizes) -> Result:
+    """All schemes, NF4 first."""
+    return _measure({scheme.value: sizes.package(folder, scheme) for scheme in Scheme}, sizes)
+
+
+def _measure(packages: dict[str, Package], sizes: Sizes) -> Result:
+    """Ratios of every round to the first package's, of the median."""
+    before, first = machine(), next(iter(packages))
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in packages}
     contenders = {name: _Contender(package, sizes) for name, package in packages.items()}
     for _ in range(sizes.rounds + 1):  # the first one warms up
@@ -37,10 +47,10 @@ def measure(folder: Path, sizes: Sizes) -> Result:
             "package_bytes": packages[name].size_bytes,
             "dense_layer_bytes": packages[name].manifest.layer(Role.DENSE).size_bytes,
             "seconds": {what: round(statistics.median(took[1:]), 5) for what, took in all_took.items()},
-            "against_dense": {
+            "against_first": {
                 what: round(
                     statistics.median(
-                        own / dense for own, dense in zip(took[1:], seconds["dense"][what][1:], strict=True)
+                        own / other for own, other in zip(took[1:], seconds[first][what][1:], strict=True)
                     ),
                     4,
                 )
