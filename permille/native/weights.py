@@ -190,10 +190,13 @@ def _decode(weight: PackedRows, flat: NDArray[np.int64]) -> NDArray[np.float32]:
     line, column = np.divmod(flat, weight.line)
     groups = -(-weight.line // weight.group_size)
     scales = weight.scales.reshape(-1)[line * groups + column // weight.group_size]
+    w: NDArray[np.float32]
     if weight.form is Form.BYTES:
-        return weight.packed[flat].view(np.int8).astype(np.float32) * scales
-    codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
-    w: NDArray[np.float32] = weight.codes[(line, codes) if weight.form is Form.OF_ROW else codes] * scales
+        w = weight.packed[flat].view(np.int8).astype(np.float32)
+    else:
+        codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
+        w = weight.codes[(line, codes) if weight.form is Form.OF_ROW else codes]
+    w *= scales
     return w
 
 

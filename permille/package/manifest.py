@@ -226,11 +226,11 @@ class Manifest:
 
     @property
     def trains(self) -> str:
-        """What is trained, for people."""
-        adapter = self.adapter
+        """What is trained, and how the frozen weights are stored, for people."""
+        adapter, scheme = self.adapter, self.scheme.name
         if adapter is None:
-            return f"{self.k} weights"
-        return f"{adapter.kind} of rank {adapter.rank}, {self.k} numbers"
+            return f"{self.k} weights over {scheme}"
+        return f"{adapter.kind} of rank {adapter.rank}, {self.k} numbers, over {scheme}"
 
     @property
     def adapter(self) -> AdapterInfo | None:

@@ -1,7 +1,7 @@
 """The models that can be used here: the package's base, and where there are such its pooled state and the
 active personalisation.
 
-All share one engine and its weights in four bits; they differ in the sparse values that are handed over.
+All share one engine and its quantized weights; they differ in the sparse values that are handed over.
 """
 
 from collections.abc import Callable, Iterator, Sequence

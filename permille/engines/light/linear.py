@@ -28,7 +28,7 @@ from permille.engines.light.adapter import LightAdapter, LowRank
 from permille.engines.light.blas import Blas
 from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
-from permille.native.int8 import RUN, has_int8, int8_product, int8_rows, scratch_floats
+from permille.native.int8 import has_int8, int8_product, int8_rows, scratch_floats
 from permille.native.kept_lists import KeptLists, kept_lists, lists_floats, lists_product, pays
 from permille.native.products import compressed_rows, sparse_product
 from permille.native.sparse import CodedRows, SparseRows, decode_at, decode_tile
@@ -136,18 +136,12 @@ class LightLinear:
         """The codes, for inputs of 8 bits.
 
         Raises:
-            InputError: they are no integers of all weights, whose scales belong to whole runs.
+            InputError: they are no integers of four bits of all weights, whose scales belong to whole runs.
         """
         weight = self.weight
         if isinstance(weight, SparseRows) or not has_int8(weight.scheme, weight.group_size):
-            got = (
-                "a sparse one"
-                if isinstance(weight, SparseRows)
-                else f"{weight.scheme} in {weight.group_size}"
-            )
-            raise InputError(
-                f"expected a package of int4 in groups of a multiple of {RUN} for int8 activations, got {got}"
-            )
+            got = "a sparse one" if isinstance(weight, SparseRows) else weight.scheme
+            raise InputError(f"expected a package of int4 for int8 activations, got {got}")
         return weight
 
     def values(self, tools: Tools, x_GMK: Array, values_GK: Array) -> LayerValues:

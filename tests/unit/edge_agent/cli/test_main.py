@@ -91,7 +91,7 @@ def test_enroll_pull_status_tell_what_they_did(
     document = agent("status", "--json").document
     assert document["enrolment"] == told
     assert set(told) == {"server", "device_id", "name", "release", "alias", "root"}
-    trains = {"package": package.digest, "trains": f"{package.k} weights"}
+    trains = {"package": package.digest, "trains": f"{package.k} weights over nf4"}
     assert document["release"] == {"name": "tiny-llama", "version": 1, **trains}
     assert document["active"] == {**trains, "run": None, "personal": False, "pooled": False}
     assert document["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
