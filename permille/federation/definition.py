@@ -30,6 +30,8 @@ GAIN_SHARE = 10
 """A gain is at most the clip over this."""
 _GAIN_UNITS = 1024
 MAX_LOCAL_STEPS = 1024
+MAX_RATE = 10.0
+"""The largest learning rate and epsilon: values of weights lie below one."""
 
 
 class Rule(StrEnum):
@@ -93,6 +95,9 @@ class Definition:
         check_range("row_tokens", self.row_tokens, 8, 8192)
         if self.clip is not None:
             check_range("clip", self.clip, GAIN_SHARE, (1 << 31) - 1)
+        for name, number in (("learning_rate", self.log.learning_rate), ("epsilon", self.log.epsilon)):
+            if number > MAX_RATE:
+                raise InputError(f"expected {name} of at most {MAX_RATE:g}, got {number:g}")
         decode_key(self.round_key)
         if self.log.total_steps % self.steps:
             raise InputError(f"expected whole rounds of {self.steps} steps, got {self.log.total_steps} steps")

@@ -33,10 +33,12 @@ MAX_INTEGERS: Final = 200_000
 MAX_DEVICES: Final = 65536
 """The most devices of a round."""
 MAX_DP_EPSILON: Final = 1000
+MAX_RATE: Final = 10
+"""The largest learning rate and perturbation: values of weights lie below one."""
 EVIDENCE_DEVICES: Final = 30
 """So many devices' gains say whether a state may be adopted."""
 
-_PositiveReal = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE, allow_inf_nan=False)]
 
 
 class FederationState(StrEnum):
@@ -115,10 +117,10 @@ class FederationCreate(Closed):
     rounds: Annotated[
         int, Field(strict=True, ge=1, le=1 << 20, description="the most rounds there will be"), WholeNumber
     ] = 100
-    learning_rate: _PositiveReal | None = Field(
+    learning_rate: _Rate | None = Field(
         default=None, description="for sketch by default that of the package's weights"
     )
-    epsilon: _PositiveReal | None = Field(default=None, description="perturbation scale; not for sketch")
+    epsilon: _Rate | None = Field(default=None, description="perturbation scale; not for sketch")
     step_unit_exponent: Annotated[
         int | None,
         Field(strict=True, ge=-1074, le=1023, description="the state's unit is two to the power of it"),
@@ -272,7 +274,9 @@ class RoundInvitation(Closed):
 
     round: Count
     lane: Count
-    deadline_at: Timestamp
+    seconds_left: Annotated[float, Field(ge=0)] = Field(
+        description="to the deadline, so that no device's clock need be right"
+    )
     start_digest: Digest = Field(description="of the state to begin from")
 
 

@@ -147,7 +147,7 @@ class Device:
 
     def train(self, api: DeviceApi) -> Part | None:
         """Follow the federation, and make the part that this device is invited to."""
-        exchange(self.home, api, has_text=True)
+        exchange(self.home, api, now=datetime.now(UTC), has_text=True)
         self.has_sent(-1)  # what a pass before left ready went now, maybe in a later round than that was of
         part = waiting_part(self.home, datetime.now(UTC))
         if part is None:
@@ -159,7 +159,7 @@ class Device:
         """Send a part as the agent does; whether the service took it."""
         number = int(part.path.name)
         self.made[number] = part.contribution.read_bytes()
-        exchange(self.home, api, has_text=False)
+        exchange(self.home, api, now=datetime.now(UTC), has_text=False)
         return self.has_sent(number)
 
     def has_sent(self, number: int) -> bool:

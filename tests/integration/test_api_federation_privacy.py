@@ -58,7 +58,27 @@ def test_rounds_are_noised_and_charged_until_all_is_spent(api: Api) -> None:
         site.catch_up(member)
         assert site.invite(member).status_code == 204
     assert api.get(f"{site.path}/privacy").json()["spent"][0]["rounds"] == 2
-    assert site.read()["number"] == 2
+    site.pass_deadline()
+    found = site.read()
+    assert (found["number"], found["state"]) == (2, "paused"), "nobody is left to be invited"
+
+
+def test_who_has_spent_all_takes_nobodys_chance_to_be_drawn(api: Api) -> None:
+    privacy = {"dp_epsilon": 30.0, "participations": 1}
+    site = make_site(api, members=20, target=20, clip=2000, privacy=privacy)
+    *spent, one, two, three = site.members
+    assert {site.invite(member).status_code for member in site.members} == {201}
+    site.pass_deadline()
+    with api.service.database.write() as session:
+        federation = session.scalars(select(tables.Federation)).one()
+        federation.target = 3  # of twenty one in five is drawn, of three each
+        same = {"federation_id": federation.id, "tenant_id": federation.tenant_id, "number": 0}
+        for member in spent:
+            session.add(tables.PrivacyCharge(**same, device_id=member.device.id, state="spent"))
+    for member in site.members:
+        site.catch_up(member)
+    assert [site.invite(member).status_code for member in (one, two, three)] == [201] * 3
+    assert {site.invite(member).status_code for member in spent} == {204}
 
 
 def test_the_same_integers_make_other_rounds_each_time_noise_is_drawn(api: Api) -> None:

@@ -132,6 +132,7 @@ def test_a_sketch_needs_no_rate_and_others_name_where_it_comes_from(api: Api) ->
         ({"rule": "trimmed"}, ProblemType.INVALID),
         ({"lanes": 300}, ProblemType.INVALID),
         ({"queries": 1}, ProblemType.INVALID),
+        ({"learning_rate": 1e9}, ProblemType.INVALID),
         ({"estimator": "split", "queries": 5, "lower_queries": 2}, ProblemType.INVALID),
         ({"release": "nobodys"}, ProblemType.NOT_FOUND),
         ({"version": 9}, ProblemType.NOT_FOUND),

@@ -230,6 +230,8 @@ def document_of(membership: Membership) -> dict[str, object]:
 
 def tell_service(home: Home) -> bool:
     """Tell the service now of federations that were left; else the next exchange does."""
+    from datetime import UTC, datetime
+
     from permille.errors import PermilleError
     from permille_agent.federation.exchange import exchange
     from permille_agent.link.enrolment import open_api
@@ -239,7 +241,7 @@ def tell_service(home: Home) -> bool:
     try:
         api = open_api(home)
         with api.connection, hold_rounds_lock(home, wait_s=2.0):
-            exchange(home, api, has_text=bool(read_references(home)))
+            exchange(home, api, now=datetime.now(UTC), has_text=bool(read_references(home)))
     except PermilleError as exc:
         typer.echo(f"the service is told when it can be reached: {exc}", err=True)
         return False

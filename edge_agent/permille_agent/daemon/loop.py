@@ -189,7 +189,8 @@ class Daemon:
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
             with hold_rounds_lock(self._home):
-                done = exchange(self._home, api, has_text=bool(read_references(self._home)))
+                has_text = bool(read_references(self._home))
+                done = exchange(self._home, api, now=self._world.now(), has_text=has_text)
         except LockedError as exc:
             log.info("rounds wait: %s", exc)
             return

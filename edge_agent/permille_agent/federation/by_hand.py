@@ -44,7 +44,7 @@ def take_part(
     """
     api, (_, identity) = open_api(home, connection=connection), require_enrolment(home)
     with api.connection, hold_rounds_lock(home):
-        first = exchange(home, api, has_text=bool(data_paths))
+        first = exchange(home, api, now=datetime.now(UTC), has_text=bool(data_paths))
         trained = 0
         while (part := waiting_part(home, datetime.now(UTC))) is not None:
             try:
@@ -54,7 +54,7 @@ def take_part(
                 trained += 1
             except (InputError, PackageError) as exc:
                 part.membership.end(int(part.path.name), f"failed: {exc}")
-        second = exchange(home, api, has_text=True) if trained else Exchanged()
+        second = exchange(home, api, now=datetime.now(UTC), has_text=True) if trained else Exchanged()
     invited, sent = first.invited + second.invited, first.sent + second.sent
     return TookPart(invited=invited, trained=trained, sent=sent)
 

@@ -9,6 +9,7 @@ pass that is killed anywhere is followed by one that sends the same bytes.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -83,12 +84,13 @@ def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: Fe
     return read_definition(api.federation_definition(offer.id), digest)
 
 
-def exchange(home: Home, api: DeviceApi, *, has_text: bool) -> Exchanged:
+def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Exchanged:
     """Do one pass over all federations of this device; the caller holds the rounds' lock.
 
     One federation's trouble is noted in its standing and keeps no other one waiting.
 
     Args:
+        now: by this device's clock, by which deadlines are kept here; the service tells what is left to them.
         has_text: whether there is text to train on; without it no invitation is asked for.
 
     Raises:
@@ -101,7 +103,7 @@ def exchange(home: Home, api: DeviceApi, *, has_text: bool) -> Exchanged:
     done = Exchanged()
     for membership in known:
         try:
-            one = _Exchange(home, api, membership, has_text=has_text)
+            one = _Exchange(home, api, membership, now=now, has_text=has_text)
         except OperatorError as exc:  # a choice that cannot be read agrees to nothing
             log.warning("federation %s: %s", membership.path.name[:12], exc)
             continue
@@ -117,7 +119,10 @@ def exchange(home: Home, api: DeviceApi, *, has_text: bool) -> Exchanged:
 class _Exchange:
     """One pass over one federation."""
 
-    def __init__(self, home: Home, api: DeviceApi, membership: Membership, *, has_text: bool) -> None:
+    def __init__(
+        self, home: Home, api: DeviceApi, membership: Membership, *, now: datetime, has_text: bool
+    ) -> None:
+        self._now = now
         self._has_text = has_text
         self._home = home
         self._api = api
@@ -242,7 +247,7 @@ class _Exchange:
             Invited(
                 number=invitation.round,
                 lane=invitation.lane,
-                deadline=invitation.deadline_at,
+                deadline=self._now + timedelta(seconds=invitation.seconds_left),
                 start_digest=invitation.start_digest,
                 withdrawals=self._choice.withdrawals,
             ),

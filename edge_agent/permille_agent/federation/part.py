@@ -51,7 +51,7 @@ class Invited:
     """What `round.json` holds.
 
     Attributes:
-        deadline: when the round closes in any case.
+        deadline: when the round closes in any case, by this device's clock.
         start_digest: of the state to begin from.
         withdrawals: how often the user had left when the invitation came.
     """

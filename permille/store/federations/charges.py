@@ -10,9 +10,29 @@ from sqlalchemy.orm import Session
 
 from permille.schemas.federations import ChargeState
 from permille.store.errors import BudgetSpentError
-from permille.store.tables import Federation, PrivacyCharge, Round
+from permille.store.tables import Federation, FederationMember, PrivacyCharge, Round
 
 _COUNTED = (ChargeState.RESERVED.value, ChargeState.SPENT.value)
+
+
+def members_left(session: Session, federation: Federation, *, besides: int) -> int:
+    """How many members may take part in a round still, whatever they have been charged for `besides`."""
+    members = select(func.count()).where(
+        FederationMember.federation_id == federation.id, FederationMember.left_at.is_(None)
+    )
+    if federation.participations is not None:
+        spent = (
+            select(PrivacyCharge.device_id)
+            .where(
+                PrivacyCharge.federation_id == federation.id,
+                PrivacyCharge.number != besides,
+                PrivacyCharge.state.in_(_COUNTED),
+            )
+            .group_by(PrivacyCharge.device_id)
+            .having(func.count() >= federation.participations)
+        )
+        members = members.where(FederationMember.device_id.not_in(spent))
+    return session.scalar(members) or 0
 
 
 def is_spent(session: Session, federation: Federation, device_id: str, *, besides: int) -> bool:

@@ -146,6 +146,7 @@ def received(session: Session, *, federation_id: str, number: int) -> Sequence[R
 
 
 def _is_drawn(session: Session, federation: Federation, row: Round, device_id: str) -> bool:
-    share = INVITED_SHARE * federation.target / max(1, members.count(session, federation.id))
+    able = charges.members_left(session, federation, besides=row.number)
+    share = INVITED_SHARE * federation.target / max(1, able)
     drawn = hashlib.sha256(f"permille-draw-1\0{federation.chain}\0{row.number}\0{device_id}".encode())
     return int.from_bytes(drawn.digest()[:6], "big") < share * 2**48

@@ -22,7 +22,7 @@ from permille.schemas.federations import FederationState, RoundState
 from permille.schemas.jobs import JobKind, JobState
 from permille.store.database import Database, now
 from permille.store.errors import NotFoundError
-from permille.store.federations import charges
+from permille.store.federations import charges, members
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Checkpoint, Federation, Job, Participation, Round
@@ -102,18 +102,28 @@ def open_next(session: Session, federation: Federation) -> None:
 def end(session: Session, federation: Federation, row: Round) -> str | None:
     """End an open round, it and its federation locked, with what has come; return the job that closes it.
 
-    Of too few it is void at once. Where nobody was there to be invited, it goes on.
+    Of too few it is void at once. Where nobody was there to be invited, it goes on; where no member may take
+    part any more, the federation pauses: others have to join, or an operator ends it.
     """
     if row.state != RoundState.OPEN:
         return None
     invited, sent = counts(session, row)
     if not invited and federation.state != FederationState.FINISHED:
         row.deadline_at = now(session) + timedelta(seconds=federation.deadline_s)
+        if _all_spent(session, federation, row):
+            federation.state = FederationState.PAUSED.value
         return None
     if sent < federation.minimum:
         void(session, federation, row, f"expected {federation.minimum} contributions, got {sent}")
         return None
     return begin_closing(session, row)
+
+
+def _all_spent(session: Session, federation: Federation, row: Round) -> bool:
+    if federation.participations is None or federation.state != FederationState.RUNNING:
+        return False
+    left = charges.members_left(session, federation, besides=row.number)
+    return not left and members.count(session, federation.id) > 0
 
 
 def sweep(db: Database) -> None:

@@ -23,6 +23,7 @@ from permille.schemas.federations import (
 )
 from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
+from permille.store.database import now
 from permille.store.federations import contributions, definitions, members
 from permille.store.jobs.dispatch import dispatch
 from permille_service.access.principals import CallingDevice, DevicePrincipal
@@ -95,13 +96,14 @@ def create_round_invitation(
         row = _federation(session, device, federation_id)
         lanes = Definition.from_bytes(row.definition).lanes
         invited = contributions.invite(session, federation=row, device_id=device.device_id, lanes=lanes)
+        at = now(session)
     if invited is None:
         return Response(status_code=204)
     round_row, part = invited
     return RoundInvitation(
         round=round_row.number,
         lane=part.lane,
-        deadline_at=round_row.deadline_at,
+        seconds_left=max(0.0, (round_row.deadline_at - at).total_seconds()),
         start_digest=round_row.start_digest,
     )
 

@@ -370,8 +370,9 @@ def rounds(home: Home, outside: Outside, monkeypatch: pytest.MonkeyPatch) -> Rou
     """A daemon's view of rounds, which a test moves."""
     rounds = Rounds()
 
-    def exchanged(_home: Home, _api: DeviceApi, *, has_text: bool) -> Exchanged:
+    def exchanged(_home: Home, _api: DeviceApi, *, now: datetime, has_text: bool) -> Exchanged:
         assert has_text
+        assert now.tzinfo is not None
         rounds.exchanged_s.append(outside.seconds)
         return Exchanged()
 
