@@ -156,6 +156,17 @@ class DeviceToken(Closed):
     expires_in: Positive = Field(description="seconds", examples=[3600])
 
 
+class DeviceStorage(Closed):
+    """What the service keeps of a device, and how much that may be."""
+
+    reports: Count
+    most_reports: Count
+    uploads: Count = Field(description="shared logs and states")
+    most_uploads: Count
+    upload_bytes: Count
+    most_upload_bytes: Count
+
+
 class Device(Closed):
     """One device, as it and its operators see it."""
 
@@ -168,6 +179,7 @@ class Device(Closed):
     agent_version: str | None
     enrolled_at: Timestamp
     last_seen_at: Timestamp | None
+    storage: DeviceStorage
 
 
 class Group(Closed):

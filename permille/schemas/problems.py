@@ -28,6 +28,7 @@ class ProblemType(StrEnum):
     ROUND_CLOSED = "round-closed"
     CONTRIBUTION_CONFLICT = "contribution-conflict"
     BUDGET_SPENT = "privacy-budget-spent"
+    QUOTA_SPENT = "device-quota-spent"
     PRECONDITION_FAILED = "precondition-failed"
     TOO_LARGE = "too-large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported-media-type"
@@ -68,6 +69,7 @@ _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
     ProblemType.ROUND_CLOSED: (409, "The round takes no more contributions"),
     ProblemType.CONTRIBUTION_CONFLICT: (409, "The device has sent another contribution to this round"),
     ProblemType.BUDGET_SPENT: (409, "The device has taken part as often as it was promised"),
+    ProblemType.QUOTA_SPENT: (409, "The service keeps as much of the device as it may"),
     ProblemType.PRECONDITION_FAILED: (412, "A precondition of the request does not hold"),
     ProblemType.TOO_LARGE: (413, "The request body is too large"),
     ProblemType.UNSUPPORTED_MEDIA_TYPE: (415, "The request body has another media type than expected"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import delete, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from permille.digests import JSON
 from permille.schemas.jobs import ENDED, JobKind
@@ -130,8 +130,9 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
     # Nobody publishes it meanwhile; and a job that ends meanwhile is seen, or what it has made.
     session.execute(select(Artifact.id).where(Artifact.id == row.id).with_for_update())
     unfinished = inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key)
-    parent = select(Job.parent_id).where(Job.id == row.job_id).scalar_subquery()
-    build = session.scalar(select(Job.id).where(Job.id == parent, Job.state.not_in(ENDED)))
+    whole = aliased(Job)
+    parts = select(whole.id).join(Job, Job.parent_id == whole.id).where(whole.tenant_id == tenant_id)
+    build = session.scalar(parts.where(whole.state.not_in(ENDED), Job.result_id == key).limit(1))
     release = select(Release.name, Release.version).where(Release.package_id == row.id).limit(1)
     published = session.execute(release).first()
     made = select(Artifact).join(ArtifactSource, ArtifactSource.artifact_id == Artifact.id)

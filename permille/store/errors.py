@@ -29,6 +29,10 @@ class BudgetSpentError(ConflictError):
     """The device has taken part in as many rounds as it was promised to at most."""
 
 
+class QuotaSpentError(ConflictError):
+    """As much of a device is kept as may be: nothing changes that but a deletion, or another setting."""
+
+
 class ChangedError(RetryableError):
     """Another transaction changed the same rows first: the same work may succeed on what is there now."""
 

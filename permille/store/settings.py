@@ -19,12 +19,15 @@ PREFIX = "PERMILLE_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one device may send: its reports and its uploads (`permille.store.uploads`)."""
+    """What one device may send, and what is kept of it: reports and uploads (`permille.store.uploads`)."""
 
     runs_a_day: int
     uploads_a_day: int
     bytes_a_day: int
     outstanding: int
+    runs_kept: int
+    uploads_kept: int
+    bytes_kept: int
 
 
 class StoreSettings(BaseSettings):

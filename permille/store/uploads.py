@@ -7,8 +7,9 @@ nobody learns from an upload which bytes the service has. A file without a livin
     coming -> held (attached to its run) -> doomed (forgotten) -> erased (its bytes are gone)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
@@ -19,7 +20,7 @@ from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder, BlobWriter
 from permille.schemas.jobs import ENDED, JobKind
 from permille.store.database import Database, now
-from permille.store.errors import ConflictError, QuotaError
+from permille.store.errors import ConflictError, QuotaError, QuotaSpentError
 from permille.store.ids import Prefix, new_id
 from permille.store.settings import Quota
 from permille.store.tables import Device, Job, Run, Upload
@@ -43,9 +44,11 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
     """Add the row of an upload of a run that is about to come.
 
     Raises:
+        QuotaSpentError: as much of the device is kept as may be.
         QuotaError: the device has sent too much today, or too much of it waits for its check.
     """
     _lock_device(session, device_id)
+    _check_kept(session, device_id, run_id, quota)
     at = now(session)
     today = (Upload.device_id == device_id, Upload.created_at > at - DAY)
     number, size, oldest = session.execute(
@@ -77,7 +80,15 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
 
 
 def check_runs(session: Session, *, device_id: str, quota: Quota) -> None:
-    """Refuse the report that this transaction has added to too many of today. Raises QuotaError."""
+    """Refuse the report that this transaction has added to too many.
+
+    Raises:
+        QuotaSpentError: so many of the device are kept.
+        QuotaError: so many have come today.
+    """
+    kept = kept_of(session, [device_id])[device_id].runs
+    if kept > quota.runs_kept:
+        raise QuotaSpentError(f"expected at most {quota.runs_kept} reports kept of one device, got {kept}")
     at = now(session)
     query = select(func.count(), func.min(Run.created_at)).where(
         Run.device_id == device_id, Run.created_at > at - DAY
@@ -175,6 +186,42 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
             delete(Upload).where(Upload.state == UploadState.ERASED.value, Upload.created_at < at - DAY)
         )
     return len(doomed)
+
+
+@dataclass(slots=True)
+class Kept:
+    """What is kept of a device: its reports, its logs and states, and their bytes."""
+
+    runs: int = 0
+    uploads: int = 0
+    bytes: int = 0
+
+
+def kept_of(session: Session, device_ids: Sequence[str]) -> dict[str, Kept]:
+    """What is kept of each of these devices."""
+    found = {device_id: Kept() for device_id in device_ids}
+    reports = select(Run.device_id, func.count()).where(
+        Run.device_id.in_(device_ids), Run.deleted_at.is_(None)
+    )
+    for device_id, number in session.execute(reports.group_by(Run.device_id)):
+        found[device_id].runs = number
+    held = select(Upload.device_id, func.count(), func.sum(Upload.size_bytes)).where(
+        Upload.device_id.in_(device_ids), Upload.state == UploadState.HELD.value
+    )
+    for device_id, number, size in session.execute(held.group_by(Upload.device_id)):
+        found[device_id].uploads, found[device_id].bytes = number, int(size)
+    return found
+
+
+def _check_kept(session: Session, device_id: str, run_id: str, quota: Quota) -> None:
+    """Refuse an upload where as many, or their bytes, are kept. A log that is here may be sent again."""
+    here = select(Run.log_upload_id).where(Run.device_id == device_id, Run.run_id == run_id)
+    kept = kept_of(session, [device_id])[device_id]
+    if (kept.uploads < quota.uploads_kept and kept.bytes < quota.bytes_kept) or session.scalar(here):
+        return
+    most = f"{quota.uploads_kept} logs or states with {quota.bytes_kept} bytes"
+    there = f"{kept.uploads} with {kept.bytes} bytes"
+    raise QuotaSpentError(f"expected at most {most} kept of one device, got one more beside {there}")
 
 
 def _too_late() -> ConflictError:

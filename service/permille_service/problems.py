@@ -26,6 +26,7 @@ from permille.store.errors import (
     ContributionConflictError,
     NotFoundError,
     QuotaError,
+    QuotaSpentError,
     RoundClosedError,
 )
 from permille.trust.metadata import KeyElsewhereError
@@ -219,6 +220,7 @@ def problem_of(exc: Exception) -> ProblemType:
         (RoundClosedError, ProblemType.ROUND_CLOSED),
         (ContributionConflictError, ProblemType.CONTRIBUTION_CONFLICT),
         (BudgetSpentError, ProblemType.BUDGET_SPENT),
+        (QuotaSpentError, ProblemType.QUOTA_SPENT),
         (ConflictError, ProblemType.CONFLICT),
         (QuotaError, ProblemType.TOO_MANY_REQUESTS),
         (KeyElsewhereError, ProblemType.CONFLICT),

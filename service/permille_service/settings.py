@@ -55,6 +55,11 @@ class Settings(StoreSettings):
     uploads_per_device_day: int = Field(default=50, ge=1, description="logs and states, those sent again too")
     upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1)
     uploads_per_device_waiting: int = Field(default=4, ge=1, description="logs and states not checked yet")
+    runs_per_device: int = Field(
+        default=10_000, ge=1, description="reports that are kept of a device; then it is refused more"
+    )
+    uploads_per_device: int = Field(default=1000, ge=1, description="its logs and states that are kept")
+    upload_bytes_per_device: int = Field(default=4096 * MIB, ge=1)
     flops_per_s: float | None = Field(default=None, gt=0, description="default: 8e9 a processor core")
     metrics_token: SecretStr | None = Field(
         default=None, description="what Prometheus sends as bearer; without it there is no /metrics"
@@ -83,12 +88,15 @@ class Settings(StoreSettings):
 
     @property
     def quota(self) -> Quota:
-        """What one device may send."""
+        """What one device may send, and what is kept of it."""
         return Quota(
             runs_a_day=self.runs_per_device_day,
             uploads_a_day=self.uploads_per_device_day,
             bytes_a_day=self.upload_bytes_per_device_day,
             outstanding=self.uploads_per_device_waiting,
+            runs_kept=self.runs_per_device,
+            uploads_kept=self.uploads_per_device,
+            bytes_kept=self.upload_bytes_per_device,
         )
 
     @property

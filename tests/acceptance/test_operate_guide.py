@@ -49,7 +49,7 @@ def test_plain_defaults_are_the_real_ones() -> None:
         elif "<data>" in default:
             assert str(layout(Path("/data"))[name]) == default.strip("`").replace("<data>", "/data")
             checked += 1
-    assert checked == 24
+    assert checked == 25
 
 
 def test_exit_codes_are_the_real_ones() -> None:

@@ -221,6 +221,35 @@ def test_a_device_reports_so_many_runs_a_day(tmp_path: Path) -> None:
         assert api.post("/v1/runs", more, modest.token()).status_code == 201
 
 
+@pytest.mark.attack(10, "fills the service with reports and logs over many days")
+@pytest.mark.parametrize(
+    "setting",
+    [{"uploads_per_device": 2}, {"upload_bytes_per_device": 2 * len(LAYER)}, {"runs_per_device": 2}],
+)
+def test_so_much_is_kept_of_a_device_and_no_more(tmp_path: Path, setting: dict[str, Any]) -> None:
+    with running_api(tmp_path, **setting) as api:
+        greedy, modest = api.device(), api.device()
+        assert _sent(api, greedy) == [202, 202]
+        token = greedy.token()
+        storage = api.get("/v1/device", token).json()["storage"]
+        assert (storage["reports"], storage["uploads"], storage["upload_bytes"]) == (2, 2, 2 * len(LAYER))
+        held = [run["run_id"] for run in api.get("/v1/runs").json()["items"]]
+        new = new_run_id()
+        refused = api.post("/v1/runs", {"run_id": new, "metrics": run_metrics()}, token)
+        if "runs_per_device" not in setting:
+            assert refused.status_code == 201
+            refused = put(api, new, LAYER, token)
+        assert refused.json()["type"].endswith("/device-quota-spent"), refused.text
+        assert refused.status_code == 409 and "kept of one device, got" in refused.json()["detail"]
+        assert put(api, held[0], LAYER, token).status_code == 202, "what is here may be sent again"
+        assert _sent(api, modest) == [202, 202]
+        assert api.delete(f"/v1/runs/{held[1]}", token).status_code == 204
+        assert put(api, report(api, token), LAYER, token).status_code == 202
+        told = {one["id"]: one["storage"] for one in api.get("/v1/devices").json()["items"]}
+        assert {told[one.id]["uploads"] for one in (greedy, modest)} == {2}
+        assert told[greedy.id] == api.get(f"/v1/devices/{greedy.id}").json()["storage"]
+
+
 def _sent(api: Api, device: TestDevice) -> list[int]:
     token = device.token()
     return [put(api, report(api, token), LAYER, token).status_code for _ in range(2)]

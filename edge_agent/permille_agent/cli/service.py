@@ -127,18 +127,21 @@ def verify(
 def report(context: typer.Context, as_json: JsonOption = False) -> None:
     """Deliver the reports that wait: numbers and enums only, and logs where you share them.
 
+    Those that the service had no room for are tried again.
+
     [bold]Examples[/bold]
 
       permille-agent report
     """
     from permille_agent.link.enrolment import open_api
-    from permille_agent.link.report import collect_reports, deliver
+    from permille_agent.link.report import collect_reports, deliver, queue_again
     from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     api = open_api(home)
     with hold_lock(home, "report"), api.connection:
         collect_reports(home)
+        queue_again(home)
         delivered = deliver(home, api)
     show({"delivered": delivered.sent, "refused": delivered.refused}, as_json=as_json)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from permille.errors import InputError, OperatorError
 from permille.files import write_atomic
+from permille.schemas.problems import ProblemType
 from permille.schemas.runs import MAX_LOG_BYTES, RunMetrics
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
@@ -34,12 +35,14 @@ class _WithdrawnError(Exception):
 
 
 class Delivery(StrEnum):
-    """How far one part of a report has come."""
+    """How far one part of a report has come. Full: the service keeps as much of this device as it may; it
+    stays here, and goes again when the user asks."""
 
     NONE = "none"
     QUEUED = "queued"
     SENT = "sent"
     REFUSED = "refused"
+    FULL = "full"
     DELETION_WANTED = "deletion_wanted"
     DELETED = "deleted"
 
@@ -153,7 +156,7 @@ def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
     may_follow = report.log_delivery in (Delivery.NONE, Delivery.DELETED)
     decision = run.load("decision", Decision)
     has_state = decision is not None and decision.step > 0
-    if may_follow and has_state and report.metrics_delivery is not Delivery.REFUSED:
+    if may_follow and has_state and report.metrics_delivery not in (Delivery.REFUSED, Delivery.FULL):
         report = queue_log(home, report, shareable(run), withdrawals=withdrawals)
     return report.log_delivery
 
@@ -217,6 +220,17 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
     return Delivered(sent=sent, refused=refused)
 
 
+def queue_again(home: Home) -> None:
+    """Queue what the service had no room for: the user asks for another try; the daemon never does."""
+    for report in read_reports(home):
+        metrics, log = (
+            Delivery.QUEUED if part is Delivery.FULL else part
+            for part in (report.metrics_delivery, report.log_delivery)
+        )
+        if (metrics, log) != (report.metrics_delivery, report.log_delivery):
+            _save(home, replace(report, metrics_delivery=metrics, log_delivery=log, reason=""))
+
+
 def withdraw_logs(home: Home) -> int:
     """Remove every log that waits to be sent, queued or still beside its run; returns how many there were.
 
@@ -226,7 +240,8 @@ def withdraw_logs(home: Home) -> int:
     unqueued = list(home.runs.glob("*/shared.log"))
     for path in unqueued:
         path.unlink()
-    queued = [report for report in read_reports(home) if report.log_delivery is Delivery.QUEUED]
+    waiting = (Delivery.QUEUED, Delivery.FULL)
+    queued = [report for report in read_reports(home) if report.log_delivery in waiting]
     for report in queued:
         _withdraw(home, report)
     return len(queued) + len(unqueued)
@@ -277,6 +292,10 @@ def _send_metrics(home: Home, api: DeviceApi, report: Report, metrics: RunMetric
         api.report_run(report.run_id, metrics)
         report = replace(report, metrics_delivery=Delivery.SENT)
     except RequestRefusedError as exc:
+        if exc.problem == ProblemType.QUOTA_SPENT:
+            log = Delivery.FULL if report.log_delivery is Delivery.QUEUED else report.log_delivery
+            full = replace(report, metrics_delivery=Delivery.FULL, log_delivery=log, reason=str(exc)[:500])
+            return _save(home, full)
         _log_path(home, report.run_id).unlink(missing_ok=True)
         log = Delivery.NONE if report.log_delivery is Delivery.QUEUED else report.log_delivery
         report = replace(report, metrics_delivery=Delivery.REFUSED, log_delivery=log, reason=str(exc)[:500])
@@ -295,6 +314,8 @@ def _send_log(home: Home, api: DeviceApi, report: Report) -> Report:
     except _WithdrawnError:
         return _withdraw(home, report)
     except RequestRefusedError as exc:
+        if exc.problem == ProblemType.QUOTA_SPENT:
+            return _save(home, replace(report, log_delivery=Delivery.FULL, reason=str(exc)[:500]))
         sent = _save(home, replace(report, log_delivery=Delivery.REFUSED, reason=str(exc)[:500]))
     else:
         sent = _save(home, replace(report, log_delivery=Delivery.SENT))

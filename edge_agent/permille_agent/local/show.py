@@ -301,14 +301,14 @@ def _left_the_device(home: Home, folder: RunFolder) -> str:
     report = read_report(home, folder.run_id)
     if report is None or report.metrics_delivery is Delivery.NONE:
         return "nothing"
-    if report.metrics_delivery is Delivery.QUEUED:
+    if report.metrics_delivery in (Delivery.QUEUED, Delivery.FULL):
         numbers = "nothing yet; a report of numbers waits, without a word of your text"
     else:
         numbers = "a report of numbers, without a word of your text"
     match report.log_delivery:
         case Delivery.NONE:
             return numbers
-        case Delivery.QUEUED:
+        case Delivery.QUEUED | Delivery.FULL:
             return f"{numbers}; the training log, which you share, waits"
         case Delivery.SENT:
             return f"{numbers}; the training log, which you share: with the package it is your model"

@@ -28,7 +28,7 @@ from permille.store.devices import InvitationError
 from permille.store.federations import members
 from permille_service.access.principals import CallingDevice
 from permille_service.context import Served, Service
-from permille_service.devices.records import present
+from permille_service.devices.records import present_all
 from permille_service.limits import address_key
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
 
@@ -120,7 +120,8 @@ def create_device_token(body: DeviceTokenCreate, response: Response, service: Se
 def get_own_device(service: Served, device: CallingDevice) -> Device:
     """What the service knows of the calling device."""
     with service.database.read() as session:
-        return present(rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id))
+        row = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)
+        return present_all(service, session, [row])[0]
 
 
 @own.delete("", status_code=204)

@@ -1,13 +1,30 @@
 """Device and invitation rows as records."""
 
+from collections.abc import Sequence
 from datetime import datetime
 
-from permille.schemas.devices import Device, DeviceState, InvitationRecord, InvitationState
-from permille.store import tables
+from sqlalchemy.orm import Session
+
+from permille.schemas.devices import (
+    Device,
+    DeviceState,
+    DeviceStorage,
+    InvitationRecord,
+    InvitationState,
+)
+from permille.store import tables, uploads
+from permille.store.settings import Quota
+from permille.store.uploads import Kept
+from permille_service.context import Service
 
 
-def present(row: tables.Device) -> Device:
-    """The record of a device."""
+def present_all(service: Service, session: Session, rows: Sequence[tables.Device]) -> list[Device]:
+    """The records of devices, with what is kept of each."""
+    kept = uploads.kept_of(session, [row.id for row in rows])
+    return [_present(row, kept[row.id], service.settings.quota) for row in rows]
+
+
+def _present(row: tables.Device, kept: Kept, most: Quota) -> Device:
     return Device(
         id=row.id,
         tenant_id=row.tenant_id,
@@ -18,6 +35,14 @@ def present(row: tables.Device) -> Device:
         agent_version=row.agent_version,
         enrolled_at=row.created_at,
         last_seen_at=row.last_seen_at,
+        storage=DeviceStorage(
+            reports=kept.runs,
+            most_reports=most.runs_kept,
+            uploads=kept.uploads,
+            most_uploads=most.uploads_kept,
+            upload_bytes=kept.bytes,
+            most_upload_bytes=most.bytes_kept,
+        ),
     )
 
 

@@ -66,7 +66,7 @@ _LOG_BODY: dict[str, Any] = {
     status_code=201,
     responses={
         200: {"model": Run, "description": "this run was reported before"},
-        **documented(ProblemType.CONFLICT, ProblemType.TOO_MANY_REQUESTS),
+        **documented(ProblemType.CONFLICT, ProblemType.QUOTA_SPENT, ProblemType.TOO_MANY_REQUESTS),
     },
 )
 def create_run(body: RunCreate, response: Response, service: Served, device: CallingDevice) -> Run:
@@ -114,6 +114,7 @@ def get_run(run_id: RunId, service: Served, principal: Anyone) -> Run:
     openapi_extra=_LOG_BODY,
     responses=documented(
         ProblemType.CONFLICT,
+        ProblemType.QUOTA_SPENT,
         ProblemType.UNSUPPORTED_MEDIA_TYPE,
         ProblemType.PACKAGE_REFUSED,
         ProblemType.TOO_MANY_REQUESTS,

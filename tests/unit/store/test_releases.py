@@ -23,7 +23,15 @@ from tests.artifacts import PARTS, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 
 VERIFIED = runs.LogVerdict(state=LogState.VERIFIED)
-QUOTA = Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
+QUOTA = Quota(
+    runs_a_day=50,
+    uploads_a_day=50,
+    bytes_a_day=1 << 30,
+    outstanding=50,
+    runs_kept=50,
+    uploads_kept=50,
+    bytes_kept=1 << 30,
+)
 LOG, LAYER = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 
 

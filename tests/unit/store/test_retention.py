@@ -21,7 +21,15 @@ from tests.unit.store.conftest import Clock
 
 DAY_S = 86_400.0
 TOKEN = "operator_01jd3kq8z7m4n5p6r7s8t9v0wx"
-QUOTA = Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
+QUOTA = Quota(
+    runs_a_day=50,
+    uploads_a_day=50,
+    bytes_a_day=1 << 30,
+    outstanding=50,
+    runs_kept=50,
+    uploads_kept=50,
+    bytes_kept=1 << 30,
+)
 
 
 class Keeping:

@@ -45,7 +45,15 @@ from tests.packages import program_bytes
 from tests.unit.package.tiny import pruned
 from tests.unit.workers.conftest import Bench, save_model
 
-QUOTA = Quota(runs_a_day=50, uploads_a_day=50, bytes_a_day=1 << 30, outstanding=50)
+QUOTA = Quota(
+    runs_a_day=50,
+    uploads_a_day=50,
+    bytes_a_day=1 << 30,
+    outstanding=50,
+    runs_kept=50,
+    uploads_kept=50,
+    bytes_kept=1 << 30,
+)
 
 FISHER = {"method": "fisher", "density": 0.01, "sequences": 6, "length": 32, "seed": 5}
 NF4 = {"scheme": "nf4"}

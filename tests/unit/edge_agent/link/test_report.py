@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from permille.errors import InputError, OperatorError
+from permille.schemas.problems import ProblemType
 from permille.schemas.runs import MAX_LOG_BYTES
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, ServiceUnavailableError
@@ -17,6 +18,7 @@ from permille_agent.link.report import (
     collect_reports,
     deliver,
     enqueue,
+    queue_again,
     queue_log,
     read_report,
     read_reports,
@@ -33,6 +35,7 @@ from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
 
 LOG = b"canonical log"
+NO_ROOM = json.dumps({"type": ProblemType.QUOTA_SPENT.uri, "detail": "as much is kept as may be"}).encode()
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,35 @@ def test_a_refused_report_does_not_block_the_next(device: Device) -> None:
     assert "422" in refused.reason
     assert not refused.waits
     assert device.service.logs == {}
+
+
+@pytest.mark.parametrize("path", ["/v1/runs", "log"])
+def test_what_the_service_has_no_room_for_is_kept_and_goes_when_the_user_asks(
+    device: Device, path: str
+) -> None:
+    device.queue()
+    device.service.faults = [Fault(path=path, status=409, body=NO_ROOM)]
+    assert device.deliver().refused == 1
+    asked, report = len(device.service.requests), device.report()
+    assert report.metrics_delivery is (Delivery.SENT if path == "log" else Delivery.FULL)
+    assert report.log_delivery is Delivery.FULL
+    assert "409" in report.reason and (device.home.reports / f"{RUN_ID}.log").read_bytes() == LOG
+    assert device.deliver() == Delivered(sent=0, refused=0)
+    assert len(device.service.requests) == asked, "it was not asked to try again"
+    queue_again(device.home)
+    assert device.deliver() == Delivered(sent=1, refused=0)
+    assert (set(device.service.runs), device.service.logs) == ({RUN_ID}, {RUN_ID: LOG})
+    queue_again(device.home)
+    assert not device.report().waits
+
+
+def test_a_log_that_found_no_room_goes_with_the_consent(device: Device) -> None:
+    device.queue()
+    device.service.faults = [Fault(path="/v1/runs", status=409, body=NO_ROOM)]
+    device.deliver()
+    assert withdraw_logs(device.home) == 1
+    assert device.report().log_delivery is Delivery.NONE
+    assert not (device.home.reports / f"{RUN_ID}.log").exists()
 
 
 def test_a_revoked_device_keeps_its_reports(device: Device, enrolment: Enrolment) -> None:
