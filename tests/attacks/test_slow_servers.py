@@ -87,7 +87,7 @@ def test_a_request_ends_however_slowly_its_answer_drops_in(
         begin = time.monotonic()
         with pytest.raises(ServiceUnavailableError, match=r"slower than 4096 bytes a second|timed out"):
             connection.call("GET", "/v1/x")
-        assert GRACE_S <= time.monotonic() - begin < 10 * GRACE_S
+        assert GRACE_S <= time.monotonic() - begin < 60
 
 
 @pytest.mark.attack(9, "a body of which little comes, to a stream")
@@ -103,13 +103,13 @@ def test_a_stream_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_request_that_moves_bytes_takes_the_time_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "GRACE_S", 0.5)
+    monkeypatch.setattr(transport, "GRACE_S", GRACE_S)
 
     def steady(client: socket.socket) -> None:
         client.sendall(HEAD)
-        for _ in range(20):
-            client.sendall(bytes(5000))
-            time.sleep(0.1)
+        for _ in range(25):
+            client.sendall(bytes(4000))
+            time.sleep(0.1)  # more than the grace in all
 
     with _serving(steady) as server, Connection(server, attempts=1) as connection:
         assert len(connection.call("GET", "/v1/x")) == 100_000

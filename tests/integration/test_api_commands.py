@@ -1,11 +1,9 @@
 """The operator's command line against a real service: `up`, its commands, its exit codes, its end."""
 
 import json
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from permille.package.reader import Package
 from permille.store import access
 from permille.store.database import Database
+from permille_service.cli import output
 from permille_service.cli.main import main
 from tests.artifacts import add_package
 from tests.packages import tiny_package
@@ -88,30 +87,21 @@ def test_what_is_refused_is_said_in_the_words_of_the_command(up: Running) -> Non
     assert up.permille("masks", "create", "--model", "refused", "--method", "none").returncode == 2
 
 
-def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running) -> None:
+def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     up.answer("models", "add", "waited", "--folder", "tiny")
-    command = ("--data-dir", str(up.data_dir), "masks", "create", "--model", "waited", "--method", "random")
+
+    def press(*_: object) -> None:
+        raise KeyboardInterrupt
 
     def queued() -> set[str]:
         return {job["id"] for job in up.answer("jobs", "list", "--state", "queued")}
 
     before = queued()
-    waiting = subprocess.Popen(
-        [sys.executable, "-m", "permille_service.cli.main", *command],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
-    )
-    deadline = time.monotonic() + 60
-    while not (started := queued() - before):
-        assert time.monotonic() < deadline
-    time.sleep(0.5)  # until it reads the stream
-    waiting.send_signal(signal.SIGINT)
-    _, said = waiting.communicate(timeout=60)
-    assert waiting.returncode == 130
-    (job,) = started
-    assert f"job {job} runs on: `permille jobs watch {job}`" in said
+    monkeypatch.setattr(output, "_advance", press)  # at the first event of the stream
+    done = up.permille("masks", "create", "--model", "waited", "--method", "random")
+    assert done.returncode == 130
+    (job,) = queued() - before
+    assert f"job {job} runs on: `permille jobs watch {job}`" in done.stderr
     assert up.answer("jobs", "cancel", job)["state"] == "cancelled"
 
 

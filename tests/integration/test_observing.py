@@ -59,7 +59,10 @@ def test_one_id_leads_from_a_request_to_the_process_that_does_its_job(tmp_path: 
             assert api["permille_queue_age_longest_seconds", ""] == 0
             attempts = ("permille_attempt_seconds_count", "kind=mask,state=succeeded")
             _wait_until(
-                lambda: _numbers(httpx.get(f"http://127.0.0.1:{port}/metrics").text).get(attempts) == 1
+                lambda: (
+                    _numbers(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0).text).get(attempts)
+                    == 1
+                )
             )
     asked = next(span for span in spans if span["name"] == "POST /v1/masks")
     done = next(span for span in spans if span["name"] == "job mask")
@@ -87,7 +90,7 @@ def test_streams_end_and_nothing_is_cut_off_when_the_process_stops(tmp_path: Pat
                 assert next(lines) == "retry: 1000"
                 running.process.send_signal(signal.SIGTERM)
                 assert any(line.startswith("event: state") for line in lines)  # and no ReadError
-        assert running.process.wait(30) == 0
+        assert running.process.wait(60) == 0
     log = (tmp_path / "up.log").read_text()
     assert "Traceback" not in log
     assert "Cancel" not in log

@@ -18,7 +18,7 @@ from permille.store.jobs import claims, queue
 from permille.store.tables import Job
 from tests.unit.store.test_releases import LOG, attach, begin_upload, claimed, fail_for_good, log_of, report
 
-_WAIT_S = 30.0
+_WAIT_S = 60.0
 First = TypeVar("First")
 Second = TypeVar("Second")
 
