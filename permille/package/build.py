@@ -42,7 +42,7 @@ from permille.package.manifest import (
 from permille.package.reader import Package
 from permille.quantization import default_group_size, quantize, quantize_sparse
 from permille.quantization.sparse import find_sparsity
-from permille.quantization.types import Coded, Scheme
+from permille.quantization.types import SPARSE_SCHEMES, Coded, Scheme
 from permille.tensors import RawTensor
 
 _Trainable = tuple[MaskInfo | AdapterInfo, tuple[TensorInfo, ...], list[Layer]]
@@ -105,14 +105,16 @@ def pack_model(
     scheme: Scheme = Scheme.NF4,
     *,
     group_size: int | None = None,
+    scores: Mapping[str, NDArray[np.float32]] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
     """Quantize the model, take what is trained of it and write everything; returns the package's digest.
 
-    A model with enough zeros, or two in each four, gets codes for its other weights alone.
+    A model with enough zeros, or two in each four, gets codes for its other weights alone, in nf4 and int4.
 
     Args:
         group_size: None takes the scheme's default.
+        scores: Fisher scores of all linears, for code books; without any all weights count the same.
 
     Raises:
         InputError: a mask, exponents or an adapter that do not fit, weights that are not finite, too large a
@@ -122,21 +124,32 @@ def pack_model(
     """
     size = default_group_size(scheme) if group_size is None else group_size
     scoped = [name for name, _ in scoped_tensors(model.config)]
-    sparsity = find_sparsity(model.raw(name).float32() for name in scoped)
+    sparsity = None
+    if scheme in SPARSE_SCHEMES:
+        sparsity = find_sparsity(model.raw(name).float32() for name in scoped)
     how = Quantization(name=scheme, group_size=size, sparsity=sparsity)
-    quantized = ((name, code(model.raw(name).float32(), how, name=name)) for name in scoped)
+    scored: Mapping[str, NDArray[np.float32]] = {} if scores is None else scores
+    quantized = (
+        (name, code(model.raw(name).float32(), how, name=name, scores_NK=scored.get(name))) for name in scoped
+    )
     layers = (write_dense(blobs, quantized, how), write_plain(blobs, plain_tensors(model)))
     return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest
 
 
-def code(w_NK: NDArray[np.float32], how: Quantization, *, name: str) -> Coded:
-    """Quantize one weight as a dense layer asks for.
+def code(
+    w_NK: NDArray[np.float32],
+    how: Quantization,
+    *,
+    name: str,
+    scores_NK: NDArray[np.float32] | None = None,
+) -> Coded:
+    """Quantize one weight as a dense layer asks for; code books are made for the scores, if there are any.
 
     Raises:
         InputError: as `quantize` and `quantize_sparse`.
     """
     if how.sparsity is None:
-        return quantize(w_NK, how.name, how.group_size, name=name)
+        return quantize(w_NK, how.name, how.group_size, scores_NK=scores_NK, name=name)
     return quantize_sparse(w_NK, how.name, how.group_size, how.sparsity, name=name)
 
 

@@ -30,7 +30,7 @@ from permille.package.limits import (
     AdapterKind,
     Role,
 )
-from permille.package.manifest import AdapterInfo, Layer, Manifest
+from permille.package.manifest import AdapterInfo, Layer, Manifest, Quantization
 from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import (
     check_code_book,
@@ -54,7 +54,7 @@ from permille.quantization.types import (
 from permille.tensors import FLOATS, RawTensor
 
 _NONE = np.empty(0, np.uint32)
-_SCALES = {Scheme.NF4: ABSMAX, Scheme.SQUEEZELLM: CODE_BOOKS}
+_BESIDE = {Scheme.NF4: ABSMAX, Scheme.SQUEEZELLM: CODE_BOOKS}
 _DTYPES = {
     Role.DENSE: frozenset({"U8", "I8", "F16", "F32"}),
     Role.PLAIN: FLOATS,
@@ -166,33 +166,14 @@ class Package:
             return self._sparse(name, scheme.sparsity)
         if scheme.name is Scheme.NF4:
             check_code_book(dense, name, shape, scheme.group_size)
-        return self._codes(name, shape, name + _SCALES.get(scheme.name, SCALES))
+        return read_codes(dense, name, shape, scheme)
 
     def _sparse(self, name: str, sparsity: Sparsity) -> SparseTensor:
         layer = self._layers[Role.DENSE]
         data = layer.tensor(name + PATTERN).data.reshape(layer.specs[name + PATTERN].shape)
         pattern = Pattern(sparsity=sparsity, shape=self._shapes[name], packed=data)
         kept = check_pattern(name, pattern, _NONE if self.manifest.adapter else self.mask(name))
-        return SparseTensor(pattern=pattern, kept=self._codes(name, (1, kept), name + SCALES))
-
-    def _codes(self, name: str, shape: tuple[int, int], scales_name: str) -> QuantizedTensor:
-        scheme, dense = self.manifest.scheme, self._layers[Role.DENSE]
-        packed, scales = dense.tensor(name).data, dense.tensor(scales_name).float32()
-        wanted = scales_shape(scheme.name, shape, scheme.group_size)
-        if (packed.size, scales.size) != (packed_size(scheme.name, shape), math.prod(wanted)):
-            raise PackageError(
-                "pattern-count", f"expected codes and scales of {shape[1]} kept weights in {name}, got others"
-            )
-        check_scales(name, scheme.name, scales)
-        found = QuantizedTensor(
-            scheme=scheme.name,
-            shape=shape,
-            group_size=scheme.group_size,
-            packed=packed,
-            scales=scales.reshape(wanted),
-        )
-        check_codes(name, found)
-        return found
+        return SparseTensor(pattern=pattern, kept=read_codes(layer, name, (1, kept), self.manifest.scheme))
 
     def plain(self, name: str) -> RawTensor:
         """A tensor that is not quantized, bit for bit as in the source model, mapped.
@@ -316,6 +297,33 @@ class Package:
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, int]]:
         return {tensor.name: tensor.shape for tensor in self.manifest.tensors}
+
+
+def read_codes(
+    dense: SafetensorsFile, name: str, shape: tuple[int, int], how: Quantization
+) -> QuantizedTensor:
+    """Codes and scales of one weight of a dense layer; of a sparse one `shape` is (1, kept weights).
+
+    Raises:
+        PackageError: `pattern-count`, `dense-scales`, `dense-codes`, `dense-padding` or `dense-code-book`.
+    """
+    beside = SCALES if how.sparsity is not None else _BESIDE.get(how.name, SCALES)
+    packed, scales = dense.tensor(name).data, dense.tensor(name + beside).float32()
+    wanted = scales_shape(how.name, shape, how.group_size)
+    if (packed.size, scales.size) != (packed_size(how.name, shape), math.prod(wanted)):
+        raise PackageError(
+            "pattern-count", f"expected codes and scales of {shape[1]} kept weights in {name}, got others"
+        )
+    check_scales(name, how.name, scales)
+    found = QuantizedTensor(
+        scheme=how.name,
+        shape=shape,
+        group_size=how.group_size,
+        packed=packed,
+        scales=scales.reshape(wanted),
+    )
+    check_codes(name, found)
+    return found
 
 
 def verify_package(blobs: BlobFolder, digest: str) -> Package:

@@ -10,10 +10,11 @@ from permille.schemas.fields import Closed, Count, Digest, Flag, Id, Seed, Times
 from permille.schemas.jobs import JobState, Made
 from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, Scope, WeightMaskCreate
 from permille.schemas.quantizations import (
+    BuildOptions,
+    BuildSqueezeLLM,
     EvaluationCorpus,
     Nf4,
     QuantizationCreate,
-    QuantizationOptions,
     SchemeName,
 )
 
@@ -164,7 +165,7 @@ class BuildCreate(Closed):
     model_id: Id = Field(description="the model to make a package of")
     mask: MaskRequest | None = None
     adapter: Adapter | None = None
-    quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
+    quantization: BuildOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
     fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
 
@@ -181,6 +182,11 @@ class BuildCreate(Closed):
         _check_trainable(self.mask, self.adapter, self.fisher_exponents)
         return self
 
+    @property
+    def takes_own_scores(self) -> bool:
+        """Whether the quantization waits for the build's own mask."""
+        return isinstance(self.quantization, BuildSqueezeLLM) and self.quantization.mask_id is None
+
     def mask_request(self) -> FisherMaskCreate | WeightMaskCreate | None:
         """What the build asks of a mask job; None where an adapter is trained."""
         if self.mask is None:
@@ -188,12 +194,15 @@ class BuildCreate(Closed):
         create = FisherMaskCreate if isinstance(self.mask, FisherMask) else WeightMaskCreate
         return create.model_validate({**self.mask.model_dump(), "model_id": self.model_id})
 
-    def quantization_request(self) -> QuantizationCreate:
-        """What the build asks of a quantization job."""
-        return QuantizationCreate(
-            model_id=self.model_id,
-            evaluation_corpus_id=self.evaluation_corpus_id,
-            options=self.quantization,
+    def quantization_request(self, mask_id: str | None = None) -> QuantizationCreate:
+        """What the build asks of a quantization job; `mask_id`: its own mask, once that is made."""
+        options = self.quantization.model_dump() | ({"mask_id": mask_id} if self.takes_own_scores else {})
+        return QuantizationCreate.model_validate(
+            {
+                "model_id": self.model_id,
+                "evaluation_corpus_id": self.evaluation_corpus_id,
+                "options": options,
+            }
         )
 
     def package_request(self, mask_id: str | None, quantization_id: str) -> PackageCreate:

@@ -15,6 +15,8 @@ class SchemeName(StrEnum):
     NF4 = "nf4"
     INT4 = "int4"
     AUTO_ROUND = "auto-round"
+    INT8 = "int8"
+    SQUEEZELLM = "squeezellm"
 
 
 EvaluationTokens = Annotated[
@@ -41,9 +43,13 @@ SparsityOption = Annotated[
 class Nf4(Closed):
     """NormalFloat codes in flat blocks of 64."""
 
-    scheme: Literal[SchemeName.NF4] = Field(description="auto-round is int4 that is calibrated on texts")
+    scheme: Literal[SchemeName.NF4] = Field(
+        description="auto-round is int4 that is calibrated on texts; squeezellm has a code book a row, made "
+        "of a mask's scores"
+    )
     group_size: Annotated[Literal[64], WholeNumber] = Field(
-        default=64, description="weights that share a scale; nf4: 64, int4: 32 or 128, auto-round: 128"
+        default=64,
+        description="weights that share a scale; nf4: 64, int4: 32 or 128, int8 and auto-round: 128",
     )
     sparsity: SparsityOption = None
     evaluation_tokens: EvaluationTokens = 8192
@@ -76,7 +82,42 @@ class AutoRound(Closed):
     )
 
 
-AnyOptions = Nf4 | Int4 | AutoRound
+class Int8(Closed):
+    """Symmetric integers of 8 bits in groups of 128 along a row: twice the bytes, hardly any loss."""
+
+    scheme: Literal[SchemeName.INT8]
+    group_size: Annotated[Literal[128], WholeNumber] = 128
+    evaluation_tokens: EvaluationTokens = 8192
+
+
+class CodeBooks(Closed):
+    """A code book of 16 numbers for each row of a matrix, nearest to the weights that are sensitive by the
+    scores of a Fisher mask of all linears. Not of sparse models."""
+
+    scheme: Literal[SchemeName.SQUEEZELLM]
+    evaluation_tokens: EvaluationTokens = 8192
+
+
+class SqueezeLLM(CodeBooks):
+    """Code books made of a mask's scores."""
+
+    mask_id: Annotated[Id, Flag("--scores-of")] = Field(
+        description="the fisher mask of all linears whose scores squeezellm takes"
+    )
+
+
+class BuildSqueezeLLM(CodeBooks):
+    """Code books made of the scores of the build's own mask, or of another one's."""
+
+    mask_id: Annotated[Id | None, Flag("--scores-of")] = Field(
+        default=None,
+        description="the fisher mask of all linears whose scores squeezellm takes; left out, the build's own",
+    )
+
+
+AnyOptions = Nf4 | Int4 | AutoRound | Int8 | SqueezeLLM
+AnyBuildOptions = Nf4 | Int4 | AutoRound | Int8 | BuildSqueezeLLM
+BuildOptions = Annotated[AnyBuildOptions, Field(discriminator="scheme")]
 QuantizationOptions = Annotated[AnyOptions, Field(discriminator="scheme")]
 
 

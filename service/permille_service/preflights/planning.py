@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 from permille.errors import InputError
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import JobKind, Preflight
+from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
 from permille.schemas.packages import (
     Adapter,
@@ -18,7 +19,15 @@ from permille.schemas.packages import (
     PoolingCreate,
 )
 from permille.schemas.problems import Figure, ProblemType
-from permille.schemas.quantizations import AutoRound, QuantizationCreate
+from permille.schemas.quantizations import (
+    AnyBuildOptions,
+    AnyOptions,
+    AutoRound,
+    BuildSqueezeLLM,
+    CodeBooks,
+    QuantizationCreate,
+    SqueezeLLM,
+)
 from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
 from permille.store.artifacts import SCORES
@@ -114,7 +123,7 @@ class _Planner:
             case FisherMaskCreate() | WeightMaskCreate():
                 return self._mask(request, request.model_id)
             case QuantizationCreate():
-                return self._quantization(request)
+                return self._quantization(request, request.options)
             case PackageCreate():
                 return self._package(request)
             case BuildCreate():
@@ -159,11 +168,16 @@ class _Planner:
             split_flops=machine.split_flops,
         )
 
-    def _quantization(self, request: QuantizationCreate) -> Needs:
+    def _quantization(
+        self, request: QuantizationCreate | BuildCreate, options: AnyOptions | AnyBuildOptions
+    ) -> Needs:
         sizes = self._sizes(request.model_id)
         self._check_corpus(request.evaluation_corpus_id)
-        if isinstance(request.options, AutoRound):
-            options = request.options
+        if isinstance(options, CodeBooks):
+            self._check_dense(request.model_id)
+        if isinstance(options, (SqueezeLLM, BuildSqueezeLLM)) and options.mask_id is not None:
+            self._check_scores(self._part(JobKind.MASK, options.mask_id), request.model_id)
+        if isinstance(options, AutoRound):
             tokens = options.calibration_sequences * options.calibration_length
             self._check_corpus(options.calibration_corpus_id, tokens)
         if sizes is None:
@@ -171,7 +185,7 @@ class _Planner:
         machine, evaluated = self._machine, request.evaluation_corpus_id is not None
         return quantization_needs(
             sizes,
-            request.options,
+            options,
             evaluated=evaluated,
             flops_per_s=machine.flops_per_s,
             memory_bytes=machine.memory_bytes,
@@ -200,6 +214,29 @@ class _Planner:
                 ProblemType.CONFLICT, f"expected a mask with scores, got {mask.id}, which has none"
             )
 
+    def _check_scores(self, mask: Artifact, model_id: str) -> None:
+        if mask.model_id != model_id:
+            raise ApiError(
+                ProblemType.CONFLICT, f"expected a mask of {model_id}, got {mask.id} of {mask.model_id}"
+            )
+        request = parse_request(JobKind.MASK, mask.request)
+        if artifacts.blob_of(mask, SCORES) is None or request.scope != "all":
+            raise ApiError(
+                ProblemType.CONFLICT,
+                f"expected a fisher mask of all linears, whose scores squeezellm takes, got {mask.id}: "
+                f"{request.method} of {request.scope}",
+            )
+
+    def _check_dense(self, model_id: str) -> None:
+        """That of a folder's or the hub's model is for the worker, which reads it."""
+        model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
+        if model.source["kind"] == "sparsified":
+            raise ApiError(
+                ProblemType.CONFLICT,
+                f"expected a model that is not sparse for squeezellm, got {model.name!r}: nf4 and int4 keep "
+                "its zeros",
+            )
+
     def _check_adapter(self, adapter: Adapter, model_id: str) -> None:
         sizes = self._sizes(model_id, adapter.scope)
         if sizes is None:
@@ -221,7 +258,14 @@ class _Planner:
         mask = NOTHING if request.mask is None else self._mask(request.mask, request.model_id)
         if request.adapter is not None:
             self._check_adapter(request.adapter, request.model_id)
-        quantization = self._quantization(request.quantization_request())
+        if request.takes_own_scores and not (
+            isinstance(request.mask, FisherMask) and request.mask.scope == "all"
+        ):
+            raise ApiError(
+                ProblemType.CONFLICT,
+                "expected a fisher mask of all linears, whose scores squeezellm takes, or the mask_id of one",
+            )
+        quantization = self._quantization(request, request.quantization)
         sizes = self._sizes(request.model_id)
         return NOTHING if sizes is None else mask.then(quantization).then(package_needs(sizes))
 

@@ -156,6 +156,11 @@ def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own(
     )
     assert calibrated["options"] == {"scheme": "auto-round", "calibration_corpus_id": f"corpus_{ULIDS[0]}"}
 
+    scored = body(
+        JobKind.QUANTIZATION, model_id="a", options_scheme="squeezellm", options_mask_id=f"mask_{ULIDS[0]}"
+    )
+    assert scored["options"] == {"scheme": "squeezellm", "mask_id": f"mask_{ULIDS[0]}"}
+
 
 def test_options_are_named_after_fields_and_required_where_every_form_is() -> None:
     options = {option.flag: option for option in form_of(WORK[JobKind.BUILD].request).options}

@@ -163,6 +163,17 @@ def test_a_build_trains_a_mask_or_an_adapter(changes: dict[str, Any], message: s
         parse_request("build", {**PAYLOAD, **changes})
 
 
+def test_a_build_whose_code_books_take_the_scores_of_its_mask_waits_for_it() -> None:
+    ours = BuildCreate.model_validate({**PAYLOAD, "quantization": {"scheme": "squeezellm"}})
+    assert [kind for kind, _ in parts_due(ours, {})] == ["mask"]
+    assert parts_due(ours, {"mask": None}) == []
+    [(kind, request)] = parts_due(ours, {"mask": IDS["mask"]})
+    asked = {"scheme": "squeezellm", "mask_id": IDS["mask"], "evaluation_tokens": 8192}
+    assert (kind, request.model_dump()["options"]) == ("quantization", asked)
+    other = BuildCreate.model_validate({**PAYLOAD, "quantization": asked})
+    assert [kind for kind, _ in parts_due(other, {})] == ["mask", "quantization"]
+
+
 def test_no_part_is_added_twice() -> None:
     request = BuildCreate.model_validate(PAYLOAD)
     assert parts_due(request, {"mask": None, "quantization": None}) == []

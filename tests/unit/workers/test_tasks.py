@@ -14,9 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 from permille.engines.executorch.exporting import Weights
 from permille.engines.executorch.program import ProgramShape
+from permille.models.checkpoint import Checkpoint
 from permille.package.limits import Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.reader import Package, verify_package
+from permille.quantization import dequantize, quantize
 from permille.quantization.types import Sparsity
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
@@ -100,6 +102,12 @@ def quantization_of(bench: Bench, evaluated: bool = False, **options: Any) -> Ar
 def package_of(bench: Bench, mask: Artifact, **options: Any) -> Artifact:
     parts = {"mask_id": mask.id, "quantization_id": quantization_of(bench).id}
     return made_by(bench, JobKind.PACKAGE, parts | options)
+
+
+def part_of(bench: Bench, package: Artifact, kind: JobKind) -> Artifact:
+    key = str(package.request[f"{kind}_id"])
+    with bench.db.read() as session:
+        return artifacts.get(session, tenant_id=bench.tenant_id, kind=kind, key=key)
 
 
 def digest_of_role(artifact: Artifact, role: str) -> str:
@@ -289,11 +297,49 @@ def test_a_small_corpus_is_measured_on_what_there_is_and_says_so(bench: Bench) -
     assert bench.report(digest_of_role(row, "report"))["perplexity"]["held_out"] is False
 
 
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_int4_packages(bench: Bench, group_size: int) -> None:
-    quantization = {"scheme": "int4", "group_size": group_size}
+@pytest.mark.parametrize(("scheme", "group_size"), [("int4", 32), ("int4", 128), ("int8", 128)])
+def test_packages_of_integers(bench: Bench, scheme: str, group_size: int) -> None:
+    quantization = {"scheme": scheme, "group_size": group_size}
     row = made_by(bench, JobKind.BUILD, build_request(bench, quantization=quantization))
-    assert manifest_of(bench, row).scheme.group_size == group_size
+    how = manifest_of(bench, row).scheme
+    assert (how.name, how.group_size) == (scheme, group_size)
+
+
+SQUEEZELLM = {"scheme": "squeezellm", "evaluation_tokens": 512}
+
+
+def test_code_books_are_made_for_the_scores_of_the_builds_mask_or_of_another(bench: Bench) -> None:
+    package = made_by(bench, JobKind.BUILD, build_request(bench, quantization=SQUEEZELLM))
+    mask, ours = (part_of(bench, package, kind) for kind in (JobKind.MASK, JobKind.QUANTIZATION))
+    assert ours.request["options"] == SQUEEZELLM | {"mask_id": mask.id}
+    assert ours.provenance["scores"] == digest_of_role(mask, "scores")
+    opened = Package.open(bench.blobs, package.digest)
+    scores = load_scores(bench.blobs.path(digest_of_role(mask, "scores")))
+    checkpoint = Checkpoint(bench.root / "models" / "tiny")
+    for name, scores_NK in scores.items():
+        expected = quantize(checkpoint.float32(name), "squeezellm", 0, scores_NK=scores_NK)
+        assert np.array_equal(dequantize(opened.quantized(name)), dequantize(expected))
+    measured = bench.report(digest_of_role(ours, "report"))["perplexity"]
+    assert measured["held_out"] is True and measured["before"] != measured["after"]
+    alone = quantization_of(bench, scheme="squeezellm", mask_id=mask.id)
+    assert alone.digest == ours.digest
+    other = quantization_of(bench, scheme="squeezellm", mask_id=mask_of(bench, seed=6).id)
+    assert other.digest != ours.digest
+
+
+def test_what_code_books_cannot_be_made_of_is_refused(bench: Bench) -> None:
+    def refused(mask: Artifact) -> str:
+        options = SQUEEZELLM | {"mask_id": mask.id}
+        return failed(bench, "quantization", {"model_id": bench.model.id, "options": options})
+
+    assert "of all linears" in refused(mask_of(bench, scope="mlp"))
+    largest = {"model_id": bench.model.id, "method": "magnitude"}
+    assert "which has none" in refused(made_by(bench, JobKind.MASK, largest))
+    mask = mask_of(bench)
+    with bench.db.write() as session:
+        row = artifacts.get(session, tenant_id=bench.tenant_id, kind=JobKind.MASK, key=mask.id)
+        row.provenance = {"model": {}}
+    assert "to be made of" in refused(mask)
 
 
 def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(bench: Bench) -> None:
@@ -301,13 +347,7 @@ def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(bench: Be
     row = made_by(bench, JobKind.BUILD, build_request(bench, quantization=options))
     package = Package.open(bench.blobs, row.digest)
     nearest = quantization_of(bench, scheme="int4", group_size=128)
-    with bench.db.read() as session:
-        ours = artifacts.get(
-            session,
-            tenant_id=bench.tenant_id,
-            kind=JobKind.QUANTIZATION,
-            key=str(row.request["quantization_id"]),
-        )
+    ours = part_of(bench, row, JobKind.QUANTIZATION)
     assert ours.request["options"] == options | {"group_size": 128}
     assert ours.provenance["rounding"] == "auto-round"
     calibration, versions = ours.provenance["calibration"], ours.provenance["versions"]

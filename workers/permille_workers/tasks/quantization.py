@@ -1,24 +1,34 @@
 """The quantization job: a dense layer, the layer of what stays as it is, and what that costs."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 from permille.corpora.sequences import POOL
 from permille.digests import JSON
+from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.build import code, plain_tensors
 from permille.package.layers import write_dense, write_plain
-from permille.package.manifest import Quantization
+from permille.package.manifest import Layer, Quantization
+from permille.package.reader import read_codes
+from permille.package.safetensors_io import SafetensorsFile
 from permille.quantization import dequantize
 from permille.quantization.report import ErrorReport
 from permille.quantization.sparse import find_sparsity
-from permille.quantization.types import Coded, Scheme, Sparsity
-from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate
+from permille.quantization.types import Scheme, Sparsity
+from permille.schemas.quantizations import (
+    AnyOptions,
+    AutoRound,
+    CodeBooks,
+    Int8,
+    QuantizationCreate,
+    SqueezeLLM,
+)
 from permille.sensitivity.plots import error_picture
 from permille.store.artifacts import Made
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.calibration import calibrated_layers
+from permille_workers.tasks.calibration import Codes, Tensors, calibrated_codes, code_books
 from permille_workers.tasks.layers import blob_of_layer, evidence, publishes, quantization_of
 from permille_workers.tasks.sources import (
     Sampling,
@@ -29,26 +39,17 @@ from permille_workers.tasks.sources import (
     versions,
 )
 
-Tensors = Iterator[tuple[str, Coded]]
 _QUANTIZED = 0.6  # of the time, where there is text to measure on
 _EVALUATION_SEED = 0
 _LONGEST_EVALUATION = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Coded:
-    """The codes, as often as they are asked for, their provenance, and what calibrating them has read."""
-
-    tensors: Callable[[], Tensors]
-    provenance: dict[str, JSON]
-    corpus_read: dict[str, object] | None = None
 
 
 def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     """Quantize a model.
 
     Raises:
-        InputError: a model that does not serve, too little text to calibrate on, a corpus that is broken.
+        InputError: a model or mask that does not serve, too little text to calibrate on, a corpus that is
+            broken.
         RetryableError: a hub or data set that cannot be reached.
         OperatorError: this worker was installed without auto-round, and it is asked for.
     """
@@ -57,9 +58,11 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     model = open_model(context, request.model_id)
     sparsity = _sparsity(model.checkpoint, options)
     how = quantization_of(options, sparsity)
-    coded = _coded(context, model.checkpoint, options, how)
+    coded = _coded(context, model, options, how)
     errors = ErrorReport()
     dense = write_dense(context.blobs, _measured(context, model.checkpoint, coded.tensors(), errors), how)
+    if how.name is Scheme.SQUEEZELLM:
+        coded = replace(coded, tensors=lambda: _stored(context, model.checkpoint, dense, how))
     context.progress(_QUANTIZED, "writing the plain layer")
     plain = write_plain(context.blobs, plain_tensors(model.checkpoint))
     summary = errors.summary()
@@ -93,26 +96,28 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
 
 
 def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
-    """The sparsity that was asked for, or what fits the model; calibrated codes are of all weights."""
-    if isinstance(options, AutoRound) or options.sparsity == "none":
+    """The sparsity that was asked for, or what fits the model; of calibrated codes and int8 none."""
+    if isinstance(options, AutoRound | Int8):
         return None
-    if options.sparsity is not None:
-        return Sparsity(options.sparsity).value
+    if not isinstance(options, CodeBooks) and options.sparsity is not None:
+        return None if options.sparsity == "none" else Sparsity(options.sparsity).value
     names = [name for name, _ in scoped_tensors(checkpoint.config)]
     found = find_sparsity(checkpoint.float32(name) for name in names)
+    if found is not None and isinstance(options, CodeBooks):
+        raise InputError(
+            f"expected a model that is not sparse for squeezellm, got {found}: nf4 and int4 keep its zeros"
+        )
     return None if found is None else found.value
 
 
-def _coded(context: TaskContext, checkpoint: Checkpoint, options: AnyOptions, how: Quantization) -> _Coded:
+def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Quantization) -> Codes:
     """To the nearest code each time anew: cheaper than reading codes back, and no two tensors are held at
-    once."""
+    once. Code books take longer: they are read back."""
+    checkpoint = model.checkpoint
+    if isinstance(options, SqueezeLLM):
+        return code_books(context, model, options, how)
     if isinstance(options, AutoRound):
-        calibrated = calibrated_layers(context, checkpoint, options)
-        return _Coded(
-            tensors=lambda: iter(calibrated.tensors.items()),
-            provenance=calibrated.provenance,
-            corpus_read=calibrated.corpus_read,
-        )
+        return calibrated_codes(context, checkpoint, options)
 
     def nearest() -> Tensors:
         for name, _ in scoped_tensors(checkpoint.config):
@@ -126,8 +131,15 @@ def _coded(context: TaskContext, checkpoint: Checkpoint, options: AnyOptions, ho
 
     device = context.settings.device
     if device != "cpu" and how.name is Scheme.NF4 and how.sparsity is None:
-        return _Coded(tensors=on_device, provenance={"versions": versions("bitsandbytes")})
-    return _Coded(tensors=nearest, provenance={"versions": versions()})
+        return Codes(tensors=on_device, provenance={"versions": versions("bitsandbytes")})
+    return Codes(tensors=nearest, provenance={"versions": versions()})
+
+
+def _stored(context: TaskContext, checkpoint: Checkpoint, dense: Layer, how: Quantization) -> Tensors:
+    """The codes as they were written."""
+    file = SafetensorsFile(context.blobs.path(dense.digest), dtypes=("U8", "F16"))
+    for name, shape in scoped_tensors(checkpoint.config):
+        yield name, read_codes(file, name, shape, how)
 
 
 def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, errors: ErrorReport) -> Tensors:
@@ -140,7 +152,7 @@ def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, erro
 
 
 def _perplexity(
-    context: TaskContext, model: SourceModel, request: QuantizationCreate, coded: _Coded
+    context: TaskContext, model: SourceModel, request: QuantizationCreate, coded: Codes
 ) -> dict[str, object] | None:
     """Before and after, on text that the codes were not calibrated on where the corpus is large enough."""
     if request.evaluation_corpus_id is None:
@@ -154,7 +166,7 @@ def _perplexity(
     context.progress(_QUANTIZED, "reading the evaluation text")
     folder = model.checkpoint.folder
     length = min(_LONGEST_EVALUATION, int(model.checkpoint.config.get("max_position_embeddings", 1 << 30)))
-    used = -(-_used_tokens(request) // length)
+    used = -(-POOL * coded.used.get(request.evaluation_corpus_id, 0) // length)
     wanted = Sampling(
         number=max(1, request.options.evaluation_tokens // length),
         length=length,
@@ -188,11 +200,3 @@ def _perplexity(
         "corpus": corpus.provenance,
         "read": sequences.read,
     }
-
-
-def _used_tokens(request: QuantizationCreate) -> int:
-    """Of the evaluation corpus, what the calibration of codes could have drawn."""
-    options = request.options
-    if not isinstance(options, AutoRound) or options.calibration_corpus_id != request.evaluation_corpus_id:
-        return 0
-    return POOL * options.calibration_sequences * options.calibration_length
