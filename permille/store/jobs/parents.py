@@ -2,9 +2,9 @@
 
 No worker runs a waiting job and none is held by one: it is `running` without a worker, is moved on in the
 transaction that ends one of its parts, and is looked at again by every sweep. A build waits from the start:
-mask (none for an adapter) and quantization run side by side, or are there from earlier, but for one that takes
-the mask's scores; the package after both. Any other job that waits was split by its worker (`claims.split`);
-once all parts have succeeded it is queued again, and its next attempt joins them.
+mask (none for an adapter) and quantization run side by side, or are there from earlier; a quantization that
+takes the mask's scores runs after it, the package after both. Any other job that waits was split by its
+worker (`claims.split`); once all parts have succeeded it is queued again, and its next attempt joins them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

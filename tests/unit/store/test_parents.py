@@ -110,15 +110,17 @@ def test_builds_run_mask_and_quantization_side_by_side(db: Database, tenant_id: 
     assert (after.state, after.result_id, after.progress) == ("succeeded", IDS["package"], 1.0)
 
 
-def test_parts_that_were_made_before_are_not_made_again(db: Database, tenant_id: str) -> None:
-    earlier = submit_build(db, tenant_id)
+@pytest.mark.parametrize("scheme", ["nf4", "squeezellm"])
+def test_parts_that_were_made_before_are_not_made_again(db: Database, tenant_id: str, scheme: str) -> None:
+    coded = {"quantization": {"scheme": scheme}}
+    earlier = submit_build(db, tenant_id, **coded)
     for kind in ("mask", "quantization"):
         run(db, earlier, kind)
 
     def find(session: Session, part: Job) -> Job | None:
         return queue.find_equal(session, tenant_id=tenant_id, request_digest=part.request_digest)
 
-    new = NewJob(tenant_id=tenant_id, kind="build", payload={**PAYLOAD, "fisher_exponents": False})
+    new = NewJob(tenant_id=tenant_id, kind="build", payload={**PAYLOAD, **coded, "fisher_exponents": False})
     with db.write() as session:
         build = queue.submit(session, new, find)
     made = parts(db, build)
