@@ -132,6 +132,7 @@ def test_problem_types_are_stable() -> None:
         "round-closed": 409,
         "contribution-conflict": 409,
         "privacy-budget-spent": 409,
+        "device-quota-spent": 409,
         "precondition-failed": 412,
         "too-large": 413,
         "unsupported-media-type": 415,
