@@ -42,6 +42,7 @@ PARAMETERS = {
     "path": f"releases/tiny/{'0' * 64}.1.json",
 }
 BODIES: dict[str, Any] = {
+    "put_retention": {"job_days": 30},
     "create_model": {"name": "m", "source": {"kind": "hub", "repository": "a/b", "commit": "0" * 40}},
     "create_corpus": {"name": "c", "source": {"kind": "streamed", "dataset": "c4"}},
     "create_sparsification": {"model_id": f"model_{ULID}", "corpus_id": f"corpus_{ULID}", "name": "sparse"},
@@ -95,7 +96,7 @@ COLLECTIONS = (
 ADMIN_ONLY = {
     *("create_tenant", "list_tenants", "create_token", "list_tokens", "delete_token"),
     *("put_trust_metadata", "rotate_trust_keys", "renew_trust_metadata"),
-    "list_audit_entries",
+    *("list_audit_entries", "put_retention", "apply_retention", "collect_blobs"),
 }
 
 

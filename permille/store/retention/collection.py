@@ -41,7 +41,6 @@ _LOCK_ID: Final = 0x7065726E  # PostgreSQL advisory lock; SQLite has one writer 
 _BATCH: Final = 50
 _LONGEST_BATCH_S: Final = 0.5  # others wait as long for their turn to write
 _CLOCKS_DIFFER_S: Final = 600.0  # the blob store's and the database's
-_UNFINISHED_BLOB_S: Final = 86_400.0  # what a killed writer left; a living one has written within a day
 _ROW: Final = 1
 _COLLECTED: Final = ".collected-"
 
@@ -96,7 +95,10 @@ def take_turn(db: Database, every_s: float) -> bool:
 def collect(db: Database, blobs: BlobFolder, settings: StoreSettings, *, dry_run: bool = False) -> Found:
     """Delete what no row names and was stored before the grace; with `dry_run` only say what that is.
 
-    Several may collect at once, they delete in turns. Raises OSError as the blob store does.
+    Several may collect at once, they delete in turns.
+
+    Raises:
+        OSError, BlobStoreError, OperatorError: as the blob store does; the next collection goes on.
     """
     with db.read() as session:
         before_s = _horizon(session, settings.collection_grace_s)
@@ -113,7 +115,6 @@ def collect(db: Database, blobs: BlobFolder, settings: StoreSettings, *, dry_run
     for root in _roots(db, settings):
         found.removed.update(_collect_folders(db, root, before_s=before_s, dry_run=dry_run))
     if not dry_run:
-        blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
         _note(db, found)
     return found
 

@@ -90,8 +90,8 @@ def test_list_asks_for_the_collection(client: Collections, group: str) -> None:
     assert client.asked == [f"/v1/{group}"]
 
 
-# There is one trust only, and a release is shown beside the version before.
-@pytest.mark.parametrize("group", sorted({*groups_with("show")} - {"trust", "releases"}))
+# There is one trust and one retention rule only, and a release is shown beside the version before.
+@pytest.mark.parametrize("group", sorted({*groups_with("show")} - {"trust", "retention", "releases"}))
 def test_show_asks_for_one_of_the_collection(client: Collections, group: str) -> None:
     whole = MODELS[0]["id"]
     assert main.main([group, "show", whole]) == 0

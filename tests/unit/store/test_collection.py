@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,9 @@ from permille.schemas.inputs import FolderModel
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, inputs
 from permille.store.artifacts import Blob, Made
+from permille.store.blobs.folder import BlobCache, BucketFolder
 from permille.store.database import Database
+from permille.store.errors import BlobStoreError
 from permille.store.inputs import ModelFacts
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
@@ -28,6 +30,7 @@ from permille.store.retention.references import NAMING, references
 from permille.store.settings import StoreSettings, layout
 from permille.store.tables import ArtifactBlob, ArtifactSource, Base, BlobCollection
 from tests.artifacts import add_artifact, some_model
+from tests.bucket_site import Fault, bucket_server, gate
 from tests.unit.store.conftest import Clock
 
 DAY_S = 86_400.0
@@ -254,6 +257,30 @@ def test_blobs_go_though_the_disk_is_full(db: Database, blobs: BlobFolder, tmp_p
         assert session.get(BlobCollection, 1) is None, (
             "what was found could be written: the disk was not full"
         )
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_a_bucket_is_collected_as_a_folder_is(
+    db: Database, settings: StoreSettings, tenant_id: str, tmp_path: Path, clock: Clock
+) -> None:
+    with bucket_server() as server, gate(server) as site:
+        blobs = BucketFolder(site.open(), BlobCache(tmp_path / "cache", 1 << 20))
+        named, old = blobs.put_bytes(b"named"), blobs.put_bytes(b"old")
+        below = blobs.below("uploads", "some")
+        upload = below.put_bytes(b"an upload")
+        name(db, tenant_id, named)
+        assert collection.collect(db, blobs, settings, dry_run=True).removed == {old: 3}
+        site.faults = [Fault("^DELETE ", status=503, times=9)]
+        with pytest.raises(BlobStoreError):
+            collection.collect(db, blobs, settings)
+        site.faults = []
+        assert collection.collect(db, blobs, settings).removed == {old: 3}
+        assert [[blob.digest for blob in store.entries()] for store in (blobs, below)] == [[named], [upload]]
+        with pytest.raises(RetryableError, match="was collected"), db.write() as session:
+            collection.hold(session, blobs, [named, old])
+        blobs.put_bytes(b"young")
+        clock.at = datetime.now(UTC)
+        assert collection.collect(db, blobs, settings).removed == {}
 
 
 def test_one_collects_for_all(db: Database, clock: Clock) -> None:

@@ -23,6 +23,7 @@ from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
 _ENOUGH_MESSAGES = 100  # each wakes a worker, whichever job it names: more would only fill the broker
+_UNFINISHED_BLOB_S = 86_400.0  # what a killed writer left; a living one has written within a day
 _LOOK_S = 60.0  # how often to look whether it is time to collect
 _BUCKET_EVERY_S = 60.0  # each listing of a bucket is paid for
 
@@ -71,6 +72,7 @@ class Sweeper:
     def _sweep_blobs(self) -> None:
         remove_ended(self.db, self.settings.work_root, self.blobs)
         uploads.sweep(self.db, self.blobs)
+        self.blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
     def run_collections(self) -> None:
         """Collect every `collect_every_s` seconds, one worker for all.
