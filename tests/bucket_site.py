@@ -1,6 +1,7 @@
 """A bucket for tests: moto's S3 server, and before it a gate that breaks what it is told to."""
 
 import http.client
+import logging
 import re
 import threading
 import time
@@ -87,6 +88,7 @@ def bucket_server() -> Iterator[str]:
     """The host and port of moto's server."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it says every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

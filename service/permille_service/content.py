@@ -1,26 +1,34 @@
 """Serving a blob: strong ETag, conditional requests, one byte range, caching for ever (RFC 9110, sections
 8, 13, 14).
 
-Starlette sends the bytes, whole or a range. A blob's digest is its content, so its ETag never changes and a
-cache may keep it. A Range header that asks for several ranges, or is malformed, is ignored, as the RFC
-allows: the whole content is sent.
+A blob's digest is its content, so its ETag never changes and a cache may keep it. A Range header that asks
+for several ranges, or is malformed, is ignored, as the RFC allows: the whole content is sent.
+
+Who may read what, and every condition, is decided here; who sends the bytes is a setting. Starlette sends
+those of a folder, a bucket's are passed on. nginx sends a folder's by X-Accel-Redirect, and a bucket a
+package's by an address that is signed for some minutes.
 """
 
 import re
+from itertools import chain
 from typing import Any, Final
 
 from fastapi import Request, Response
 from starlette.datastructures import MutableHeaders
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, RedirectResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from permille.errors import PackageError
 from permille.schemas.problems import ProblemType
+from permille.store.blobs.folder import BucketFolder
 from permille_service.context import Service
 from permille_service.problems import ApiError, documented
+from permille_service.settings import Downloads
 
 Responses = dict[int | str, dict[str, Any]]
 
+ACCEL_PREFIX: Final = "/permille-blobs/"
+"""What nginx has as an internal location over the folder of the blobs."""
 CACHE_CONTROL: Final = "private, max-age=31536000, immutable"
 NOT_MODIFIED: Final[Responses] = {304: {"description": "the content is the one that the client has"}}
 _RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})", re.ASCII)
@@ -42,14 +50,18 @@ def content_responses(description: str, *media_types: str) -> Responses:
     }
 
 
-def blob_response(request: Request, service: Service, digest: str, media_type: str) -> Response:
-    """The response to GET or HEAD of a stored blob.
+def blob_response(
+    request: Request, service: Service, digest: str, media_type: str, *, may_redirect: bool = False
+) -> Response:
+    """The response to GET or HEAD of a stored blob; whoever may be redirected follows to another host.
 
     Raises:
         ApiError: `unavailable`: it is not in the store; `precondition-failed`, `range-not-satisfiable`.
+        RetryableError, OperatorError: the bucket does not answer, or not to us.
     """
+    blobs, downloads = service.blobs, service.settings.downloads
     try:
-        size = service.blobs.size(digest)
+        size = blobs.size(digest)
     except PackageError as exc:
         raise ApiError(ProblemType.UNAVAILABLE, f"the blob {digest} is not in the blob store") from exc
     etag = f'"{digest}"'
@@ -62,8 +74,35 @@ def blob_response(request: Request, service: Service, digest: str, media_type: s
     if_none_match = request.headers.get("if-none-match")
     if if_none_match is not None and _matches(if_none_match, etag, weak=True):
         return Response(status_code=304, headers=headers)
-    asked = request.method == "GET" and _asks_for_range(request, etag, size)
-    return _Blob(service.blobs.path(digest), headers=headers, media_type=media_type, ranged=asked)
+    gets = request.method == "GET"
+    asked = _asked_range(request, etag, size) if gets else None
+    if isinstance(blobs, BucketFolder):
+        if may_redirect and gets and downloads is Downloads.REDIRECT:
+            headers["Cache-Control"] = "no-store"  # the address is not for long, the blob is for ever
+            return RedirectResponse(blobs.opened_by(digest, media_type), 307, headers)
+        headers |= {"Accept-Ranges": "bytes", "Content-Type": media_type}
+        if gets:
+            return _passed_on(blobs, digest, size, asked, headers)
+        return Response(headers={**headers, "Content-Length": str(size)})
+    path = blobs.path(digest)
+    # nginx would compare an If-Match again, with an ETag that it has not.
+    if gets and downloads is Downloads.ACCEL and if_match is None:
+        headers["X-Accel-Redirect"] = ACCEL_PREFIX + path.relative_to(blobs.root).as_posix()
+        return Response(headers=headers, media_type=media_type)
+    return _Blob(path, headers=headers, media_type=media_type, ranged=asked is not None)
+
+
+def _passed_on(
+    blobs: BucketFolder, digest: str, size: int, asked: range | None, headers: dict[str, str]
+) -> Response:
+    part, status = range(size), 200
+    if asked is not None:
+        part, status = asked, 206
+        headers["Content-Range"] = f"bytes {asked.start}-{asked.stop - 1}/{size}"
+    headers["Content-Length"] = str(len(part))
+    body = blobs.stream(digest, part.start, part.stop)
+    first = next(body, b"")  # what fails before it is still a problem, not a body that breaks off
+    return StreamingResponse(chain((first,), body), status, headers)
 
 
 class _Blob(FileResponse):
@@ -82,8 +121,8 @@ class _Blob(FileResponse):
         await super().__call__(scope, receive, send)
 
 
-def _asks_for_range(request: Request, etag: str, size: int) -> bool:
-    """Whether there is one range to send; whether it is still of this content, Starlette decides.
+def _asked_range(request: Request, etag: str, size: int) -> range | None:
+    """The one range to send, where one is asked for that is still of this content.
 
     Raises:
         ApiError: `range-not-satisfiable`: it is well formed and lies outside of the content.
@@ -91,19 +130,21 @@ def _asks_for_range(request: Request, etag: str, size: int) -> bool:
     header = request.headers.get("range", "")
     found = _RANGE.fullmatch(header.strip())
     if found is None or found.group(1) == found.group(2) == "":
-        return False
+        return None
     if request.headers.get("if-range", etag).strip() != etag:
-        return False  # the client's part belongs to other content
+        return None  # the client's part belongs to other content
     first, last = found.groups()
     if first and last and int(last) < int(first):
-        return False
+        return None
     if size == 0 or (int(first) >= size if first else int(last) == 0):
         raise ApiError(
             ProblemType.RANGE_NOT_SATISFIABLE,
             f"expected a range within {size} bytes, got {header[:60]!r}",
             headers={"Content-Range": f"bytes */{size}"},
         )
-    return True
+    if not first:
+        return range(max(0, size - int(last)), size)
+    return range(int(first), min(size, int(last) + 1) if last else size)
 
 
 def _matches(header: str, etag: str, *, weak: bool = False) -> bool:

@@ -6,6 +6,7 @@ their owner alone.
 """
 
 import ipaddress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,14 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024
 DAY_S = 86_400.0
 DEFAULT_PORT = 8321
+
+
+class Downloads(StrEnum):
+    """Who sends the bytes of a package to a device."""
+
+    SERVE = "serve"
+    ACCEL = "accel"
+    REDIRECT = "redirect"
 
 
 class Settings(StoreSettings):
@@ -64,6 +73,10 @@ class Settings(StoreSettings):
     metrics_token: SecretStr | None = Field(
         default=None, description="what Prometheus sends as bearer; without it there is no /metrics"
     )
+    downloads: Downloads = Field(
+        default=Downloads.SERVE,
+        description="who sends a package's bytes: this process, nginx (accel), or the bucket (redirect)",
+    )
     max_job_s: float = Field(default=7 * DAY_S, gt=0, description="a job that takes longer is refused")
 
     @model_validator(mode="after")
@@ -74,6 +87,14 @@ class Settings(StoreSettings):
             raise ValueError(
                 f"expected tls_certificate and tls_key for a bind other than loopback, got {self.host!r}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sent_by_who_has_them(self) -> Self:
+        if self.downloads is Downloads.REDIRECT and self.blob_bucket is None:
+            raise ValueError("expected blob_bucket for downloads by redirect, got none")
+        if self.downloads is Downloads.ACCEL and self.blob_bucket is not None:
+            raise ValueError("expected serve or redirect with blob_bucket, got downloads by accel")
         return self
 
     @model_validator(mode="after")

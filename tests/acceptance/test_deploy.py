@@ -4,18 +4,26 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import kubernetes_validate
+import uvicorn
 import yaml
 
 from permille.store.database import make_engine
 from permille_service.settings import Settings
 from permille_workers.runtime.settings import WorkerSettings
+from tests.api_service import Api, running_api
 from tests.running_service import environment
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -60,17 +68,89 @@ def test_systemd_reads_the_units(tmp_path: Path) -> None:
         assert run("systemd-analyze", "verify", "--man=no", str(tmp_path / name)) == ""
 
 
-def test_nginx_reads_its_configuration(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+@contextmanager
+def nginx(folder: Path, blob_root: Path) -> Iterator[httpx.Client]:
+    """nginx by its configuration, on sockets in `folder`, where the API listens as api.sock."""
+    key, certificate = folder / "key.pem", folder / "cert.pem"
     run(
         "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
         "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate),
     )  # fmt: skip
-    server = (DEPLOY / "nginx/permille.conf").read_text().replace("/etc/permille/tls", str(tmp_path))
-    whole = f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ access_log off; {server} }}"
-    (tmp_path / "nginx.conf").write_text(whole)
-    nginx = shutil.which("nginx") or "/usr/sbin/nginx"
-    assert "test is successful" in run(nginx, "-t", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"))
+    server = (DEPLOY / "nginx/permille.conf").read_text().replace("/etc/permille/tls", str(folder))
+    server = server.replace("server 127.0.0.1:8321", f"server unix:{folder}/api.sock")
+    server = server.replace("listen 8443 ssl", f"listen unix:{folder}/nginx.sock ssl")
+    server = server.replace("/var/lib/permille/blobs/", f"{blob_root}/")
+    temporary = " ".join(
+        f"{name}_temp_path {folder}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    whole = f"pid {folder}/pid; error_log stderr; daemon off; master_process off; events {{}}"
+    whole += f" http {{ access_log off; {temporary} {server} }}"
+    (folder / "nginx.conf").write_text(whole)
+    command = (
+        shutil.which("nginx") or "/usr/sbin/nginx",
+        "-p",
+        str(folder),
+        "-c",
+        str(folder / "nginx.conf"),
+    )
+    assert "test is successful" in run(*command, "-t")
+    with subprocess.Popen(command) as process:
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                while probe.connect_ex(str(folder / "nginx.sock")):
+                    assert process.poll() is None
+                    time.sleep(0.02)
+            transport = httpx.HTTPTransport(uds=str(folder / "nginx.sock"), verify=False)
+            with httpx.Client(transport=transport, base_url="https://127.0.0.1", timeout=60) as client:
+                yield client
+        finally:
+            process.terminate()
+
+
+def test_nginx_sends_what_the_api_lets_it(tmp_path: Path) -> None:
+    """Ranges and conditions as without it, and nothing to who asks for the internal location."""
+    with running_api(tmp_path, downloads="accel") as api, nginx_of(api) as client:
+        package = api.package()
+        api.publish(package)
+        layer = max(package.manifest.layers, key=lambda layer: layer.size_bytes)
+        data = package.blobs.read(layer.digest, limit=layer.size_bytes)
+        path, etag = f"/v1/packages/{package.digest}/blobs/{layer.digest}", f'"{layer.digest}"'
+        token = api.auth(api.device().token())
+        for headers, status, body in (
+            ({}, 200, data),
+            ({"Range": "bytes=10-19"}, 206, data[10:20]),
+            ({"Range": "bytes=10-", "If-Range": etag}, 206, data[10:]),
+            ({"Range": "bytes=10-", "If-Range": '"other"'}, 200, data),
+            ({"If-Match": etag}, 200, data),
+            ({"If-None-Match": etag}, 304, b""),
+        ):
+            found = client.get(path, headers={**token, **headers})
+            assert (found.status_code, found.content, found.headers["etag"]) == (status, body, etag), headers
+            assert "immutable" in found.headers["cache-control"]
+        assert client.head(path, headers=token).headers["content-length"] == str(len(data))
+        assert client.get(path).status_code == 401
+        inside = package.blobs.path(layer.digest).relative_to(package.blobs.root)
+        assert client.get(f"/permille-blobs/{inside}", headers=token).status_code == 404
+        assert api.get(path).headers["x-accel-redirect"] == f"/permille-blobs/{inside}"
+
+
+@contextmanager
+def nginx_of(api: Api) -> Iterator[httpx.Client]:
+    """nginx before this API, both on sockets, whose names must be short."""
+    with tempfile.TemporaryDirectory(prefix="nginx") as name:
+        config = uvicorn.Config(api.client.app, uds=f"{name}/api.sock", lifespan="off", log_config=None)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.02)
+            with nginx(Path(name), api.service.settings.blob_root) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join(60)
 
 
 def test_prometheus_reads_its_files_and_the_alerts_fire(tmp_path: Path) -> None:

@@ -203,8 +203,10 @@ class DeviceApi:
             OperatorError: the service sends more than was asked for.
         """
         path = f"/v1/packages/{package_digest}/blobs/{blob_digest}"
-        headers = {"range": f"bytes={begin}-{end - 1}"}
-        return self._call("GET", path, headers=headers, limit_bytes=end - begin)
+        part = {"range": f"bytes={begin}-{end - 1}"}
+        return self._signed_in(
+            lambda: self.connection.read(path, {**part, **self._authorization()}, limit_bytes=end - begin)
+        )
 
     def report_run(self, run_id: str, metrics: runs.RunMetrics) -> None:
         """Send the metrics of a run; the same run may be sent again."""
@@ -283,6 +285,10 @@ class DeviceApi:
             sent = {**(headers or {}), **self._authorization()}
             return self.connection.call(method, path, body=body, headers=sent, limit_bytes=limit_bytes)
 
+        return self._signed_in(send)
+
+    def _signed_in(self, send: Callable[[], bytes]) -> bytes:
+        """Send with a token, and once more with a new one where it is refused."""
         had_token = bool(self._token)
         try:
             return send()

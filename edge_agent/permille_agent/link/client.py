@@ -4,7 +4,8 @@ Rules:
 - https only, except to this machine itself. The only headers that identify anything are the bearer token and
   `User-Agent: permille-agent/<version>`. Proxies, `.netrc` and certificate variables of the environment are
   not read.
-- Redirects are not followed. Bodies are read up to a limit, never decompressed.
+- Only bytes that the caller hashes may come from elsewhere: by one redirect (307) to another https address,
+  which is asked without the token. Bodies are read up to a limit, never decompressed.
 - A request has a time in all (`transport.py`), not only between two bytes.
 - What may succeed later (no connection, a timeout, 408, 425, 429, 5xx) is tried again with exponential
   backoff and full jitter, or after what `Retry-After` says, a day at most; everything else is raised at once.
@@ -181,15 +182,37 @@ class Connection:
 
     @contextmanager
     def stream(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        """One GET whose body is read piece by piece; not retried here.
+        """One GET of bytes that the caller hashes, piece by piece, from where the service sends us to.
+
+        Not retried here. The ETag is always the service's.
 
         Raises:
             As `call`, also while the body is read.
         """
         with _network_errors(self.server), self._http.stream("GET", path, headers=dict(headers)) as response:
-            if response.status_code not in (200, 206):
-                _refuse(response, _read_limited(response, JSON_LIMIT_BYTES, best_effort=True))
-            yield response
+            if response.status_code != 307:
+                if response.status_code not in (200, 206):
+                    _refuse(response, _read_limited(response, JSON_LIMIT_BYTES, best_effort=True))
+                yield response
+                return
+        url, etag = _elsewhere(response), response.headers.get("etag", "")
+        kept = "range" in headers and headers.get("if-range", etag) == etag
+        sent = {"range": headers["range"]} if kept else {}
+        with _network_errors(url.host), self._http.stream("GET", url, headers=sent) as moved:
+            if moved.status_code not in (200, 206):
+                got = f"expected bytes from {url.host}, where the service sent us, got {moved.status_code}"
+                raise ServiceUnavailableError(got)
+            moved.headers["etag"] = etag
+            yield moved
+
+    def read(self, path: str, headers: Mapping[str, str], *, limit_bytes: int) -> bytes:
+        """The bytes of a `stream`, again where that may help. Raises as `call`."""
+
+        def once() -> bytes:
+            with self.stream(path, headers) as response:
+                return _read_limited(response, limit_bytes, best_effort=False)
+
+        return self.retry(once)
 
     def _call_once(
         self, method: str, path: str, body: Body, headers: Mapping[str, str], limit_bytes: int
@@ -214,6 +237,22 @@ def _encode(body: Body, headers: Mapping[str, str]) -> tuple[bytes | None, dict[
         return body, dict(headers)
     content = json.dumps(body, allow_nan=False).encode()
     return content, {"content-type": "application/json", **headers}
+
+
+def _elsewhere(response: httpx.Response) -> httpx.URL:
+    """Where a redirect sends us.
+
+    Raises:
+        OperatorError: not to https, which alone is safe from others than this machine.
+    """
+    try:
+        url = httpx.URL(response.headers.get("location", ""))
+    except httpx.InvalidURL as exc:
+        raise OperatorError(f"expected an address to be sent to: {exc}") from exc
+    safe = url.scheme == "https" or (url.scheme == "http" and _is_loopback(url.host))
+    if not safe or not url.host or url.userinfo:
+        raise OperatorError(f"expected to be sent to https://..., got {url.scheme[:20]}://{url.host[:100]}")
+    return url
 
 
 def _is_loopback(host: str) -> bool:

@@ -35,19 +35,23 @@ def get_package_manifest(
     digest: PackageDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
     """The manifest: canonical bytes, whose SHA-256 is the package's digest."""
-    return _blob(digest, digest, request, service, principal)
+    return blob_response(request, service, digest, _media_type(digest, digest, service, principal))
 
 
 @router.get(
     "/{digest}/blobs/{blob_digest}",
     response_class=Response,
-    responses=content_responses("the blob", *dict.fromkeys(MEDIA_TYPES.values())),
+    responses={
+        **content_responses("the blob", *dict.fromkeys(MEDIA_TYPES.values())),
+        307: {"description": "the bytes are at `Location`, for some minutes, without a token"},
+    },
 )
 def get_package_blob(
     digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
     """One layer of a package, whole or in part (`Range`, `If-Range`)."""
-    return _blob(digest, blob_digest, request, service, principal)
+    media_type = _media_type(digest, blob_digest, service, principal)
+    return blob_response(request, service, blob_digest, media_type, may_redirect=True)
 
 
 @router.head("/{digest}/blobs/{blob_digest}", response_class=Response, responses=_HEAD_RESPONSES)
@@ -55,16 +59,17 @@ def head_package_blob(
     digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
     """The size and ETag of one layer."""
-    return _blob(digest, blob_digest, request, service, principal)
+    media_type = _media_type(digest, blob_digest, service, principal)
+    return blob_response(request, service, blob_digest, media_type)
 
 
-def _blob(
-    digest: str, blob_digest: str, request: Request, service: Service, principal: Operator | DevicePrincipal
-) -> Response:
+def _media_type(
+    digest: str, blob_digest: str, service: Service, principal: Operator | DevicePrincipal
+) -> str:
+    """The media type of a package's blob. Raises NotFoundError: none for this principal."""
     with service.database.read() as session:
         package = _readable(session, principal, digest)
-    blob = artifacts.blob_with(package, digest=blob_digest)
-    return blob_response(request, service, blob_digest, blob.media_type)
+    return artifacts.blob_with(package, digest=blob_digest).media_type
 
 
 def _readable(session: Session, principal: Operator | DevicePrincipal, digest: str) -> tables.Artifact:

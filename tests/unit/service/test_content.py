@@ -11,13 +11,15 @@ from starlette.testclient import TestClient
 from permille.package.blobs import BlobFolder
 from permille_service import problems
 from permille_service.content import blob_response
+from permille_service.settings import Downloads
 
 TEN = b"0123456789"
 
 
 def answer(folder: Path, content: bytes, header: str) -> Any:
     """The response to GET of a blob with this Range header."""
-    service: Any = SimpleNamespace(blobs=BlobFolder(folder))
+    settings = SimpleNamespace(downloads=Downloads.SERVE)
+    service: Any = SimpleNamespace(blobs=BlobFolder(folder), settings=settings)
     digest = service.blobs.put_bytes(content)
     app = FastAPI()
 

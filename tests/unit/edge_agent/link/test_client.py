@@ -160,6 +160,47 @@ def test_what_no_service_answers_is_for_a_person(
         ask_nonce(connection, limit_bytes=1000)
 
 
+BLOB = "/v1/packages/p/blobs/b"
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "http://elsewhere.example.org/",
+        "https://user:password@elsewhere.example.org/",
+        "ftp://h/",
+        "/there",
+        "",
+    ],
+)
+def test_bytes_come_from_elsewhere_by_https_or_not_at_all(
+    service: DeviceService, connection: Connection, location: str
+) -> None:
+    service.faults = [Fault(path="blobs", status=307, headers={"location": location})]
+    with pytest.raises(OperatorError, match="sent to https://"), connection.stream(BLOB, {}):
+        pass
+
+
+@pytest.mark.parametrize(("etag", "asked"), [('"ours"', True), ('"other"', False)])
+def test_elsewhere_is_asked_once_without_the_token(
+    service: DeviceService, connection: Connection, etag: str, asked: bool
+) -> None:
+    sent_to = {"location": f"{service.url}/there?signed", "etag": '"ours"'}
+    service.faults = [
+        Fault(path="blobs", status=307, headers=sent_to),
+        Fault(path="there", status=307, headers={"location": service.url}),
+    ]
+    headers = {"authorization": "Bearer token", "range": "bytes=5-", "if-range": etag}
+    with (
+        pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1, where the service sent us, got 307"),
+        connection.stream(BLOB, headers),
+    ):
+        pass
+    last = service.traffic[-1].lower()
+    assert b"authorization" not in last and b"if-range" not in last
+    assert (b"range: bytes=5-" in last) is asked, "a part of other content is not continued"
+
+
 def test_an_error_page_that_is_no_problem_document_is_still_an_error(
     service: DeviceService, connection: Connection
 ) -> None:
