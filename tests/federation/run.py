@@ -104,7 +104,7 @@ class Site:
         """SIGKILL one of the service's processes, or all; what was killed."""
         if self.process is None:
             raise RuntimeError("expected a service that runs")
-        family = sorted(_descendants(self.process.pid))
+        family = sorted(descendants(self.process.pid))
         victims = family if rng.random() < 0.5 else [rng.choice(family)]
         for pid in victims:
             with _gone():
@@ -120,7 +120,7 @@ class Site:
         """End the service and all of its processes."""
         if self.process is None:
             return
-        family = _descendants(self.process.pid)
+        family = descendants(self.process.pid)
         if how is signal.SIGTERM:
             self.process.terminate()
             try:
@@ -513,7 +513,7 @@ def _measured(
     return int(bool(tally.lost or tally.counted_twice or differing or astray or tally.wrong))
 
 
-def _descendants(pid: int) -> set[int]:
+def descendants(pid: int) -> set[int]:
     """A process and all that it started."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -24,25 +24,31 @@ class Server:
     """A server in a folder of its own, which can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._user, self._port = folder, _server_user(folder), _free_port()
+        self._folder, self._user, self._port = folder, _server_user(folder), free_port()
         self.url = f"postgresql+psycopg://permille@127.0.0.1:{self._port}/postgres"
-        subprocess.run(
-            [
-                _program("initdb"),
-                "--pgdata",
-                folder / "data",
-                "--username",
-                "permille",
-                "--auth",
-                "trust",
-                "--no-sync",
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            user=self._user,
-            cwd=folder,
-        )
+        if not (folder / "data").exists():
+            subprocess.run(
+                [
+                    _program("initdb"),
+                    "--pgdata",
+                    folder / "data",
+                    "--username",
+                    "permille",
+                    "--auth",
+                    "trust",
+                    "--no-sync",
+                ],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                user=self._user,
+                cwd=folder,
+            )
         self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the server; its connections are processes below it."""
+        return self._process.pid
 
     def crash(self) -> None:
         """Kill every connection without a word, and come back by recovery from the log."""
@@ -105,7 +111,7 @@ def _server_user(folder: Path) -> str | None:
     return "nobody"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,0 +1,1 @@
+"""Everything at once, and everything that goes wrong: `make chaos`."""

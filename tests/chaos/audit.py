@@ -1,0 +1,174 @@
+"""What is left once everything has healed, counted from the tables and the files alone.
+
+Nothing of the product is called; what it says of itself is not asked.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, create_engine, text
+
+ENDED = ("succeeded", "failed", "cancelled", "dead")
+_PACKAGES = ("package", "build", "pooling", "export")
+_INPUT_ERRORS = ("InputError", "PartFailed")
+"""What a job may fail of that is not the infrastructure's fault; of a parent its part says more."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What should not be, one line each."""
+
+    lost: list[str] = field(default_factory=list)
+    published_twice: list[str] = field(default_factory=list)
+    orphan_blobs: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.lost or self.published_twice or self.orphan_blobs)
+
+    def line(self, jobs: int) -> str:
+        """The last line of a run."""
+        return (
+            f"chaos: jobs={jobs} lost={len(self.lost)} published_twice={len(self.published_twice)} "
+            f"orphan_blobs={len(self.orphan_blobs)}"
+        )
+
+
+def audit(url: str, blob_root: Path, accepted: Mapping[str, Sequence[str]]) -> Findings:
+    """Count what was lost, published twice, or left over.
+
+    Args:
+        accepted: by the key of each request, every job id that a 2xx answer to it named.
+    """
+    engine = create_engine(url)
+    try:
+        with engine.connect() as connection:
+            tables = _Tables(connection)
+            return Findings(
+                lost=sorted({*_lost(tables, accepted), *_lost_rounds(tables)}),
+                published_twice=sorted({*_twice(tables), *_accepted_twice(accepted)}),
+                orphan_blobs=sorted({*_orphans(tables, blob_root), *_damaged(tables, blob_root)}),
+            )
+    finally:
+        engine.dispose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Rows by plain SQL, which SQLite and PostgreSQL both read."""
+
+    connection: Connection
+
+    def rows(self, query: str) -> list[Any]:
+        return list(self.connection.execute(text(query)))
+
+
+def _lost(tables: _Tables, accepted: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Jobs that a client was promised and that came to nothing, and parts of these."""
+    found = {row.id: row for row in tables.rows("SELECT id, kind, state, error, result_id FROM jobs")}
+    made = _made(tables)
+    for key, ids in accepted.items():
+        for job_id in ids:
+            if job_id not in found:
+                yield f"{key}: {job_id} has no row"
+    for job_id, row in found.items():
+        if row.state not in ENDED:
+            yield f"{row.kind} {job_id} is {row.state}"
+        elif row.state == "dead" or (row.state == "failed" and not _is_of_input(row.error)):
+            yield f"{row.kind} {job_id} is {row.state}: {str(row.error)[:300]}"
+        elif row.state == "succeeded" and row.kind != "shard" and (row.kind, row.result_id) not in made:
+            yield f"{row.kind} {job_id} has succeeded, and its result {row.result_id} is not there"
+
+
+def _is_of_input(error: Any) -> bool:
+    return any(f'"{name}"' in str(error).replace("'", '"') for name in _INPUT_ERRORS)
+
+
+def _made(tables: _Tables) -> set[tuple[str, str]]:
+    """What there is, by the kind of job that makes it and its name."""
+    made: set[tuple[str, str]] = set()
+    for row in tables.rows("SELECT id, kind, digest FROM artifacts"):
+        if row.kind == "package":
+            made |= {(kind, row.digest) for kind in _PACKAGES}
+        made.add((row.kind, row.id))
+    decided = "SELECT run_id FROM runs WHERE log_state IN ('verified', 'refused')"
+    made |= {("replay", row.run_id) for row in tables.rows(decided)}
+    rounds = "SELECT federation_id, number FROM rounds WHERE state IN ('published', 'void')"
+    return made | {("round", f"{row.federation_id}/rounds/{row.number}") for row in tables.rows(rounds)}
+
+
+def _lost_rounds(tables: _Tables) -> Iterator[str]:
+    """Rounds that came to nothing though enough was sent to them."""
+    query = """SELECT r.federation_id, r.number, r.reason
+               FROM rounds r JOIN federations f ON f.id = r.federation_id
+               WHERE r.state = 'void' AND r.received >= f.minimum"""
+    for row in tables.rows(query):
+        yield f"round {row.number} of {row.federation_id} is void: {row.reason}"
+
+
+def _twice(tables: _Tables) -> Iterator[str]:
+    """Jobs that have published more than once."""
+    of_job = "SELECT job_id, count(*) AS n FROM artifacts GROUP BY job_id HAVING count(*) > 1"
+    for row in tables.rows(of_job):
+        yield f"{row.job_id} has {row.n} artifacts"
+    ends: dict[str, int] = {}
+    for row in tables.rows("SELECT job_id, data FROM job_events WHERE kind = 'state'"):
+        ends[row.job_id] = ends.get(row.job_id, 0) + ("succeeded" in str(row.data))
+    yield from (f"{job_id} has succeeded {count} times" for job_id, count in ends.items() if count > 1)
+    same = """SELECT tenant_id, digest, count(*) AS n FROM artifacts WHERE kind = 'package'
+              GROUP BY tenant_id, digest HAVING count(*) > 1"""
+    for row in tables.rows(same):
+        yield f"package {row.digest} has {row.n} rows"
+
+
+def _accepted_twice(accepted: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Requests whose key was answered with more than one job."""
+    for key, ids in accepted.items():
+        if len(set(ids)) > 1:
+            yield f"{key} was answered with {sorted(set(ids))}"
+
+
+def _orphans(tables: _Tables, root: Path) -> Iterator[str]:
+    """Files that no row explains."""
+    named = {row.digest for row in tables.rows("SELECT DISTINCT digest FROM artifact_blobs")}
+    for path in _files(root / "sha256"):
+        if f"sha256:{path.name}" not in named:
+            yield f"blob sha256:{path.name} is of no artifact"
+    held = {row.id for row in tables.rows("SELECT id FROM uploads WHERE state = 'held'")}
+    for path in _files(root / "uploads"):
+        if path.relative_to(root).parts[2] not in held:
+            yield f"{path.relative_to(root)} is of no upload"
+    for path in _files(root / "parts"):
+        yield f"{path.relative_to(root)} is of a split job that has ended"
+
+
+def _damaged(tables: _Tables, root: Path) -> Iterator[str]:
+    """Rows whose bytes are not there, or others."""
+    for row in tables.rows("SELECT DISTINCT digest, size_bytes FROM artifact_blobs"):
+        yield from _wrong(_path(root, row.digest), row.digest, row.size_bytes)
+    logs = """SELECT r.log_digest, r.log_size_bytes, u.tenant_id, u.id FROM runs r
+              JOIN uploads u ON u.id = r.log_upload_id WHERE u.state = 'held'"""
+    for row in tables.rows(logs):
+        path = _path(root / "uploads" / row.tenant_id / row.id, row.log_digest)
+        yield from _wrong(path, row.log_digest, row.log_size_bytes)
+
+
+def _path(root: Path, digest: str) -> Path:
+    digits = digest.removeprefix("sha256:")
+    return root / "sha256" / digits[:2] / digits
+
+
+def _wrong(path: Path, digest: str, size_bytes: int) -> Iterator[str]:
+    if not path.is_file():
+        yield f"{digest} has a row and no bytes"
+        return
+    data = path.read_bytes()
+    if len(data) != size_bytes or f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
+        yield f"{digest} has a row and other bytes"
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,137 @@
+"""What goes wrong, when: a seeded list, one fault for every few jobs that were accepted."""
+
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import psycopg
+
+from tests.chaos.processes import API_STEPS, CHILD_STEPS, STORE_FAULTS, WORKER_STEPS
+from tests.chaos.site import LEASE_S, Site, flush, send
+from tests.federation.run import descendants
+
+JOBS_A_FAULT: Final = 5
+_SHARES: Final = {
+    "step child": 26,
+    "step worker": 12,
+    "step api": 10,
+    "store": 20,
+    "kill worker": 5,
+    "kill child": 5,
+    "kill api": 5,
+    "drain worker": 2,
+    "stall worker": 2,
+    "broker flushed": 4,
+    "broker paused": 2,
+    "broker killed": 3,
+    "database restarted": 2,
+    "database paused": 2,
+}
+_STEPS = {"child": CHILD_STEPS, "worker": WORKER_STEPS, "api": API_STEPS}
+
+
+def plan(jobs: int, seed: int) -> list[str]:
+    """The faults of a run of so many jobs, in order; of each group one at least, where there is room."""
+    rng = random.Random(f"faults {seed}")
+    count = max(len(_SHARES), jobs // JOBS_A_FAULT)
+    groups = rng.choices(list(_SHARES), weights=list(_SHARES.values()), k=count)
+    groups[: len(_SHARES)] = list(_SHARES)
+    rng.shuffle(groups)
+    turns = {name: rng.sample(steps, len(steps)) for name, steps in {**_STEPS, "store": STORE_FAULTS}.items()}
+    named = []
+    for number, group in enumerate(groups):
+        steps = turns.get(group.removeprefix("step "))
+        named.append(f"{group}: {steps[number % len(steps)]}" if steps else group)
+    return named
+
+
+@dataclass(slots=True)
+class Faults:
+    """Does what is planned, and says so."""
+
+    site: Site
+    seed: int
+    say: Callable[[str], None]
+    done: Counter[str] = field(default_factory=Counter)
+    spared: int = 0
+    _rng: random.Random = field(default_factory=random.Random)
+    _closing: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, planned: list[str], jobs: int, accepted: Callable[[], int]) -> None:
+        """One fault after the other, each once so many jobs were accepted; returns when told to stop."""
+        self._rng = random.Random(f"fault {self.seed}")
+        for number, fault in enumerate(planned):
+            while accepted() * len(planned) < number * jobs:
+                if self._closing.wait(0.1):
+                    return
+            if self._closing.is_set():
+                return
+            self.say(f"fault {number + 1} of {len(planned)}: {fault}")
+            if self._do(number, fault):
+                self.done[fault] += 1
+            else:
+                self.spared += 1
+
+    def stop(self) -> None:
+        self._closing.set()
+
+    def _do(self, number: int, fault: str) -> bool:
+        site, rng = self.site, self._rng
+        group, _, step = fault.partition(": ")
+        if step:
+            site.token_for(step, str(number))
+        elif group.endswith(("worker", "child")):
+            return self._harm_worker(group)
+        elif group == "kill api":
+            send({site.pick("api")[1].pid}, signal.SIGKILL)
+        elif group == "broker flushed":
+            flush(site.redis)
+        elif group == "broker killed":
+            site.redis.kill()
+            time.sleep(rng.uniform(0.5, 4))
+            site.redis.start()
+        elif group == "broker paused" and site.redis.process is not None:
+            _pause({site.redis.process.pid}, rng.uniform(1, 5))
+        elif group == "database restarted":
+            site.postgres.crash()
+        elif group == "database paused":
+            _pause(site.database_processes(), rng.uniform(1, 4))
+        return True
+
+    def _harm_worker(self, group: str) -> bool:
+        """Kill or stall a worker, or the child of one; not in the last attempt of a job."""
+        _, process = self.site.pick("worker")
+        if self._runs_a_last_attempt(process.pid):
+            return False
+        children = descendants(process.pid) - {process.pid}
+        if group == "kill child":
+            send(children, signal.SIGKILL)
+        elif group == "kill worker":
+            send({process.pid}, signal.SIGKILL)
+        elif group == "drain worker":
+            send({process.pid}, signal.SIGTERM)
+        else:
+            _pause({process.pid, *children}, LEASE_S + 2)
+        return True
+
+    def _runs_a_last_attempt(self, pid: int) -> bool:
+        query = (
+            "SELECT count(*) FROM jobs WHERE state = 'running' AND attempt >= max_attempts AND worker LIKE %s"
+        )
+        try:
+            with self.site.connect() as connection:
+                found = connection.execute(query, (f"%-{pid}",)).fetchone()
+        except psycopg.OperationalError:
+            return True
+        return found is None or bool(found[0])
+
+
+def _pause(pids: set[int], seconds: float) -> None:
+    send(pids, signal.SIGSTOP)
+    time.sleep(seconds)
+    send(pids, signal.SIGCONT)

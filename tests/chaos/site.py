@@ -1,0 +1,215 @@
+"""PostgreSQL, Redis, two API processes and three workers, which are started again whenever they end."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import httpx
+import psycopg
+
+from tests.chaos.processes import API_STEPS, CHILD_STEPS, STORE_FAULTS, WORKER_STEPS
+from tests.federation.run import descendants
+from tests.integration.job_site import Redis
+from tests.running_service import environment
+from tests.unit.store.postgres import Server, free_port
+
+APIS, WORKERS = 2, 3
+LEASE_S: Final = 6.0
+_STEPS = (*CHILD_STEPS, *WORKER_STEPS, *API_STEPS, *STORE_FAULTS)
+_SKEWS_S = (-3600, 0, 3600)
+_START_S = 180.0
+
+Process = subprocess.Popen[bytes]
+
+
+@dataclass(slots=True)
+class Site:
+    """Everything, below one folder."""
+
+    root: Path
+    rng: random.Random
+    postgres: Server
+    redis: Redis
+    warm: Process
+    processes: dict[str, Process] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+    restarts: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _keeper: threading.Thread | None = None
+
+    @classmethod
+    def open(cls, root: Path, seed: int) -> "Site":
+        """Start everything below a folder; what an earlier run left there goes on."""
+        for name in ("data", "postgres", *(f"tokens/{step}" for step in _STEPS)):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        redis = Redis(port=free_port(), folder=root)
+        redis.start()
+        (root / "warm.sock").unlink(missing_ok=True)
+        site = cls(
+            root=root,
+            rng=random.Random(f"site {seed}"),
+            postgres=Server(root / "postgres"),
+            redis=redis,
+            warm=_start(root, "warm", ["warm", str(root / "warm.sock")], {"CHAOS_TOKENS": f"{root}/tokens"}),
+        )
+        _wait(lambda: (root / "warm.sock").exists(), "the warm process")
+        for number in range(APIS):  # one after the other: the first one makes the tables and the keys
+            site._start_api(f"api-{number}")
+            _wait(lambda: site.answers(site.ports[f"api-{number}"]), "the API")  # noqa: B023 - called now
+        for number in range(WORKERS):
+            site._start_worker(f"worker-{number}")
+        site._keeper = threading.Thread(target=site._keep, daemon=True)
+        site._keeper.start()
+        return site
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the APIs are."""
+        return [f"http://127.0.0.1:{port}" for port in self.ports.values()]
+
+    @property
+    def token(self) -> str:
+        """The first administrator's."""
+        return (self.root / "data" / "operator.token").read_text().strip()
+
+    def answers(self, port: int) -> bool:
+        with suppress(httpx.TransportError):
+            address = f"http://127.0.0.1:{port}/v1/health"
+            return httpx.get(address, trust_env=False, timeout=5).status_code == 200
+        return False
+
+    def connect(self) -> "psycopg.Connection[tuple[str, ...]]":
+        """A connection beside the product's; raises OperationalError while the database is away."""
+        return psycopg.connect(self.postgres.url.replace("+psycopg", ""), connect_timeout=5)
+
+    def token_for(self, step: str, name: str) -> None:
+        """Want one fault at a step."""
+        (self.root / "tokens" / step / name).touch()
+
+    def tokens_left(self) -> list[str]:
+        """Faults that were wanted and not reached yet."""
+        return sorted(path.parent.name for path in (self.root / "tokens").glob("*/*"))
+
+    def drop_tokens(self) -> None:
+        for path in (self.root / "tokens").glob("*/*"):
+            path.unlink(missing_ok=True)
+
+    def pick(self, kind: str) -> tuple[str, Process]:
+        """One of the processes of a kind."""
+        with self._lock:
+            name = self.rng.choice(sorted(name for name in self.processes if name.startswith(kind)))
+            return name, self.processes[name]
+
+    def database_processes(self) -> set[int]:
+        return descendants(self.postgres.pid)
+
+    def quiet(self) -> None:
+        """End the product's processes; database and broker go on."""
+        self._closing.set()
+        if self._keeper is not None:
+            self._keeper.join()
+        for process in (*self.processes.values(), self.warm):
+            _signal(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def close(self) -> None:
+        """End everything; what lies below the folder stays."""
+        self.quiet()
+        self.redis.kill()
+        self.postgres.stop()
+
+    def _start_api(self, name: str) -> None:
+        self.ports[name] = free_port()
+        own = {"PERMILLE_PORT": str(self.ports[name])}
+        self.processes[name] = _start(self.root, name, ["api"], {**self._settings(), **own})
+
+    def _start_worker(self, name: str) -> None:
+        own = {
+            "CHAOS_SKEW_S": str(self.rng.choice(_SKEWS_S)),
+            "CHAOS_COLD": "1" if name == f"worker-{WORKERS - 1}" else "",
+        }
+        self.processes[name] = _start(self.root, name, ["worker"], {**self._settings(), **own})
+
+    def _settings(self) -> dict[str, str]:
+        data = self.root / "data"
+        plain = {
+            "DATA_DIR": str(data),
+            "DATABASE_URL": self.postgres.url,
+            "BROKER_URL": self.redis.url,
+            "LEASE_S": str(LEASE_S),
+            "POLL_S": "0.1",
+            "SWEEP_S": "1",
+            "RESEND_AFTER_S": "5",
+            "CANCEL_GRACE_S": "1",
+            "DRAIN_S": "2",
+            "THREADS": "1",
+            "FISHER_SPLIT_FLOPS": "0",
+            "RUNS_PER_DEVICE_DAY": "10000",
+            "UPLOADS_PER_DEVICE_DAY": "10000",
+            "UPLOADS_PER_DEVICE_WAITING": "100",
+            "SIGN_INS_PER_MINUTE": "10000",
+        }
+        settings = {f"PERMILLE_{name}": value for name, value in plain.items()}
+        return {
+            **settings,
+            "CHAOS_TOKENS": str(self.root / "tokens"),
+            "CHAOS_WARM": str(self.root / "warm.sock"),
+        }
+
+    def _keep(self) -> None:
+        """Start again what has ended, a moment later, as a service manager does."""
+        while not self._closing.wait(0.3):
+            with self._lock:
+                for name, process in list(self.processes.items()):
+                    if process.poll() is None:
+                        continue
+                    self.restarts += 1
+                    (self._start_api if name.startswith("api") else self._start_worker)(name)
+
+
+def _start(root: Path, name: str, arguments: list[str], settings: dict[str, str]) -> Process:
+    with (root / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.processes", *arguments],
+            env=environment(**settings),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def send(pids: set[int], number: signal.Signals) -> None:
+    """Send a signal to what is still there of some processes."""
+    for pid in pids:
+        _signal(pid, number)
+
+
+def flush(redis: Redis) -> None:
+    """Let the broker forget everything."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", redis.port), timeout=5) as connection:
+        connection.sendall(b"FLUSHALL\r\n")
+        connection.recv(16)
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + _START_S
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError(f"expected {what} within {_START_S:.0f} s")
+        time.sleep(0.2)
