@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-page bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-page bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -79,6 +79,10 @@ $(EXECUTORCH)/.installed: $(VENV)/.installed
 
 test-executorch: $(VENV)/.native $(EXECUTORCH)/.installed  ## Export programs and run them by ExecuTorch's runtime (minutes; a C++ compiler)
 	PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m executorch tests/unit/engines
+
+JOBS ?= 1000
+chaos: $(VENV)/.native system-packages  ## JOBS jobs while processes, broker, database and store fail; then count what is lost (an hour)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --jobs $(JOBS)
 
 attack: $(VENV)/.native system-packages  ## Every attack of docs/security.md, on real processes (ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.attacks.run

@@ -93,6 +93,16 @@ def test_a_broker_that_dies_and_forgets_loses_no_job(site: Site, redis: Redis) -
     assert len(site.results()) == 4
 
 
+def test_a_worker_that_is_told_nothing_looks_for_jobs_itself(site: Site, redis: Redis) -> None:
+    site.settings["RESEND_AFTER_S"] = "0.5"
+    first = site.submit()
+    site.start_worker()
+    site.wait_for_state(first, "succeeded")
+    redis.kill()
+    for job in [site.submit() for _ in range(3)]:
+        assert site.wait_for_state(job, "succeeded").attempt == 1
+
+
 def test_cancel_stops_a_running_job(site: Site) -> None:
     job = site.submit(steps=1, step_s=600, deaf=True)
     site.start_worker()

@@ -3,14 +3,20 @@
 A message says that a job is there; it is acknowledged when it arrives. The rows decide which one runs: that
 whose turn it is, which need not be the one that the message names, since messages come in the order in which
 somebody filled the queue. Jobs run in child processes, so Celery's own pool is of threads, one for each job.
+
+A worker that is told nothing for long looks for itself: the broker may be away, and where it went away in the
+middle of an acknowledgement, Celery's consumer waits for ever at a connection that is closed.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery import signals
+from sqlalchemy.exc import DBAPIError
 
 from permille.errors import RetryableError
 from permille.store.blobs.folder import open_blobs
@@ -25,27 +31,54 @@ from permille_workers.runtime.sweeper import Sweeper
 _log = logging.getLogger(__name__)
 
 
-def make_app(
-    broker_url: str,
-    *,
-    db: Database,
-    settings: WorkerSettings,
-    shutdown: Shutdown,
-    name: str,
-    child_command: Sequence[str] = CHILD_COMMAND,
-) -> Any:
+@dataclass(slots=True)
+class _Slots:
+    """Runs the jobs whose turn it is, as many at a time as the settings allow, whoever asks for it."""
+
+    supervisor: Supervisor
+    name: str
+    _free: threading.Semaphore = field(init=False)
+    _told_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._free = threading.Semaphore(self.supervisor.settings.concurrency)
+
+    def told_of(self, job_id: str) -> None:
+        """A message has come: run a job, if there is one."""
+        self._told_at = time.monotonic()
+        with self._free:
+            if not self._run_next():
+                _log.info("nothing to do, told of %s", job_id)
+
+    def look(self) -> None:
+        """Until the shutdown: where no message has come for as long as each is sent again, look for jobs."""
+        shutdown, silence_s = self.supervisor.shutdown, self.supervisor.settings.resend_after_s
+        while not shutdown.asked.wait(silence_s):
+            if time.monotonic() - self._told_at < silence_s or not self._free.acquire(blocking=False):
+                continue
+            try:
+                while not shutdown.asked.is_set() and self._run_next():
+                    _log.warning("was told of no job for %.0f s, and found one", silence_s)
+            except (DBAPIError, OSError) as exc:
+                _log.warning("database or machine cannot serve, will try again: %s", exc)
+            finally:
+                self._free.release()
+
+    def _run_next(self) -> bool:
+        with self.supervisor.db.write() as session:
+            claim = claims.claim(session, worker=self.name, lease_s=self.supervisor.settings.lease_s)
+        if claim is not None:
+            self.supervisor.run(claim)
+        return claim is not None
+
+
+def make_app(broker_url: str, slots: _Slots) -> Any:
     """A Celery app whose one task claims a job and runs it."""
     app = celery_app(broker_url)
-    supervisor = Supervisor(db=db, settings=settings, shutdown=shutdown, child_command=child_command)
 
     @app.task(name=TASK_NAME)  # type: ignore[untyped-decorator]
     def run_job(job_id: str) -> None:
-        with db.write() as session:
-            claim = claims.claim(session, worker=name, lease_s=settings.lease_s)
-        if claim is None:
-            _log.info("nothing to do, told of %s", job_id)
-            return
-        supervisor.run(claim)
+        slots.told_of(job_id)
 
     return app
 
@@ -65,9 +98,9 @@ def run_celery_worker(
         RetryableError: Celery's worker ended by itself.
     """
     broker.install()
-    app = make_app(
-        broker_url, db=db, settings=settings, shutdown=shutdown, name=name, child_command=child_command
-    )
+    supervisor = Supervisor(db=db, settings=settings, shutdown=shutdown, child_command=child_command)
+    slots = _Slots(supervisor, name)
+    app = make_app(broker_url, slots)
 
     def on_shutdown(**_: object) -> None:
         shutdown.ask(settings.drain_s)
@@ -76,8 +109,12 @@ def run_celery_worker(
     dispatcher = CeleryDispatcher(broker_url)
     blobs = open_blobs(settings)
     sweeper = Sweeper(db=db, blobs=blobs, settings=settings, shutdown=shutdown, dispatcher=dispatcher)
-    thread = threading.Thread(target=sweeper.run, name="sweeper", daemon=True)
-    thread.start()
+    threads = [
+        threading.Thread(target=sweeper.run, name="sweeper", daemon=True),
+        threading.Thread(target=slots.look, name="look", daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
     worker = app.Worker(
         pool="threads",
         concurrency=settings.concurrency,
@@ -90,7 +127,9 @@ def run_celery_worker(
     )
     worker.start()
     asked = shutdown.asked.is_set()
-    shutdown.ask(0.0)
-    thread.join()
+    if not asked:
+        shutdown.ask(0.0)
+    for thread in threads:
+        thread.join()
     if not asked:
         raise RetryableError("expected the broker's worker to run until it is asked to stop, but it ended")

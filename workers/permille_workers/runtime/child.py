@@ -6,7 +6,6 @@ pipe.
 """
 
 import ctypes
-import errno
 import faulthandler
 import logging
 import os
@@ -32,8 +31,7 @@ from permille_workers.runtime.work_folders import locked_work_folder
 MAX_HANDOVER_BYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
 _FINAL = (InputError, PackageError, OperatorError)  # trying again changes nothing
-# Disk full, quota, permissions, a file system that is read-only.
-_MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_PASSING_CODES = {"blob-missing", "blob-digest"}  # a store that gave half a blob may give it whole
 
 _log = logging.getLogger(__name__)
 
@@ -110,8 +108,13 @@ def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
 
 
 def is_final(exc: Exception) -> bool:
-    """Whether trying again changes nothing: wrong input, or a machine that a person must look after."""
-    return isinstance(exc, _FINAL) or (isinstance(exc, OSError) and exc.errno in _MACHINE_ERRNOS)
+    """Whether trying again changes nothing: wrong input, or settings that a person must look after.
+
+    A disk that is full or broken may be another worker's next time, or have room again.
+    """
+    if isinstance(exc, PackageError) and exc.code in _PASSING_CODES:
+        return False
+    return isinstance(exc, _FINAL)
 
 
 def die_with_parent() -> None:

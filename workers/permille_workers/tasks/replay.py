@@ -7,7 +7,7 @@ foreign bytes: read with a limit, decoded by the strict reader, never executed.
 
 from sqlalchemy.orm import Session
 
-from permille.errors import InputError, OperatorError, PackageError
+from permille.errors import InputError, PackageError, RetryableError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
@@ -32,7 +32,7 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
 
     Raises:
         InputError: the run or its log is gone.
-        OperatorError: a stored blob is missing or damaged; the log is then not judged.
+        RetryableError: a stored blob is missing or damaged; the log is then not judged.
     """
     with context.db.read() as session:
         row = runs.get(session, tenant_id=context.claim.tenant_id, run_id=request.run_id)
@@ -60,7 +60,7 @@ def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVer
     """Decode, compare with the package, replay, compare with the device's state.
 
     Raises:
-        OperatorError: the log or the exponents that it needs cannot be read from our own blobs.
+        RetryableError: the log or the exponents that it needs cannot be read from our own blobs.
     """
     digest_of = _digest_of_state if run_row.log_form == LogForm.STATE else _digest_of_log
     try:
@@ -105,14 +105,14 @@ def _manifest(context: TaskContext, run_row: Run) -> Manifest:
     try:
         return Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     except PackageError as exc:
-        raise OperatorError(f"expected the manifest {digest} whole among the blobs, got {exc}") from exc
+        raise RetryableError(f"expected the manifest {digest} whole among the blobs, got {exc}") from exc
 
 
 def _stored_log(folder: BlobFolder, log_digest: str) -> bytes:
     try:
         return folder.read(log_digest, limit=MAX_LOG_BYTES)
     except PackageError as exc:
-        raise OperatorError(f"expected the log {log_digest} whole among the blobs, got {exc}") from exc
+        raise RetryableError(f"expected the log {log_digest} whole among the blobs, got {exc}") from exc
 
 
 def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
@@ -132,4 +132,4 @@ def _exponents(context: TaskContext, manifest: Manifest, log: CanonicalLog) -> E
     try:
         return exponents_of(Package.open(context.blobs, manifest.digest))
     except PackageError as exc:
-        raise OperatorError(f"expected package {manifest.digest} whole among the blobs, got {exc}") from exc
+        raise RetryableError(f"expected package {manifest.digest} whole among the blobs, got {exc}") from exc

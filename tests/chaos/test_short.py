@@ -1,0 +1,20 @@
+"""`make chaos` in short: every group of faults once, some jobs of every kind."""
+
+import re
+
+import pytest
+
+from tests.chaos.__main__ import main
+
+JOBS = 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nothing_is_lost_published_twice_or_left_over(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--jobs", str(JOBS), "--seed", "7", "--minutes", "10"])
+    printed = capsys.readouterr().out
+    last = printed.splitlines()[-1]
+    assert last == f"chaos: jobs={JOBS} lost=0 published_twice=0 orphan_blobs=0", printed
+    assert code == 0
+    assert len(re.findall(r"fault \d+ of", printed)) >= 14
