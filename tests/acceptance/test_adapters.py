@@ -30,7 +30,7 @@ def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.Captur
     device = Device(tmp_path / "home", capsys)
     with running_service(tmp_path, "--model-root", str(tmp_path / "models")) as up:
         up.answer("models", "add", "tiny", "--folder", "tiny")
-        built = up.answer("builds", "create", "--model", "tiny", *ADAPTER)["result_id"]
+        built = up.answer("builds", "create", "--model", "tiny", *ADAPTER, "--scheme", "int8")["result_id"]
         shown = up.answer("packages", "show", built)
         assert shown["request"]["adapter"]["kind"] == "lora" and shown["request"]["mask_id"] is None
         roles = [layer["role"] for layer in shown["layers"] if layer["role"] != "file"]
@@ -61,7 +61,8 @@ def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.Captur
         assert shared["state_digest"] == by_losses["decision"]["state_digest"]
 
     assert device("generate", "On day", "--max-tokens", "3")["model"] == "personal"
-    assert device("status")["active"]["trains"].startswith("lora of rank 4, ")
+    trains = device("status")["active"]["trains"]
+    assert trains.startswith("lora of rank 4, ") and trains.endswith("over int8")
     device("export", str(tmp_path / "adapter"), "--format", "peft")
     device("export", str(tmp_path / "base"), "--base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
