@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from anyio import to_thread
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import DBAPIError
@@ -25,6 +25,7 @@ from permille.store.database import Database, check_writable
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
 from permille_service.problems import OPEN, ApiError, documented, words_of_database, words_of_disk
+from permille_service.routing import Router
 
 STATIC: Final = Path(__file__).parent / "static"
 PAGE: Final = """<!doctype html>
@@ -49,8 +50,8 @@ EVERY_S: Final = 2.0
 PROBE_BYTES: Final = 64 * 1024
 
 logger = logging.getLogger(__name__)
-router = APIRouter(include_in_schema=False)
-health = APIRouter(prefix="/v1/health", tags=["health"], responses=documented(*OPEN))
+router = Router(include_in_schema=False)
+health = Router(prefix="/v1/health", tags=["health"], responses=documented(*OPEN))
 
 
 @router.get("/docs")

@@ -5,7 +5,7 @@ row; its request is checked against the machine first, and workers are told afte
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, TypeVar
@@ -166,10 +166,10 @@ class Creation:
         return queue.find_by_key(session, tenant_id=tenant_id, idempotency_key=self.key) is not None
 
 
-def _creation_by(role: Role) -> Callable[..., Creation]:
+def _creation_by(role: Role) -> Callable[..., Coroutine[Any, Any, Creation]]:
     """A dependency: a creation by an operator of at least this role."""
 
-    def creation(
+    async def creation(
         request: Request,
         response: Response,
         service: Served,

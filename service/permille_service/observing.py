@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -23,12 +23,13 @@ from permille.store.database import Database
 from permille.store.jobs.figures import Figures, read_figures
 from permille_service.context import Served, Service
 from permille_service.problems import ApiError
+from permille_service.routing import Router
 
 REQUEST_ID: Final = "X-Request-ID"
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """What is counted by its name: anyone may make up others, and each would be kept for ever."""
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-router = APIRouter(include_in_schema=False)
+router = Router(include_in_schema=False)
 
 
 class Observed:

@@ -64,11 +64,11 @@ _MomentCursor = Annotated[
 DEFAULT_LIMIT = 50
 
 
-def _window(limit: Limit = DEFAULT_LIMIT, cursor: _Cursor = None) -> Window:
+async def _window(limit: Limit = DEFAULT_LIMIT, cursor: _Cursor = None) -> Window:
     return Window(limit=limit, cursor=cursor)
 
 
-def _moment_window(limit: Limit = DEFAULT_LIMIT, cursor: _MomentCursor = None) -> Window:
+async def _moment_window(limit: Limit = DEFAULT_LIMIT, cursor: _MomentCursor = None) -> Window:
     return Window(limit=limit, cursor=cursor)
 
 

@@ -7,11 +7,11 @@ at its next. What a principal may not see does not exist for it (404); what its 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -26,6 +26,7 @@ from permille.store.audit import Change
 from permille.store.ids import DEVICE_TOKEN_PREFIX, OPERATOR_TOKEN_PREFIX
 from permille_service.context import Served, Service
 from permille_service.problems import ApiError
+from permille_service.routing import blocking
 
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
@@ -85,7 +86,7 @@ def find_principal(service: Service, secret: str) -> Principal | None:
     return None
 
 
-def authenticate(
+async def authenticate(
     request: Request,
     service: Served,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)],
@@ -97,7 +98,7 @@ def authenticate(
             "expected an Authorization header with a bearer token, got none",
             headers={"WWW-Authenticate": 'Bearer realm="permille"'},
         )
-    principal = find_principal(service, credentials.credentials)
+    principal = await blocking(find_principal, service, credentials.credentials)
     if principal is None:
         raise ApiError(
             ProblemType.UNAUTHENTICATED,
@@ -124,27 +125,32 @@ def require_first_tenant(session: Session, operator: Operator) -> None:
         raise ApiError(ProblemType.FORBIDDEN, "expected an administrator of the first tenant, got another's")
 
 
-def operator_with(role: Role) -> Callable[[Principal], Operator]:
+def operator_with(role: Role) -> Callable[[Principal], Coroutine[Any, Any, Operator]]:
     """A dependency: an operator of at least this role."""
 
-    def require(principal: Annotated[Principal, Depends(authenticate)]) -> Operator:
-        if not isinstance(principal, Operator):
-            raise ApiError(ProblemType.FORBIDDEN, "expected an operator's token, got a device's")
-        if RANK[principal.role] < RANK[role]:
-            raise ApiError(ProblemType.FORBIDDEN, f"expected the role {role}, got {principal.role}")
-        return principal
+    async def require(principal: Annotated[Principal, Depends(authenticate)]) -> Operator:
+        return require_role(principal, role)
 
     return require
 
 
-def require_reader(principal: Annotated[Principal, Depends(authenticate)]) -> Principal:
-    """A dependency: a device, or an operator who may read single rows."""
-    if isinstance(principal, Operator):
-        return operator_with(Role.VIEWER)(principal)
+def require_role(principal: Principal, role: Role) -> Operator:
+    """The operator, where it has at least this role. Raises ApiError (`forbidden`)."""
+    if not isinstance(principal, Operator):
+        raise ApiError(ProblemType.FORBIDDEN, "expected an operator's token, got a device's")
+    if RANK[principal.role] < RANK[role]:
+        raise ApiError(ProblemType.FORBIDDEN, f"expected the role {role}, got {principal.role}")
     return principal
 
 
-def require_device(principal: Annotated[Principal, Depends(authenticate)]) -> DevicePrincipal:
+async def require_reader(principal: Annotated[Principal, Depends(authenticate)]) -> Principal:
+    """A dependency: a device, or an operator who may read single rows."""
+    if isinstance(principal, Operator):
+        return require_role(principal, Role.VIEWER)
+    return principal
+
+
+async def require_device(principal: Annotated[Principal, Depends(authenticate)]) -> DevicePrincipal:
     """A dependency: a device."""
     if not isinstance(principal, DevicePrincipal):
         raise ApiError(ProblemType.FORBIDDEN, "expected a device's token, got an operator's")

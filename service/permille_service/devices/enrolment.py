@@ -9,7 +9,7 @@ from base64 import urlsafe_b64decode
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from permille.schemas.devices import (
     Device,
@@ -31,9 +31,10 @@ from permille_service.context import Served, Service
 from permille_service.devices.records import present_all
 from permille_service.limits import address_key
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
+from permille_service.routing import Router
 
-router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*OPEN))
-own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRIVATE))
+router = Router(prefix="/v1", tags=["devices"], responses=documented(*OPEN))
+own = Router(prefix="/v1/device", tags=["devices"], responses=documented(*PRIVATE))
 
 
 @router.post(

@@ -7,7 +7,7 @@ anything is kept; what is refused is counted by its code, and its bytes are forg
 import logging
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 from sqlalchemy.orm import Session
 
 from permille.digests import digest_of
@@ -31,9 +31,10 @@ from permille_service.context import Served, Service
 from permille_service.federations.records import present_offer
 from permille_service.federations.routes import FederationId, RoundNumber
 from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.routing import Router
 
 logger = logging.getLogger(__name__)
-router = APIRouter(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
+router = Router(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
 _MEDIA_TYPES = (CONTRIBUTION_MEDIA_TYPE, "application/octet-stream")
 _BODY = {
     "requestBody": {

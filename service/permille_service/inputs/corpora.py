@@ -1,6 +1,5 @@
 """Routes of corpora."""
 
-from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.corpora.files import check_head
@@ -15,10 +14,9 @@ from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import CorpusId, Paging, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.routing import Router
 
-router = APIRouter(
-    prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
-)
+router = Router(prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)

@@ -1,7 +1,6 @@
 """Routes of base models. Before anything is made of a folder it is looked at: its family, its tensors by
 their headers."""
 
-from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -18,10 +17,9 @@ from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import ModelId, Paging, page_of
 from permille_service.preflights.estimates import sizes_of
 from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.routing import Router
 
-router = APIRouter(
-    prefix="/v1/models", tags=["models"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
-)
+router = Router(prefix="/v1/models", tags=["models"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)

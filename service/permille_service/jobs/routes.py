@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Response
+from fastapi import Depends, Header, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 
@@ -18,8 +18,9 @@ from permille_service.jobs import records
 from permille_service.jobs.stream import EventStream, stream_events
 from permille_service.parameters import DEFAULT_LIMIT, After, JobId, Limit, Paging, page_of
 from permille_service.problems import PRIVATE, documented
+from permille_service.routing import Router
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
+router = Router(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 STREAM_SCHEMA = {
     "type": "object",

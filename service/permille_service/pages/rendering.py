@@ -12,15 +12,15 @@ from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from permille.schemas.access import Role
 from permille.schemas.problems import Problem
 from permille_service import problems
-from permille_service.access.principals import RANK, Operator, operator_with
+from permille_service.access.principals import RANK, Operator, require_role
 from permille_service.context import Served, Service
 from permille_service.pages import assets, sign_in
+from permille_service.routing import Route, blocking
 
 logger = logging.getLogger(__name__)
 POLICY: Final = (
@@ -98,11 +98,9 @@ def render(
     return HTMLResponse(content, status_code=status, headers=HEADERS)
 
 
-def _page_for(role: Role) -> Callable[..., Page]:
-    require = operator_with(role)
-
-    def page(request: Request, service: Served) -> Page:
-        operator = require(sign_in.operator_of(request, service))
+def _page_for(role: Role) -> Callable[..., Coroutine[Any, Any, Page]]:
+    async def page(request: Request, service: Served) -> Page:
+        operator = require_role(await blocking(sign_in.operator_of, request, service), role)
         return Page(request=request, service=service, operator=operator)
 
     return page
@@ -113,7 +111,7 @@ ViewerPage = Annotated[Page, Depends(_page_for(Role.VIEWER))]
 MakerPage = Annotated[Page, Depends(_page_for(Role.OPERATOR))]
 
 
-class PageRoute(APIRoute):
+class PageRoute(Route):
     """A route whose errors are pages too, and which sends whom it does not know to sign in."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from permille.schemas.access import Role
@@ -30,8 +30,9 @@ from permille_service.pages.rendering import (
 )
 from permille_service.parameters import JobId, Paging, page_of
 from permille_service.problems import ApiError
+from permille_service.routing import Router
 
-router = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
+router = Router(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
 _GZIP = re.compile(r"\bgzip\b")
 _EVENTS = 200
 Next = Annotated[str, Query(alias="next", max_length=500)]
@@ -178,7 +179,7 @@ def _lines(payload: object, place: str = "") -> list[tuple[str, object]]:
     ]
 
 
-nothing = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
+nothing = Router(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
 
 
 @nothing.get("/{path:path}")

@@ -57,7 +57,7 @@ def forget(response: Response) -> None:
     response.delete_cookie(COOKIE, path=PATH, httponly=True, samesite="strict")
 
 
-def check_origin(request: Request) -> None:
+async def check_origin(request: Request) -> None:
     """Refuse what another site, or no page at all, has sent. Raises ApiError (`forbidden`)."""
     site = request.headers.get("sec-fetch-site")
     _, _, origin = request.headers.get("origin", "").partition("://")

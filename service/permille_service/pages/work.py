@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -19,9 +19,10 @@ from permille.store.artifacts import REPORT
 from permille_service.inputs import corpora, models
 from permille_service.pages.rendering import PageRoute, ViewerPage
 from permille_service.parameters import PackageDigest, Paging, key_of, page_of
+from permille_service.routing import Router
 from permille_service.work.routes import present_artifact
 
-router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+router = Router(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 MaskId = Annotated[str, key_of("mask")]
 SparsificationId = Annotated[str, key_of("sparse")]
 WIDTH, HEIGHT = 640, 260

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.package.limits import MAX_MANIFEST_BYTES
@@ -27,9 +26,10 @@ from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.parameters import AliasName, OtherVersion, Paging, ReleaseName, VersionNumber, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.routing import Router
 from permille_service.trust import repositories
 
-router = APIRouter(
+router = Router(
     prefix="/v1/releases", tags=["releases"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import Depends, Path, Request, Response
 from securesystemslib.signer import Key, SSlibKey
 from sqlalchemy.orm import Session
 
@@ -40,11 +40,12 @@ from permille_service.access.principals import Admin, Anyone, DevicePrincipal, V
 from permille_service.content import CACHE_CONTROL
 from permille_service.context import Served, Service
 from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.routing import Router
 from permille_service.trust import repositories
 
 JSON: Final = "application/json"
 
-router = APIRouter(prefix="/v1/trust", tags=["trust"], responses=documented(*PRIVATE))
+router = Router(prefix="/v1/trust", tags=["trust"], responses=documented(*PRIVATE))
 
 MetadataFile = Annotated[str, Path(alias="file", pattern=FILE_PATTERN, examples=["1.root.json"])]
 TargetPath = Annotated[

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from sqlalchemy.orm import Session
 
 from permille.package.limits import MEDIA_TYPES
@@ -15,8 +15,9 @@ from permille_service.content import NOT_MODIFIED, blob_response, content_respon
 from permille_service.context import Served, Service
 from permille_service.parameters import BlobDigest, PackageDigest
 from permille_service.problems import PRIVATE, documented
+from permille_service.routing import Router
 
-router = APIRouter(
+router = Router(
     prefix="/v1/packages", tags=["packages"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
 _HEAD_RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ A kind's request, record, path and words are in `permille.schemas.kinds`; what i
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi import Body, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from permille.schemas.fields import Closed, Page
@@ -22,13 +22,14 @@ from permille_service.context import Served
 from permille_service.creation import JOB_RESPONSES, Creating
 from permille_service.parameters import OfModel, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.routing import Router
 
 Again = Annotated[bool, Query(description="also where an equal request has made the same before")]
 
 
-def router_of(work: WorkKind) -> APIRouter:
+def router_of(work: WorkKind) -> Router:
     """All routes of a kind."""
-    router = APIRouter(
+    router = Router(
         prefix=f"/v1/{work.collection}",
         tags=[work.collection],
         responses=documented(*PRIVATE, ProblemType.NOT_FOUND),
@@ -44,7 +45,7 @@ def router_of(work: WorkKind) -> APIRouter:
     return router
 
 
-def _add_create(router: APIRouter, work: WorkKind) -> None:
+def _add_create(router: Router, work: WorkKind) -> None:
     examples = {
         f"{number}": {"summary": summary, "value": value}
         for number, (summary, value) in enumerate(work.examples.items(), start=1)
@@ -68,7 +69,7 @@ def _add_create(router: APIRouter, work: WorkKind) -> None:
     )
 
 
-def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
+def _add_artifacts(router: Router, work: WorkKind) -> None:
     def list_rows(
         service: Served, operator: Viewer, window: Paging, model_id: OfModel = None
     ) -> Page[Closed]:
@@ -95,7 +96,7 @@ def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
     _add_removal(router, work, remove, "Forget it, where nothing names it. Its bytes go with a collection.")
 
 
-def _add_jobs(router: APIRouter, work: WorkKind) -> None:
+def _add_jobs(router: Router, work: WorkKind) -> None:
     """Of a kind whose records are its jobs: what they make is of another collection."""
     present = _PRESENTED[work.kind]
 
@@ -123,7 +124,7 @@ def _add_jobs(router: APIRouter, work: WorkKind) -> None:
     _add_removal(router, work, remove, "Forget a job that has ended, once what it made was removed.")
 
 
-def _add_removal(router: APIRouter, work: WorkKind, remove: Any, text: str) -> None:
+def _add_removal(router: Router, work: WorkKind, remove: Any, text: str) -> None:
     router.add_api_route(
         f"/{{{work.key}}}",
         remove,
@@ -135,7 +136,7 @@ def _add_removal(router: APIRouter, work: WorkKind, remove: Any, text: str) -> N
     )
 
 
-def _add_reads(router: APIRouter, work: WorkKind, list_rows: Any, read_row: Any) -> None:
+def _add_reads(router: Router, work: WorkKind, list_rows: Any, read_row: Any) -> None:
     router.add_api_route(
         "",
         list_rows,
@@ -152,7 +153,7 @@ def _add_reads(router: APIRouter, work: WorkKind, list_rows: Any, read_row: Any)
     )
 
 
-def _add_report(router: APIRouter, work: WorkKind, name: str, role: str, text: str) -> None:
+def _add_report(router: Router, work: WorkKind, name: str, role: str, text: str) -> None:
     media_type = "image/png" if role == PICTURE else "application/json"
 
     def read_report(
