@@ -1,19 +1,36 @@
 """Tenants and operators' tokens."""
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import bindparam, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
 from permille.store import rows
-from permille.store.database import now
+from permille.store.database import NOW, Database, moment, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, hash_secret, new_id, new_operator_token
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import OperatorToken, Tenant
 
-_TOUCH_EVERY = timedelta(minutes=1)
+_FOUND = select(
+    OperatorToken.id, OperatorToken.tenant_id, OperatorToken.role, OperatorToken.last_used_at
+).where(
+    OperatorToken.token_hash == bindparam("token_hash"),
+    OperatorToken.revoked_at.is_(None),
+    or_(OperatorToken.expires_at.is_(None), OperatorToken.expires_at > NOW),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Authenticated:
+    """The token of a secret."""
+
+    id: str
+    tenant_id: str
+    role: str
+    last_used_at: datetime | None
 
 
 def create_tenant(session: Session, *, name: str) -> Tenant:
@@ -71,22 +88,16 @@ def create_token(
     return token, secret
 
 
-def authenticate_operator(session: Session, secret: str) -> OperatorToken | None:
+def authenticate_operator(database: Database, secret: str) -> Authenticated | None:
     """The token of this secret, unless it is unknown, expired or revoked."""
-    query = select(OperatorToken).where(
-        OperatorToken.token_hash == hash_secret(secret),
-        OperatorToken.revoked_at.is_(None),
-        or_(OperatorToken.expires_at.is_(None), OperatorToken.expires_at > now(session)),
-    )
-    return session.scalar(query)
+    found = database.first(_FOUND, token_hash=hash_secret(secret))
+    return None if found is None else Authenticated(*found)
 
 
 def touch_token(session: Session, *, token_id: str) -> None:
-    """Note that a token was used, at most once a minute."""
-    token = session.get(OperatorToken, token_id)
-    at = now(session)
-    if token is not None and (token.last_used_at is None or at - token.last_used_at > _TOUCH_EVERY):
-        token.last_used_at = at
+    """Note that a token is used now."""
+    used = update(OperatorToken).where(OperatorToken.id == token_id).values(last_used_at=moment(session))
+    session.execute(used.execution_options(synchronize_session=False))
 
 
 def list_tokens(session: Session, *, tenant_id: str, window: Window = FIRST) -> Page[OperatorToken]:

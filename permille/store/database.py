@@ -19,27 +19,70 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from typing import Any, TypeVar
+from datetime import datetime
+from typing import Any, TypeVar, TypeVarTuple
 
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Row,
+    Select,
+    bindparam,
+    create_engine,
+    event,
+    func,
+    literal,
+    select,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 
 from permille.store.errors import ChangedError
-from permille.store.tables import Probe
+from permille.store.tables import Instant, Probe
 
 Clock = Callable[[], datetime]
 
 Answer = TypeVar("Answer")
+Columns = TypeVarTuple("Columns")
 
 BUSY_TIMEOUT_MS = 30_000
 _PROBE_BYTES = 16 * 1024
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
-_SQLITE_NOW = text("SELECT CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000")
-_POSTGRES_NOW = text("SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)")
+_CONNECTIONS = 16
+"""As many are kept, and as many more are opened while they are needed: an API has 40 threads."""
+
+
+class _Moment(FunctionElement[datetime]):
+    """The time by the database's clock."""
+
+    type = Instant()
+    inherit_cache = True
+
+
+@compiles(_Moment, "sqlite")
+def _sqlite_moment(_element: _Moment, _compiler: SQLCompiler, **_: Any) -> str:
+    return "(CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000)"
+
+
+@compiles(_Moment, "postgresql")
+def _postgresql_moment(_element: _Moment, _compiler: SQLCompiler, **_: Any) -> str:
+    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"
+
+
+NOW = func.coalesce(bindparam("clock", type_=Instant()), _Moment())
+"""What `now` tells, within a statement, which is handed `Database.clock_value` as `clock`."""
+_TELL_NOW = select(_Moment())
+_ALONE: dict[str, dict[str, Any]] = {
+    "sqlite": {"permille_begin": None},
+    "postgresql": {"isolation_level": "AUTOCOMMIT"},
+}
+"""By database how a statement stands alone: in no transaction."""
 
 
 class Database:
@@ -55,6 +98,7 @@ class Database:
         self._clock = clock
         self._engine = make_engine(url)
         self._writer = self._engine.execution_options(permille_begin="IMMEDIATE")
+        self._reader = self._engine.execution_options(**_ALONE[self._engine.dialect.name])
 
     @contextmanager
     def write(self) -> Iterator[Session]:
@@ -87,6 +131,20 @@ class Database:
         with self._session(self._engine) as session:
             yield session
 
+    def first(self, statement: Select[*Columns], **values: object) -> Row[*Columns] | None:
+        """The first row of one statement that reads, without a transaction around it: the cheapest look.
+
+        A statement that is made once costs less than one that is made by each call: its values are
+        `bindparam`. It may say `NOW`.
+        """
+        with self._reader.connect() as connection:
+            return connection.execute(statement, {"clock": self.clock_value, **values}).first()
+
+    @property
+    def clock_value(self) -> datetime | None:
+        """The time of the clock that this was given; None: the database's counts."""
+        return self._clock() if self._clock else None
+
     def _session(self, engine: Engine) -> Session:
         info = {"clock": self._clock} if self._clock else {}
         return Session(engine, expire_on_commit=False, info=info)
@@ -103,9 +161,14 @@ def now(session: Session) -> datetime:
     clock: Clock | None = session.info.get("clock")
     if clock is not None:
         return clock()
-    sqlite = session.get_bind().dialect.name == "sqlite"
-    microseconds = session.execute(_SQLITE_NOW if sqlite else _POSTGRES_NOW).scalar_one()
-    return datetime.fromtimestamp(microseconds / 1_000_000, UTC)
+    told: datetime = session.execute(_TELL_NOW).scalar_one()
+    return told
+
+
+def moment(session: Session) -> ColumnElement[datetime]:
+    """What `now` would tell, within a statement that is made for this session."""
+    clock: Clock | None = session.info.get("clock")
+    return _Moment() if clock is None else literal(clock(), Instant())
 
 
 def check_writable(db: Database) -> None:
@@ -119,10 +182,16 @@ def make_engine(url: str) -> Engine:
     so they name no values: these may be what devices have reported.
     """
     parsed = make_url(url)
+    common: dict[str, Any] = {
+        "hide_parameters": True,
+        "pool_size": _CONNECTIONS,
+        "max_overflow": _CONNECTIONS,
+        "pool_use_lifo": True,
+    }
     if parsed.get_backend_name() != "sqlite":
-        return create_engine(parsed, pool_pre_ping=True, hide_parameters=True)
+        return create_engine(parsed, pool_pre_ping=True, **common)
     busy = {"timeout": BUSY_TIMEOUT_MS / 1000}
-    engine = create_engine(parsed, connect_args=busy, hide_parameters=True)
+    engine = create_engine(parsed, connect_args=busy, **common)
     event.listen(engine, "connect", _configure_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
@@ -141,4 +210,5 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     mode = connection.get_execution_options().get("permille_begin", "DEFERRED")
-    connection.exec_driver_sql(f"BEGIN {mode}")
+    if mode is not None:
+        connection.exec_driver_sql(f"BEGIN {mode}")

@@ -7,12 +7,12 @@ the used code or with a new one. A revoked or unenrolled device has no valid tok
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import CursorResult, delete, func, select, update
+from sqlalchemy import CursorResult, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.store import rows
-from permille.store.database import now
+from permille.store.database import NOW, Database, moment, now
 from permille.store.errors import NotFoundError
 from permille.store.ids import Prefix, hash_secret, new_code, new_device_token, new_id
 from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
@@ -20,7 +20,16 @@ from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 INVITATION_LIFE = timedelta(hours=24)
 NONCE_LIFE = timedelta(minutes=5)
 TOKEN_LIFE = timedelta(hours=1)
-_TOUCH_EVERY = timedelta(minutes=1)
+_FOUND = (
+    select(Device.id, Device.tenant_id, Device.release, Device.alias, Device.version, Device.last_seen_at)
+    .join(DeviceToken, DeviceToken.device_id == Device.id)
+    .where(
+        DeviceToken.token_hash == bindparam("token_hash"),
+        DeviceToken.expires_at > NOW,
+        Device.revoked_at.is_(None),
+        Device.unenrolled_at.is_(None),
+    )
+)
 
 
 class InvitationError(InputError):
@@ -137,17 +146,11 @@ def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
     return device
 
 
-def touch(session: Session, *, device_id: str) -> None:
-    """Note that a device was seen, at most once a minute."""
-    device = session.get(Device, device_id)
-    at = now(session)
-    if device is not None and (device.last_seen_at is None or at - device.last_seen_at > _TOUCH_EVERY):
-        device.last_seen_at = at
-
-
-def note_version(session: Session, *, device_id: str, version: int) -> None:
-    """Note which version of its release a device was told."""
-    session.execute(update(Device).where(Device.id == device_id).values(version=version))
+def touch(session: Session, *, device_id: str, version: int | None = None) -> None:
+    """Note that a device is seen now, and where that is given which version of its release it is told."""
+    told = {} if version is None else {"version": version}
+    seen = update(Device).where(Device.id == device_id).values(last_seen_at=moment(session), **told)
+    session.execute(seen.execution_options(synchronize_session=False))
 
 
 def count_told(session: Session, *, tenant_id: str, release: str, version: int) -> int:
@@ -226,13 +229,22 @@ def issue_token(session: Session, *, device: Device) -> tuple[str, datetime]:
     return secret, at + TOKEN_LIFE
 
 
-def authenticate_device(session: Session, secret: str) -> Device | None:
+@dataclass(frozen=True, slots=True)
+class Authenticated:
+    """The device of an access token."""
+
+    id: str
+    tenant_id: str
+    release: str
+    alias: str
+    version: int | None
+    last_seen_at: datetime | None
+
+
+def authenticate_device(database: Database, secret: str) -> Authenticated | None:
     """The device of this access token; None when the token is no good or the device revoked or gone."""
-    query = select(DeviceToken).where(
-        DeviceToken.token_hash == hash_secret(secret), DeviceToken.expires_at > now(session)
-    )
-    token = session.scalar(query)
-    return None if token is None else _active(session, token.device_id)
+    found = database.first(_FOUND, token_hash=hash_secret(secret))
+    return None if found is None else Authenticated(*found)
 
 
 def purge_expired(session: Session) -> None:

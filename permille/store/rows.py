@@ -6,9 +6,10 @@ hide others. A cursor is the key of a page's last row.
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Generic, TypeVar
 
-from sqlalchemy import Select, and_, or_, select
+from sqlalchemy import Select, and_, bindparam, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
@@ -44,10 +45,16 @@ FIRST = Window()
 
 def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
     """Read one row. Raises NotFoundError."""
-    row = session.scalar(select(table).where(table.tenant_id == tenant_id, table.id == row_id))
+    row: NamedRow | None = session.scalar(_row_of(table), {"tenant_id": tenant_id, "row_id": row_id})
     if row is None:
         raise NotFoundError(f"no {table.noun} {row_id!r}")
     return row
+
+
+@cache
+def _row_of(table: type[NamedRow]) -> Select[NamedRow]:
+    """Made once a table: making a statement costs more than running it."""
+    return select(table).where(table.tenant_id == bindparam("tenant_id"), table.id == bindparam("row_id"))
 
 
 def list_all(

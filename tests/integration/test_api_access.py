@@ -267,8 +267,7 @@ def test_token_is_stored_hashed_and_its_file_is_private(api: Api) -> None:
     secret = path.read_text().strip().encode()
     for file in api.service.settings.data_dir.glob("permille.db*"):
         assert secret not in file.read_bytes()
-    with api.service.database.read() as session:
-        assert access.authenticate_operator(session, secret.decode()) is not None
+    assert access.authenticate_operator(api.service.database, secret.decode()) is not None
 
 
 def test_private_keys_are_readable_by_their_owner_alone(api: Api) -> None:

@@ -101,7 +101,7 @@ def test_yanking_says_how_many_devices_have_the_version(api: Api, told: int) -> 
     for _ in range(told):
         device = api.device()
         with api.service.database.write() as session:
-            devices.note_version(session, device_id=device.id, version=1)
+            devices.touch(session, device_id=device.id, version=1)
     answer = api.post("/v1/releases/tiny/versions/1/yank", {"reason": "bad"}).json()
     assert (answer["devices"], answer["yanked"], answer["aliases"]) == (told, True, ["stable"])
 

@@ -70,35 +70,45 @@ class DevicePrincipal:
     release: str
     alias: str
     version: int | None  # of the release, that it was told last
+    seen_at: datetime | None
 
 
 Principal = Operator | DevicePrincipal
 
 
-def find_principal(service: Service, secret: str) -> Principal | None:
-    """The principal of a bearer token, or None: unknown, expired or revoked."""
+def find_principal(service: Service, secret: str, *, noting: bool = True) -> Principal | None:
+    """The principal of a bearer token, or None: unknown, expired or revoked.
+
+    Args:
+        noting: note when a device was seen; else the caller does.
+    """
     if len(secret) > MAX_TOKEN_CHARACTERS or not secret.isascii():
         return None
     if secret.startswith(OPERATOR_TOKEN_PREFIX):
         return _find_operator(service, secret)
     if secret.startswith(DEVICE_TOKEN_PREFIX):
-        return _find_device(service, secret)
+        return _find_device(service, secret, noting=noting)
     return None
 
 
-async def authenticate(
-    request: Request,
-    service: Served,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)],
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(bearer)]
+
+
+async def authenticate(request: Request, service: Served, credentials: Credentials) -> Principal:
+    """A dependency: the principal of this request. Raises ApiError (`unauthenticated`)."""
+    return await _authenticate(request, service, credentials, noting=True)
+
+
+async def _authenticate(
+    request: Request, service: Service, credentials: HTTPAuthorizationCredentials | None, *, noting: bool
 ) -> Principal:
-    """The principal of this request. Raises ApiError (`unauthenticated`)."""
     if credentials is None:
         raise ApiError(
             ProblemType.UNAUTHENTICATED,
             "expected an Authorization header with a bearer token, got none",
             headers={"WWW-Authenticate": 'Bearer realm="permille"'},
         )
-    principal = await blocking(find_principal, service, credentials.credentials)
+    principal = await blocking(find_principal, service, credentials.credentials, noting=noting)
     if principal is None:
         raise ApiError(
             ProblemType.UNAUTHENTICATED,
@@ -150,6 +160,11 @@ async def require_reader(principal: Annotated[Principal, Depends(authenticate)])
     return principal
 
 
+async def require_poller(request: Request, service: Served, credentials: Credentials) -> Principal:
+    """A dependency: as `require_reader`, of the route that notes itself that a device was seen."""
+    return await require_reader(await _authenticate(request, service, credentials, noting=False))
+
+
 async def require_device(principal: Annotated[Principal, Depends(authenticate)]) -> DevicePrincipal:
     """A dependency: a device."""
     if not isinstance(principal, DevicePrincipal):
@@ -163,11 +178,11 @@ Maker = Annotated[Operator, Depends(operator_with(Role.OPERATOR))]
 Admin = Annotated[Operator, Depends(operator_with(Role.ADMIN))]
 CallingDevice = Annotated[DevicePrincipal, Depends(require_device)]
 Anyone = Annotated[Principal, Depends(require_reader)]
+Polling = Annotated[Principal, Depends(require_poller)]
 
 
 def _find_operator(service: Service, secret: str) -> Operator | None:
-    with service.database.read() as session:
-        token = access.authenticate_operator(session, secret)
+    token = access.authenticate_operator(service.database, secret)
     if token is None:
         return None
     if _is_stale(token.last_used_at):
@@ -175,12 +190,11 @@ def _find_operator(service: Service, secret: str) -> Operator | None:
     return Operator(tenant_id=token.tenant_id, token_id=token.id, role=Role(token.role))
 
 
-def _find_device(service: Service, secret: str) -> DevicePrincipal | None:
-    with service.database.read() as session:
-        device = devices.authenticate_device(session, secret)
+def _find_device(service: Service, secret: str, *, noting: bool) -> DevicePrincipal | None:
+    device = devices.authenticate_device(service.database, secret)
     if device is None:
         return None
-    if _is_stale(device.last_seen_at):
+    if noting and _is_stale(device.last_seen_at):
         note(service, lambda session: devices.touch(session, device_id=device.id))
     return DevicePrincipal(
         tenant_id=device.tenant_id,
@@ -188,7 +202,14 @@ def _find_device(service: Service, secret: str) -> DevicePrincipal | None:
         release=device.release,
         alias=device.alias,
         version=device.version,
+        seen_at=device.last_seen_at,
     )
+
+
+def note_poll(service: Service, device: DevicePrincipal, version: int) -> None:
+    """Note that a device was seen and which version it was told: one write, where either is news."""
+    if device.version != version or _is_stale(device.seen_at):
+        note(service, lambda session: devices.touch(session, device_id=device.device_id, version=version))
 
 
 def note(service: Service, touch: Callable[[Session], None]) -> None:

@@ -1,7 +1,5 @@
 """Routes of releases: operators publish, yank and alias; devices ask what their alias means."""
 
-from functools import partial
-
 from sqlalchemy.orm import Session
 
 from permille.package.limits import MAX_MANIFEST_BYTES
@@ -21,7 +19,7 @@ from permille.schemas.releases import (
 from permille.store import artifacts, devices, releases, tables
 from permille.store.fleet.comparison import compare
 from permille.trust.repository import Repository
-from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer, note
+from permille_service.access.principals import DevicePrincipal, Maker, Polling, Viewer, note_poll
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.parameters import AliasName, OtherVersion, Paging, ReleaseName, VersionNumber, page_of
@@ -106,17 +104,20 @@ def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[A
 
 
 @router.get("/{name}/aliases/{alias}")
-def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Anyone) -> Release:
+def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Polling) -> Release:
     """What an alias means now: the signed release that a device checks and installs."""
     if isinstance(principal, DevicePrincipal) and (principal.release, principal.alias) != (name, alias):
         raise ApiError(ProblemType.NOT_FOUND, f"no alias {alias!r} of release {name!r} for this device")
-    with service.database.read() as session:
-        row = releases.resolve_alias(session, tenant_id=principal.tenant_id, name=name, alias=alias)
-        answer = present(session, row)
-    if isinstance(principal, DevicePrincipal) and principal.version != row.version:
-        told = partial(devices.note_version, device_id=principal.device_id, version=row.version)
-        note(service, told)
-    return answer
+    meant = releases.resolve_alias(service.database, tenant_id=principal.tenant_id, name=name, alias=alias)
+    if isinstance(principal, DevicePrincipal):
+        note_poll(service, principal, meant.version)
+    return Release(
+        name=name,
+        version=meant.version,
+        manifest_digest=meant.package_digest,
+        size_bytes=meant.size_bytes,
+        yanked=meant.yanked_at is not None,
+    )
 
 
 @router.put("/{name}/aliases/{alias}", responses=documented(ProblemType.CONFLICT))

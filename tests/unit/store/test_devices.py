@@ -31,8 +31,7 @@ def token_of(db: Database, device: Device) -> str:
 
 
 def authenticated(db: Database, secret: str) -> str | None:
-    with db.read() as session:
-        device = devices.authenticate_device(session, secret)
+    device = devices.authenticate_device(db, secret)
     return None if device is None else device.id
 
 
@@ -162,13 +161,16 @@ def test_another_tenants_device_does_not_exist(db: Database, tenant_id: str, oth
         assert rows.list_all(session, Device, tenant_id=other_tenant_id).items == ()
 
 
-def test_last_seen_is_noted_at_most_once_a_minute(db: Database, tenant_id: str, clock: Clock) -> None:
+def test_a_device_is_noted_with_the_version_that_it_was_told(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
     device = enrol(db, invite(db, tenant_id)).device
-    seen = []
-    for wait in (0, 59, 2):
-        clock.forward(wait)
+    noted = []
+    for version in (3, None):
+        clock.forward(61)
         with db.write() as session:
-            devices.touch(session, device_id=device.id)
-            seen.append(rows.get(session, Device, tenant_id=tenant_id, row_id=device.id).last_seen_at)
-    assert seen[0] == seen[1]
-    assert seen[2] == clock.at
+            devices.touch(session, device_id=device.id, version=version)
+        with db.read() as session:
+            row = rows.get(session, Device, tenant_id=tenant_id, row_id=device.id)
+        noted.append((row.last_seen_at, row.version))
+    assert noted == [(clock.at - timedelta(seconds=61), 3), (clock.at, 3)]

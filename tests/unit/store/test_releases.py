@@ -82,8 +82,9 @@ def test_rows_follow_a_list_that_was_signed_elsewhere(db: Database, tenant_id: s
     comes = {("tiny", 2): Listed(digest=two.digest, aliases=frozenset({"stable"}))}
     with db.write() as session:
         releases.follow(session, tenant_id=tenant_id, before=stays, after=stays | comes)
-        found = releases.resolve_alias(session, tenant_id=tenant_id, name="tiny", alias="stable")
-        assert (found.version, found.package_digest) == (2, two.digest)
+    found = releases.resolve_alias(db, tenant_id=tenant_id, name="tiny", alias="stable")
+    assert (found.version, found.package_digest, found.size_bytes) == (2, two.digest, two.size_bytes)
+    with db.write() as session:
         releases.follow(session, tenant_id=tenant_id, before=stays | comes, after=comes)
         withdrawn = releases.get(session, tenant_id=tenant_id, name="tiny", version=1)
         assert withdrawn.yanked_reason == "no longer listed"
@@ -118,13 +119,13 @@ def test_aliases_move(db: Database, tenant_id: str) -> None:
     package = add_package(db, tenant_id)
     publish(db, package, alias="stable")
     publish(db, package, alias="canary")
+    stable = releases.resolve_alias(db, tenant_id=tenant_id, name="tiny", alias="stable")
+    assert stable.version == 1
     with db.write() as session:
-        stable = releases.resolve_alias(session, tenant_id=tenant_id, name="tiny", alias="stable")
-        assert stable.version == 1
         releases.set_alias(session, tenant_id=tenant_id, name="tiny", alias="stable", version=2)
+    moved = releases.resolve_alias(db, tenant_id=tenant_id, name="tiny", alias="stable")
+    assert moved.version == 2
     with db.write() as session:
-        moved = releases.resolve_alias(session, tenant_id=tenant_id, name="tiny", alias="stable")
-        assert moved.version == 2
         releases.delete_alias(session, tenant_id=tenant_id, name="tiny", alias="canary")
         left = releases.list_aliases(session, tenant_id=tenant_id, name="tiny")
         assert [row.alias for row in left] == ["stable"]
@@ -134,8 +135,8 @@ def test_aliases_move(db: Database, tenant_id: str) -> None:
 
 def test_releases_of_another_tenant_do_not_exist(db: Database, tenant_id: str, other_tenant_id: str) -> None:
     publish(db, add_package(db, tenant_id), alias="stable")
-    with pytest.raises(NotFoundError), db.read() as session:
-        releases.resolve_alias(session, tenant_id=other_tenant_id, name="tiny", alias="stable")
+    with pytest.raises(NotFoundError):
+        releases.resolve_alias(db, tenant_id=other_tenant_id, name="tiny", alias="stable")
     with db.read() as session:
         assert releases.list_releases(session, tenant_id=other_tenant_id).items == ()
 
@@ -174,16 +175,16 @@ def test_operator_tokens_expire_and_are_revoked(db: Database, tenant_id: str, cl
             session, tenant_id=tenant_id, name="ci", role=Role.VIEWER, expires_at=until
         )
         forever, other_secret = access.create_token(session, tenant_id=tenant_id, name="me", role=Role.ADMIN)
+    found = access.authenticate_operator(db, secret)
+    assert found is not None
+    assert (found.id, found.role) == (token.id, "viewer")
+    assert access.authenticate_operator(db, secret + "x") is None
+    clock.forward(3600)
+    assert access.authenticate_operator(db, secret) is None
+    assert access.authenticate_operator(db, other_secret) is not None
     with db.write() as session:
-        found = access.authenticate_operator(session, secret)
-        assert found is not None
-        assert (found.id, found.role) == (token.id, "viewer")
-        assert access.authenticate_operator(session, secret + "x") is None
-        clock.forward(3600)
-        assert access.authenticate_operator(session, secret) is None
-        assert access.authenticate_operator(session, other_secret) is not None
         access.revoke_token(session, tenant_id=tenant_id, token_id=forever.id)
-        assert access.authenticate_operator(session, other_secret) is None
+    assert access.authenticate_operator(db, other_secret) is None
 
 
 def test_another_tenants_token_cannot_be_revoked(db: Database, tenant_id: str, other_tenant_id: str) -> None:

@@ -1,0 +1,29 @@
+-- What wrk asks: each line of the first argument's file is a token and a path, taken in turn by one thread.
+-- With a second argument a connection pauses before each request, from none to twice so many milliseconds.
+local asked, count, pause = {}, 0, 0
+
+function init(arguments)
+  for line in io.lines(arguments[1]) do
+    local token, path = line:match("^(%S+) (%S+)$")
+    asked[#asked + 1] = wrk.format("GET", path, { ["Authorization"] = "Bearer " .. token, ["Host"] = wrk.host })
+  end
+  pause = tonumber(arguments[2] or 0)
+end
+
+function request()
+  count = count + 1
+  return asked[(count - 1) % #asked + 1]
+end
+
+function delay()
+  return pause == 0 and 0 or math.random(0, 2 * pause)
+end
+
+function done(summary, latency)
+  local errors = summary.errors
+  local lost = errors.connect + errors.read + errors.write + errors.timeout + errors.status
+  print(string.format(
+    '{"requests": %d, "seconds": %.6f, "bytes": %d, "failed": %d, "p50_s": %.6f, "p99_s": %.6f}',
+    summary.requests, summary.duration / 1e6, summary.bytes, lost,
+    latency:percentile(50) / 1e6, latency:percentile(99) / 1e6))
+end
