@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import Engine, event
 from starlette.testclient import TestClient
 
 from permille.package.reader import Package
@@ -61,6 +62,20 @@ class Api:
         if tenant is None:
             raise LookupError("expected a first tenant, got none")
         return tenant.id
+
+    def statements(self, path: str, token: str | None = None) -> int:
+        """How many statements the answer to a GET takes; the borders of transactions do not count."""
+        told: list[str] = []
+
+        def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+            told.append(statement)
+
+        event.listen(Engine, "before_cursor_execute", note)
+        try:
+            assert self.get(path, token).status_code == 200
+        finally:
+            event.remove(Engine, "before_cursor_execute", note)
+        return sum(not statement.startswith("BEGIN") for statement in told)
 
     def operator(self, role: Role, *, tenant: str | None = None) -> str:
         """The token of a new operator, in the first tenant or in a new one of this name."""

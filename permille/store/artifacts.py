@@ -7,7 +7,7 @@ that.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import delete, select
+from sqlalchemy import bindparam, delete, select
 from sqlalchemy.orm import Session, aliased
 
 from permille.digests import JSON
@@ -24,6 +24,17 @@ from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federa
 MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
 _EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
+_PUBLISHED = (
+    select(Artifact)
+    .join(Release, Release.package_id == Artifact.id)
+    .where(
+        Release.tenant_id == bindparam("tenant_id"),
+        Release.name == bindparam("release"),
+        Release.package_digest == bindparam("digest"),
+        Release.yanked_at.is_(None),
+    )
+    .limit(1)
+)
 _PREFIXES = {
     JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
     JobKind.MASK: Prefix.MASK,
@@ -197,15 +208,11 @@ def package_for_device(session: Session, *, tenant_id: str, release: str, digest
     Raises:
         NotFoundError: no such package, another release's, or only yanked versions of it.
     """
-    published = select(Release.id).where(
-        Release.tenant_id == tenant_id,
-        Release.name == release,
-        Release.package_digest == digest,
-        Release.yanked_at.is_(None),
-    )
-    if session.scalar(published.limit(1)) is None:
+    values = {"tenant_id": tenant_id, "release": release, "digest": digest}
+    found: Artifact | None = session.scalar(_PUBLISHED, values)
+    if found is None:
         raise NotFoundError(f"no package {digest!r}")
-    return get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
+    return found
 
 
 def blob_with(artifact: Artifact, *, digest: str) -> ArtifactBlob:

@@ -131,6 +131,15 @@ class Database:
         with self._session(self._engine) as session:
             yield session
 
+    @contextmanager
+    def look(self) -> Iterator[Session]:
+        """Statements that each see what is there then: cheaper than a view, for who reads one row.
+
+        It has no transaction, so that nothing can be locked or written in it.
+        """
+        with self._session(self._reader) as session:
+            yield session
+
     def first(self, statement: Select[*Columns], **values: object) -> Row[*Columns] | None:
         """The first row of one statement that reads, without a transaction around it: the cheapest look.
 

@@ -8,7 +8,7 @@ is no CORS: no other origin may read an answer.
 import re
 from typing import Final
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from permille.schemas.problems import ProblemType
@@ -28,6 +28,8 @@ CONSOLE_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
+_HEADERS: Final = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
+_PRIVATE_HEADERS: Final = (*_HEADERS, (b"cache-control", b"no-store"))
 _LOG_PATH = re.compile(r"/v1/runs/[^/]+/log", re.ASCII)
 
 
@@ -104,11 +106,10 @@ def _bracketed(host: str) -> str:
 def _with_security_headers(send: Send, *, private: bool) -> Send:
     async def guarded(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in SECURITY_HEADERS.items():
-                headers.setdefault(name, value)
-            if private:  # only blobs and reports say otherwise
-                headers.setdefault("Cache-Control", "no-store")
+            said = {name.lower() for name, _ in message["headers"]}
+            # Only blobs and reports say otherwise than `no-store`.
+            wanted = _PRIVATE_HEADERS if private else _HEADERS
+            message["headers"] = [*message["headers"], *(pair for pair in wanted if pair[0] not in said)]
         await send(message)
 
     return guarded

@@ -3,9 +3,11 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from permille.trust.metadata import root_digest
+from permille_service.access import principals
 from tests.api_service import Api, TestDevice, running_api
 
 
@@ -101,3 +103,19 @@ def test_guessing_is_slowed_by_address_and_a_valid_invitation_is_not(tmp_path: P
         assert int(answer.headers["retry-after"]) >= 1
         assert api.device().token()
         assert api.get("/v1/models").status_code == 200
+
+
+def test_a_poll_takes_three_statements_at_most(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device asks what its alias means, and whether the list of releases is fresh; at first it is noted."""
+    monkeypatch.setattr(principals, "_SEEN_EVERY", timedelta(days=1))
+    package = api.package()
+    api.publish(package)
+    device = api.device()
+    token = device.token()
+    alias, timestamp = "/v1/releases/tiny/aliases/stable", "/v1/trust/metadata/timestamp.json"
+    counted = [api.statements(path, token) for path in (alias, alias, timestamp, "/v1/device/federations")]
+    assert counted == [3, 2, 3, 3]
+    assert api.get(f"/v1/devices/{device.id}").json()["last_seen_at"] is not None
+    assert api.statements(f"/v1/packages/{package.digest}/manifest", token) == 3
+    job = api.get("/v1/jobs").json()["items"][0]["id"]
+    assert api.statements(f"/v1/jobs/{job}") == 2

@@ -8,7 +8,7 @@ commit; a lost message is re-sent by the sweeper.
 from collections.abc import Sequence
 from datetime import timedelta
 
-from sqlalchemy import delete, select
+from sqlalchemy import bindparam, delete, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -22,6 +22,7 @@ from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Artifact, Job, JobEvent
 
 MAX_EVENTS = 1000
+_PART_IDS = select(Job.id).where(Job.parent_id == bindparam("parent_id")).order_by(Job.id)
 _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # the kinds that may have parts: others are not looked up
 
 
@@ -100,6 +101,13 @@ def parts_of(session: Session, job: Job) -> Sequence[Job]:
     if job.kind not in _PARENTS:
         return ()
     return transitions.children(session, job.id)
+
+
+def ids_of_parts(session: Session, job: Job) -> list[str]:
+    """The ids of a job's child jobs, oldest first."""
+    if job.kind not in _PARENTS:
+        return []
+    return list(session.scalars(_PART_IDS, {"parent_id": job.id}))
 
 
 def events_after(

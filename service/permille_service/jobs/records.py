@@ -29,7 +29,7 @@ def present(session: Session, row: tables.Job) -> Job:
         kind=kind,
         state=JobState(row.state),
         parent_id=row.parent_id,
-        children=[child.id for child in queue.parts_of(session, row)],
+        children=queue.ids_of_parts(session, row),
         attempt=row.attempt,
         progress=JobProgress(
             fraction=min(max(row.progress, 0.0), 1.0),

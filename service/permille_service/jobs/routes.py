@@ -52,7 +52,7 @@ def list_jobs(
 @router.get("/{job_id}")
 def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
     """Read one job: its state, progress, and what it made."""
-    with service.database.read() as session:
+    with service.database.look() as session:
         row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
         return records.present(session, row)
 

@@ -68,7 +68,7 @@ def _media_type(
     digest: str, blob_digest: str, service: Service, principal: Operator | DevicePrincipal
 ) -> str:
     """The media type of a package's blob. Raises NotFoundError: none for this principal."""
-    with service.database.read() as session:
+    with service.database.look() as session:
         package = _readable(session, principal, digest)
     return artifacts.blob_with(package, digest=blob_digest).media_type
 
