@@ -2,29 +2,40 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.blobs import BlobFolder
+from permille.schemas.jobs import JobKind
 from permille.store import access, rows
+from permille.store.artifacts import Blob, Made
 from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
 from permille.store.migrations.schema import migrate
-from permille.store.tables import Job
+from permille.store.settings import layout
+from permille.store.tables import BlobCollection, Job
 from permille_workers.runtime.child import record_failure
 from permille_workers.runtime.context import JobCancelledError, Progress
 from permille_workers.runtime.handover import decode_handover, encode_handover
 from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.supervisor import Shutdown
+from permille_workers.runtime.sweeper import Sweeper
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
+from tests.artifacts import add_artifact, some_model
 
 
 @pytest.fixture
@@ -159,6 +170,55 @@ def test_folders_go_with_their_jobs_but_parts_of_a_failed_one_stay_a_day(
             claims.complete(session, claim, result_id="mask_1")
     assert claim.job_id in remove_ended(db, tmp_path / "work", blobs)
     assert (folder.exists(), parts.has(made)) == (False, failed)
+
+
+def test_workers_collect_in_turns_but_not_beside_a_database_that_names_nothing(
+    db: Database, tmp_path: Path
+) -> None:
+    fields = {**layout(tmp_path), "collect_every_s": 0.01, "collection_grace_s": 0.0}
+    settings = WorkerSettings.model_validate(fields)
+    blobs, shutdown = BlobFolder(settings.blob_root), Shutdown()
+    old, kept = blobs.put_bytes(b"old"), blobs.put_bytes(b"kept")
+    for digest in (old, kept):
+        os.utime(blobs.path(digest), (1e9, 1e9))
+    sweeper = Sweeper(db=db, blobs=blobs, settings=settings, shutdown=shutdown)
+    thread = threading.Thread(target=sweeper.run_collections)
+    thread.start()
+    try:
+        for _ in range(3):  # the collections before this one have ended
+            wait(partial(has_changed, db, turn(db)))
+        assert blobs.has(old)
+        with db.write() as session:
+            tenant_id = access.create_tenant(session, name="acme").id
+            layer = Blob(role="mask", media_type="x", digest=kept, size_bytes=4)
+            made = Made(
+                model_id=some_model(session, tenant_id), digest=kept, provenance={}, blobs=(layer,), k=1
+            )
+            add_artifact(session, tenant_id=tenant_id, kind=JobKind.MASK, request={}, made=made)
+        wait(lambda: not blobs.has(old))
+    finally:
+        shutdown.ask(0.0)
+        thread.join()
+    assert blobs.has(kept)
+
+
+def turn(db: Database) -> datetime | None:
+    """When the newest collection began."""
+    with db.read() as session:
+        row = session.get(BlobCollection, 1)
+    return None if row is None else row.began_at
+
+
+def has_changed(db: Database, before: datetime | None) -> bool:
+    return turn(db) not in (None, before)
+
+
+def wait(until: Callable[[], bool]) -> None:
+    """Wait until it is so."""
+    deadline = time.monotonic() + 120
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher
 from permille.store.retention import rules
 from permille.store.retention.collection import collect, take_turn
+from permille.store.retention.references import references
 from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
@@ -97,6 +98,9 @@ class Sweeper:
         except DBAPIError as exc:  # a full disk, perhaps: the collection makes room
             _log.warning("cannot apply retention rules: %s", exc)
         try:
+            with self.db.read() as session:
+                if not references(session):  # perhaps a new database beside old blobs: who asks decides
+                    return
             found = collect(self.db, self.blobs, self.settings)
         except (DBAPIError, OSError, PermilleError) as exc:
             _log.warning("cannot collect, database or blob store is out of reach: %s", exc)
