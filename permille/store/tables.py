@@ -130,6 +130,15 @@ class Probe(Base):
     written_at: Mapped[datetime]
 
 
+class Worker(Base):
+    """A worker that ran lately; see `permille.store.jobs.workers`."""
+
+    __tablename__ = "workers"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    exports: Mapped[bool]  # whether the exporter of programs is installed there
+    seen_at: Mapped[datetime]
+
+
 class Model(Named):
     """A registered base model: a hub id pinned to a commit, a folder under the model root, or what a
     sparsification made."""

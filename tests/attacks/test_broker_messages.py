@@ -141,6 +141,7 @@ def test_messages_of_jobs_that_wait_do_not_pile_up(site: Site, redis: Redis) -> 
     assert site.broker_url is not None
     dispatcher = CeleryDispatcher(site.broker_url)
     sweeper = Sweeper(
+        name="w",
         db=site.db,
         blobs=BlobFolder(settings.blob_root),
         settings=settings,

@@ -2,8 +2,34 @@
 withdrawn."""
 
 import hashlib
+from importlib.util import find_spec
+from typing import Any
 
+from permille.package.blobs import BlobFolder
+from permille.store.jobs import workers
+from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.supervisor import Shutdown
+from permille_workers.runtime.sweeper import Sweeper
 from tests.api_service import Api
+
+
+def test_an_export_is_refused_while_no_worker_that_runs_can_make_it(api: Api) -> None:
+    package = api.package()
+
+    def ask() -> Any:
+        return api.post("/v1/exports?again=true", {"package_digest": package.digest})
+
+    assert ask().status_code == 202, "no worker is known yet"
+    settings = WorkerSettings.model_validate({"data_dir": api.service.settings.data_dir})
+    blobs, shutdown = BlobFolder(settings.blob_root), Shutdown()
+    Sweeper(name="w", db=api.service.database, blobs=blobs, settings=settings, shutdown=shutdown).sweep()
+    can = find_spec("executorch") is not None
+    refused = ask()
+    assert (refused.status_code == 202) == can, refused.text
+    assert can or "pip install 'permille[executorch]'" in refused.json()["detail"]
+    with api.service.database.write() as session:
+        workers.note(session, name="another", exports=True)
+    assert ask().status_code == 202
 
 
 def test_device_fetches_its_release_from_alias_to_last_byte(api: Api) -> None:

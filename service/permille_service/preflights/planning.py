@@ -31,6 +31,7 @@ from permille.schemas.quantizations import (
 from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
 from permille.store.artifacts import SCORES
+from permille.store.jobs import workers
 from permille.store.tables import Artifact, Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
@@ -289,6 +290,12 @@ class _Planner:
             raise ApiError(
                 ProblemType.CONFLICT,
                 "expected a package with a mask (a program takes sparse values): this one trains an adapter",
+            )
+        if workers.none_can_export(self._session):
+            raise ApiError(
+                ProblemType.CONFLICT,
+                "expected a worker that can export programs, none that runs can: "
+                "pip install 'permille[executorch]' where one is, and start it again",
             )
         sizes = self._sizes(package.model_id)
         return NOTHING if sizes is None else export_needs(sizes)

@@ -181,7 +181,7 @@ def test_workers_collect_in_turns_but_not_beside_a_database_that_names_nothing(
     old, kept = blobs.put_bytes(b"old"), blobs.put_bytes(b"kept")
     for digest in (old, kept):
         os.utime(blobs.path(digest), (1e9, 1e9))
-    sweeper = Sweeper(db=db, blobs=blobs, settings=settings, shutdown=shutdown)
+    sweeper = Sweeper(name="w", db=db, blobs=blobs, settings=settings, shutdown=shutdown)
     thread = threading.Thread(target=sweeper.run_collections)
     thread.start()
     try:

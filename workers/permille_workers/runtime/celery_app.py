@@ -108,7 +108,9 @@ def run_celery_worker(
     signals.worker_shutting_down.connect(on_shutdown, weak=False)
     dispatcher = CeleryDispatcher(broker_url)
     blobs = open_blobs(settings)
-    sweeper = Sweeper(db=db, blobs=blobs, settings=settings, shutdown=shutdown, dispatcher=dispatcher)
+    sweeper = Sweeper(
+        name=name, db=db, blobs=blobs, settings=settings, shutdown=shutdown, dispatcher=dispatcher
+    )
     threads = [
         threading.Thread(target=sweeper.run, name="sweeper", daemon=True),
         threading.Thread(target=slots.look, name="look", daemon=True),

@@ -30,7 +30,9 @@ class LocalWorker:
     def run(self) -> None:
         """Work until the shutdown is asked for and the running jobs have ended or were given back."""
         blobs = open_blobs(self.settings)
-        sweeper = Sweeper(db=self.db, blobs=blobs, settings=self.settings, shutdown=self.shutdown)
+        sweeper = Sweeper(
+            name=self.name, db=self.db, blobs=blobs, settings=self.settings, shutdown=self.shutdown
+        )
         threads = [threading.Thread(target=sweeper.run, name="sweeper")]
         threads += [
             threading.Thread(target=self._serve, name=f"slot-{index}")

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from sqlalchemy.exc import DBAPIError
 
@@ -13,7 +14,7 @@ from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database
 from permille.store.federations import rounds
-from permille.store.jobs import claims
+from permille.store.jobs import claims, workers
 from permille.store.jobs.dispatch import CeleryDispatcher
 from permille.store.retention import rules
 from permille.store.retention.collection import collect, take_turn
@@ -33,8 +34,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweeper:
-    """Sweeps until the shutdown. `dispatcher` is None where workers look into the database themselves."""
+    """Sweeps until the shutdown, for the worker `name`. `dispatcher` is None where workers look into the
+    database themselves."""
 
+    name: str
     db: Database
     blobs: BlobFolder
     settings: WorkerSettings
@@ -69,6 +72,7 @@ class Sweeper:
         self._resend()
         with self.db.write() as session:
             devices.purge_expired(session)
+            workers.note(session, name=self.name, exports=find_spec("executorch") is not None)
 
     def _sweep_blobs(self) -> None:
         remove_ended(self.db, self.settings.work_root, self.blobs)

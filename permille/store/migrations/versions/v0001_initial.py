@@ -41,6 +41,12 @@ def upgrade() -> None:
         _column("written_at", BIG),
     )
     op.create_table(
+        "workers",
+        _column("name", TEXT, primary_key=True),
+        _column("exports", sa.Boolean()),
+        _column("seen_at", BIG),
+    )
+    op.create_table(
         "blob_collections",
         _column("id", sa.Integer(), primary_key=True),
         _column("began_at", BIG),
