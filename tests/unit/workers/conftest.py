@@ -1,8 +1,9 @@
 """A place where tasks run in this process: a tiny random model, a corpus, a store, a child's own code."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,56 +86,79 @@ def save_model(folder: Path, *, seed: int = 0) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
 
 
+def stocked(root: Path) -> Bench:
+    """A new place: its database holds a tenant, the model and the corpus."""
+    for folder in ("models/tiny", "corpora", "work"):
+        (root / folder).mkdir(parents=True)
+    save_model(root / "models" / "tiny")
+    lines = [json.dumps({"text": text}) for text in sentences(400, seed=1)]
+    (root / "corpora" / "rows.jsonl").write_text("\n".join(["not json", *lines]))
+    url = f"sqlite:///{root}/permille.db"
+    migrate(url)
+    db = Database(url)
+    with db.write() as session:
+        tenant_id = access.create_tenant(session, name="acme").id
+        model = inputs.add_model(
+            session, tenant_id=tenant_id, name="tiny", source=FolderModel(kind="folder", path="tiny")
+        )
+        corpus = inputs.add_corpus(
+            session, tenant_id=tenant_id, name="rows", source=FileCorpus(kind="file", path="rows.jsonl")
+        )
+    settings = settings_at(root)
+    return Bench(
+        root=root,
+        db=db,
+        blobs=BlobFolder(settings.blob_root),
+        settings=settings,
+        tenant_id=tenant_id,
+        model=model,
+        corpus=corpus,
+    )
+
+
+def settings_at(root: Path) -> WorkerSettings:
+    """The settings of a worker of this place."""
+    return WorkerSettings.model_validate(
+        {
+            "database_url": f"sqlite:///{root}/permille.db",
+            "blob_root": root / "blobs",
+            "model_root": root / "models",
+            "corpus_root": root / "corpora",
+            "tenant_root": root / "tenants",
+            "work_root": root / "work",
+        }
+    )
+
+
 @pytest.fixture
 def make_bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
-    """Make places below one folder; the same name is the same place."""
+    """Make places below one folder, with ids of their own."""
     opened: list[Database] = []
 
     def make(name: str) -> Bench:
-        root = tmp_path / name
-        for folder in ("models/tiny", "corpora", "work"):
-            (root / folder).mkdir(parents=True)
-        save_model(root / "models" / "tiny")
-        rows = [json.dumps({"text": text}) for text in sentences(400, seed=1)]
-        (root / "corpora" / "rows.jsonl").write_text("\n".join(["not json", *rows]))
-        url = f"sqlite:///{root}/permille.db"
-        migrate(url)
-        db = Database(url)
-        opened.append(db)
-        settings = WorkerSettings.model_validate(
-            {
-                "database_url": url,
-                "blob_root": root / "blobs",
-                "model_root": root / "models",
-                "corpus_root": root / "corpora",
-                "tenant_root": root / "tenants",
-                "work_root": root / "work",
-            }
-        )
-        with db.write() as session:
-            tenant_id = access.create_tenant(session, name="acme").id
-            model = inputs.add_model(
-                session, tenant_id=tenant_id, name="tiny", source=FolderModel(kind="folder", path="tiny")
-            )
-            corpus = inputs.add_corpus(
-                session, tenant_id=tenant_id, name="rows", source=FileCorpus(kind="file", path="rows.jsonl")
-            )
-        return Bench(
-            root=root,
-            db=db,
-            blobs=BlobFolder(settings.blob_root),
-            settings=settings,
-            tenant_id=tenant_id,
-            model=model,
-            corpus=corpus,
-        )
+        made = stocked(tmp_path / name)
+        opened.append(made.db)
+        return made
 
     yield make
     for db in opened:
         db.close()
 
 
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A place to copy."""
+    made = stocked(tmp_path_factory.mktemp("bench") / "bench")
+    made.db.close()
+    return made
+
+
 @pytest.fixture
-def bench(make_bench: Callable[[str], Bench]) -> Bench:
+def bench(template: Bench, tmp_path: Path) -> Iterator[Bench]:
     """One place."""
-    return make_bench("bench")
+    root = tmp_path / "bench"
+    shutil.copytree(template.root, root)
+    settings = settings_at(root)
+    db = Database(settings.database_url.get_secret_value())
+    yield replace(template, root=root, db=db, blobs=BlobFolder(settings.blob_root), settings=settings)
+    db.close()
