@@ -1,9 +1,12 @@
 """What a rule lets go, and what it never does."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
 
 from permille.schemas.access import RetentionRule
 from permille.schemas.jobs import JobKind
@@ -11,6 +14,7 @@ from permille.schemas.runs import LogForm, LogState
 from permille.store import artifacts, audit, devices, releases, runs, uploads
 from permille.store.artifacts import Blob, Made
 from permille.store.database import Database
+from permille.store.errors import ConflictError
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.retention import rules
@@ -18,6 +22,7 @@ from permille.store.settings import Quota
 from permille.store.tables import Artifact, Job, Run, Upload
 from tests.artifacts import add_artifact, some_model
 from tests.unit.store.conftest import Clock
+from tests.unit.store.test_logs_at_once import begun
 
 DAY_S = 86_400.0
 TOKEN = "operator_01jd3kq8z7m4n5p6r7s8t9v0wx"
@@ -182,3 +187,26 @@ def test_workers_apply_the_rules_of_all_tenants_in_turns_of_a_few(
     with keeping.db.read() as session:
         assert session.scalars(select(Job)).all() == []
         assert len(audit.entries_after(session, tenant_id=keeping.tenant_id, seq=0, limit=9)) == 3
+
+
+@pytest.mark.parametrize("removed_first", [False, True])
+def test_a_package_that_is_published_and_removed_at_once_is_whole_or_gone(
+    keeping: Keeping, removed_first: bool
+) -> None:
+    package = keeping.make(JobKind.PACKAGE)
+
+    def publish(session: Session) -> None:
+        releases.publish(session, name="tiny", package=package)
+
+    def remove(session: Session) -> None:
+        artifacts.remove(session, tenant_id=keeping.tenant_id, kind=JobKind.PACKAGE, key=package.digest)
+
+    first, second = (remove, publish) if removed_first else (publish, remove)
+    refusal = IntegrityError if removed_first else ConflictError
+    with ThreadPoolExecutor(1) as pool:
+        with keeping.db.write() as session:
+            first(session)
+            other = begun(keeping.db, pool, second)
+        with pytest.raises(refusal):
+            other.result(60)
+    assert keeping.left(JobKind.PACKAGE) == ([] if removed_first else [package.id])
