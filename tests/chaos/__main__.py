@@ -22,6 +22,10 @@ from pathlib import Path
 
 import psycopg
 
+from permille.store.blobs.folder import open_blobs
+from permille.store.database import Database
+from permille.store.retention.collection import collect
+from permille_workers.runtime.settings import WorkerSettings
 from tests.chaos import clients, faults
 from tests.chaos.audit import ENDED, audit
 from tests.chaos.site import Site
@@ -60,6 +64,7 @@ class Run:
             attempts = self._attempts(site)
             url = site.postgres.url
             site.quiet()
+            self._collect(url)
             found = audit(url, self.folder / "data" / "blobs", self.accepted.ids)
         finally:
             site.close()
@@ -109,6 +114,14 @@ class Run:
         while any((blobs / "parts").glob("*")) and time.monotonic() < swept:
             time.sleep(0.5)
         return True
+
+    def _collect(self, url: str) -> None:
+        """Collect what killed attempts have left; nothing runs any more."""
+        values = {"data_dir": self.folder / "data", "database_url": url, "collection_grace_s": 0}
+        settings, database = WorkerSettings.model_validate(values), Database(url)
+        found = collect(database, open_blobs(settings), settings)
+        database.close()
+        self.say(f"collected: {len(found.removed)} of {len(found.stored)} blobs")
 
     def _attempts(self, site: Site) -> dict[int, int]:
         with site.connect() as connection:

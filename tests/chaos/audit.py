@@ -137,9 +137,10 @@ def _orphans(tables: _Tables, root: Path) -> Iterator[str]:
     for path in _files(root / "sha256"):
         if f"sha256:{path.name}" not in named:
             yield f"blob sha256:{path.name} is of no artifact"
-    held = {row.id for row in tables.rows("SELECT id FROM uploads WHERE state = 'held'")}
+    # One whose sender or receiver died stays for an hour: it may still come.
+    known = {row.id for row in tables.rows("SELECT id FROM uploads WHERE state IN ('coming', 'held')")}
     for path in _files(root / "uploads"):
-        if path.relative_to(root).parts[2] not in held:
+        if path.relative_to(root).parts[2] not in known:
             yield f"{path.relative_to(root)} is of no upload"
     for path in _files(root / "parts"):
         yield f"{path.relative_to(root)} is of a split job that has ended"

@@ -153,6 +153,8 @@ class Site:
             "RESEND_AFTER_S": "5",
             "CANCEL_GRACE_S": "1",
             "DRAIN_S": "2",
+            "COLLECT_EVERY_S": "5",
+            "COLLECTION_GRACE_S": "0",
             "THREADS": "1",
             "FISHER_SPLIT_FLOPS": "0",
             "RUNS_PER_DEVICE_DAY": "10000",
