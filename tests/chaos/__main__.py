@@ -53,7 +53,8 @@ class Run:
         site = Site.open(self.folder, options.seed)
         try:
             world = clients.prepare(site, random.Random(options.seed))
-            clients.enrol(world, f"chaos-{len(self.accepted)}")
+            private = sum(kind == "private" for _, kind in planned)
+            clients.enrol(world, f"chaos-{len(self.accepted)}", private)
             self.say("ready")
             sent, injected = self._send(site, world, planned)
             self.say(f"accepted {len(self.accepted)}; healing, waiting")
@@ -150,7 +151,7 @@ class Run:
         self.say(
             "jobs, parts included: " + ", ".join(f"{kind} {state} {count}" for kind, state, count in rows)
         )
-        self.say("left out: export (its wheel is not here)")
+        self.say("left out: export (its wheel is not here), sums by a keeper (they take 32 devices)")
 
 
 def _unfinished(site: Site) -> int | None:

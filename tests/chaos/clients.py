@@ -39,7 +39,8 @@ SHARES: Final = {
     "mask": 20,
     "quantization": 10,
     "package": 7,
-    "round": 6,
+    "round": 5,
+    "private": 1,
     "fisher": 5,
     "build": 3,
     "shards": 2,
@@ -48,7 +49,7 @@ SHARES: Final = {
 }
 """What of a hundred jobs: most take a moment, some need torch. A program's export needs a wheel that is not
 in the environment of tests."""
-DEVICES, MEMBERS = 6, 2
+DEVICES, MEMBERS, PRIVATE_ROUNDS = 6, 3, 10
 TWICE, IMPATIENT, CANCELLED = 0.1, 0.05, 0.01
 """How often a request is sent twice at once, given up half-way, and its job cancelled."""
 _AGAIN = frozenset({429, 500, 502, 503, 504})
@@ -126,7 +127,7 @@ class World:
     quantization_id: str
     package: Manifest
     devices: list["Device"] = field(default_factory=list)
-    federation: federations.Site | None = None
+    sites: dict[str, list[federations.Site]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -198,15 +199,26 @@ def prepare(site: Site, rng: random.Random) -> World:
     )
 
 
-def enrol(world: World, name: str) -> None:
-    """Devices, and a federation of some more, each time with a new one."""
+def enrol(world: World, name: str, private: int) -> None:
+    """Devices; a federation of some more, and others for so many private rounds: each time new ones."""
     for _ in range(DEVICES):
         device = enrolled(world.api)
         world.devices.append(Device(device, fresh_token(device)))
-    world.federation = federations.make_site(
-        world.api, name=name, target=MEMBERS, minimum=MEMBERS, rounds=1000, deadline_s=86_400
-    )
-    world.federation.join(MEMBERS)
+    promises: dict[str, Any] = {
+        "privacy": {"dp_epsilon": 1000.0, "participations": PRIVATE_ROUNDS},
+        "clip": 2000,
+    }
+    asked: dict[str, Any] = {"target": MEMBERS, "minimum": MEMBERS, "deadline_s": 86_400}
+    few = {**asked, **promises, "rounds": PRIVATE_ROUNDS}
+    world.sites = {
+        "round": [federations.make_site(world.api, **asked, name=name, rounds=1000)],
+        "private": [
+            federations.make_site(world.api, **few, name=f"{name}-private-{number}")
+            for number in range(-(-private // PRIVATE_ROUNDS))
+        ],
+    }
+    for site in (site for sites in world.sites.values() for site in sites):
+        site.join(MEMBERS)
 
 
 def enrolled(api: Api) -> TestDevice:
@@ -266,7 +278,7 @@ class Clients:
                 except Exception as exc:  # noqa: BLE001 - a failure of the run, reported at its end
                     self.failures.append(f"{key} ({kind}): {type(exc).__name__}: {exc}")
 
-        workers = [threading.Thread(target=serve, args=(number,)) for number in range(threads)]
+        workers = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(threads)]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -281,9 +293,9 @@ class Clients:
             yield one
 
     def _send(self, api: Api, rng: random.Random, key: str, kind: str) -> None:
-        if kind == "round":
+        if kind in self._world.sites:
             with self._rounds:  # the next one opens when this one is published
-                self._round(key)
+                self._round(key, kind)
         elif kind == "replay":
             self._replay(rng, key)
         else:
@@ -296,7 +308,7 @@ class Clients:
         def post() -> None:
             answers.append(api.post(path, body, key=key))
 
-        twice = [threading.Thread(target=post)] if rng.random() < TWICE else []
+        twice = [threading.Thread(target=post, daemon=True)] if rng.random() < TWICE else []
         for other in twice:
             other.start()
         post()
@@ -321,10 +333,9 @@ class Clients:
         assert answer.status_code == 202, answer.text
         self._accepted.add(key, str(answer.json()["job_id"]))
 
-    def _round(self, key: str) -> None:
-        site = self._world.federation
-        assert site is not None
-        number = site.read()["number"]
+    def _round(self, key: str, kind: str) -> None:
+        found = ((site, site.read()) for site in self._world.sites[kind])
+        site, number = next((site, read["number"]) for site, read in found if read["state"] == "running")
         for member in site.members:
             member.secret = fresh_token(member.device)
             answer = site.take_part(member)
