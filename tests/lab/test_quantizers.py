@@ -26,7 +26,7 @@ def test_a_base_is_measured_on_every_window(tmp_path: Path) -> None:
     whole = perplexity(model, WINDOWS_NT)["loss"]
     assert np.mean(sixteen["texts"]["a"]["losses"]) == pytest.approx(whole, abs=1e-5)
     shapes = [tuple(model.get_parameter(name).shape) for name in storage.linear_weights(model)]
-    assert sixteen["bytes"] == storage.stored_bytes(Base.BF16, [(n, k) for n, k in shapes]).total
+    assert sixteen["bytes"] == storage.stored_bytes(Base.BF16, [(n, k) for n, k in shapes])
     four = measure(folder, Base.NF4, CALIBRATION_NT, TEXTS)
     assert four["texts"]["a"]["losses"] != sixteen["texts"]["a"]["losses"]
     assert 4 < four["bits_per_weight"] < sixteen["bits_per_weight"] == 16

@@ -6,7 +6,6 @@ base, as packages do. Embeddings, norms and head are bf16 in every base but FLOA
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +17,9 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
-from permille.quantization import dequantize, quantize, rounding
-from permille.quantization.types import Scheme, packed_size, scales_shape
+from permille.package.manifest import Quantization
+from permille.quantization import dequantize, quantize, rounding, squeezellm
+from permille.quantization.types import Scheme
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import Mask, MaskMethod, select_mask
 from permille.zo.estimators import Batch
@@ -38,13 +38,16 @@ ROUNDED = {
     Base.NF4: (Scheme.NF4, 64),
     Base.INT4_G32: (Scheme.INT4, 32),
     Base.INT4_G128: (Scheme.INT4, 128),
+    Base.INT8: (Scheme.INT8, 128),
 }
 """Bases that need nothing but the weights: scheme and group size."""
 
-CALIBRATED = frozenset({Base.AUTO_ROUND_INT4})
+CALIBRATED = {
+    Base.AUTO_ROUND_INT4: (Scheme.INT4, rounding.GROUP_SIZE),
+    Base.SQUEEZELLM: (Scheme.SQUEEZELLM, squeezellm.GROUP_SIZE),
+}
 """Bases that need text."""
 
-_GROUPS = ROUNDED | {Base.AUTO_ROUND_INT4: (Scheme.INT4, rounding.GROUP_SIZE)}
 _UNQUANTIZED = {Base.FLOAT32: 4, Base.BF16: 2}
 
 
@@ -79,31 +82,6 @@ def stored(
     return model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBytes:
-    """Bytes of the linear weights in their stored form.
-
-    Attributes:
-        codes: the weights themselves.
-        tables: scales or centroids.
-        weights: how many there are.
-    """
-
-    codes: int
-    tables: int
-    weights: int
-
-    @property
-    def total(self) -> int:
-        """Codes and tables."""
-        return self.codes + self.tables
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Of codes and tables."""
-        return 8 * self.total / self.weights
-
-
 def calibrated(
     folder: Path, base: Base, sequences_NT: NDArray[np.int64], *, iterations: int = rounding.ITERATIONS
 ) -> Decoded:
@@ -112,7 +90,7 @@ def calibrated(
     Args:
         folder: the model.
         sequences_NT: calibration text, [N, T] token ids.
-        iterations: steps for each block.
+        iterations: steps of auto-round for each block.
 
     Raises:
         InputError: the base needs no text, or its library is not installed.
@@ -120,21 +98,27 @@ def calibrated(
     if base not in CALIBRATED:
         raise InputError(f"expected one of {', '.join(sorted(CALIBRATED))}, got {base.value}")
     model = stored(folder, Base.FLOAT32)
+    if base is Base.SQUEEZELLM:
+        scores = fisher_scores(model, sequences_NT)
+        return {
+            name: dequantize(
+                quantize(
+                    model.get_parameter(name).detach().numpy(), *CALIBRATED[base], scores_NK=scores[name]
+                )
+            )
+            for name in scores
+        }
     layers = rounding.rounded_int4(model, linear_weights(model), sequences_NT, iterations=iterations)
     return {name: dequantize(layer) for name, layer in layers.items()}
 
 
-def stored_bytes(base: Base, shapes: Iterable[tuple[int, int]]) -> StoredBytes:
-    """Bytes of weights of these shapes under a base, as packages hold them (float32 scales)."""
-    codes = tables = weights = 0
-    for shape in shapes:
-        weights += prod(shape)
-        codes += (
-            _UNQUANTIZED[base] * prod(shape) if base in _UNQUANTIZED else packed_size(_GROUPS[base][0], shape)
-        )
-        if base not in _UNQUANTIZED:
-            tables += 4 * prod(scales_shape(_GROUPS[base][0], shape, _GROUPS[base][1]))
-    return StoredBytes(codes=codes, tables=tables, weights=weights)
+def stored_bytes(base: Base, shapes: Iterable[tuple[int, int]]) -> int:
+    """Bytes of weights of these shapes under a base, as packages hold them."""
+    if base in _UNQUANTIZED:
+        return sum(_UNQUANTIZED[base] * prod(shape) for shape in shapes)
+    name, group_size = (ROUNDED | CALIBRATED)[base]
+    how = Quantization(name=name, group_size=group_size)
+    return sum(how.dense_bounds(shape)[0] for shape in shapes)
 
 
 def give_own_values(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,12 @@ def measure(
     )
     model: Any = storage.stored(folder, base, None, decoded)
     shapes = [model.get_parameter(name).shape for name in storage.linear_weights(model)]
-    stored = storage.stored_bytes(base, ((int(rows), int(columns)) for rows, columns in shapes))
+    size = storage.stored_bytes(base, [(int(rows), int(columns)) for rows, columns in shapes])
+    weights = sum(map(prod, shapes))
     return {
-        "weights": stored.weights,
-        "bytes": stored.total,
-        "bits_per_weight": round(stored.bits_per_weight, 4),
+        "weights": weights,
+        "bytes": size,
+        "bits_per_weight": round(8 * size / weights, 4),
         "texts": {
             name: {
                 "tokens_per_byte": text.tokens_per_byte,
@@ -166,7 +168,7 @@ def settings_of(case: Case, base: Base) -> Settings:
         "base": base.value,
         "calibration": [case.calibration, SEQUENCES, LENGTH],
         "held_out": [sorted(case.held_out), case.windows, WINDOW],
-        "iterations": ITERATIONS if base in storage.CALIBRATED else None,
+        "iterations": ITERATIONS if base is Base.AUTO_ROUND_INT4 else None,
     }
 
 
