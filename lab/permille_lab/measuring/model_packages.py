@@ -46,6 +46,7 @@ def model_package(
     folder: Path,
     *,
     scheme: Scheme = Scheme.NF4,
+    group_size: int | None = None,
     trained: float | ChosenAdapter | None = None,
 ) -> Package:
     """The package of a model with the mask that Fisher scores on C4 select, or an adapter; made once in
@@ -57,20 +58,26 @@ def model_package(
     trained = DENSITIES.get(model, _OTHER_DENSITY) if trained is None else trained
     blobs = BlobFolder(folder / "blobs")
     name = trained if isinstance(trained, float) else f"{trained.kind}-{trained.rank}-{trained.alpha}"
-    known = folder / f"{model}-{name}-{scheme.value}.digest"
+    how = scheme.value if group_size is None else f"{scheme}-{group_size}"
+    known = folder / f"{model}-{name}-{how}.digest"
     if not known.exists():
-        digest = _written(blobs, sources, model, trained, scheme)
+        digest = _written(blobs, sources, model, trained, (scheme, group_size))
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(digest)
     return Package.open(blobs, known.read_text())
 
 
 def _written(
-    blobs: BlobFolder, sources: Sources, model: str, trained: float | ChosenAdapter, scheme: Scheme
+    blobs: BlobFolder,
+    sources: Sources,
+    model: str,
+    trained: float | ChosenAdapter,
+    how: tuple[Scheme, int | None],
 ) -> str:
+    scheme, group_size = how
     blobs.root.mkdir(parents=True, exist_ok=True)
     if not isinstance(trained, float):
-        return pack_model(blobs, Checkpoint(sources.models / model), trained, scheme)
+        return pack_model(blobs, Checkpoint(sources.models / model), trained, scheme, group_size=group_size)
     # Here, so that who finds the package made needs no torch: its memory is measured.
     from permille.corpora.files import ReadReport
     from permille.corpora.sequences import token_sequences
@@ -82,6 +89,7 @@ def _written(
     path = sources.models / model
     texts = read_texts(FileCorpus(path="c4_sample.jsonl"), sources.data / "text/c4_en", ReadReport())
     sequences_NT = token_sequences(FileTokenizer(path), texts, _SEQUENCES, _LENGTH, 0)
-    mask = select_mask(fisher_scores(load_model(path), sequences_NT), MaskMethod.FISHER, trained)
+    scores = fisher_scores(load_model(path), sequences_NT)
+    mask = select_mask(scores, MaskMethod.FISHER, trained)
     chosen = ChosenMask(indices=mask, method="fisher", density=trained)
-    return pack_model(blobs, Checkpoint(path), chosen, scheme)
+    return pack_model(blobs, Checkpoint(path), chosen, scheme, group_size=group_size, scores=scores)

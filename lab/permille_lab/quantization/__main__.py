@@ -1,4 +1,4 @@
-"""What does each 4-bit form cost in bytes and in loss? `make bench-quantizers`.
+"""What does each form cost in bytes and loss, and what in time? `make bench-quantizers`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.quantization
 
@@ -7,7 +7,8 @@
 `loss` is the mean over all predictions in nats a token; tokens and bytes are those of the whole text, so
 that models with other vocabularies can be compared. auto-round calibrates on windows of C4, or of TinyStories
 for a model that knows nothing else. Windows that are measured begin after all that calibration could have
-drawn. A cell that is done is not made again.
+drawn. Bytes of packages and their speed are measured side by side (`speed`). A cell that is done is not made
+again.
 """
 
 import json
@@ -31,6 +32,7 @@ from permille_lab.measuring.cells import Cells, Result, Settings, settings_parse
 from permille_lab.measuring.machine import machine
 from permille_lab.measuring.model_packages import Sources, sources_from_environment
 from permille_lab.models import storage
+from permille_lab.quantization import speed
 
 FIGURE = "quantizers"
 SEQUENCES, LENGTH = 64, 128
@@ -183,6 +185,11 @@ def main() -> None:
     for case in CASES:
         for base in options.bases if case.model in options.models else []:
             cells.once(FIGURE, settings_of(case, base), partial(measured, sources, case, base))
+        if case.model in options.models:
+            settings = {"model": case.model, "step": [speed.SEQUENCES, speed.TOKENS], "rounds": speed.ROUNDS}
+            cells.once(
+                speed.FIGURE, settings, partial(speed.measure, sources, case.model, options.folder / "models")
+            )
 
 
 if __name__ == "__main__":

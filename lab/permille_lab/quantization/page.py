@@ -1,22 +1,58 @@
-"""The table of the quantizers' page, from finished cells.
+"""The tables of the quantizers' page, from finished cells.
 
 Differences to the 16-bit model are paired by window: what two forms have in common, the text, is not in them.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from permille_lab.evaluate.specification import Base
-from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.cells import Cells, Result
+
+Found = Mapping[tuple[str, str], Result]
+"""By model and base."""
+
+_FORMS = {
+    Base.FLOAT32: "float32",
+    Base.INT8: "int8",
+    Base.INT4_G32: "int4, groups of 32",
+    Base.AUTO_ROUND_INT4: "int4, groups of 128, calibrated",
+    Base.NF4: "NF4",
+    Base.SQUEEZELLM: "SqueezeLLM",
+}
 
 
 def tables(results: Path) -> dict[str, str]:
     """By the name that the template has for it."""
-    cells = Cells(results / "quantizers.jsonl").of("quantizers")
-    found = {(settings["model"], settings["base"]): result for settings, result in cells}
+    cells = Cells(results / "quantizers.jsonl")
+    found = {(settings["model"], settings["base"]): result for settings, result in cells.of("quantizers")}
+    return {"schemes": _side_by_side(cells, found), "bases": _losses(found)}
+
+
+def _side_by_side(cells: Cells, found: Found) -> str:
+    rows = []
+    for settings, speed in cells.of("speed"):
+        for base, form in _FORMS.items():
+            result = found[settings["model"], base]
+            row = {
+                "model": settings["model"],
+                "weights as": form,
+                "bits a weight": f"{result['bits_per_weight']:.2f}",
+                "package, MB": f"{speed['package_bytes'][base] / 1e6:.2f}",
+            }
+            text, own = next(iter(result["texts"].items()))
+            row["perplexity"] = f"{math.exp(np.mean(own['losses'])):.2f} ({text})"
+            row["step, ms"] = f"{1e3 * speed['gradient_s'][base]:.0f}"
+            row["tokens a second"] = f"{speed['tokens_per_s'][base]:.0f}"
+            rows.append(row)
+    return str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True))
+
+
+def _losses(found: Found) -> str:
     rows = []
     for (model, base), result in found.items():
         reference = found.get((model, Base.BF16))
@@ -34,4 +70,4 @@ def tables(results: Path) -> dict[str, str]:
                 row["more than 16 bits, nats a token"] = f"{more_N.mean():+.4f} ± {error:.4f}"
             rows.append(row)
     frame = pd.DataFrame(rows).sort_values("model, text", kind="stable").fillna("")
-    return {"bases": str(frame.to_markdown(index=False, disable_numparse=True))}
+    return str(frame.to_markdown(index=False, disable_numparse=True))
