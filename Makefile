@@ -148,7 +148,7 @@ bench-people: $(VENV)/.native  ## What does the agent make of twenty people's te
 bench-privacy: $(VENV)/.installed  ## What does an attacker learn of one device from the rounds? (five minutes)
 	$(BIN)/python -m permille_lab.privacy
 
-bench-quantizers: $(VENV)/.native  ## What does each 4-bit form cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-quantizers: $(VENV)/.native  ## What does each form of the weights cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.quantization
 
 bench-sparse: $(VENV)/.native  ## What does a sparse model lose, by the way it became sparse? (needs PERMILLE_DATA, PERMILLE_MODELS)
