@@ -131,7 +131,7 @@ class Probe(Base):
 
 
 class Worker(Base):
-    """A worker that ran lately; see `permille.store.jobs.workers`."""
+    """A worker that ran lately; see `permille.store.jobs.dispatch`."""
 
     __tablename__ = "workers"
     name: Mapped[str] = mapped_column(primary_key=True)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from permille.package.blobs import BlobFolder
-from permille.store.jobs import workers
+from permille.store.jobs.dispatch import note_worker
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.sweeper import Sweeper
@@ -28,7 +28,7 @@ def test_an_export_is_refused_while_no_worker_that_runs_can_make_it(api: Api) ->
     assert (refused.status_code == 202) == can, refused.text
     assert can or "pip install 'permille[executorch]'" in refused.json()["detail"]
     with api.service.database.write() as session:
-        workers.note(session, name="another", exports=True)
+        note_worker(session, name="another", exports=True)
     assert ask().status_code == 202
 
 

@@ -1,17 +1,30 @@
-"""Telling workers that a job is there, after its row is committed.
+"""Telling workers that a job is there, after its row is committed; and what workers tell of themselves.
 
 The row is the truth, the message a hint: it carries a job's id, whoever gets it takes the job whose turn it
 is, and one that is lost is sent again by the sweeper. So `send` never fails a request. Without a broker
 nothing is sent: local workers look into the database. Celery is imported only where a broker is configured.
+
+A worker notes itself and what not all of them can do once a minute, so that no job is begun that none could
+end. One that was silent for five minutes is taken for gone.
 """
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from permille.store.database import now
+from permille.store.tables import Worker
 
 TASK_NAME = "permille.run_job"
 QUEUE = "permille"
 SEND_TIMEOUT_S = 3.0
+_NOTED_EVERY: Final = timedelta(minutes=1)
+_SILENT_FOR: Final = timedelta(minutes=5)
+_KEPT_FOR: Final = timedelta(days=1)
 
 _log = logging.getLogger(__name__)
 
@@ -79,3 +92,19 @@ def celery_app(broker_url: str) -> Any:
         broker_transport_options={"socket_keepalive": True, "health_check_interval": 10},
     )
     return app
+
+
+def note_worker(session: Session, *, name: str, exports: bool) -> None:
+    """Note that a worker runs, and whether it can export programs; not more often than is needed."""
+    at, row = now(session), session.get(Worker, name)
+    if row is not None and row.exports == exports and at - row.seen_at < _NOTED_EVERY:
+        return
+    session.merge(Worker(name=name, exports=exports, seen_at=at))
+    session.execute(delete(Worker).where(Worker.seen_at < at - _KEPT_FOR))
+
+
+def none_can_export(session: Session) -> bool:
+    """Whether workers run and none of them can export programs; where none runs, one may come."""
+    running = select(Worker.exports).where(Worker.seen_at > now(session) - _SILENT_FOR)
+    found = session.scalars(running).all()
+    return bool(found) and not any(found)

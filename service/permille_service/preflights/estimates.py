@@ -1,20 +1,27 @@
-"""What a job will need: memory, disk and time, from the model's config alone. No torch, no file is read.
+"""What a job will need: memory, disk and time, from the model's config alone; and what this machine has: free
+memory (the control group's limit included), free disk, an assumed speed. No torch, no file is read.
 
 The figures are upper estimates of the worker's methods (weights in float32, one sequence at a time, one
 tensor's gradient, checkpointed activations). They are meant to refuse the hopeless before hours are spent,
 not to predict.
 """
 
+import os
+import shutil
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
+from permille.memory import available_memory
 from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.packages import PoolingCreate
 from permille.schemas.quantizations import AnyBuildOptions, AnyOptions, AutoRound, CodeBooks, Int8
 from permille.schemas.sparsifications import Recovery, SparsificationCreate
+from permille_service.settings import Settings
 
 FLOAT_BYTES = 4
+FLOPS_A_CORE = 8e9  # float32 matrix products on a modest core; `flops_per_s` replaces it
 _TOKENS_A_PASS = 1024  # of the fine-tuning of adapters
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
@@ -224,3 +231,35 @@ def export_needs(sizes: Sizes) -> Needs:
         disk_bytes=weights + 64 * 1024 * 1024,
         seconds=EXPORT_LAYER_S * sizes.layers + sizes.parameters * SECONDS_A_WEIGHT,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a job may use. None: unknown, and then nothing is refused for it."""
+
+    memory_bytes: int | None
+    disk_bytes: int | None
+    flops_per_s: float
+    split_flops: float
+    max_job_s: float
+
+
+def look(settings: Settings) -> Machine:
+    """Measure the machine now."""
+    free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
+    return Machine(
+        memory_bytes=free,
+        disk_bytes=_free_disk(settings.blob_root),
+        flops_per_s=settings.flops_per_s or FLOPS_A_CORE * (os.cpu_count() or 1),
+        split_flops=settings.fisher_split_flops,
+        max_job_s=settings.max_job_s,
+    )
+
+
+def _free_disk(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(
+            next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        ).free
+    except OSError:
+        return None

@@ -31,14 +31,16 @@ from permille.schemas.quantizations import (
 from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
 from permille.store.artifacts import SCORES
-from permille.store.jobs import workers
+from permille.store.jobs.dispatch import none_can_export
 from permille.store.tables import Artifact, Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
     FLOAT_BYTES,
+    Machine,
     Needs,
     Sizes,
     export_needs,
+    look,
     mask_needs,
     package_needs,
     pooling_needs,
@@ -46,7 +48,6 @@ from permille_service.preflights.estimates import (
     sizes_of,
     sparsification_needs,
 )
-from permille_service.preflights.machine import Machine, look
 from permille_service.problems import ApiError
 
 ADAPTER = "adapter"  # the package's own word for the layer
@@ -291,7 +292,7 @@ class _Planner:
                 ProblemType.CONFLICT,
                 "expected a package with a mask (a program takes sparse values): this one trains an adapter",
             )
-        if workers.none_can_export(self._session):
+        if none_can_export(self._session):
             raise ApiError(
                 ProblemType.CONFLICT,
                 "expected a worker that can export programs, none that runs can: "

@@ -6,12 +6,12 @@ from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
 from permille.schemas.quantizations import AutoRound, BuildSqueezeLLM, Int4, Int8, Nf4, SchemeName
 from permille_service.preflights.estimates import (
     PROCESS_BYTES,
+    Machine,
     Needs,
     mask_needs,
     quantization_needs,
     sizes_of,
 )
-from permille_service.preflights.machine import Machine
 from permille_service.preflights.planning import compare
 from tests.packages import TINY_LLAMA
 

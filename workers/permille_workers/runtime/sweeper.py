@@ -14,8 +14,8 @@ from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database
 from permille.store.federations import rounds
-from permille.store.jobs import claims, workers
-from permille.store.jobs.dispatch import CeleryDispatcher
+from permille.store.jobs import claims
+from permille.store.jobs.dispatch import CeleryDispatcher, note_worker
 from permille.store.retention import rules
 from permille.store.retention.collection import collect, take_turn
 from permille.store.retention.references import references
@@ -72,7 +72,7 @@ class Sweeper:
         self._resend()
         with self.db.write() as session:
             devices.purge_expired(session)
-            workers.note(session, name=self.name, exports=find_spec("executorch") is not None)
+            note_worker(session, name=self.name, exports=find_spec("executorch") is not None)
 
     def _sweep_blobs(self) -> None:
         remove_ended(self.db, self.settings.work_root, self.blobs)
