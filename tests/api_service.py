@@ -8,7 +8,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -20,6 +22,7 @@ from permille.schemas.access import Role
 from permille.schemas.devices import enrolment_message, token_message
 from permille.store import access
 from permille.store.database import Clock, Database
+from permille.store.migrations.schema import migrate
 from permille_service.app import create_app
 from permille_service.context import Service
 from permille_service.settings import Settings
@@ -156,6 +159,10 @@ class TestDevice:
 @contextmanager
 def running_api(folder: Path, *, clock: Clock | None = None, **settings: Any) -> Iterator[Api]:
     """The app with its data below `folder`; a clock of the test's own replaces the database's."""
+    rows = folder / "data" / "permille.db"
+    if "database_url" not in settings and not rows.exists():
+        rows.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rows.write_bytes(_migrated())
     app = create_app(Settings(**{"data_dir": folder / "data", **settings}))
     service: Service = app.state.service
     if clock is not None:
@@ -165,6 +172,14 @@ def running_api(folder: Path, *, clock: Clock | None = None, **settings: Any) ->
     token = service.settings.token_path.read_text().strip()
     with TestClient(app, base_url=URL, raise_server_exceptions=False) as client:
         yield Api(client=client, service=service, token=token)
+
+
+@cache
+def _migrated() -> bytes:
+    """An empty database as the migrations leave it: made once, it is copied into each service."""
+    with TemporaryDirectory() as folder:
+        migrate(f"sqlite:///{folder}/permille.db")
+        return (Path(folder) / "permille.db").read_bytes()
 
 
 def encode(data: bytes) -> str:

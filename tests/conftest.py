@@ -1,6 +1,16 @@
 """What all tests share."""
 
 import gc
+import os
+import sys
+
+
+def pytest_configure() -> None:
+    """Let the hundreds of processes that tests start find bytecode, where the environment has turned it off:
+    each would compile all that it imports.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 def pytest_collection_finish() -> None:

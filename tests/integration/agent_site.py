@@ -51,7 +51,7 @@ class AgentSite:
         (spy_folder / "sitecustomize.py").write_text(SPY)
         self._environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(spy_folder), str(ROOT))),
+            "PYTHONPATH": os.pathsep.join(map(str, (spy_folder, ROOT, ROOT / "edge_agent"))),
             "AGENT_SPY": str(self._spy),
             "OMP_NUM_THREADS": "1",
             **environment,
