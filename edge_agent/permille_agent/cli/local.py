@@ -1,5 +1,7 @@
 """Commands that use the model on this device: compare, generate, chat, serve, export."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +15,6 @@ from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from permille.engines.gguf.export import GgufExport
     from permille_agent.local.compare import SideBySide
     from permille_agent.local.model import LocalModel, Variant
 
@@ -289,43 +288,28 @@ def export(
     elif form is ExportForm.PEFT:
         export_peft(package, values_K, folder)
     elif form is ExportForm.EXECUTORCH:
-        document |= {"bytes": _executorch()(package, values_K, folder)}
+        with _needing("executorch"):
+            from permille.engines.executorch.exporting import export_executorch
+        document |= {"bytes": export_executorch(package, values_K, folder)}
     else:
-        exported = _gguf()(package, values_K, folder, kind=kind)
+        with _needing("gguf"):
+            from permille.engines.gguf.export import export_gguf
+        exported = export_gguf(package, values_K, folder, kind=kind)
         document |= {"type": kind, "bytes": exported.size_bytes}
         if personal:
             document["change_kept"] = round(exported.kept, 6)
     show(document, as_json=as_json)
 
 
-def _gguf() -> "Callable[..., GgufExport]":
-    """The writer of GGUF, which is an extra.
-
-    Raises:
-        InputError: it is not installed.
-    """
+@contextmanager
+def _needing(extra: str) -> Iterator[None]:
+    """Say which extra has what is imported within. Raises InputError: it is not installed."""
     from permille.errors import InputError
 
     try:
-        from permille.engines.gguf.export import export_gguf
+        yield
     except ModuleNotFoundError as exc:
-        raise InputError(f'expected {exc.name} to be installed: pip install "permille[gguf]"') from exc
-    return export_gguf
-
-
-def _executorch() -> "Callable[..., int]":
-    """The exporter of programs, which is an extra.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    from permille.errors import InputError
-
-    try:
-        from permille.engines.executorch.exporting import export_executorch
-    except ModuleNotFoundError as exc:
-        raise InputError(f"exporting needs {exc.name}: pip install 'permille[executorch]'") from exc
-    return export_executorch
+        raise InputError(f"exporting needs {exc.name}: pip install 'permille[{extra}]'") from exc
 
 
 def _open_model(context: typer.Context, threads: int | None, engine: str) -> "LocalModel":
