@@ -72,7 +72,7 @@ class Run:
         for name in ("lost", "published_twice", "orphan_blobs"):
             for line in getattr(found, name)[:20]:
                 print(f"{name}: {line}")
-        self.say(f"attempts by job: {attempts}")
+        self.say(f"jobs by how often they were claimed: {attempts}")
         print(found.line(len(self.accepted)), flush=True)
         good = found.clean and waited and not sent.failures and len(self.accepted) == options.jobs
         return 0 if good else 1
@@ -175,7 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=120, help="at most, to send; as long again to end")
     parser.add_argument("--folder", type=Path, help="kept, and gone on with; without it a temporary one")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))  # what was started is ended
     if options.folder is None:
         with tempfile.TemporaryDirectory(prefix="permille-chaos-") as name:
             Path(name).chmod(0o755)  # the database may run as somebody else
@@ -185,4 +184,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))  # what was started is ended
     sys.exit(main())
