@@ -65,7 +65,10 @@ class Faults:
     def run(self, planned: list[str], jobs: int, accepted: Callable[[], int]) -> None:
         """One fault after the other, each once so many jobs were accepted; returns when told to stop."""
         self._rng = random.Random(f"fault {self.seed}")
+        before = accepted()
         for number, fault in enumerate(planned):
+            if number * jobs < before * len(planned):
+                continue  # of the run that this one goes on with
             while accepted() * len(planned) < number * jobs:
                 if self._closing.wait(0.1):
                     return
