@@ -277,7 +277,6 @@ class BlobCollection(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     began_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
-    stored_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
     unreferenced_bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # what was too young stays
 
 

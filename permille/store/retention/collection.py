@@ -208,10 +208,7 @@ def _horizon(session: Session, grace_s: float) -> float:
 
 def _note(db: Database, found: Found) -> None:
     """Write what was found, where that can be written."""
-    left = sum(found.unreferenced.values()) - sum(
-        size for name, size in found.removed.items() if name in found.unreferenced
-    )
-    gone = sum(found.removed.get(digest, 0) for digest in found.stored)
+    left = sum(size for digest, size in found.unreferenced.items() if digest not in found.removed)
 
     def write(session: Session) -> None:
         row = session.get(BlobCollection, _ROW, with_for_update=True)
@@ -219,7 +216,6 @@ def _note(db: Database, found: Found) -> None:
             row = BlobCollection(id=_ROW, began_at=now(session))
             session.add(row)
         row.ended_at = now(session)
-        row.stored_bytes = sum(found.stored.values()) - gone
         row.unreferenced_bytes = left
         session.flush()
 

@@ -51,7 +51,6 @@ def upgrade() -> None:
         _column("id", sa.Integer(), primary_key=True),
         _column("began_at", BIG),
         sa.Column("ended_at", BIG),
-        _column("stored_bytes", BIG),
         _column("unreferenced_bytes", BIG),
     )
     op.create_table(
