@@ -62,9 +62,9 @@ def export_program(
             is not int4.
     """
     weights = choice_of(Weights, weights, "weights of a program")
-    _check_exporter()
     if weights is Weights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
         raise InputError(f"expected an int4 package for 4-bit weights, got {package.manifest.scheme.name}")
+    _check_exporter()
     module = dual_model(package)
     if weights is Weights.INT4:
         _set_codes(module, package)

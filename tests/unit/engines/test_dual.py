@@ -8,7 +8,10 @@ import torch
 
 from permille.engines.dual.lora_fa import LoraFALinear, LoraFAModel, StepInput, lora_fa_model, signs
 from permille.engines.dual.sparse import DualModel, dual_model
+from permille.engines.executorch.exporting import export_program
+from permille.engines.executorch.program import ProgramShape
 from permille.engines.torch_engine import TorchEngine
+from permille.errors import InputError
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.zo.directions import direction
@@ -50,9 +53,11 @@ def test_all_variants_in_one_pass_have_the_losses_of_the_reference(family: str, 
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_the_exported_program_is_the_module(family: str, tmp_path: Path) -> None:
-    package = tiny_package(tmp_path, family, Scheme.INT4).package
+@pytest.mark.parametrize(("family", "scheme"), [("llama", Scheme.INT8), ("gemma3_text", Scheme.SQUEEZELLM)])
+def test_the_exported_program_is_the_module(family: str, scheme: Scheme, tmp_path: Path) -> None:
+    package = tiny_package(tmp_path, family, scheme).package
+    with pytest.raises(InputError, match=f"expected an int4 package for 4-bit weights, got {scheme}"):
+        export_program(package, ProgramShape(variants=1, rows=1, tokens=TOKENS), weights="int4")
     module: DualModel = dual_model(package)
     inputs = _dual_inputs(package)
     program = torch.export.export(module, inputs)
