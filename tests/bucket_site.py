@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from permille.store.blobs.bucket import Bucket, BucketAddress
+from permille.store.blobs.bucket import Bucket
+from permille.store.settings import BucketAddress
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "secret-of-tests"}
 

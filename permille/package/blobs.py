@@ -143,6 +143,22 @@ class BlobFolder:
         if f"sha256:{found.hexdigest()}" != digest:
             raise PackageError("blob-digest", f"expected {digest}, got sha256:{found.hexdigest()}")
 
+    def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
+        """Bytes of a blob as they are stored, not hashed: whoever gets them compares.
+
+        Raises:
+            PackageError: `blob-missing`.
+        """
+        with self.open(digest) as file:
+            file.seek(begin)
+            while begin < end and (chunk := file.read(min(CHUNK_BYTES, end - begin))):
+                begin += len(chunk)
+                yield chunk
+
+    def opened_by(self, digest: str, media_type: str) -> str | None:  # noqa: ARG002 - a bucket's has
+        """An address by which whoever has it may read this one blob; None: a folder has none."""
+        return None
+
     @contextmanager
     def writer(self) -> Iterator[BlobWriter]:
         """A blob written in pieces; leaving without `commit` leaves nothing."""

@@ -4,17 +4,56 @@ Read from the environment with the prefix PERMILLE_ (PERMILLE_DATA_DIR, PERMILLE
 `main`.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from permille.store.blobs.bucket import BucketAddress
 from permille.telemetry import LogFormat
 
 PREFIX = "PERMILLE_"
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_PREFIX: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketAddress:
+    """Which bucket, what its keys begin with, and where it is: without an endpoint at AWS."""
+
+    bucket: str
+    prefix: str
+    endpoint: str | None
+    region: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> "BucketAddress":
+        """Read `s3://bucket/prefix?endpoint=https://host&region=name`; all but the bucket may be left out.
+
+        Raises:
+            ValueError: it is none, or has a user or password in it.
+        """
+        parts, prefix = urlsplit(text), urlsplit(text).path.strip("/")
+        asked = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        endpoint, region = asked.pop("endpoint", [None])[-1], asked.pop("region", [None])[-1]
+        at = urlsplit(endpoint or "https://aws")
+        well_formed = (
+            parts.scheme == "s3"
+            and _BUCKET.fullmatch(parts.netloc)
+            and _PREFIX.fullmatch(prefix)
+            and not (asked or parts.fragment)
+            and at.scheme in ("http", "https")
+            and at.hostname
+            and "@" not in at.netloc
+        )
+        if not well_formed:
+            raise ValueError(
+                "expected s3://bucket/prefix?endpoint=https://host&region=name, got another form"
+            )
+        return cls(bucket=parts.netloc, prefix=prefix, endpoint=endpoint, region=region)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

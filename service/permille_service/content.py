@@ -19,8 +19,8 @@ from starlette.responses import FileResponse, RedirectResponse, StreamingRespons
 from starlette.types import Receive, Scope, Send
 
 from permille.errors import PackageError
+from permille.package.blobs import BlobFolder
 from permille.schemas.problems import ProblemType
-from permille.store.blobs.folder import BucketFolder
 from permille_service.context import Service
 from permille_service.problems import ApiError, documented
 from permille_service.settings import Downloads
@@ -76,10 +76,12 @@ def blob_response(
         return Response(status_code=304, headers=headers)
     gets = request.method == "GET"
     asked = _asked_range(request, etag, size) if gets else None
-    if isinstance(blobs, BucketFolder):
-        if may_redirect and gets and downloads is Downloads.REDIRECT:
+    if may_redirect and gets and downloads is Downloads.REDIRECT:
+        address = blobs.opened_by(digest, media_type)
+        if address is not None:
             headers["Cache-Control"] = "no-store"  # the address is not for long, the blob is for ever
-            return RedirectResponse(blobs.opened_by(digest, media_type), 307, headers)
+            return RedirectResponse(address, 307, headers)
+    if service.settings.blob_bucket is not None:
         headers |= {"Accept-Ranges": "bytes", "Content-Type": media_type}
         if gets:
             return _passed_on(blobs, digest, size, asked, headers)
@@ -93,7 +95,7 @@ def blob_response(
 
 
 def _passed_on(
-    blobs: BucketFolder, digest: str, size: int, asked: range | None, headers: dict[str, str]
+    blobs: BlobFolder, digest: str, size: int, asked: range | None, headers: dict[str, str]
 ) -> Response:
     part, status = range(size), 200
     if asked is not None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from permille.digests import digest_of
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import verify_package
+from permille.schemas.runs import STATE_MEDIA_TYPE
+from permille.store import uploads
 from permille_agent.cli.main import main
 from permille_agent.state.home import open_home
-from tests.api_service import Api, running_api
+from tests.api_service import Api, new_run_id, run_metrics, running_api
 from tests.artifacts import add_package as store_package
 from tests.bucket_site import Fault, Gate, bucket_server, gate
 from tests.packages import tiny_package
@@ -126,3 +129,28 @@ def test_what_a_bucket_refuses_is_said_and_health_knows(api: Api, site: Gate, tm
     site.faults = [Fault("^GET", times=9, cut_after=0)]
     answer = api.get(path)
     assert answer.status_code == 503 and f"expected {len(data)} bytes" in answer.json()["detail"]
+
+
+def test_a_shared_log_lies_in_the_bucket_alone_and_is_erased(api: Api, site: Gate, tmp_path: Path) -> None:
+    package = tiny_package(tmp_path / "made")
+    for entry in package.blobs.entries():
+        api.service.blobs.put_file(package.blobs.path(entry.digest), expected=entry.digest)
+    with api.service.database.write() as session:
+        store_package(session, tenant_id=api.tenant_id, manifest=package.manifest)
+    api.publish(package)
+    token, run_id = api.device().token(), new_run_id()
+    metrics = run_metrics(package_digest=package.digest)
+    assert api.post("/v1/runs", {"run_id": run_id, "metrics": metrics}, token).status_code == 201
+    body = b"a state of somebody"
+    headers = {**api.auth(token), "Content-Type": STATE_MEDIA_TYPE}
+    assert api.client.put(f"/v1/runs/{run_id}/log", content=body, headers=headers).status_code == 202
+    sent = api.service.blobs.below("uploads", api.tenant_id)
+    (upload_id,) = sent.names()
+    stored = sent.below(upload_id, private=True)
+    assert stored.read(digest_of(body), limit=100) == body
+    assert body not in [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    site.faults = [Fault("^GET .*list-type", times=2, status=500)]
+    assert api.delete(f"/v1/runs/{run_id}/log", token).status_code == 204, "a bucket that is away"
+    assert sent.names() == [upload_id]
+    assert uploads.sweep(api.service.database, api.service.blobs) == 1
+    assert sent.names() == []

@@ -11,7 +11,6 @@ botocore alone, without boto3: its transfers would hash parts, never the whole a
 import base64
 import hashlib
 import random
-import re
 import threading
 import time
 from collections import deque
@@ -21,11 +20,11 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qs, urlsplit
 
 from permille.errors import OperatorError, PackageError, PermilleError
 from permille.package.blobs import CHUNK_BYTES
 from permille.store.errors import BlobStoreError
+from permille.store.settings import BucketAddress
 
 PART_BYTES: Final = 64 << 20
 """A larger file is sent in parts of this size, or of more where there would be too many."""
@@ -33,8 +32,6 @@ _MOST_PARTS: Final = 10_000
 _AT_A_TIME: Final = 4
 _ADDRESS_S: Final = 300
 """How long an address opens its object: a download must begin, not end, in this time."""
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
-_PREFIX: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?", re.ASCII)
 _GONE: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _PERSON: Final = frozenset(
     {
@@ -48,42 +45,6 @@ _PERSON: Final = frozenset(
         "SignatureDoesNotMatch",
     }
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketAddress:
-    """Which bucket, what its keys begin with, and where it is: without an endpoint at AWS."""
-
-    bucket: str
-    prefix: str
-    endpoint: str | None
-    region: str | None
-
-    @classmethod
-    def parse(cls, text: str) -> "BucketAddress":
-        """Read `s3://bucket/prefix?endpoint=https://host&region=name`; all but the bucket may be left out.
-
-        Raises:
-            ValueError: it is none, or has a user or password in it.
-        """
-        parts, prefix = urlsplit(text), urlsplit(text).path.strip("/")
-        asked = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-        endpoint, region = asked.pop("endpoint", [None])[-1], asked.pop("region", [None])[-1]
-        at = urlsplit(endpoint or "https://aws")
-        well_formed = (
-            parts.scheme == "s3"
-            and _NAME.fullmatch(parts.netloc)
-            and _PREFIX.fullmatch(prefix)
-            and not (asked or parts.fragment)
-            and at.scheme in ("http", "https")
-            and at.hostname
-            and "@" not in at.netloc
-        )
-        if not well_formed:
-            raise ValueError(
-                "expected s3://bucket/prefix?endpoint=https://host&region=name, got another form"
-            )
-        return cls(bucket=parts.netloc, prefix=prefix, endpoint=endpoint, region=region)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,20 +10,22 @@ a living process was given, or whose file it holds open: those are locks, which 
 
 import fcntl
 import os
+import shutil
 import tempfile
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from permille.digests import is_digest
-from permille.errors import PackageError
+from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder, StoredBlob
-from permille.store.blobs.bucket import Bucket, BucketAddress
-from permille.store.settings import StoreSettings
+from permille.store.blobs.bucket import Bucket
+from permille.store.settings import BucketAddress, StoreSettings
 
 _MOST_HELD: Final = 256
 """A process that runs for months lets go of the paths that it was given before so many others."""
@@ -34,9 +36,14 @@ def open_blobs(settings: StoreSettings, *, attempts: int = 5) -> BlobFolder:
 
     Args:
         attempts: of each request to a bucket; a worker has more patience than who waits for an answer.
+
+    Raises:
+        OperatorError: a bucket is named, and botocore is not installed.
     """
     if settings.blob_bucket is None:
         return BlobFolder(settings.blob_root)
+    if find_spec("botocore") is None:
+        raise OperatorError("expected botocore for blob_bucket, got none: pip install 'permille[s3]'")
     bucket = Bucket(BucketAddress.parse(settings.blob_bucket), attempts=attempts)
     return BucketFolder(bucket, BlobCache(settings.blob_root, settings.blob_cache_bytes))
 
@@ -82,10 +89,11 @@ class BlobCache(BlobFolder):
         return self.path(digest)
 
     def make_room(self, size_bytes: int) -> None:
-        """Remove copies that were not used for longest, until so many bytes more are within the bound."""
+        """Remove copies that were not used for longest, until so many bytes more fit into bound and disk."""
         with self.locked("room"):
             copies = sorted(self.entries(), key=lambda copy: copy.written_at_s)
             over = sum(copy.size_bytes for copy in copies) + size_bytes - self._most_bytes
+            over = max(over, size_bytes - shutil.disk_usage(self.root).free)
             for copy in copies:
                 if over <= 0:
                     return

@@ -18,7 +18,7 @@ TEN = b"0123456789"
 
 def answer(folder: Path, content: bytes, header: str) -> Any:
     """The response to GET of a blob with this Range header."""
-    settings = SimpleNamespace(downloads=Downloads.SERVE)
+    settings = SimpleNamespace(downloads=Downloads.SERVE, blob_bucket=None)
     service: Any = SimpleNamespace(blobs=BlobFolder(folder), settings=settings)
     digest = service.blobs.put_bytes(content)
     app = FastAPI()

@@ -8,14 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from permille.digests import digest_of
 from permille.errors import OperatorError, PackageError
-from permille.store.blobs.bucket import Bucket, BucketAddress
+from permille.store.blobs.bucket import Bucket
 from permille.store.blobs.folder import BlobCache, BucketFolder
 from permille.store.errors import BlobStoreError
+from permille.store.settings import BucketAddress
 from tests.bucket_site import Fault, Gate, bucket_server, gate, settle
 
 HELLO = digest_of(b"hello")
@@ -170,7 +172,12 @@ def test_copies_are_bounded_and_what_is_in_use_stays(site: Gate, tmp_path: Path)
         other.read(fourth, limit=1000)
         assert set(copies(root)) == {ones, third, fourth} and file.read() == threes, "all in use"
     other.put_bytes(TWOS)
-    assert ones in copies(root) and len(copies(root)) == 2
+    assert set(copies(root)) == {ones, twos}
+    full = SimpleNamespace(free=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("permille.store.blobs.folder.shutil.disk_usage", lambda _: full)
+        folder(site, root).read(third, limit=1000)
+    assert set(copies(root)) == {ones, third}, "a full disk bounds them too"
     held.chmod(0o644)
     held.write_bytes(b"gone bad")
     assert other.read(ones, limit=1000) == ONES, "a copy that has gone bad is fetched again"
@@ -198,7 +205,9 @@ def test_a_killed_upload_shows_nowhere_and_is_swept(site: Gate, tmp_path: Path) 
     script = """
 import sys
 from pathlib import Path
-from permille.store.blobs.bucket import Bucket, BucketAddress
+from types import SimpleNamespace
+from permille.store.blobs.bucket import Bucket
+from permille.store.settings import BucketAddress
 from permille.store.blobs.folder import BlobCache, BucketFolder
 bucket = Bucket(BucketAddress.parse(sys.argv[1]), attempts=1, part_bytes=5 << 20)
 BucketFolder(bucket, BlobCache(Path(sys.argv[2]), 1 << 30)).put_bytes(bytes(11 << 20))

@@ -225,6 +225,7 @@ def wait(until: Callable[[], bool]) -> None:
     ("module", "absent"),
     [
         ("permille.store.jobs.dispatch", ("celery", "kombu", "redis")),
+        ("permille.store.blobs.folder", ("botocore", "boto3")),
         ("permille_workers.__main__", ("celery", "torch", "transformers", "matplotlib")),
         ("permille_workers.runtime.child", ("torch", "transformers", "matplotlib", "datasets")),
     ],
