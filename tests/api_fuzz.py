@@ -69,7 +69,7 @@ def fuzz(
         known = _stock(running)
     device_token, enrolled = _enrol(folder)
     config = _configure(folder, known | enrolled)
-    options = ["--checks=all", "--continue-on-failure", "--no-color"]
+    options = ["--checks=all", "--continue-on-failure", "--no-color", "--request-timeout=60"]
     options += [f"--max-examples={examples}", f"--workers={workers}", f"--phases={phases}"]
     options += [] if seed is None else [f"--seed={seed}"]
     device_options = [*options, *(f"--include-operation-id={name}" for name in DEVICE_OPERATIONS)]
