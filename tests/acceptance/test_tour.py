@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.environments import ROOT, Environment, build_wheel, make_environment
+from tests.ports import free_port
 
 EXAMPLES = ROOT / "examples"
 TOUR = ROOT / "docs" / "guide" / "tour.md"
@@ -135,12 +135,6 @@ def install(on: Machine, text: str, wheel: Path) -> None:
             pytest.fail(f"expected a line of an install block that this test knows, got {line!r}")
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @dataclass
 class Transcript:
     entries: list[tuple[Block, str]] = field(default_factory=list)
@@ -155,7 +149,7 @@ def test_the_tour_runs_as_it_stands(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     shutil.copytree(EXAMPLES, checkout / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "desk").mkdir()
-    port, kit = free_port(), tmp_path / "server" / "permille-tour" / "for-device"
+    port, kit = str(free_port()), tmp_path / "server" / "permille-tour" / "for-device"
     transcript = Transcript()
     with ExitStack() as stack:
         server = stack.enter_context(machine("server", tmp_path / "server", checkout, TOUR_PORT=port))

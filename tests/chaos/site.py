@@ -20,8 +20,9 @@ import psycopg
 from tests.chaos.processes import API_STEPS, CHILD_STEPS, STORE_FAULTS, WORKER_STEPS
 from tests.federation.run import descendants
 from tests.integration.job_site import Redis
+from tests.ports import free_port
 from tests.running_service import environment
-from tests.unit.store.postgres import Server, free_port
+from tests.unit.store.postgres import Server
 
 APIS, WORKERS = 2, 3
 LEASE_S: Final = 6.0

@@ -21,6 +21,7 @@ from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.migrations.schema import migrate
 from permille.store.tables import Artifact, Job
+from tests.ports import free_port
 
 TIMEOUT_S = 240.0
 
@@ -240,10 +241,7 @@ class Redis:
 @contextmanager
 def redis_server(folder: Path) -> Iterator[Redis]:
     """A running Redis server on a free port of the loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = Redis(port=port, folder=folder)
+    server = Redis(port=free_port(), folder=folder)
     server.start()
     try:
         yield server

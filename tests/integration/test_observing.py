@@ -3,7 +3,6 @@
 import gzip
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from permille.telemetry import Trace
+from tests.ports import free_port
 from tests.running_service import running_service
 from tests.tiny_model import write_model
 
@@ -27,7 +27,7 @@ PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
 
 def test_one_id_leads_from_a_request_to_the_process_that_does_its_job(tmp_path: Path) -> None:
-    port = _free_port()
+    port = free_port()
     with _collector() as (endpoint, spans):
         settings = {
             "PERMILLE_LOG_FORMAT": "json",
@@ -172,12 +172,6 @@ def _spans(request: Any) -> Iterator[dict[str, str]]:
                     "parent": span.parent_span_id.hex(),
                     "job": told.get("permille.job_id", ""),
                 }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -6,7 +6,6 @@ PERMILLE_TEST_POSTGRES names a database that the tests may empty: `postgresql+ps
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
+
+from tests.ports import free_port
 
 NAMED_URL = os.environ.get("PERMILLE_TEST_POSTGRES")
 _TIMEOUT_S = 60.0
@@ -109,13 +110,6 @@ def _server_user(folder: Path) -> str | None:
         return None
     shutil.chown(folder, "nobody")
     return "nobody"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait_for(port: int, log: Path) -> None:
